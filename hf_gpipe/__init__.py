@@ -1,0 +1,38 @@
+"""GPipe for Hugging Face models: pipeline-parallel training that gives the unpartitioned model's gradients.
+
+The public names load when they are first used, so that `import hf_gpipe.recipe` and the other modules that
+need no torch start at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hf_gpipe.pipeline import Pipeline
+    from hf_gpipe.training.arguments import PipelineTrainingArguments
+    from hf_gpipe.training.trainer import PipelineTrainer
+
+__version__ = "0.1.0"
+
+__all__ = ["Pipeline", "PipelineTrainer", "PipelineTrainingArguments", "__version__"]
+
+_MODULE_OF = {
+    "Pipeline": "hf_gpipe.pipeline",
+    "PipelineTrainer": "hf_gpipe.training.trainer",
+    "PipelineTrainingArguments": "hf_gpipe.training.arguments",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name on first use (PEP 562)."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
