@@ -1,0 +1,251 @@
+"""From a Hugging Face model to its list of layers, and from a run of layers to a stage's model.
+
+`Adapter` knows the whole model without its weights: its layers, what crosses each boundary, which parameters are
+tied. `StageModel` is the same Hugging Face model with only its own layers in it (see stubs.py).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_gpipe.adapters.dropout import DropoutSeeds, default_generator, has_dropout, key
+from hf_gpipe.adapters.layers import Layer, Stack
+from hf_gpipe.adapters.skeleton import build_skeleton
+from hf_gpipe.adapters.stubs import EmbeddingStub, HeadStub, PassThrough, Port, admit
+
+IGNORED_LABEL = -100
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Adapter(ABC):
+    """What is known of a model before any weight exists.
+
+    Args:
+        config: the model's configuration; the model is built from it on the meta device, without memory.
+        dtype: the type of the weights.
+        attn_implementation: "eager", "sdpa" ...; None leaves the choice to transformers.
+        trust_remote_code: whether a configuration may name Python code outside of transformers.
+    """
+
+    #: Keys of a mini-batch that only the loss reads.
+    loss_keys = ("labels",)
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        dtype: torch.dtype,
+        attn_implementation: str | None = None,
+        *,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.attn_implementation = attn_implementation
+        self.trust_remote_code = trust_remote_code
+        self.reference = self.skeleton()
+        self.stacks = self._find_stacks(self.reference)
+        head = next(n for n, m in self.reference.named_modules() if m is self.reference.get_output_embeddings())
+        stack_layers = [layer for stack in self.stacks for layer in stack.layers()]
+        self.layers: tuple[Layer, ...] = (*stack_layers, Layer(head, "head", "decoder", (head,)))
+        self.has_dropout = has_dropout(self.reference)
+
+    def skeleton(self) -> PreTrainedModel:
+        """A fresh copy of the whole model on the meta device: its modules and names, no memory."""
+        return build_skeleton(
+            self.config, self.dtype, self.attn_implementation, trust_remote_code=self.trust_remote_code
+        )
+
+    @property
+    def ties(self) -> dict[str, str]:
+        """Tied parameter name -> name of the parameter it is tied to, as the configuration asks."""
+        return dict(self.reference.all_tied_weights_keys)
+
+    def layer_of(self, parameter: str) -> int:
+        """Index of the layer that a parameter or buffer belongs to.
+
+        What lies outside of every layer goes with the embedding that it is tied to (an encoder-decoder's `shared`)
+        or, at the root of the model, with the head that reads it (Marian's `final_logits_bias`).
+        """
+        for index, layer in enumerate(self.layers):
+            if any(parameter.startswith(f"{module}.") for module in layer.modules):
+                return index
+        return 0 if "." in parameter else len(self.layers) - 1
+
+    def stages_holding(self, parameter: str, partition: Sequence[range]) -> tuple[int, ...]:
+        """The stages that use a parameter, under its own name or one that is tied to it, in ascending order."""
+        aliases = {parameter, *(alias for alias, source in self.ties.items() if source == parameter)}
+        indices = {self.layer_of(alias) for alias in aliases if self._is_used(alias)}
+        indices = indices or {self.layer_of(parameter)}
+        return tuple(s for s, layers in enumerate(partition) if any(i in layers for i in indices))
+
+    def _is_used(self, parameter: str) -> bool:
+        return any(parameter.startswith(f"{m}.") for layer in self.layers for m in layer.modules)
+
+    @abstractmethod
+    def _find_stacks(self, model: PreTrainedModel) -> tuple[Stack, ...]:
+        """The model's stacks in their order of call."""
+
+    @abstractmethod
+    def prepare(self, micro_batch: Tensors) -> dict[str, torch.Tensor]:
+        """The inputs of a micro-batch's forward on any stage, from what the collator gave."""
+
+    @abstractmethod
+    def targets(self, inputs: Tensors) -> torch.Tensor:
+        """Labels (B, T) aligned with the logits (B, T, V); positions without a target are -100."""
+
+    @abstractmethod
+    def carry_shapes(self, boundary: int, inputs: Tensors) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors that layer `boundary` receives from the layer before it."""
+
+    @abstractmethod
+    def run(self, stage: StageModel, inputs: Tensors, carry: Tensors) -> dict[str, torch.Tensor]:
+        """Run a stage's layers: the carry of the next boundary, or {"logits": (B, T, V)} on the last stage."""
+
+
+class StageModel:
+    """The Hugging Face model with the layers `start` to `stop` (exclusive) real and all others replaced by stubs.
+
+    It is built on the meta device; memory comes with the weights (see checkpoint/hub.py), after which `seal` must be
+    called once.
+    """
+
+    def __init__(self, adapter: Adapter, start: int, stop: int) -> None:
+        self.adapter = adapter
+        self.start, self.stop = start, stop
+        self.model = adapter.skeleton()
+        self.port = Port()
+        self._pending: dict[str, nn.Module] = {}
+        self._strip()
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        return self.adapter.layers[self.start : self.stop]
+
+    @property
+    def is_first(self) -> bool:
+        return self.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stop == len(self.adapter.layers)
+
+    def owns(self, kind: str, stack: str) -> bool:
+        return any(layer.kind == kind and layer.stack == stack for layer in self.layers)
+
+    def runs(self, stack: str) -> bool:
+        """Whether any own layer, the head included, lies in this stack."""
+        return any(layer.stack == stack for layer in self.layers)
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Names of the parameters and persistent buffers that this stage needs, each tie under its source's name."""
+        ties = self.model.all_tied_weights_keys
+        names = dict.fromkeys(
+            ties.get(name, name)
+            for name in self.model.state_dict(keep_vars=True)
+            if self.start <= self.adapter.layer_of(name) < self.stop
+        )
+        return tuple(names)
+
+    def _strip(self) -> None:
+        """Replace the layers of other stages by stubs, but for modules whose tied weight an own layer uses.
+
+        Those stay until the weights are there, since transformers initialises and loads a tied weight through the
+        module that it is tied to.
+        """
+        needed = set(self.parameter_names)
+        ties = self.model.all_tied_weights_keys
+        foreign = [
+            (name, self._stub(layer, self.model.get_submodule(name), is_exit=index == self.stop and position == 0))
+            for index, layer in enumerate(self.adapter.layers)
+            if not self.start <= index < self.stop
+            for position, name in enumerate(layer.modules)
+        ]
+        inside = tuple(f"{name}." for layer in self.adapter.layers for name in layer.modules)
+        # Modules outside of every layer that hold weights, such as the `shared` of an encoder-decoder.
+        foreign += [
+            (name, PassThrough())
+            for name, module in self.model.named_modules()
+            if name and any(True for _ in module.parameters(recurse=False)) and not f"{name}.".startswith(inside)
+        ]
+        for name, stub in foreign:
+            module = self.model.get_submodule(name)
+            if any(ties.get(alias, alias) in needed for alias in (f"{name}.{n}" for n, _ in module.named_parameters())):
+                self._pending[name] = stub
+                continue
+            for parameter_name, parameter in module.named_parameters(recurse=False):
+                # A family's own initialisation may reach for the weight by name: it finds a tensor without memory.
+                stub.__dict__[parameter_name] = parameter.data
+            self.model.set_submodule(name, stub)
+        self.model.all_tied_weights_keys = {alias: source for alias, source in ties.items() if source in needed}
+
+    def _stub(self, layer: Layer, module: nn.Module, *, is_exit: bool) -> nn.Module:
+        port = self.port if is_exit else None
+        if layer.kind == "head":
+            return HeadStub(port)
+        if isinstance(module, nn.Embedding):
+            return EmbeddingStub(module.embedding_dim, self.adapter.dtype)
+        return PassThrough(port)
+
+    def seal(self, device: torch.device) -> None:
+        """Complete the stage once its weights are in memory: the last stubs, dropout seeds and the entrance."""
+        tied = {name: p for name, p in self.model.named_parameters(remove_duplicate=False)}
+        self._parameters = {n: tied[n] for n in self.parameter_names if n in tied}
+        self._buffers = {n: b for n, b in self.model.named_buffers() if n in set(self.parameter_names)}
+        for name, stub in self._pending.items():
+            self.model.set_submodule(name, stub)
+        self._pending.clear()
+        for module in self.model.modules():
+            if isinstance(module, EmbeddingStub):
+                module.zero = module.zero.to(device)
+        for layer in self.layers:
+            for position, name in enumerate(layer.modules):
+                is_entrance = layer is self.layers[0] and layer.kind != "embedding" and position == 0
+                admit(self.model.get_submodule(name), name, self.port, is_entrance=is_entrance)
+        self.device = device
+        self._generator = default_generator(device)
+        self._layer_keys = {name: key(name) for layer in self.layers for name in layer.modules}
+        self.model.train()
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This stage's parameters by Hugging Face name, each tie once, under its source's name."""
+        return self._parameters
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """This stage's persistent buffers by Hugging Face name."""
+        return self._buffers
+
+    def __call__(self, inputs: Tensors, carry: Tensors, micro_batch_seed: int | None = None) -> dict[str, torch.Tensor]:
+        """Run the stage on one micro-batch.
+
+        Args:
+            inputs: what `Adapter.prepare` returned, on the stage's device.
+            carry: the tensors received from the previous stage; empty on the first stage.
+            micro_batch_seed: seed of dropout for this micro-batch and step; None leaves the generator alone.
+
+        Returns:
+            The carry for the next stage, or {"logits": (B, T, V)} on the last stage.
+        """
+        self.port.received = carry.get("hidden")
+        if micro_batch_seed is not None and self.adapter.has_dropout and self.model.training:
+            self.port.seeds = DropoutSeeds(self._generator, self._layer_keys, micro_batch_seed)
+        try:
+            return self.adapter.run(self, inputs, carry)
+        finally:
+            self.port.close()
+
+    def captured(self) -> torch.Tensor:
+        """The hidden states (B, T, D) at the end of the stage."""
+        hidden = self.port.captured
+        if hidden is None:
+            last = self.layers[-1].name
+            raise RuntimeError(f"the model's forward ended without passing the end of the stage, after layer {last!r}")
+        return hidden

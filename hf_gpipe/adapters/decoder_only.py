@@ -1,0 +1,32 @@
+"""Decoder-only models: one stack of blocks whose hidden states are all that crosses a boundary."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F  # noqa: N812  (the name that every torch reader knows)
+from transformers import PreTrainedModel
+
+from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, StageModel, Tensors
+from hf_gpipe.adapters.layers import Stack, find_stack
+
+
+class DecoderOnly(Adapter):
+    """Llama and its kin: embedding, blocks, norm, head."""
+
+    def _find_stacks(self, model: PreTrainedModel) -> tuple[Stack, ...]:
+        return (find_stack(model, "decoder", model.base_model_prefix),)
+
+    def prepare(self, micro_batch: Tensors) -> dict[str, torch.Tensor]:
+        return dict(micro_batch)
+
+    def targets(self, inputs: Tensors) -> torch.Tensor:
+        """The next token of each position; the last position has none."""
+        return F.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
+
+    def carry_shapes(self, boundary: int, inputs: Tensors) -> dict[str, tuple[int, ...]]:
+        return {"hidden": (*inputs["input_ids"].shape, self.config.hidden_size)}
+
+    def run(self, stage: StageModel, inputs: Tensors, carry: Tensors) -> dict[str, torch.Tensor]:
+        forward = {name: value for name, value in inputs.items() if name not in self.loss_keys}
+        output = stage.model(**forward, use_cache=False)
+        return {"logits": output.logits} if stage.is_last else {"hidden": stage.captured()}

@@ -1,0 +1,67 @@
+"""Dropout that does not depend on how the model is split.
+
+Every layer that draws random numbers seeds the device's default generator from (seed, step, micro-batch, name of
+the layer) just before it runs. Where the layer runs, what ran before it on the same process, and whether it runs
+for the first time or in recomputation then make no difference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import nn
+
+_MASK = (1 << 64) - 1
+
+
+def mix(*values: int) -> int:
+    """A 64-bit hash of integers (the finaliser of SplitMix64 after each), the same on every machine."""
+    state = 0
+    for value in values:
+        state = (state + (value & _MASK) + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+def key(name: str) -> int:
+    """A 64-bit integer for a layer's or a parameter's name, the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that `torch.nn.functional.dropout` draws from on this device.
+
+    It is seeded directly: `torch.manual_seed` seeds every backend and costs a hundred times as much.
+    """
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
+class DropoutSeeds:
+    """The seeds of one micro-batch on one stage; `plant` is called by each layer as it starts."""
+
+    def __init__(self, generator: torch.Generator, layer_keys: dict[str, int], micro_batch_seed: int) -> None:
+        self._generator = generator
+        self._layer_keys = layer_keys
+        self._micro_batch_seed = micro_batch_seed
+
+    def plant(self, layer_name: str) -> None:
+        self._generator.manual_seed(mix(self._micro_batch_seed, self._layer_keys[layer_name]))
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether any random number is drawn in training: a module or a value of the configuration with a rate above 0."""
+    if any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules()):
+        return True
+    config = getattr(model, "config", None)
+    values = config.to_dict() if config is not None else {}
+    return any(
+        isinstance(value, int | float) and value > 0
+        for name, value in values.items()
+        if any(word in name for word in ("drop", "pdrop", "noise", "jitter"))
+    )

@@ -1,0 +1,77 @@
+"""Encoder-decoders: the encoder's stages come first, and its output travels on with the decoder's hidden states."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from hf_gpipe.adapters.base import Adapter, StageModel, Tensors
+from hf_gpipe.adapters.layers import Stack, find_stack
+
+
+class EncoderDecoder(Adapter):
+    """Marian, BART and M2M100: a stack of encoder blocks, a stack of decoder blocks with cross-attention, a head."""
+
+    def _find_stacks(self, model: PreTrainedModel) -> tuple[Stack, ...]:
+        prefix = model.base_model_prefix
+        return find_stack(model, "encoder", f"{prefix}.encoder"), find_stack(model, "decoder", f"{prefix}.decoder")
+
+    def prepare(self, micro_batch: Tensors) -> dict[str, torch.Tensor]:
+        inputs = dict(micro_batch)
+        if "decoder_input_ids" not in inputs:
+            inputs["decoder_input_ids"] = self._shift_right(inputs["labels"])
+        return inputs
+
+    def _shift_right(self, labels: torch.Tensor) -> torch.Tensor:
+        """The decoder's inputs, as the model itself would make them from the labels (B, T)."""
+        model = self.reference
+        if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+            return model.prepare_decoder_input_ids_from_labels(labels)
+        shift = sys.modules[type(model).__module__].shift_tokens_right
+        special = (self.config.pad_token_id, self.config.decoder_start_token_id)
+        return shift(labels, *special[: len(inspect.signature(shift).parameters) - 1])
+
+    def targets(self, inputs: Tensors) -> torch.Tensor:
+        return inputs["labels"]
+
+    def carry_shapes(self, boundary: int, inputs: Tensors) -> dict[str, tuple[int, ...]]:
+        """The encoder's output travels as long as a decoder block still has to attend to it."""
+        width = self.config.d_model
+        layer = self.layers[boundary]
+        source = (*inputs["input_ids"].shape, width)
+        if layer.stack == "encoder":
+            return {"hidden": source}
+        if layer.kind == "embedding":
+            return {"encoder_hidden": source}
+        shapes = {"hidden": (*inputs["decoder_input_ids"].shape, width)}
+        if layer.kind == "block":
+            shapes["encoder_hidden"] = source
+        return shapes
+
+    def run(self, stage: StageModel, inputs: Tensors, carry: Tensors) -> dict[str, torch.Tensor]:
+        if stage.runs("encoder"):
+            encoder = stage.model.get_submodule(self.stacks[0].path)
+            output = encoder(input_ids=inputs["input_ids"], attention_mask=inputs.get("attention_mask"))
+            if not stage.is_last and self.layers[stage.stop].stack == "encoder":
+                return {"hidden": stage.captured()}
+            encoder_hidden = output.last_hidden_state
+        elif "encoder_hidden" in carry:
+            encoder_hidden = carry["encoder_hidden"]
+        else:
+            # Only the norm or the head is left: the stack's forward wants the tensor, no layer here reads it.
+            shape = (*inputs["input_ids"].shape, self.config.d_model)
+            encoder_hidden = torch.zeros((), dtype=self.dtype, device=stage.device).expand(shape)
+        if not stage.runs("decoder"):
+            return {"encoder_hidden": encoder_hidden}
+        skip = ("input_ids", *self.loss_keys)
+        forward = {name: value for name, value in inputs.items() if name not in skip}
+        encoder_outputs = BaseModelOutput(last_hidden_state=encoder_hidden)
+        logits = stage.model(**forward, encoder_outputs=encoder_outputs, use_cache=False).logits
+        if stage.is_last:
+            return {"logits": logits}
+        sent = {"hidden": stage.captured(), "encoder_hidden": encoder_hidden}
+        return {name: sent[name] for name in self.carry_shapes(stage.stop, inputs)}

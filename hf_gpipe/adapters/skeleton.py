@@ -1,0 +1,31 @@
+"""The whole Hugging Face model without memory, and the guards that refuse what a pipeline cannot run exactly."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+
+from hf_gpipe.errors import UnsupportedModelError
+
+
+def build_skeleton(
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    attn_implementation: str | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Build the model of `config` on the meta device: every module and name, no weights.
+
+    Raises UnsupportedModelError where the configuration asks for something that differs between splits.
+    """
+    for rate in ("encoder_layerdrop", "decoder_layerdrop", "layerdrop"):
+        if getattr(config, rate, 0.0):
+            raise UnsupportedModelError(
+                f"{config.model_type}: {rate} is {getattr(config, rate)}, and a layer that is sometimes left out cannot "
+                f"be the same on every split; set {rate} to 0.0 in the model's configuration"
+            )
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    with torch.device("meta"):
+        return auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **options)

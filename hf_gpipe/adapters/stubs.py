@@ -1,0 +1,113 @@
+"""What stands in a stage's model where layers of other stages were, and how tensors enter and leave it.
+
+A stage is the Hugging Face model itself: its own layers are real and its own forward runs, so masks, rotary
+embeddings and every family's arithmetic between the layers come from the library, unchanged. Layers of other
+stages are replaced by the parameter-free stubs below. Two tensors cross this file for each forward:
+
+* the received hidden states take the place of the input of the stage's first layer (`admit`), and
+* the input of the first layer that belongs to the next stage is what the stage sends (`PassThrough`).
+
+So a hidden state leaves and enters at the same point, the input of a layer, and whatever the family computes
+between two layers runs exactly once, on the sender.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_gpipe.adapters.dropout import DropoutSeeds
+
+
+class Port:
+    """Where the hidden states of one forward enter and leave a stage's model.
+
+    It holds tensors only while `StageModel.__call__` runs. Nothing reads it during backward: the entrance sits
+    outside the region that a block's activation checkpointing runs again, so a recomputation never meets another
+    micro-batch's tensors.
+    """
+
+    def __init__(self) -> None:
+        self.received: torch.Tensor | None = None
+        self.captured: torch.Tensor | None = None
+        self.seeds: DropoutSeeds | None = None
+
+    def close(self) -> None:
+        self.received = self.captured = self.seeds = None
+
+
+class PassThrough(nn.Module):
+    """Stands for a block or a norm of another stage: returns its input, and records it where the stage ends."""
+
+    def __init__(self, port: Port | None = None) -> None:
+        super().__init__()
+        self.port = port
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if self.port is not None:
+            self.port.captured = hidden
+        return hidden
+
+
+class EmbeddingStub(nn.Module):
+    """Stands for an embedding of another stage: zeros of the right shape and type that take no memory.
+
+    The model still derives positions and masks from the ids it is given; the zeros themselves never reach a layer.
+    """
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.width = width
+        self.zero = torch.zeros((), dtype=dtype)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        ids = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+        shape = ids.shape if ids is not None and not ids.is_floating_point() else (1, 1)
+        return self.zero.expand(*shape, self.width)
+
+
+class HeadStub(nn.Module):
+    """Stands for the head of another stage: logits of no position, so that what follows the head costs nothing."""
+
+    def __init__(self, port: Port | None = None) -> None:
+        super().__init__()
+        self.port = port
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.port is not None:
+            self.port.captured = hidden
+        return hidden[:, :0, :1]
+
+
+class _Layer:
+    """Mixed into the class of each module that starts one of the stage's own layers: see `admit`."""
+
+    _port: Port
+    _layer_name: str
+    _is_entrance: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        port = self._port
+        if port.seeds is not None:
+            port.seeds.plant(self._layer_name)
+        if self._is_entrance and port.received is not None:
+            if args:
+                args = (port.received, *args[1:])
+            else:
+                kwargs["hidden_states"] = port.received
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]  # the module's own class follows in the MRO
+
+
+def admit(module: nn.Module, name: str, port: Port, *, is_entrance: bool) -> None:
+    """Make `module` plant its dropout seed when it is called and, if it is the entrance, take the received states.
+
+    The class of the one instance is extended rather than a hook registered: a hook runs again when a block is
+    recomputed (transformers 5.17 checkpoints `__call__`), this runs once a forward on every version. Names of
+    parameters, `isinstance` and the class's own name stay as they were.
+    """
+    cls = type(module)
+    module._port, module._layer_name, module._is_entrance = port, name, is_entrance  # type: ignore[assignment]
+    module.__class__ = type(cls.__name__, (_Layer, cls), {"__module__": cls.__module__})

@@ -1,0 +1,194 @@
+"""Weights of a stage: initialised, taken from a model in memory, read from and written to Hub format.
+
+This is the only file that calls transformers' private loading functions. They run on the stage's own model, whose
+foreign layers are stubs, so only the stage's tensors are ever read into memory, and the library's key conversions
+apply unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import logging as transformers_logging
+
+from hf_gpipe.adapters.base import StageModel
+from hf_gpipe.adapters.dropout import default_generator, key, mix
+from hf_gpipe.errors import CheckpointError
+
+
+class _SeededByName(TorchDispatchMode):
+    """Seeds the generator before each random fill of a parameter from (seed, the parameter's name).
+
+    Whatever order a family initialises in, and whichever parameters are in memory on this stage, each of them gets
+    the same values. A draw into a tensor that is no parameter continues from the seed before it.
+    """
+
+    def __init__(self, model: PreTrainedModel, seed: int) -> None:
+        super().__init__()
+        named = [*model.named_parameters(), *model.named_buffers()]
+        self._names = {t.untyped_storage().data_ptr(): name for name, t in named if t.device.type != "meta"}
+        self._seed = seed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and args and isinstance(args[0], torch.Tensor):
+            tensor = args[0]
+            if tensor.device.type != "meta":
+                name = self._names.get(tensor.untyped_storage().data_ptr())
+                if name is not None:
+                    seed = mix(self._seed, key(name), tensor.storage_offset())
+                    default_generator(tensor.device).manual_seed(seed)
+        return func(*args, **(kwargs or {}))
+
+
+def initialise(stage: StageModel, device: torch.device, seed: int) -> None:
+    """Give a stage its initial weights; they depend on (seed, parameter's name) and on nothing else."""
+    model = stage.model
+    _forget_initialisation(model)
+    model._move_missing_keys_from_meta_to_device(set(model.state_dict()), {"": device}, None, None)
+    state = default_generator(device).get_state()
+    with _SeededByName(model, seed):
+        model._initialize_missing_keys(False)
+    default_generator(device).set_state(state)
+    model.tie_weights(recompute_mapping=False)
+    stage.seal(device)
+
+
+def take(stage: StageModel, source: PreTrainedModel, device: torch.device) -> None:
+    """Give a stage the weights of a model in memory. On the same device they are shared, not copied."""
+    model = stage.model
+    tensors = {**dict(source.named_parameters(remove_duplicate=False)), **dict(source.named_buffers())}
+    for name in [*model.state_dict(), *(name for name, _ in model.named_non_persistent_buffers())]:
+        if name not in tensors:
+            raise CheckpointError(f"the given model has no {name!r}, which its configuration asks for")
+        parent, _, leaf = name.rpartition(".")
+        module, tensor = model.get_submodule(parent), tensors[name]
+        if isinstance(tensor, torch.nn.Parameter):
+            moved = tensor.to(device)
+            same = moved is tensor
+            setattr(module, leaf, tensor if same else torch.nn.Parameter(moved.data, tensor.requires_grad))
+        else:
+            setattr(module, leaf, tensor.to(device))
+    if any(t.device.type == "meta" for t in model.state_dict().values()):
+        raise CheckpointError("the given model is on the meta device and has no weights")
+    stage.seal(device)
+
+
+def load(stage: StageModel, path: str | os.PathLike[str], device: torch.device, seed: int) -> None:
+    """Read a stage's weights from a Hub directory or id: lazily, only the stage's own tensors.
+
+    Raises CheckpointError where the files are missing, do not fit the model or lack a parameter of this stage.
+    """
+    model = stage.model
+    files = checkpoint_files(path)
+    _forget_initialisation(model)
+    config = LoadStateDictConfig(
+        pretrained_model_name_or_path=str(path),
+        device_map={"": device},
+        dtype=stage.adapter.dtype,
+        dtype_plan=model._get_dtype_plan(stage.adapter.dtype),
+        weight_mapping=get_model_conversion_mapping(model),
+    )
+    state = default_generator(device).get_state()
+    try:
+        with _quiet(), _SeededByName(model, seed):
+            info, _ = PreTrainedModel._load_pretrained_model(model, None, [str(file) for file in files], config)
+            info = PreTrainedModel._finalize_model_loading(model, config, info)
+    except (RuntimeError, OSError) as error:
+        raise CheckpointError(f"the checkpoint {str(path)!r} does not fit the model: {error}") from error
+    finally:
+        default_generator(device).set_state(state)
+    if info.missing_keys:
+        names = ", ".join(sorted(info.missing_keys)[:5])
+        raise CheckpointError(
+            f"the checkpoint {str(path)!r} lacks {len(info.missing_keys)} parameters of the model: {names}"
+        )
+    stage.seal(device)
+
+
+def checkpoint_files(path: str | os.PathLike[str]) -> list[Path]:
+    """The safetensors files of a Hub directory or id, fetched where it is an id.
+
+    Raises CheckpointError where there are none or the index names a file outside of the directory.
+    """
+    try:
+        single = cached_file(str(path), SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
+        if single is not None:
+            return [Path(single)]
+        index = cached_file(str(path), SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+    except OSError as error:
+        raise CheckpointError(f"cannot read a checkpoint at {str(path)!r}: {error}") from error
+    if index is None:
+        raise CheckpointError(
+            f"no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME} at {str(path)!r}; "
+            "a checkpoint in safetensors format is needed"
+        )
+    names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+    for name in names:
+        if Path(name).name != name:
+            raise CheckpointError(f"{index}: the index names {name!r}, which is not a file of the same directory")
+    files = [cached_file(str(path), name) for name in names]
+    return [Path(file) for file in files if file is not None]
+
+
+def shard_tensors(stage: StageModel, owned: Sequence[str]) -> dict[str, torch.Tensor]:
+    """The tensors that a stage writes: those it owns, under the names and in the form of the Hub format."""
+    model = stage.model
+    ignored = set(model._keys_to_ignore_on_save or ())
+    tensors = {**stage.parameters, **stage.buffers}
+    state = {name: tensors[name].detach() for name in owned if name not in ignored}
+    return {name: t.cpu().contiguous() for name, t in revert_weight_conversion(model, state).items()}
+
+
+def shard_name(index: int, count: int) -> str:
+    """File name of shard `index` (from 0) of `count`, as transformers names them."""
+    return SAFE_WEIGHTS_NAME if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write one shard with the metadata that transformers expects."""
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def write_index(directory: Path, weight_map: dict[str, str], total_parameters: int, total_bytes: int) -> None:
+    """Write the index of a sharded checkpoint, atomically: it is what makes the new shards the checkpoint."""
+    content = {
+        "metadata": {"total_parameters": total_parameters, "total_size": total_bytes},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    temporary = directory / f".{SAFE_WEIGHTS_INDEX_NAME}.tmp"
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.replace(directory / SAFE_WEIGHTS_INDEX_NAME)
+
+
+def _forget_initialisation(model: PreTrainedModel) -> None:
+    """Building on the meta device marks modules as initialised although nothing was filled."""
+    for module in model.modules():
+        module._is_hf_initialized = False  # type: ignore[assignment]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the loading report, which lists the other stages' tensors as unexpected."""
+    verbosity = transformers_logging.get_verbosity()
+    shows_progress = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if shows_progress:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,53 @@
+"""Every exception that hf_gpipe raises on purpose.
+
+A `UserError` is something the reader of the message can put right: a recipe, a file, a model we do not
+support. Commands print it as one message, without a traceback, and exit with code 2. A `StageFailure` is a fault
+of a run and says where in the pipeline it happened; commands exit with code 1.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class HfGpipeError(Exception):
+    """The base of all exceptions below."""
+
+
+class UserError(HfGpipeError):
+    """Something the user can correct: the message says what was found, what is allowed and the next step."""
+
+
+class RecipeError(UserError):
+    """A recipe that cannot be used: names the key, the value found and what is allowed."""
+
+
+class DataError(UserError):
+    """A corpus, data file or tokenizer that cannot be used: names the file, the line and the field."""
+
+
+class PartitionError(UserError):
+    """A split of the layers that is impossible: names both numbers."""
+
+
+class ScheduleError(UserError):
+    """A table that is not a valid schedule: names the action and what it lacks."""
+
+
+class UnsupportedModelError(UserError):
+    """A model that cannot be split exactly: names the architecture and the reason."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint directory that is missing, incomplete or contradicts the model."""
+
+
+class StageFailure(HfGpipeError):
+    """A run that failed inside the pipeline; the message names the rank, the stage, the action and the micro-batch."""
+
+
+def nearest(found: str, allowed: Iterable[str]) -> str:
+    """A hint for a misspelt name: "; did you mean 'x'?", or an empty string where nothing is near."""
+    close = difflib.get_close_matches(found, list(allowed), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
