@@ -95,6 +95,13 @@ class Adapter(ABC):
     def prepare(self, micro_batch: Tensors) -> dict[str, torch.Tensor]:
         """The inputs of a micro-batch's forward on any stage, from what the collator gave."""
 
+    @staticmethod
+    def _trimmed(group: dict[str, torch.Tensor], is_used: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Cut the columns at the end that no row of a micro-batch uses; `group` has the shape of `is_used` (B, T)."""
+        used = is_used.any(dim=0).nonzero()
+        length = int(used[-1]) + 1 if len(used) else 1
+        return {name: tensor[:, :length] for name, tensor in group.items()}
+
     @abstractmethod
     def targets(self, inputs: Tensors) -> torch.Tensor:
         """Labels (B, T) aligned with the logits (B, T, V); positions without a target are -100."""
@@ -102,6 +109,10 @@ class Adapter(ABC):
     @abstractmethod
     def carry_shapes(self, boundary: int, inputs: Tensors) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the tensors that layer `boundary` receives from the layer before it."""
+
+    @abstractmethod
+    def sources(self, boundary: int) -> dict[str, tuple[Layer, ...]]:
+        """For each tensor that layer `boundary` receives, the layers that its value depends on."""
 
     @abstractmethod
     def run(self, stage: StageModel, inputs: Tensors, carry: Tensors) -> dict[str, torch.Tensor]:
@@ -217,6 +228,15 @@ class StageModel:
     def parameters(self) -> dict[str, nn.Parameter]:
         """This stage's parameters by Hugging Face name, each tie once, under its source's name."""
         return self._parameters
+
+    def replace_parameter(self, name: str, parameter: nn.Parameter) -> None:
+        """Put another tensor in a parameter's place, wherever this stage uses it."""
+        old = self._parameters[name]
+        for path, candidate in list(self.model.named_parameters(remove_duplicate=False)):
+            if candidate is old:
+                parent, _, leaf = path.rpartition(".")
+                setattr(self.model.get_submodule(parent), leaf, parameter)
+        self._parameters[name] = parameter
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:

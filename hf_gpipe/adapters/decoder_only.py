@@ -7,7 +7,7 @@ from torch.nn import functional as F  # noqa: N812  (the name that every torch r
 from transformers import PreTrainedModel
 
 from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, StageModel, Tensors
-from hf_gpipe.adapters.layers import Stack, find_stack
+from hf_gpipe.adapters.layers import Layer, Stack, find_stack
 
 
 class DecoderOnly(Adapter):
@@ -17,7 +17,11 @@ class DecoderOnly(Adapter):
         return (find_stack(model, "decoder", model.base_model_prefix),)
 
     def prepare(self, micro_batch: Tensors) -> dict[str, torch.Tensor]:
-        return dict(micro_batch)
+        inputs = dict(micro_batch)
+        if (mask := inputs.get("attention_mask")) is None or mask.dim() != 2:
+            return inputs
+        is_used = mask.bool() | (inputs["labels"] != IGNORED_LABEL) if "labels" in inputs else mask.bool()
+        return inputs | self._trimmed({n: t for n, t in inputs.items() if t.shape == mask.shape}, is_used)
 
     def targets(self, inputs: Tensors) -> torch.Tensor:
         """The next token of each position; the last position has none."""
@@ -25,6 +29,9 @@ class DecoderOnly(Adapter):
 
     def carry_shapes(self, boundary: int, inputs: Tensors) -> dict[str, tuple[int, ...]]:
         return {"hidden": (*inputs["input_ids"].shape, self.config.hidden_size)}
+
+    def sources(self, boundary: int) -> dict[str, tuple[Layer, ...]]:
+        return {"hidden": self.layers[:boundary]}
 
     def run(self, stage: StageModel, inputs: Tensors, carry: Tensors) -> dict[str, torch.Tensor]:
         forward = {name: value for name, value in inputs.items() if name not in self.loss_keys}

@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_gpipe.adapters.base import Adapter, StageModel, Tensors
-from hf_gpipe.adapters.layers import Stack, find_stack
+from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, StageModel, Tensors
+from hf_gpipe.adapters.layers import Layer, Stack, find_stack
 
 
 class EncoderDecoder(Adapter):
@@ -22,6 +22,12 @@ class EncoderDecoder(Adapter):
 
     def prepare(self, micro_batch: Tensors) -> dict[str, torch.Tensor]:
         inputs = dict(micro_batch)
+        if (mask := inputs.get("attention_mask")) is not None and mask.dim() == 2:
+            source = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+            inputs |= self._trimmed(source, mask.bool())
+        if (labels := inputs.get("labels")) is not None:
+            target = {n: inputs[n] for n in ("labels", "decoder_input_ids", "decoder_attention_mask") if n in inputs}
+            inputs |= self._trimmed(target, labels != IGNORED_LABEL)
         if "decoder_input_ids" not in inputs:
             inputs["decoder_input_ids"] = self._shift_right(inputs["labels"])
         return inputs
@@ -39,18 +45,31 @@ class EncoderDecoder(Adapter):
         return inputs["labels"]
 
     def carry_shapes(self, boundary: int, inputs: Tensors) -> dict[str, tuple[int, ...]]:
+        source = (*inputs["input_ids"].shape, self.config.d_model)
+        target = (*inputs["decoder_input_ids"].shape, self.config.d_model)
+        in_encoder = self.layers[boundary].stack == "encoder"
+        shapes = {"hidden": source if in_encoder else target, "encoder_hidden": source}
+        return {name: shapes[name] for name in self._carried(boundary)}
+
+    def _carried(self, boundary: int) -> tuple[str, ...]:
         """The encoder's output travels as long as a decoder block still has to attend to it."""
-        width = self.config.d_model
         layer = self.layers[boundary]
-        source = (*inputs["input_ids"].shape, width)
         if layer.stack == "encoder":
-            return {"hidden": source}
+            return ("hidden",)
         if layer.kind == "embedding":
-            return {"encoder_hidden": source}
-        shapes = {"hidden": (*inputs["decoder_input_ids"].shape, width)}
-        if layer.kind == "block":
-            shapes["encoder_hidden"] = source
-        return shapes
+            return ("encoder_hidden",)
+        return ("hidden", "encoder_hidden") if layer.kind == "block" else ("hidden",)
+
+    def sources(self, boundary: int) -> dict[str, tuple[Layer, ...]]:
+        before = self.layers[:boundary]
+        encoder = tuple(layer for layer in before if layer.stack == "encoder")
+        # Hidden states of the decoder depend on the encoder once a block has attended to its output.
+        attended = self.layers[boundary].stack == "encoder" or any(
+            layer.stack == "decoder" and layer.kind == "block" for layer in before
+        )
+        hidden = before if attended else tuple(layer for layer in before if layer.stack == "decoder")
+        sources = {"hidden": hidden, "encoder_hidden": encoder}
+        return {name: sources[name] for name in self._carried(boundary)}
 
     def run(self, stage: StageModel, inputs: Tensors, carry: Tensors) -> dict[str, torch.Tensor]:
         if stage.runs("encoder"):
@@ -74,4 +93,4 @@ class EncoderDecoder(Adapter):
         if stage.is_last:
             return {"logits": logits}
         sent = {"hidden": stage.captured(), "encoder_hidden": encoder_hidden}
-        return {name: sent[name] for name in self.carry_shapes(stage.stop, inputs)}
+        return {name: sent[name] for name in self._carried(stage.stop)}

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -150,27 +149,6 @@ def shard_tensors(stage: StageModel, owned: Sequence[str]) -> dict[str, torch.Te
     tensors = {**stage.parameters, **stage.buffers}
     state = {name: tensors[name].detach() for name in owned if name not in ignored}
     return {name: t.cpu().contiguous() for name, t in revert_weight_conversion(model, state).items()}
-
-
-def shard_name(index: int, count: int) -> str:
-    """File name of shard `index` (from 0) of `count`, as transformers names them."""
-    return SAFE_WEIGHTS_NAME if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
-
-
-def write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write one shard with the metadata that transformers expects."""
-    save_file(tensors, path, metadata={"format": "pt"})
-
-
-def write_index(directory: Path, weight_map: dict[str, str], total_parameters: int, total_bytes: int) -> None:
-    """Write the index of a sharded checkpoint, atomically: it is what makes the new shards the checkpoint."""
-    content = {
-        "metadata": {"total_parameters": total_parameters, "total_size": total_bytes},
-        "weight_map": dict(sorted(weight_map.items())),
-    }
-    temporary = directory / f".{SAFE_WEIGHTS_INDEX_NAME}.tmp"
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(directory / SAFE_WEIGHTS_INDEX_NAME)
 
 
 def _forget_initialisation(model: PreTrainedModel) -> None:

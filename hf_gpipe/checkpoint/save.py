@@ -1,0 +1,109 @@
+"""Saving a model in Hub format from all processes, so that a crash leaves the old checkpoint or the new one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from uuid import uuid4
+
+from safetensors.torch import save_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from hf_gpipe.adapters import StageModel
+from hf_gpipe.checkpoint import hub
+from hf_gpipe.errors import CheckpointError
+from hf_gpipe.runtime.topology import Topology
+
+
+def save_model(
+    directory: Path, models: Mapping[int, StageModel], owner_stage: Mapping[str, int], topology: Topology
+) -> None:
+    """Write one safetensors shard a stage, the index, the configuration and the generation configuration.
+
+    The shards get names that were not there before; the file that makes them the checkpoint, the index or the single
+    `model.safetensors`, is put in place last, and only then are older shards removed.
+
+    Args:
+        directory: where to; made if needed, other files in it stay.
+        models: the stages of this process, by number.
+        owner_stage: for each parameter of the whole model, the stage that writes it.
+        topology: the processes; all of them call this.
+
+    Raises:
+        CheckpointError: on the main process, where the directory cannot be written.
+    """
+    num_stages = topology.placement.num_stages
+    if topology.is_main:
+        make_directory(directory)
+    (tag,) = topology.gather_objects(uuid4().hex[:8])[:1]
+    written: dict[str, dict[str, tuple[int, int]]] = {}
+    for stage, model in models.items():
+        names = [n for n in (*model.parameters, *model.buffers) if owner_stage.get(n, stage) == stage]
+        tensors = hub.shard_tensors(model, names)
+        if not tensors:
+            continue
+        file = _shard_name(stage, num_stages, str(tag))
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+        written[file] = {name: (t.numel(), t.numel() * t.element_size()) for name, t in tensors.items()}
+    shards: dict[str, dict[str, tuple[int, int]]] = {}
+    for part in topology.gather_objects(written):
+        shards.update(part)  # type: ignore[call-overload]
+    if topology.is_main:
+        _publish(directory, shards, next(iter(models.values())))
+    topology.barrier()
+
+
+def make_directory(directory: Path) -> None:
+    """Make a directory to write into. Raises CheckpointError where that is not possible."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / f".write-test-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise CheckpointError(f"cannot write into the directory {str(directory)!r}: {error.strerror}") from error
+
+
+def replace_directory(temporary: Path, final: Path) -> None:
+    """Rename a complete new directory into place; what was there before disappears only afterwards."""
+    if final.exists():
+        old = final.with_name(f".{final.name}.old-{uuid4().hex[:8]}")
+        final.rename(old)
+        temporary.rename(final)
+        shutil.rmtree(old)
+    else:
+        temporary.rename(final)
+
+
+def _shard_name(stage: int, num_stages: int, tag: str) -> str:
+    return f"model-{tag}-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
+
+
+def _publish(directory: Path, shards: Mapping[str, Mapping[str, tuple[int, int]]], model: StageModel) -> None:
+    """Make the written shards the directory's checkpoint; runs in the main process."""
+    reference = model.adapter.reference
+    reference.config.architectures = [type(reference).__name__]
+    reference.config.dtype = str(model.adapter.dtype).removeprefix("torch.")
+    reference.config.save_pretrained(directory)
+    if reference.can_generate():
+        reference.generation_config.save_pretrained(directory)
+    outdated = {p for p in directory.glob("model*.safetensors") if p.name not in shards}
+    index = directory / SAFE_WEIGHTS_INDEX_NAME
+    if len(shards) == 1:
+        (directory / next(iter(shards))).replace(directory / SAFE_WEIGHTS_NAME)
+        outdated.discard(directory / SAFE_WEIGHTS_NAME)
+        index.unlink(missing_ok=True)
+    else:
+        sizes = [size for tensors in shards.values() for size in tensors.values()]
+        content = {
+            "metadata": {"total_parameters": sum(n for n, _ in sizes), "total_size": sum(b for _, b in sizes)},
+            "weight_map": {name: file for file, tensors in sorted(shards.items()) for name in tensors},
+        }
+        temporary = directory / f".{SAFE_WEIGHTS_INDEX_NAME}.tmp"
+        temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        temporary.replace(index)
+    for path in outdated:
+        path.unlink()

@@ -1,0 +1,361 @@
+"""`Pipeline`: a Hugging Face model, its partition over stages, and the executor that trains it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from hf_gpipe.adapters import StageModel, adapter_for
+from hf_gpipe.adapters.dropout import default_generator
+from hf_gpipe.checkpoint import hub
+from hf_gpipe.checkpoint.save import save_model
+from hf_gpipe.errors import CheckpointError, PartitionError, UserError
+from hf_gpipe.partition import partition as cut
+from hf_gpipe.runtime.batches import share
+from hf_gpipe.runtime.channel import Channel, LocalChannel, RemoteChannel
+from hf_gpipe.runtime.executor import ActionTime, Edge, Executor
+from hf_gpipe.runtime.micro_batch import Batch, make_micro_batches
+from hf_gpipe.runtime.stage import Stage
+from hf_gpipe.runtime.ties import Ties
+from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.schedule.actions import Placement
+from hf_gpipe.schedule.builders import build
+from hf_gpipe.schedule.table import Schedule
+
+RECOMPUTE_MODES = ("none", "block", "stage")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The loss of a mini-batch in evaluation, the same on every process.
+
+    Attributes:
+        row_nll: negative log-likelihood summed over each row's target tokens, (N,), natural logarithm.
+        row_tokens: number of target tokens of each row, (N,).
+    """
+
+    row_nll: torch.Tensor
+    row_tokens: torch.Tensor
+
+    @property
+    def loss(self) -> float:
+        """Mean negative log-likelihood per target token."""
+        return float(self.row_nll.sum() / self.row_tokens.sum().clamp(min=1))
+
+
+class Pipeline:
+    """A model trained by pipeline parallelism, with the numbers of the plain model (GPipe, arXiv 1811.06965).
+
+    In one process without a launcher all stages live in it. Under torchrun, `accelerate launch` or
+    `python -m hf_gpipe.train` every process creates the same Pipeline and holds its own stages.
+
+    Args:
+        model: a PreTrainedModel (its weights are taken, and shared where the device is the same), a configuration
+            (weights are initialised), or a Hub id or directory (weights are loaded).
+        num_stages: K.
+        num_micro_batches: M; a mini-batch of n rows is cut into min(M, n) micro-batches.
+        schedule: name of a table in hf_gpipe.schedule.builders: "naive", "gpipe", "gpipe_fused" ...
+        recompute: "none", "block" (transformers' checkpointing of each block) or "stage" (only a stage's inputs are
+            kept between forward and backward).
+        partition: "count", or the number of layers of each stage.
+        seed: of initial weights and dropout.
+        dtype: type of the weights; None: the model's own, or float32 for a configuration without one.
+        attn_implementation: "eager", "sdpa" ...; None leaves the choice to transformers.
+        trust_remote_code: whether a Hub model may run Python code of its own.
+        config_overrides: values of the configuration to change; only with an id or directory.
+        label_smoothing: share of the target's probability spread over the vocabulary.
+        device: where this process computes; None: a CUDA device where there is one, else the CPU.
+
+    Raises:
+        UserError: one of its kinds for each argument that cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | PreTrainedConfig | str | os.PathLike[str],
+        num_stages: int,
+        num_micro_batches: int = 1,
+        schedule: str = "gpipe",
+        recompute: str = "stage",
+        partition: str | Sequence[int] = "count",
+        seed: int = 0,
+        *,
+        dtype: torch.dtype | None = None,
+        attn_implementation: str | None = None,
+        trust_remote_code: bool = False,
+        config_overrides: Mapping[str, Any] | None = None,
+        label_smoothing: float = 0.0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if recompute not in RECOMPUTE_MODES:
+            raise UserError(f"recompute={recompute!r}: expected one of {', '.join(RECOMPUTE_MODES)}")
+        if num_micro_batches < 1:
+            raise UserError(f"num_micro_batches={num_micro_batches}: expected at least 1")
+        if num_stages < 1:
+            raise PartitionError(f"num_stages={num_stages}: expected at least 1")
+        config = _config_of(model, trust_remote_code, config_overrides)
+        dtype = dtype or getattr(config, "dtype", None) or torch.float32
+        if isinstance(model, PreTrainedModel):
+            dtype = model.dtype
+            attn_implementation = attn_implementation or config._attn_implementation
+        self.adapter = adapter_for(config, dtype, attn_implementation, trust_remote_code=trust_remote_code)
+        self.partition = cut(len(self.adapter.layers), num_stages, partition)
+        self.num_stages = num_stages
+        self.num_micro_batches = num_micro_batches
+        self.schedule_name = schedule
+        self.recompute = recompute
+        self.seed = seed
+        #: Optimizer steps begun; dropout depends on it.
+        self.step = 0
+        self._source = str(model) if isinstance(model, str | os.PathLike) else None
+        # A schedule that does not exist is found here, before any weight is read.
+        self.schedule(num_micro_batches)
+
+        self.topology = Topology.discover(num_stages, device)
+        self.models = {s: self._materialise(model, s) for s in self.topology.local_stages}
+        if recompute == "block":
+            for stage_model in self.models.values():
+                stage_model.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.ties = Ties(self.models, self.topology)
+        self._copies_are_stale = False
+        trainable = self._trainable_layers()
+        self.stages = {s: self._stage(stage_model, trainable, label_smoothing) for s, stage_model in self.models.items()}
+        self._executor = Executor(self.stages, self._edges(), self.topology.rank, self.topology.device)
+
+    # ------------------------------------------------------------------ training and evaluation
+
+    def train_step(
+        self, batch: Batch | Sequence[Batch] | None, times: list[ActionTime] | None = None
+    ) -> torch.Tensor:
+        """Forward and backward of one mini-batch; gradients are added to `.grad`.
+
+        Every process calls it; the mini-batch of the main process is used and the others may pass None.
+
+        Args:
+            batch: tensors with the same number of rows: input_ids (N, T), attention_mask (N, T), labels (N, T) with -100
+                where there is no target ...; or a sequence of such mini-batches, accumulated in one pass.
+            times: where to note when each action ran on this process.
+
+        Returns:
+            The mean loss per target token of the whole mini-batch, a float tensor on every process.
+        """
+        batches = [batch] if isinstance(batch, Mapping) else batch
+        return self.train_on(share(batches, self.topology), times)
+
+    def train_on(self, batches: Sequence[Batch], times: list[ActionTime] | None = None) -> torch.Tensor:
+        """`train_step` for mini-batches that every process already has."""
+        self._refresh_copies()
+        micro_batches = make_micro_batches(self.adapter, batches, self.num_micro_batches, self.seed, self.step)
+        remaining = set(self.stages)
+
+        def on_update(stage: int) -> None:
+            remaining.discard(stage)
+            if not remaining:
+                self.ties.reduce_gradients()
+
+        generator = default_generator(self.topology.device)
+        state = generator.get_state() if self.adapter.has_dropout else None
+        self._executor.run(self.schedule(len(micro_batches)), micro_batches, on_update, times)
+        if state is not None:
+            generator.set_state(state)
+        self.step += 1
+        self._copies_are_stale = True
+        return self._from_last_stage(self._take_loss())
+
+    def eval_step(self, batch: Batch | None) -> Evaluation:
+        """Loss of a mini-batch without gradients, row by row. Every process calls it and gets the same result."""
+        (rows,) = share(None if batch is None else [batch], self.topology)
+        self._refresh_copies()
+        micro_batches = make_micro_batches(self.adapter, [rows], self.num_micro_batches, self.seed, self.step)
+        with self._in_evaluation():
+            self._executor.run(self.schedule(len(micro_batches), "forward_only"), micro_batches)
+        num_rows = next(iter(rows.values())).shape[0]
+        result = torch.zeros(2, num_rows, dtype=torch.float64)
+        if (last := self.stages.get(self.num_stages - 1)) is not None:
+            losses = [last.row_losses.pop(i) for i in range(len(micro_batches))]
+            result[0] = torch.cat([loss.sums for loss in losses]).double()
+            result[1] = torch.cat([loss.num_tokens for loss in losses]).double()
+        result = self._from_last_stage(result)
+        return Evaluation(result[0], result[1].long())
+
+    def schedule(self, num_micro_batches: int, name: str | None = None) -> Schedule:
+        """The table that is run for this many micro-batches; by default the training one."""
+        processes = dist.get_world_size() if dist.is_initialized() else 1
+        return _table(name or self.schedule_name, self.num_stages, num_micro_batches, processes, self.recompute)
+
+    # ------------------------------------------------------------------ parameters and gradients
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """This process's parameters under their Hugging Face names; a tied one once, in the process that owns it."""
+        for stage, stage_model in self.models.items():
+            for name, parameter in stage_model.parameters.items():
+                if self.ties.owner_stage[name] == stage:
+                    yield name, parameter
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """This process's parameters, for an optimizer."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients so that their norm over the whole model is at most `max_norm`.
+
+        Returns:
+            The norm before, the same on every process; each tied parameter counts once.
+        """
+        parameters = [p for p in self.parameters() if p.grad is not None]
+        norm = self.grad_norm()
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm.to(self.topology.device))
+        return norm
+
+    def grad_norm(self) -> torch.Tensor:
+        """The 2-norm of the gradient of the whole model, a float64 tensor, the same on every process."""
+        norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in self.parameters() if p.grad is not None]
+        squares = torch.stack(norms).square().sum().cpu() if norms else torch.zeros((), dtype=torch.float64)
+        # Summed in one fixed order: the norm does not depend on which process adds what.
+        parts = torch.zeros(self.topology.num_processes, dtype=torch.float64)
+        parts[self.topology.rank] = squares
+        if self.topology.num_processes > 1:
+            dist.all_reduce(parts)
+        return parts.sum().sqrt()
+
+    # ------------------------------------------------------------------ building
+
+    def _materialise(self, model: Any, stage: int) -> StageModel:
+        layers = self.partition[stage]
+        stage_model = StageModel(self.adapter, layers[0], layers[-1] + 1)
+        device = self.topology.device
+        if isinstance(model, PreTrainedModel):
+            hub.take(stage_model, model, device)
+        elif self._source is not None:
+            hub.load(stage_model, self._source, device, self.seed)
+        else:
+            hub.initialise(stage_model, device, self.seed)
+        return stage_model
+
+    def _trainable_layers(self) -> list[bool]:
+        """For each layer of the whole model, whether it has a parameter that wants a gradient."""
+        local: dict[int, bool] = {}
+        for stage_model in self.models.values():
+            for index, layer in enumerate(stage_model.layers, stage_model.start):
+                modules = [stage_model.model.get_submodule(name) for name in layer.modules]
+                local[index] = any(p.requires_grad for module in modules for p in module.parameters())
+        flags: dict[int, bool] = {}
+        for part in self.topology.gather_objects(local):
+            flags.update(part)  # type: ignore[call-overload]
+        return [flags[i] for i in range(len(self.adapter.layers))]
+
+    def _stage(self, stage_model: StageModel, trainable: list[bool], label_smoothing: float) -> Stage:
+        flag = dict(zip(self.adapter.layers, trainable, strict=True))
+
+        def wants_gradient(boundary: int) -> dict[str, bool]:
+            sources = self.adapter.sources(boundary)
+            return {name: any(flag[layer] for layer in layers) for name, layers in sources.items()}
+
+        return Stage(
+            stage_model,
+            {} if stage_model.is_first else wants_gradient(stage_model.start),
+            {} if stage_model.is_last else wants_gradient(stage_model.stop),
+            label_smoothing,
+        )
+
+    def _edges(self) -> dict[int, Edge]:
+        """The edges at the ends of this process's stages. Communicators are made by all processes, in one order."""
+        edges = {}
+        for stage in range(self.num_stages - 1):
+            ends = self.topology.process_of(stage), self.topology.process_of(stage + 1)
+            groups: list[dist.ProcessGroup | None] = [None, None]
+            if ends[0] != ends[1] and self.topology.device.type == "cuda":
+                # Opposing messages on one NCCL communicator wait for each other: each direction has its own.
+                groups = [dist.new_group(list(ends), backend="nccl") for _ in range(2)]
+            if self.topology.rank not in ends:
+                continue
+            channels: list[Channel] = []
+            for direction, group in enumerate(groups):
+                if ends[0] == ends[1]:
+                    channels.append(LocalChannel())
+                    continue
+                peer = ends[1] if self.topology.rank == ends[0] else ends[0]
+                tag = 2 * stage + direction
+                channels.append(RemoteChannel(peer, tag, group, self.topology.device, self.adapter.dtype))
+            edges[stage] = Edge(*channels)
+        return edges
+
+    # ------------------------------------------------------------------ between steps
+
+    def _refresh_copies(self) -> None:
+        """Give copies of tied parameters their owner's value if a step may have changed it since."""
+        if self._copies_are_stale:
+            self.ties.send_values()
+            self._copies_are_stale = False
+
+    def _take_loss(self) -> torch.Tensor:
+        last = self.stages.get(self.num_stages - 1)
+        if last is None:
+            return torch.zeros((), dtype=torch.float64)
+        assert last.loss_sum is not None
+        loss, last.loss_sum = last.loss_sum, None
+        return loss.double().cpu()
+
+    def _from_last_stage(self, value: torch.Tensor) -> torch.Tensor:
+        """The last stage's value on every process."""
+        if self.topology.num_processes > 1:
+            dist.broadcast(value, src=self.topology.process_of(self.num_stages - 1))
+        return value
+
+    @contextmanager
+    def _in_evaluation(self) -> Iterator[None]:
+        """All stages in evaluation mode: no dropout."""
+        for stage_model in self.models.values():
+            stage_model.model.eval()
+        try:
+            yield
+        finally:
+            for stage_model in self.models.values():
+                stage_model.model.train()
+
+    # ------------------------------------------------------------------ saving
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Write the model in Hub format; `from_pretrained` of plain transformers loads it.
+
+        Every process calls it and writes its own stages, one shard a stage. An interrupted save leaves the old
+        checkpoint or none, never a part.
+        """
+        self._refresh_copies()
+        save_model(Path(directory), self.models, self.ties.owner_stage, self.topology)
+
+
+def _config_of(
+    model: PreTrainedModel | PreTrainedConfig | str | os.PathLike[str],
+    trust_remote_code: bool,
+    overrides: Mapping[str, Any] | None,
+) -> PreTrainedConfig:
+    if isinstance(model, PreTrainedModel):
+        return model.config
+    if isinstance(model, PreTrainedConfig):
+        return model
+    try:
+        return AutoConfig.from_pretrained(str(model), trust_remote_code=trust_remote_code, **(overrides or {}))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read a model's configuration at {str(model)!r}: {error}") from error
+
+
+@lru_cache(maxsize=64)
+def _table(name: str, num_stages: int, num_micro_batches: int, num_processes: int, recompute: str) -> Schedule:
+    placement = Placement.spread(num_stages, num_processes)
+    # Recomputation of blocks happens inside B; only that of a whole stage is an action.
+    return build(name, num_stages, num_micro_batches, placement, recompute="stage" if recompute == "stage" else "none")

@@ -1,0 +1,1 @@
+"""Running a schedule: processes and devices, the tensors that cross stages, and the executor."""

@@ -1,0 +1,124 @@
+"""One direction of an edge between two neighbouring stages: activations go down, gradients come back up.
+
+The executor names the micro-batch and the channel moves its tensors, whether the other stage is in this process or in
+another one. The receiver knows every shape before the message comes, computed from the batch; nothing is negotiated.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from hf_gpipe.errors import HfGpipeError
+
+Shapes = Mapping[str, tuple[int, ...]]
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Channel(ABC):
+    """Messages of named tensors from one stage to its neighbour; they arrive in the order in which they were sent."""
+
+    @abstractmethod
+    def send(self, micro_batch: int, tensors: Tensors, shapes: Shapes) -> None:
+        """Send without waiting. `shapes` is what the receiver computed; anything else is an error here, at once."""
+
+    @abstractmethod
+    def expect(self, micro_batch: int, shapes: Shapes) -> None:
+        """Announce the next message, so that it can arrive while this process computes."""
+
+    @abstractmethod
+    def receive(self, micro_batch: int) -> dict[str, torch.Tensor]:
+        """Wait for a message that was announced."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Wait until everything sent has left."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget unfinished messages after a failure."""
+
+
+class LocalChannel(Channel):
+    """Between two stages of one process."""
+
+    def __init__(self) -> None:
+        self._messages: dict[int, dict[str, torch.Tensor]] = {}
+
+    def send(self, micro_batch: int, tensors: Tensors, shapes: Shapes) -> None:
+        check_shapes(tensors, shapes)
+        self._messages[micro_batch] = dict(tensors)
+
+    def expect(self, micro_batch: int, shapes: Shapes) -> None:
+        pass
+
+    def receive(self, micro_batch: int) -> dict[str, torch.Tensor]:
+        return self._messages.pop(micro_batch)
+
+    def flush(self) -> None:
+        pass
+
+    def reset(self) -> None:
+        self._messages.clear()
+
+
+class RemoteChannel(Channel):
+    """Between two processes, by torch.distributed: gloo on the CPU, NCCL on CUDA.
+
+    Args:
+        peer: rank of the other process.
+        tag: number of this channel, which keeps channels between the same two processes apart on gloo.
+        group: the channel's own two-rank communicator on NCCL; None: the default group.
+        device: where tensors are received.
+        dtype: type of the carried tensors.
+    """
+
+    def __init__(
+        self, peer: int, tag: int, group: dist.ProcessGroup | None, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._peer, self._tag, self._group = peer, tag, group
+        self._device, self._dtype = device, dtype
+        self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._expected: dict[int, list[tuple[str, torch.Tensor, dist.Work]]] = {}
+
+    def send(self, micro_batch: int, tensors: Tensors, shapes: Shapes) -> None:
+        check_shapes(tensors, shapes)
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+        for name in shapes:
+            tensor = tensors[name].contiguous()
+            work = dist.isend(tensor, self._peer, group=self._group, tag=self._tag)
+            # The tensor must live until it has left.
+            self._sent.append((work, tensor))
+
+    def expect(self, micro_batch: int, shapes: Shapes) -> None:
+        message = []
+        for name, shape in shapes.items():
+            buffer = torch.empty(shape, dtype=self._dtype, device=self._device)
+            message.append((name, buffer, dist.irecv(buffer, self._peer, group=self._group, tag=self._tag)))
+        self._expected[micro_batch] = message
+
+    def receive(self, micro_batch: int) -> dict[str, torch.Tensor]:
+        message = self._expected.pop(micro_batch)
+        for _, _, work in message:
+            work.wait()
+        return {name: buffer for name, buffer, _ in message}
+
+    def flush(self) -> None:
+        while self._sent:
+            self._sent.popleft()[0].wait()
+
+    def reset(self) -> None:
+        self._sent.clear()
+        self._expected.clear()
+
+
+def check_shapes(tensors: Tensors, shapes: Shapes) -> None:
+    """Raise where a message is not what its receiver computed."""
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if found != dict(shapes):
+        raise HfGpipeError(f"the tensors to send have the shapes {found}; the next stage expects {dict(shapes)}")

@@ -1,0 +1,169 @@
+"""The three actions on one stage: forward, recompute and backward of a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F  # noqa: N812  (the name that every torch reader knows)
+
+from hf_gpipe.adapters import IGNORED_LABEL, StageModel
+from hf_gpipe.runtime.channel import Shapes
+from hf_gpipe.runtime.micro_batch import Context, MicroBatch
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class _Live:
+    """What is kept of a micro-batch between its actions: the context always, a graph only while one is alive."""
+
+    context: Context
+    inputs: Tensors | None = None
+    outputs: Tensors | None = None
+
+
+@dataclass
+class RowLosses:
+    """Evaluation of a micro-batch: negative log-likelihood summed over each row's target tokens, and their number."""
+
+    sums: torch.Tensor
+    num_tokens: torch.Tensor
+
+
+class Stage:
+    """One stage: its model, and the micro-batches between their F and B.
+
+    Args:
+        model: the stage's layers.
+        trainable_inputs: for each carried tensor that the stage receives, whether its gradient is wanted upstream.
+        trainable_outputs: the same for the tensors that it sends; empty on the last stage.
+        label_smoothing: share of the target's probability spread over the vocabulary, as in
+            torch.nn.functional.cross_entropy.
+    """
+
+    def __init__(
+        self,
+        model: StageModel,
+        trainable_inputs: Mapping[str, bool],
+        trainable_outputs: Mapping[str, bool],
+        label_smoothing: float = 0.0,
+    ) -> None:
+        self.model = model
+        self.trainable_inputs = trainable_inputs
+        self.trainable_outputs = trainable_outputs
+        self.label_smoothing = label_smoothing
+        self.loss_sum: torch.Tensor | None = None
+        self.row_losses: dict[int, RowLosses] = {}
+        self._live: dict[int, _Live] = {}
+
+    @property
+    def num_live(self) -> int:
+        """Micro-batches between F and B."""
+        return len(self._live)
+
+    def forward(self, context: Context, *, keep_graph: bool) -> Tensors:
+        """F of a training table: run the stage; returns the tensors for the next stage, none on the last.
+
+        Args:
+            context: the micro-batch's record.
+            keep_graph: whether backward follows without a recomputation.
+        """
+        with torch.set_grad_enabled(keep_graph):
+            inputs, outputs = self._run(context)
+        graph = (inputs, outputs) if keep_graph else (None, None)
+        self._live[context.micro_batch.index] = _Live(context, *graph)
+        if self.model.is_last:
+            loss = outputs["loss"].detach()
+            self.loss_sum = loss if self.loss_sum is None else self.loss_sum + loss
+            return {}
+        return {name: tensor.detach() for name, tensor in outputs.items()}
+
+    def recompute(self, micro_batch: int) -> None:
+        """R: run the stage's forward again from what F kept, now with gradients. It needs no gradient yet."""
+        live = self._live[micro_batch]
+        with torch.enable_grad():
+            live.inputs, live.outputs = self._run(live.context)
+
+    def backward(self, micro_batch: int, gradients: Mapping[str, torch.Tensor]) -> Tensors:
+        """B: gradients of the outputs in, gradients of the received tensors out; weights accumulate in `.grad`."""
+        live = self._live.pop(micro_batch)
+        assert live.inputs is not None and live.outputs is not None, "backward of a micro-batch without a graph"
+        if self.model.is_last:
+            if live.outputs["loss"].requires_grad:
+                live.outputs["loss"].backward()
+        elif gradients:
+            roots = [live.outputs[name] for name in gradients]
+            torch.autograd.backward(roots, list(gradients.values()))
+        return {
+            name: tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+            for name, tensor in live.inputs.items()
+            if self.trainable_inputs[name]
+        }
+
+    def evaluate(self, context: Context) -> Tensors:
+        """F of a table without backwards: on the last stage the loss of each row is kept."""
+        with torch.no_grad():
+            inputs = context.micro_batch.inputs
+            outputs = self.model(inputs, context.carry)
+            if not self.model.is_last:
+                return outputs
+            targets = self.model.adapter.targets(inputs)
+            losses = _token_losses(outputs["logits"], targets).view(targets.shape)
+            counts = (targets != IGNORED_LABEL).sum(dim=1)
+            self.row_losses[context.micro_batch.index] = RowLosses(losses.sum(dim=1), counts)
+            return {}
+
+    def input_shapes(self, micro_batch: MicroBatch) -> Shapes:
+        """Names and shapes of what F receives."""
+        return self.model.adapter.carry_shapes(self.model.start, micro_batch.inputs)
+
+    def output_shapes(self, micro_batch: MicroBatch) -> Shapes:
+        """Names and shapes of what F sends."""
+        return self.model.adapter.carry_shapes(self.model.stop, micro_batch.inputs)
+
+    def input_gradient_shapes(self, micro_batch: MicroBatch) -> Shapes:
+        """Names and shapes of what B sends: only gradients that something upstream needs."""
+        return {n: shape for n, shape in self.input_shapes(micro_batch).items() if self.trainable_inputs[n]}
+
+    def output_gradient_shapes(self, micro_batch: MicroBatch) -> Shapes:
+        """Names and shapes of what B receives."""
+        return {n: shape for n, shape in self.output_shapes(micro_batch).items() if self.trainable_outputs[n]}
+
+    def reset(self) -> None:
+        """Drop everything of the current step, after a failure."""
+        self._live.clear()
+        self.row_losses.clear()
+        self.loss_sum = None
+
+    def _run(self, context: Context) -> tuple[Tensors, Tensors]:
+        """The received tensors as leaves of this stage's graph, and the stage's outputs."""
+        received = {
+            name: tensor.detach().requires_grad_(self.trainable_inputs[name]) for name, tensor in context.carry.items()
+        }
+        micro_batch = context.micro_batch
+        outputs = self.model(micro_batch.inputs, received, micro_batch.seed)
+        if self.model.is_last:
+            targets = self.model.adapter.targets(micro_batch.inputs)
+            losses = _token_losses(outputs["logits"], targets, self.label_smoothing)
+            outputs = {"loss": losses.sum() / micro_batch.num_target_tokens}
+        return received, outputs
+
+
+def _token_losses(logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+    """Cross-entropy of every position, 0 where the target is ignored; half precision is raised to float32.
+
+    Args:
+        logits: (B, T, V).
+        targets: (B, T).
+
+    Returns:
+        (B * T,).
+    """
+    flat = logits.reshape(-1, logits.shape[-1])
+    if flat.dtype in (torch.float16, torch.bfloat16):
+        flat = flat.float()
+    return F.cross_entropy(
+        flat, targets.reshape(-1), ignore_index=IGNORED_LABEL, reduction="none", label_smoothing=label_smoothing
+    )

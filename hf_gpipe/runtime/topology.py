@@ -1,0 +1,87 @@
+"""Which processes there are, which stages each of them holds, and on which device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from hf_gpipe.errors import UserError
+from hf_gpipe.schedule.actions import Placement
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The place of this process in its pipeline.
+
+    Processes are numbered by their rank in torch.distributed; without it there is one process, number 0.
+    """
+
+    rank: int
+    num_processes: int
+    placement: Placement
+    device: torch.device
+
+    @classmethod
+    def discover(cls, num_stages: int, device: torch.device | str | None = None) -> Topology:
+        """Spread `num_stages` over the processes of the running job, in order and as evenly as possible.
+
+        Args:
+            num_stages: K.
+            device: where this process computes; None: a CUDA device of its own where there is one, else the CPU.
+
+        Raises:
+            UserError: the job has more processes than stages, or the device does not exist.
+        """
+        rank, num_processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        if num_processes > num_stages:
+            raise UserError(
+                f"{num_processes} processes were started for num_stages={num_stages}: a process holds at least one "
+                f"stage; start at most {num_stages} processes or raise num_stages"
+            )
+        return cls(rank, num_processes, Placement.spread(num_stages, num_processes), pick_device(device))
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that reads the data, shows progress and writes the shared files."""
+        return self.rank == 0
+
+    @property
+    def local_stages(self) -> tuple[int, ...]:
+        return tuple(self.placement.stages_of(self.rank))
+
+    def process_of(self, stage: int) -> int:
+        return self.placement.processes[stage]
+
+    def barrier(self) -> None:
+        """Wait until every process of the pipeline is here."""
+        if self.num_processes > 1:
+            dist.barrier()
+
+    def gather_objects(self, value: object) -> list[object]:
+        """The small Python value of every process, in order of rank, on every process."""
+        if self.num_processes == 1:
+            return [value]
+        values: list[object] = [None] * self.num_processes
+        dist.all_gather_object(values, value)
+        return values
+
+
+def pick_device(device: torch.device | str | None) -> torch.device:
+    """The device of this process.
+
+    Raises UserError where CUDA is asked for and there is none.
+    """
+    if device is None or str(device) == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        raise UserError(f"device {str(device)!r} was asked for and torch finds no CUDA device; use device: cpu")
+    if device.index is None:
+        local_rank = dist.get_node_local_rank(fallback_rank=0) if dist.is_initialized() else 0
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
