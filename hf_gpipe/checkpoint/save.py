@@ -38,7 +38,8 @@ def save_model(
     num_stages = topology.placement.num_stages
     if topology.is_main:
         make_directory(directory)
-    (tag,) = topology.gather_objects(uuid4().hex[:8])[:1]
+    taken = topology.is_main and any(directory.glob("model-*-of-*.safetensors"))
+    tag = topology.gather_objects(f"-{uuid4().hex[:8]}" if taken else "")[0]
     written: dict[str, dict[str, tuple[int, int]]] = {}
     for stage, model in models.items():
         names = [n for n in (*model.parameters, *model.buffers) if owner_stage.get(n, stage) == stage]
@@ -79,7 +80,7 @@ def replace_directory(temporary: Path, final: Path) -> None:
 
 
 def _shard_name(stage: int, num_stages: int, tag: str) -> str:
-    return f"model-{tag}-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
+    return f"model{tag}-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
 
 
 def _publish(directory: Path, shards: Mapping[str, Mapping[str, tuple[int, int]]], model: StageModel) -> None:

@@ -26,7 +26,8 @@ def pack(batches: Batches) -> torch.Tensor:
         for name, value in batch.items():
             if not isinstance(value, torch.Tensor):
                 raise DataError(f"mini-batch entry {name!r} is a {type(value).__name__}; only tensors can be trained on")
-            tensors[f"{number}.{name}"] = value.detach().cpu().contiguous()
+            # A copy: safetensors refuses entries that share memory, as labels that are the ids do.
+            tensors[f"{number}.{name}"] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
     return torch.frombuffer(bytearray(safetensors.torch.save(tensors)), dtype=torch.uint8)
 
 
@@ -41,7 +42,11 @@ def unpack(data: torch.Tensor) -> list[dict[str, torch.Tensor]]:
 
 def share(batches: Batches | None, topology: Topology) -> list[dict[str, torch.Tensor]]:
     """The main process's mini-batches, on every process; what other processes pass is not read."""
-    return next(shared_stream(iter([batches or []]), topology))
+    if topology.num_processes == 1:
+        return [dict(batch) for batch in batches or ()]
+    message = _send(batches or ()) if topology.is_main else _receive()
+    assert message is not None
+    return message.wait()
 
 
 def shared_stream(source: Iterator[Batches] | None, topology: Topology) -> Iterator[list[dict[str, torch.Tensor]]]:
@@ -59,10 +64,10 @@ def shared_stream(source: Iterator[Batches] | None, topology: Topology) -> Itera
         for batches in source:
             yield [dict(batch) for batch in batches]
         return
-    messages = _send(source) if topology.is_main else _receive()
-    pending = next(messages)
+    messages = _send_all(source) if topology.is_main else iter(_receive, None)
+    pending = next(messages, None)
     while pending is not None:
-        following = next(messages)
+        following = next(messages, None)
         yield pending.wait()
         pending = following
 
@@ -70,10 +75,12 @@ def shared_stream(source: Iterator[Batches] | None, topology: Topology) -> Itera
 class _Message:
     """Mini-batches on their way."""
 
-    def __init__(self, data: torch.Tensor, work: dist.Work) -> None:
-        self._data, self._work = data, work
+    def __init__(self, data: torch.Tensor) -> None:
+        self._data = data
+        self._work = dist.broadcast(data, src=0, async_op=True)
 
     def wait(self) -> list[dict[str, torch.Tensor]]:
+        assert self._work is not None
         self._work.wait()
         return unpack(self._data)
 
@@ -81,32 +88,39 @@ class _Message:
 _END, _FAILED = 0, -1
 
 
-def _send(source: Iterator[Batches] | None) -> Iterator[_Message | None]:
-    assert source is not None
+def _send(batches: Batches) -> _Message:
     try:
-        for batches in source:
-            data = pack(batches)
-            dist.broadcast(torch.tensor([data.numel()]), src=0)
-            work = dist.broadcast(data, src=0, async_op=True)
-            assert work is not None
-            yield _Message(data, work)
+        data = pack(batches)
     except Exception:
-        dist.broadcast(torch.tensor([_FAILED]), src=0)
+        _announce(_FAILED)
         raise
-    dist.broadcast(torch.tensor([_END]), src=0)
-    yield None
+    _announce(data.numel())
+    return _Message(data)
 
 
-def _receive() -> Iterator[_Message | None]:
+def _send_all(source: Iterator[Batches] | None) -> Iterator[_Message]:
+    assert source is not None
     while True:
-        size = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(size, src=0)
-        if size.item() == _FAILED:
-            raise DataError("the main process failed to read the data; its own message says why")
-        if size.item() == _END:
-            yield None
+        try:
+            batches = next(source, None)
+        except Exception:
+            _announce(_FAILED)
+            raise
+        if batches is None:
+            _announce(_END)
             return
-        data = torch.empty(int(size.item()), dtype=torch.uint8)
-        work = dist.broadcast(data, src=0, async_op=True)
-        assert work is not None
-        yield _Message(data, work)
+        yield _send(batches)
+
+
+def _announce(size: int) -> None:
+    """Tell the other processes how many bytes follow."""
+    dist.broadcast(torch.tensor([size]), src=0)
+
+
+def _receive() -> _Message | None:
+    """The next message; None at the end of the stream."""
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.broadcast(size, src=0)
+    if size.item() == _FAILED:
+        raise DataError("the main process failed to read the data; its own message says why")
+    return _Message(torch.empty(int(size.item()), dtype=torch.uint8)) if size.item() != _END else None
