@@ -1,0 +1,36 @@
+"""Runs a test's function in several processes joined by gloo, and brings back what each of them returned."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT = timedelta(seconds=60)
+
+
+def run_gloo(function: Callable[..., Any], num_processes: int, *args: Any) -> list[Any]:
+    """Call `function(*args)` in every process of a gloo job on this machine; the results in order of rank.
+
+    `function` must be importable (defined at the top of a test module). An exception in a process is raised here.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_worker, (num_processes, folder, function, args), nprocs=num_processes)
+        return [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(num_processes)]
+
+
+def _worker(rank: int, num_processes: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_processes, timeout=TIMEOUT)
+    result = function(*args)
+    (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
