@@ -1,0 +1,27 @@
+"""Schedules as tables: what each process does, in which order, in one step. Pure Python, without torch.
+
+`build` writes a table, `Schedule` holds and validates it, `simulate` predicts its time and memory, `draw_text` and
+`draw_png` show it. The executor runs the same table.
+"""
+
+from hf_gpipe.schedule.actions import Action, ActionKind, Placement
+from hf_gpipe.schedule.builders import RECOMPUTE_MODES, SCHEDULES, build
+from hf_gpipe.schedule.draw import draw_png, draw_text
+from hf_gpipe.schedule.simulate import Costs, Span, Timeline, simulate
+from hf_gpipe.schedule.table import Schedule
+
+__all__ = [
+    "RECOMPUTE_MODES",
+    "SCHEDULES",
+    "Action",
+    "ActionKind",
+    "Costs",
+    "Placement",
+    "Schedule",
+    "Span",
+    "Timeline",
+    "build",
+    "draw_png",
+    "draw_text",
+    "simulate",
+]

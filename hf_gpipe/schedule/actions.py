@@ -1,0 +1,160 @@
+"""The words of a schedule table: actions on (stage, micro-batch), and the placement of stages on processes.
+
+An action's text is its stage, the letter of its kind and its micro-batch: "2F0" is the forward of micro-batch 0 on
+stage 2, "2U" the optimizer update of stage 2. What an action needs before it may run, for stage s and micro-batch m:
+
+    F  the boundary that F of stage s-1 sent (stage 0 reads the batch)
+    R  F of the same (s, m). It runs the stage's forward again with gradients and does not need the incoming gradient,
+       so a process may run it while it would otherwise wait.
+    B  R of the same (s, m), or F where the table has no R; and the gradient that B of stage s+1 sent (the last stage
+       starts from its own loss)
+    U  B of every micro-batch on the stage
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hf_gpipe.errors import ScheduleError
+
+
+class ActionKind(StrEnum):
+    """What a process does with a stage."""
+
+    FORWARD = "F"
+    RECOMPUTE = "R"
+    BACKWARD = "B"
+    UPDATE = "U"
+
+
+_ACTION_TEXT = re.compile(r"(\d+)([FRB])(\d+)|(\d+)U")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """One thing that a process does with one stage and one micro-batch. Hashable, ordered and immutable.
+
+    Raises:
+        ScheduleError: a micro-batch is missing, or given to an update.
+    """
+
+    kind: ActionKind
+    stage: int
+    micro_batch: int | None = None
+    """None for an update only: it concerns the whole mini-batch."""
+
+    def __post_init__(self) -> None:
+        if (self.kind == ActionKind.UPDATE) != (self.micro_batch is None):
+            raise ScheduleError(
+                f"action {self}: an update (U) has no micro-batch and every other kind has one; "
+                "write for example 2F0 or 2U."
+            )
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{'' if self.micro_batch is None else self.micro_batch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Reads what `str(action)` writes.
+
+        Raises:
+            ScheduleError: the text is no action.
+        """
+        match = _ACTION_TEXT.fullmatch(text)
+        if match is None:
+            raise ScheduleError(
+                f"{text!r} is no action: write the stage, one of F, R or B and the micro-batch, as in 2F0, "
+                "or the stage and U, as in 2U."
+            )
+        stage, kind, micro_batch, updated_stage = match.groups()
+        if updated_stage is not None:
+            return cls(ActionKind.UPDATE, int(updated_stage))
+        return cls(ActionKind(kind), int(stage), int(micro_batch))
+
+    def source(self, num_stages: int) -> Action | None:
+        """The neighbouring stage's action whose message this one receives, or None where it receives none."""
+        if self.kind == ActionKind.FORWARD and self.stage > 0:
+            return Action(ActionKind.FORWARD, self.stage - 1, self.micro_batch)
+        if self.kind == ActionKind.BACKWARD and self.stage < num_stages - 1:
+            return Action(ActionKind.BACKWARD, self.stage + 1, self.micro_batch)
+        return None
+
+    def consumer(self, num_stages: int) -> Action | None:
+        """The neighbouring stage's action that receives this one's message, or None where it sends none."""
+        if self.kind == ActionKind.FORWARD and self.stage < num_stages - 1:
+            return Action(ActionKind.FORWARD, self.stage + 1, self.micro_batch)
+        if self.kind == ActionKind.BACKWARD and self.stage > 0:
+            return Action(ActionKind.BACKWARD, self.stage - 1, self.micro_batch)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which process, and which device of it, holds each stage. Several stages may share a process, in any order.
+
+    Raises:
+        ScheduleError: no stage, a process without a stage, or a list of devices that does not fit the stages.
+    """
+
+    processes: tuple[int, ...]
+    """The process of each stage. The processes are numbered from 0, and each holds a stage."""
+    devices: tuple[str, ...] | None = None
+    """The device string of each stage, for example "cuda:1"; None: the process's default device."""
+
+    def __post_init__(self) -> None:
+        if not self.processes:
+            raise ScheduleError("a placement has no stage: name the process of at least one.")
+        used = set(self.processes)
+        if used != set(range(len(used))):
+            raise ScheduleError(
+                f"placement {self.processes}: the processes must be numbered from 0 to {len(used) - 1} without a gap, "
+                "for each process holds at least one stage."
+            )
+        if self.devices is None:
+            return
+        if len(self.devices) != len(self.processes):
+            raise ScheduleError(
+                f"placement: {len(self.devices)} devices for {len(self.processes)} stages; name one device a stage."
+            )
+        for device in self.devices:
+            if not device or device.split() != [device]:
+                raise ScheduleError(f"placement: {device!r} is no device; write for example 'cpu' or 'cuda:1'.")
+
+    @classmethod
+    def one_process(cls, num_stages: int) -> Placement:
+        """All stages in process 0: how one debugs a pipeline, and how one trains with one device."""
+        return cls.spread(num_stages, 1)
+
+    @classmethod
+    def one_stage_each(cls, num_stages: int) -> Placement:
+        """Stage s in process s."""
+        return cls.spread(num_stages, num_stages)
+
+    @classmethod
+    def spread(cls, num_stages: int, num_processes: int) -> Placement:
+        """Consecutive stages in each process; the numbers of stages differ by at most one, the larger ones first.
+
+        Raises:
+            ScheduleError: fewer stages than processes, or no process.
+        """
+        if not 1 <= num_processes <= num_stages:
+            raise ScheduleError(
+                f"{num_stages} stages cannot be spread over {num_processes} processes: every process needs a stage. "
+                f"Use between 1 and num_stages processes."
+            )
+        base, extra = divmod(num_stages, num_processes)
+        return cls(tuple(p for p in range(num_processes) for _ in range(base + (p < extra))))
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.processes)
+
+    @property
+    def num_processes(self) -> int:
+        return max(self.processes) + 1
+
+    def stages_of(self, process: int) -> tuple[int, ...]:
+        """The stages that a process holds, ascending."""
+        return tuple(stage for stage, home in enumerate(self.processes) if home == process)

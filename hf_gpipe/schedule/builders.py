@@ -1,0 +1,176 @@
+"""The schedules by name, each a small function that writes a table.
+
+A builder says in which order each stage works; `clock.merge` turns this into the order of each process, which is the
+same thing where a process holds one stage. In the drawings a row is a stage in its own process, a column one tick
+(forward 1, recomputation 1, backward 2 ticks, the second of them "--"), and ".." is idle.
+
+Every table can be run with sends that do not wait. With blocking sends (`Schedule.validate(rendezvous=True)`):
+
+    naive, gpipe, forward_only   run wherever stages are placed in ascending order (stage s+1 never on a lower process
+                                 than stage s); naive runs with any placement
+    gpipe_fused                  deadlocks for M > 1 wherever the last stage is alone in its process: it sends its
+                                 first gradient while the stage before it still sends forwards
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from hf_gpipe.errors import ScheduleError, nearest
+from hf_gpipe.schedule.actions import Action, ActionKind, Placement
+from hf_gpipe.schedule.clock import merge
+from hf_gpipe.schedule.table import Schedule
+
+Builder = Callable[[int, int, Placement, bool], list[list[Action]]]
+"""(num_stages, num_micro_batches, placement, recompute) -> the actions of each process, without the updates."""
+
+RECOMPUTE_MODES = ("stage", "none")
+
+
+def naive(num_stages: int, num_micro_batches: int, placement: Placement, recompute: bool) -> list[list[Action]]:
+    """One micro-batch after another, through all stages and back. It is the pipeline without pipelining.
+
+    K = 3, M = 2, without recomputation:
+
+        stage 0  F0 .. .. .. .. .. .. B0 -- F1 .. .. .. .. .. .. B1 --
+        stage 1  .. F0 .. .. .. B0 -- .. .. .. F1 .. .. .. B1 -- .. ..
+        stage 2  .. .. F0 B0 -- .. .. .. .. .. .. F1 B1 -- .. .. .. ..
+    """
+    orders = [
+        [action for m in range(num_micro_batches) for action in (_forward(s, m), *_backward(s, m, recompute))]
+        for s in range(num_stages)
+    ]
+    return merge(orders, placement)
+
+
+def gpipe(num_stages: int, num_micro_batches: int, placement: Placement, recompute: bool) -> list[list[Action]]:
+    """All forwards, then all backwards in reverse order (GPipe, arXiv 1811.06965, section 2.3 and figure 2c).
+
+    K = 3, M = 3, without recomputation and with it:
+
+        stage 0  F0 F1 F2 .. .. .. .. .. .. B2 -- B1 -- B0 --
+        stage 1  .. F0 F1 F2 .. .. .. B2 -- B1 -- B0 -- .. ..
+        stage 2  .. .. F0 F1 F2 B2 -- B1 -- B0 -- .. .. .. ..
+
+        stage 0  F0 F1 F2 R2 .. .. .. .. .. .. B2 -- R1 B1 -- R0 B0 --
+        stage 1  .. F0 F1 F2 R2 .. .. .. B2 -- R1 B1 -- R0 B0 -- .. ..
+        stage 2  .. .. F0 F1 F2 R2 B2 -- R1 B1 -- R0 B0 -- .. .. .. ..
+
+    With equal stages, free transfers and no recomputation the bubble is (K-1)/(M+K-1). Recomputation does not lengthen
+    the fill and the drain of the pipeline: a stage begins it while it waits for its first gradient (see
+    `hf_gpipe.schedule.simulate` for the formula).
+    """
+    orders = [
+        [_forward(s, m) for m in range(num_micro_batches)]
+        + [action for m in reversed(range(num_micro_batches)) for action in _backward(s, m, recompute)]
+        for s in range(num_stages)
+    ]
+    return merge(orders, placement)
+
+
+def gpipe_fused(num_stages: int, num_micro_batches: int, placement: Placement, recompute: bool) -> list[list[Action]]:
+    """GPipe whose last stage runs each micro-batch's backward right after its forward.
+
+    The last stage recomputes nothing and keeps one micro-batch's logits. The other stages run all forwards first; the
+    gradients that come early wait there, and they run their backwards in the order in which the gradients arrive.
+
+    K = 3, M = 3, with recomputation:
+
+        stage 0  F0 F1 F2 R0 .. .. .. B0 -- R1 B1 -- R2 B2 --
+        stage 1  .. F0 F1 F2 R0 B0 -- R1 B1 -- R2 B2 -- .. ..
+        stage 2  .. .. F0 B0 -- F1 B1 -- F2 B2 -- .. .. .. ..
+    """
+    last = num_stages - 1
+    orders = [
+        [_forward(s, m) for m in range(num_micro_batches)]
+        + [action for m in range(num_micro_batches) for action in _backward(s, m, recompute)]
+        for s in range(last)
+    ]
+    orders.append(
+        [action for m in range(num_micro_batches) for action in (_forward(last, m), *_backward(last, m, False))]
+    )
+    return merge(orders, placement)
+
+
+def forward_only(num_stages: int, num_micro_batches: int, placement: Placement, recompute: bool) -> list[list[Action]]:
+    """Evaluation: forwards only, no update. `recompute` has nothing to act on.
+
+    K = 3, M = 3:
+
+        stage 0  F0 F1 F2 .. ..
+        stage 1  .. F0 F1 F2 ..
+        stage 2  .. .. F0 F1 F2
+    """
+    return merge([[_forward(s, m) for m in range(num_micro_batches)] for s in range(num_stages)], placement)
+
+
+SCHEDULES: dict[str, Builder] = {
+    "naive": naive,
+    "gpipe": gpipe,
+    "gpipe_fused": gpipe_fused,
+    "forward_only": forward_only,
+}
+
+
+def build(
+    name: str,
+    num_stages: int,
+    num_micro_batches: int,
+    placement: Placement | None = None,
+    recompute: str = "stage",
+) -> Schedule:
+    """The validated table of a schedule. Equal arguments give the same object.
+
+    Args:
+        name: one of `SCHEDULES`.
+        num_stages: K, at least 1.
+        num_micro_batches: M, at least 1; it may be smaller than K.
+        placement: where the stages are; None: each in its own process.
+        recompute: "stage": a backward is preceded by a recomputation R of its stage; "none": no R.
+
+    Raises:
+        ScheduleError: an unknown name or mode, K or M below 1, or a placement of another number of stages.
+    """
+    if name not in SCHEDULES:
+        raise ScheduleError(
+            f"schedule {name!r} is unknown; use one of {', '.join(SCHEDULES)}{nearest(name, SCHEDULES)}"
+        )
+    if recompute not in RECOMPUTE_MODES:
+        raise ScheduleError(
+            f"recompute {recompute!r} is unknown to schedule {name!r}; use one of {', '.join(RECOMPUTE_MODES)}"
+            f"{nearest(recompute, RECOMPUTE_MODES)}"
+        )
+    if num_stages < 1 or num_micro_batches < 1:
+        raise ScheduleError(
+            f"schedule {name!r}: num_stages is {num_stages} and num_micro_batches is {num_micro_batches}; "
+            "both must be at least 1."
+        )
+    placement = placement or Placement.one_stage_each(num_stages)
+    if placement.num_stages != num_stages:
+        raise ScheduleError(
+            f"schedule {name!r}: num_stages is {num_stages}, but the placement is of {placement.num_stages} stages."
+        )
+    return _build(name, num_stages, num_micro_batches, placement, recompute)
+
+
+@lru_cache(maxsize=256)
+def _build(name: str, num_stages: int, num_micro_batches: int, placement: Placement, recompute: str) -> Schedule:
+    orders = SCHEDULES[name](num_stages, num_micro_batches, placement, recompute == "stage")
+    # The updates of a process stand at its end, where every gradient is complete: see `validate`.
+    if any(action.kind == ActionKind.BACKWARD for order in orders for action in order):
+        for process, order in enumerate(orders):
+            order.extend(Action(ActionKind.UPDATE, stage) for stage in placement.stages_of(process))
+    schedule = Schedule(name, num_stages, num_micro_batches, placement, tuple(tuple(order) for order in orders))
+    schedule.validate()
+    return schedule
+
+
+def _forward(stage: int, micro_batch: int) -> Action:
+    return Action(ActionKind.FORWARD, stage, micro_batch)
+
+
+def _backward(stage: int, micro_batch: int, recompute: bool) -> list[Action]:
+    """The backward, preceded by its recomputation where there is one."""
+    backward = Action(ActionKind.BACKWARD, stage, micro_batch)
+    return [Action(ActionKind.RECOMPUTE, stage, micro_batch), backward] if recompute else [backward]

@@ -1,0 +1,249 @@
+"""A timeline as text, and as a picture.
+
+Text, for terminals and docstrings: a row a stage, from left to right in time, as in figure 2c of GPipe
+(arXiv 1811.06965). Picture (PNG, SVG): the same rows in seconds, and several timelines below each other on one scale,
+for example the predicted and the measured one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from hf_gpipe.errors import ScheduleError
+from hf_gpipe.schedule.actions import ActionKind
+from hf_gpipe.schedule.simulate import Seconds, Span, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Colours that stay apart for colour-blind readers and in greyscale.
+_COLOURS = {
+    ActionKind.FORWARD: "#5b9bd5",
+    ActionKind.RECOMPUTE: "#f2c14e",
+    ActionKind.BACKWARD: "#2a7f62",
+    ActionKind.UPDATE: "#8e5ea2",
+}
+_LABEL_COLOURS = {
+    ActionKind.FORWARD: "black",
+    ActionKind.RECOMPUTE: "black",
+    ActionKind.BACKWARD: "white",
+    ActionKind.UPDATE: "white",
+}
+_NAMES = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.RECOMPUTE: "recompute",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.UPDATE: "update",
+}
+_IDLE_COLOUR = "#dcdcdc"
+_ELSEWHERE_COLOUR = "#f6f6f6"
+_BAR_HEIGHT = 0.84
+_LABEL_POINTS = 7.0
+_SUFFIXES = (".png", ".svg")
+
+
+def draw_text(timeline: Timeline, width: int = 120) -> str:
+    """The timeline in ASCII, one row a stage and a last line with the time and the bubble.
+
+    A column is as long as the shortest action (updates aside) and shows the action that fills most of it: "F0" where it
+    starts, "--" where it goes on, ".." where the stage is idle. Where this is wider than `width` characters, a column
+    is a single letter, the action's kind, and as much longer as needed.
+    """
+    busy = [span for span in timeline.spans if span.busy > 0]
+    column_seconds = min((span.busy for span in busy if span.action.kind != ActionKind.UPDATE), default=0)
+    # Sums of floats are a little off: a millionth of a column is none.
+    num_columns = math.ceil(timeline.total_seconds / column_seconds - 1e-6) if column_seconds else 0
+    margin = len(f"stage {timeline.schedule.num_stages - 1}  ")
+    cell = max((len(_label(span)) for span in busy), default=0)
+    labelled = margin + num_columns * (cell + 1) - 1 <= width
+    if not labelled and num_columns > width - margin:
+        num_columns = max(1, width - margin)
+        column_seconds = timeline.total_seconds / num_columns
+    lines = []
+    for stage in range(timeline.schedule.num_stages):
+        columns = _columns([span for span in busy if span.action.stage == stage], num_columns, column_seconds)
+        if labelled:
+            row = " ".join(_cell(columns, index, cell) for index in range(num_columns))
+        else:
+            row = "".join("." if span is None else span.action.kind.value for span in columns)
+        lines.append(f"stage {stage}".ljust(margin) + row)
+    lines.append(f"total {_seconds(timeline)}, bubble {float(timeline.bubble):.1%}")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _label(span: Span) -> str:
+    action = span.action
+    return f"{action.kind.value}{'' if action.micro_batch is None else action.micro_batch}"
+
+
+def _cell(columns: Sequence[Span | None], index: int, width: int) -> str:
+    span = columns[index]
+    if span is None:
+        return "." * width
+    if index > 0 and columns[index - 1] is span:
+        return "-" * width
+    return _label(span).ljust(width)
+
+
+def _columns(spans: Sequence[Span], num_columns: int, column_seconds: Seconds) -> list[Span | None]:
+    """For each column the span that fills most of it, or None where the stage is mostly idle."""
+    filled: list[Span | None] = []
+    first = 0
+    for column in range(num_columns):
+        left, right = column * column_seconds, (column + 1) * column_seconds
+        while first < len(spans) and spans[first].end <= left:
+            first += 1
+        best, most, busy = None, 0.0, 0.0
+        for span in spans[first:]:
+            if span.start >= right:
+                break
+            overlap = float(min(span.end, right) - max(span.start + span.waiting, left))
+            busy += max(overlap, 0.0)
+            if overlap > most:
+                best, most = span, overlap
+        filled.append(best if busy >= float(column_seconds) / 2 else None)
+    return filled
+
+
+def draw_png(path: str | Path, *timelines: Timeline, titles: Sequence[str] | None = None) -> None:
+    """Draws timelines below each other, on one scale of seconds, into a PNG or (by the suffix) an SVG file.
+
+    A row is a stage, a bar an action, with the number of its micro-batch where there is room. Grey is idle: the process
+    of the stage waits. Nearly white is a stage at rest while its process runs another of its stages.
+
+    Args:
+        path: ends in .png or .svg.
+        titles: what each timeline is, for example ("predicted", "measured"); None: their schedules, K and M.
+
+    Raises:
+        ScheduleError: another suffix, no timeline, or not one title for each.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in _SUFFIXES:
+        raise ScheduleError(f"cannot draw {path}: the suffix {path.suffix!r} is not one of {', '.join(_SUFFIXES)}.")
+    titles = [_name(timeline) for timeline in timelines] if titles is None else titles
+    if not timelines or len(titles) != len(timelines):
+        raise ScheduleError(f"cannot draw {path}: {len(timelines)} timelines with {len(titles)} titles; give each one.")
+    figure(timelines, titles).savefig(path)
+
+
+def figure(timelines: Sequence[Timeline], titles: Sequence[str]) -> Figure:
+    """The picture of `draw_png` as a matplotlib figure, which belongs to the caller alone (pyplot never sees it)."""
+    # Imported here, for whoever draws nothing should not wait for matplotlib.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    num_rows = [timeline.schedule.num_stages for timeline in timelines]
+    num_slots = max(3 * (t.schedule.num_micro_batches + t.schedule.num_stages) for t in timelines)
+    picture = Figure(
+        figsize=(min(20.0, max(9.0, 0.21 * num_slots)), 1.0 + sum(0.75 + 0.32 * rows for rows in num_rows)),
+        dpi=150,
+        layout="constrained",
+    )
+    FigureCanvasAgg(picture)
+    panels = picture.subplots(
+        len(timelines), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": [rows + 1.5 for rows in num_rows]}
+    )[:, 0]
+    longest = max(float(timeline.total_seconds) for timeline in timelines)
+    panels[-1].set_xlim(0, longest or 1)
+    panels[-1].set_xlabel("seconds")
+    for panel, timeline, title in zip(panels, timelines, titles, strict=True):
+        _draw_panel(panel, timeline, title)
+    kinds = {span.action.kind for timeline in timelines for span in timeline.spans if span.busy > 0}
+    entries = [Patch(facecolor=_COLOURS[kind], label=_NAMES[kind]) for kind in ActionKind if kind in kinds]
+    entries.append(Patch(facecolor=_IDLE_COLOUR, label="idle"))
+    if any(t.schedule.placement.num_processes < t.schedule.num_stages for t in timelines):
+        entries.append(Patch(facecolor=_ELSEWHERE_COLOUR, edgecolor=_IDLE_COLOUR, label="process at another stage"))
+    picture.legend(handles=entries, loc="outside upper right", ncols=len(entries), frameon=False, fontsize=9)
+    # The layout is settled before the labels, for whether a label fits depends on the width of its bar on paper.
+    picture.draw_without_rendering()
+    for panel, timeline in zip(panels, timelines, strict=True):
+        _label_bars(panel, timeline, panel.bbox.width * 72 / picture.dpi / (longest or 1))
+    return picture
+
+
+def _draw_panel(panel: Axes, timeline: Timeline, title: str) -> None:
+    schedule, total = timeline.schedule, float(timeline.total_seconds)
+    for stage in range(schedule.num_stages):
+        bottom = stage - _BAR_HEIGHT / 2
+        # The row is idle until something covers it: pale for the other stages of its process, then its own bars.
+        panel.broken_barh([(0, total)], (bottom, _BAR_HEIGHT), facecolor=_IDLE_COLOUR)
+        others = [
+            s for s in timeline.spans if s.process == schedule.placement.processes[stage] and s.action.stage != stage
+        ]
+        panel.broken_barh([_bar(span) for span in others], (bottom, _BAR_HEIGHT), facecolor=_ELSEWHERE_COLOUR)
+        for kind, colour in _COLOURS.items():
+            own = [s for s in timeline.spans if s.action.stage == stage and s.action.kind == kind]
+            panel.broken_barh(
+                [_bar(span) for span in own],
+                (bottom, _BAR_HEIGHT),
+                facecolor=colour,
+                edgecolor="white",
+                linewidth=0.4,
+            )
+    panel.set_ylim(schedule.num_stages - 0.5, -0.5)
+    panel.set_yticks(range(schedule.num_stages), labels=[_row_name(timeline, s) for s in range(schedule.num_stages)])
+    panel.tick_params(axis="y", length=0)
+    panel.tick_params(labelsize=9)
+    panel.spines[["top", "right", "left"]].set_visible(False)
+    panel.set_title(
+        f"{title}: total {_seconds(timeline)}, bubble {float(timeline.bubble):.1%}", loc="left", fontsize=11
+    )
+
+
+def _bar(span: Span) -> tuple[float, float]:
+    return float(span.start + span.waiting), float(span.busy)
+
+
+def _row_name(timeline: Timeline, stage: int) -> str:
+    placement = timeline.schedule.placement
+    if placement.num_processes == placement.num_stages:
+        return f"stage {stage}"
+    return f"stage {stage} (process {placement.processes[stage]})"
+
+
+def _label_bars(panel: Axes, timeline: Timeline, points_per_second: float) -> None:
+    """Writes micro-batches into bars, for each row and kind of action whose typical bar has room for its longest."""
+    rows: dict[tuple[int, ActionKind], list[Span]] = {}
+    for span in timeline.spans:
+        rows.setdefault((span.action.stage, span.action.kind), []).append(span)
+    for (stage, kind), spans in rows.items():
+        if median(_bar(span)[1] for span in spans) * points_per_second < max(map(_label_width, spans)):
+            continue
+        for span in spans:
+            left, seconds = _bar(span)
+            if seconds * points_per_second >= _label_width(span):
+                panel.text(
+                    left + seconds / 2,
+                    stage,
+                    _number(span),
+                    ha="center",
+                    va="center_baseline",
+                    fontsize=_LABEL_POINTS,
+                    color=_LABEL_COLOURS[kind],
+                )
+
+
+def _label_width(span: Span) -> float:
+    """In points: a digit of the default font is about 0.64 of its size wide, and a little air belongs on both sides."""
+    return 0.64 * _LABEL_POINTS * len(_number(span)) + 1.5
+
+
+def _number(span: Span) -> str:
+    return "U" if span.action.micro_batch is None else str(span.action.micro_batch)
+
+
+def _name(timeline: Timeline) -> str:
+    schedule = timeline.schedule
+    return f"{schedule.name}, K = {schedule.num_stages}, M = {schedule.num_micro_batches}"
+
+
+def _seconds(timeline: Timeline) -> str:
+    """The total time, to four digits and in seconds."""
+    return f"{float(timeline.total_seconds):.4g} s"

@@ -1,0 +1,230 @@
+"""A clock over a table: how long a step takes, how much of it is idle, and how many bytes each stage keeps.
+
+The model is that of the executor. A process runs its actions one at a time and in order. A message leaves when its
+action ends and never holds up the sender; it travels `transfer_seconds`, after the messages before it on the same edge
+and in the same direction; the receiver waits for it at the action that uses it. Between two stages of one process on
+one device nothing travels.
+
+All arithmetic is that of the costs given: with `fractions.Fraction` every result is exact. With equal stages, free
+transfers and updates, and each stage in its own process, one step of `gpipe` on K stages and M micro-batches takes
+
+    without recomputation   (M+K-1) (F+B)            bubble (K-1) / (M+K-1)
+    with recomputation      (M+K-1) (F+B) + M R      bubble (K-1) (F+B) / ((M+K-1) (F+B) + M R)
+
+so recomputation costs each stage its own M R and nothing else: while the pipeline fills and drains it hides in the time
+in which the stages before the last one wait for their first gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import NamedTuple, TypeAlias, TypeVar
+
+from hf_gpipe.errors import ScheduleError
+from hf_gpipe.schedule.actions import Action, ActionKind
+from hf_gpipe.schedule.table import Schedule
+
+Seconds: TypeAlias = float | Fraction
+Number = TypeVar("Number", float | Fraction, int)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one micro-batch costs each stage. A scalar holds for all stages (or boundaries), a sequence names each."""
+
+    forward_seconds: Seconds | Sequence[Seconds]
+    """Of each stage (K values), for one micro-batch, as the next two."""
+    backward_seconds: Seconds | Sequence[Seconds]
+    recompute_seconds: Seconds | Sequence[Seconds] | None = None
+    """None: as long as the forward."""
+    update_seconds: Seconds | Sequence[Seconds] = 0
+    """Of each stage, for the whole mini-batch."""
+    transfer_seconds: Seconds | Sequence[Seconds] = 0
+    """Of each boundary (K-1 values, boundary s lies between stages s and s+1), in either direction."""
+    boundary_bytes: int | Sequence[int] = 0
+    """Of each boundary (K-1 values): the tensors of one micro-batch that cross it. Their gradients are as large."""
+    activation_bytes: int | Sequence[int] = 0
+    """Of each stage: what one micro-batch's autograd graph keeps alive."""
+
+
+class Span(NamedTuple):
+    """One action that a process ran: it came to it at `start`, waited for `waiting`, and ended at `end` (seconds)."""
+
+    process: int
+    action: Action
+    start: Seconds
+    end: Seconds
+    waiting: Seconds = 0
+    """The part of the span, at its beginning, in which the process was idle."""
+
+    @property
+    def busy(self) -> Seconds:
+        return self.end - self.start - self.waiting
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each action of a table ran, predicted by `simulate` or measured, in seconds from the step's start."""
+
+    schedule: Schedule
+    spans: tuple[Span, ...]
+    """Ordered by process, then by start."""
+    costs: Costs | None = None
+    """What the bytes are counted with; None where no bytes are known."""
+
+    @classmethod
+    def from_spans(cls, schedule: Schedule, spans: Iterable[Span], costs: Costs | None = None) -> Timeline:
+        """A timeline from measured spans, of all processes and on one clock; the earliest start becomes 0."""
+        spans = sorted((Span(*span) for span in spans), key=lambda span: (span.process, span.start))
+        origin = min((span.start for span in spans), default=0)
+        shifted = (span._replace(start=span.start - origin, end=span.end - origin) for span in spans)
+        return cls(schedule, tuple(shifted), costs)
+
+    @cached_property
+    def total_seconds(self) -> Seconds:
+        """From the start of the first action to the end of the last one."""
+        return max((span.end for span in self.spans), default=0)
+
+    @cached_property
+    def bubble(self) -> Seconds:
+        """The idle fraction of all processes together, 0 to 1."""
+        return self._idle_fraction(sum(span.busy for span in self.spans), self.schedule.placement.num_processes)
+
+    def process_bubble(self, process: int) -> Seconds:
+        """The idle fraction of one process."""
+        return self._idle_fraction(sum(span.busy for span in self.spans if span.process == process), 1)
+
+    def stage_bubble(self, stage: int) -> Seconds:
+        """The fraction of the time in which no action of this stage runs, though its process may run another's."""
+        return self._idle_fraction(self.busy_seconds(stage), 1)
+
+    def busy_seconds(self, stage: int) -> Seconds:
+        """How long the actions of a stage ran, without their waiting."""
+        return sum(span.busy for span in self.spans if span.action.stage == stage)
+
+    def _idle_fraction(self, busy_seconds: Seconds, num_processes: int) -> Seconds:
+        available = num_processes * self.total_seconds
+        return 1 - busy_seconds / available if available else 0
+
+    def live_bytes(self, stage: int) -> tuple[tuple[Seconds, int], ...]:
+        """The bytes that a stage keeps for its micro-batches, as steps (from this time on, so many bytes).
+
+        Weights and optimizer state are not in it, nor what a forward without a graph needs while it runs. Counted are
+
+        - a micro-batch's input, from when the stage before sends it until the stage's last action on the micro-batch;
+        - its autograd graph, from the start of the forward or recomputation that makes it to the end of the backward;
+        - its incoming gradient, from when the stage after sends it to the end of the backward. A gradient that comes
+          early therefore counts where it waits.
+
+        Raises:
+            ValueError: the timeline has no costs, so no bytes are known.
+        """
+        if self.costs is None:
+            raise ValueError("live bytes need the costs: make the timeline with costs that give bytes")
+        num_stages = self.schedule.num_stages
+        boundary = _each(self.costs.boundary_bytes, num_stages - 1, "boundary_bytes", "boundaries")
+        activation = _each(self.costs.activation_bytes, num_stages, "activation_bytes", "stages")
+        kept: list[tuple[Seconds, Seconds, int]] = []
+        for micro_batch in range(self.schedule.num_micro_batches):
+            forward = Action(ActionKind.FORWARD, stage, micro_batch)
+            backward = Action(ActionKind.BACKWARD, stage, micro_batch)
+            recompute = Action(ActionKind.RECOMPUTE, stage, micro_batch)
+            end = (self._ran.get(backward) or self._ran[forward]).end
+            if source := forward.source(num_stages):
+                kept.append((self._ran[source].end, end, boundary[stage - 1]))
+            if backward not in self._ran:
+                continue
+            graph = self._ran.get(recompute) or self._ran[forward]
+            kept.append((graph.start + graph.waiting, end, activation[stage]))
+            if source := backward.source(num_stages):
+                kept.append((self._ran[source].end, end, boundary[stage]))
+        return _steps(kept)
+
+    def peak_bytes(self, stage: int) -> int:
+        """The most bytes that `live_bytes` counts at one time."""
+        return max((size for _, size in self.live_bytes(stage)), default=0)
+
+    def peak_live_micro_batches(self, stage: int) -> int:
+        """The most micro-batches that are between the start of their forward and their last action on a stage."""
+        live: list[tuple[Seconds, Seconds, int]] = []
+        for micro_batch in range(self.schedule.num_micro_batches):
+            forward = self._ran[Action(ActionKind.FORWARD, stage, micro_batch)]
+            last = self._ran.get(Action(ActionKind.BACKWARD, stage, micro_batch)) or forward
+            live.append((forward.start + forward.waiting, last.end, 1))
+        return max((count for _, count in _steps(live)), default=0)
+
+    @cached_property
+    def _ran(self) -> dict[Action, Span]:
+        return {span.action: span for span in self.spans}
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """Predicts one step of a valid table.
+
+    Raises:
+        ScheduleError: a sequence of costs that does not fit the stages, a negative cost, or a table that deadlocks.
+    """
+    num_stages, placement = schedule.num_stages, schedule.placement
+    recompute_seconds = costs.forward_seconds if costs.recompute_seconds is None else costs.recompute_seconds
+    seconds = {
+        ActionKind.FORWARD: _each(costs.forward_seconds, num_stages, "forward_seconds", "stages"),
+        ActionKind.RECOMPUTE: _each(recompute_seconds, num_stages, "recompute_seconds", "stages"),
+        ActionKind.BACKWARD: _each(costs.backward_seconds, num_stages, "backward_seconds", "stages"),
+        ActionKind.UPDATE: _each(costs.update_seconds, num_stages, "update_seconds", "stages"),
+    }
+    transfer_seconds = _each(costs.transfer_seconds, num_stages - 1, "transfer_seconds", "boundaries")
+
+    spans: list[Span] = []
+    free_at: list[Seconds] = [0] * placement.num_processes
+    arrives_at: dict[Action, Seconds] = {}
+    edge_free_at: dict[tuple[ActionKind, int], Seconds] = {}
+    for process, action in schedule.executable_order():
+        source = action.source(num_stages)
+        start = max(free_at[process], arrives_at[source] if source else 0)
+        end = start + seconds[action.kind][action.stage]
+        spans.append(Span(process, action, start, end))
+        free_at[process] = end
+        if consumer := action.consumer(num_stages):
+            arrives_at[action] = end
+            if not _same_device(schedule, action.stage, consumer.stage):
+                edge = (action.kind, action.stage)
+                travels_from = max(end, edge_free_at.get(edge, 0))
+                edge_free_at[edge] = travels_from + transfer_seconds[min(action.stage, consumer.stage)]
+                arrives_at[action] = edge_free_at[edge]
+    # The order of execution keeps each process's order, so a stable sort leaves each process sorted by start.
+    return Timeline(schedule, tuple(sorted(spans, key=lambda span: span.process)), costs)
+
+
+def _same_device(schedule: Schedule, stage: int, other: int) -> bool:
+    placement = schedule.placement
+    same_process = placement.processes[stage] == placement.processes[other]
+    return same_process and (placement.devices is None or placement.devices[stage] == placement.devices[other])
+
+
+def _each(value: Number | Sequence[Number], count: int, name: str, of_what: str) -> tuple[Number, ...]:
+    """One value for each stage or boundary."""
+    values = tuple(value) if isinstance(value, Sequence) else (value,) * count
+    if len(values) != count:
+        raise ScheduleError(
+            f"{name} has {len(values)} values for {count} {of_what}; give one for each, or one number for all."
+        )
+    if any(one < 0 for one in values):
+        raise ScheduleError(f"{name} is {min(values)} somewhere; a cost is never below 0.")
+    return values
+
+
+def _steps(kept: Iterable[tuple[Seconds, Seconds, int]]) -> tuple[tuple[Seconds, int], ...]:
+    """The running sum of (from, until, amount), as (from this time on, amount). An end makes room for a start."""
+    changes: dict[Seconds, int] = {}
+    for start, end, amount in kept:
+        changes[start] = changes.get(start, 0) + amount
+        changes[end] = changes.get(end, 0) - amount
+    steps: list[tuple[Seconds, int]] = []
+    level = 0
+    for time in sorted(time for time, change in changes.items() if change):
+        level += changes[time]
+        steps.append((time, level))
+    return tuple(steps)

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_gpipe.errors import ScheduleError
+from hf_gpipe.schedule import Action, ActionKind, Placement, Schedule, build
+
+F, R, B, U = ActionKind.FORWARD, ActionKind.RECOMPUTE, ActionKind.BACKWARD, ActionKind.UPDATE
+
+GPIPE_2_2 = """\
+schedule: gpipe
+num_stages: 2
+num_micro_batches: 2
+placement: 0 1
+process 0: 0F0 0F1 0R1 0B1 0R0 0B0 0U
+process 1: 1F0 1F1 1R1 1B1 1R0 1B0 1U
+"""
+
+
+def test_action_text() -> None:
+    assert str(Action(F, 2, 0)) == "2F0"
+    assert str(Action(U, 2)) == "2U"
+    assert Action.parse("12B345") == Action(B, 12, 345)
+    assert Action.parse("7U") == Action(U, 7)
+
+
+@pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2U0", "-1F0", "2F0 ", "2f0", "0F0F"])
+def test_text_that_is_no_action(text: str) -> None:
+    with pytest.raises(ScheduleError, match="no action"):
+        Action.parse(text)
+
+
+def test_only_an_update_has_no_micro_batch() -> None:
+    with pytest.raises(ScheduleError, match="1F"):
+        Action(F, 1)
+    with pytest.raises(ScheduleError, match="1U3"):
+        Action(U, 1, 3)
+
+
+def test_messages_go_to_the_neighbour() -> None:
+    assert Action(F, 0, 5).source(3) is None
+    assert Action(F, 1, 5).source(3) == Action(F, 0, 5)
+    assert Action(B, 2, 5).source(3) is None
+    assert Action(B, 1, 5).source(3) == Action(B, 2, 5)
+    assert Action(F, 2, 5).consumer(3) is None
+    assert Action(B, 0, 5).consumer(3) is None
+    assert Action(R, 1, 5).source(3) is None
+    assert Action(R, 1, 5).consumer(3) is None
+
+
+@given(st.sampled_from([F, B]), st.integers(0, 5), st.integers(0, 9))
+def test_consumer_is_the_inverse_of_source(kind: ActionKind, stage: int, micro_batch: int) -> None:
+    action = Action(kind, stage, micro_batch)
+    if source := action.source(6):
+        assert source.consumer(6) == action
+    if consumer := action.consumer(6):
+        assert consumer.source(6) == action
+
+
+def test_placements() -> None:
+    assert Placement.one_process(3) == Placement((0, 0, 0))
+    assert Placement.one_stage_each(3) == Placement((0, 1, 2))
+    assert Placement.spread(7, 3) == Placement((0, 0, 0, 1, 1, 2, 2))
+    looped = Placement((0, 1, 0, 1))
+    assert (looped.num_stages, looped.num_processes) == (4, 2)
+    assert looped.stages_of(0) == (0, 2)
+    assert looped.stages_of(1) == (1, 3)
+
+
+@given(st.integers(1, 30), st.data())
+def test_spread_is_contiguous_and_even(num_stages: int, data: st.DataObject) -> None:
+    num_processes = data.draw(st.integers(1, num_stages))
+    placement = Placement.spread(num_stages, num_processes)
+    assert list(placement.processes) == sorted(placement.processes)
+    sizes = [len(placement.stages_of(process)) for process in range(num_processes)]
+    assert sum(sizes) == num_stages
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Placement(()), "no stage"),
+        (lambda: Placement((0, 2)), "without a gap"),
+        (lambda: Placement((1, 2)), "from 0"),
+        (lambda: Placement((0, -1)), "from 0"),
+        (lambda: Placement((0, 0), ("cpu",)), "1 devices for 2 stages"),
+        (lambda: Placement((0,), ("cuda 0",)), "'cuda 0' is no device"),
+        (lambda: Placement.spread(2, 3), "2 stages cannot be spread over 3 processes"),
+        (lambda: Placement.spread(2, 0), "0 processes"),
+        (lambda: Placement.one_stage_each(0), "0 stages"),
+    ],
+)
+def test_wrong_placements(make: object, message: str) -> None:
+    assert callable(make)
+    with pytest.raises(ScheduleError, match=message):
+        make()
+
+
+def test_text_form() -> None:
+    assert build("gpipe", 2, 2).text() == GPIPE_2_2
+    assert str(build("gpipe", 2, 2)) == GPIPE_2_2
+    assert Schedule.from_text(GPIPE_2_2) == build("gpipe", 2, 2)
+
+
+def test_the_module_shows_the_real_text_form() -> None:
+    import hf_gpipe.schedule.table as table
+
+    assert table.__doc__ is not None
+    shown = "".join(line[4:] + "\n" for line in table.__doc__.splitlines() if line.startswith("    "))
+    assert shown == GPIPE_2_2
+
+
+actions = st.one_of(
+    st.builds(Action, st.sampled_from([F, R, B]), st.integers(0, 12), st.integers(0, 99)),
+    st.builds(Action, st.just(U), st.integers(0, 12)),
+)
+
+
+@st.composite
+def any_schedules(draw: st.DrawFn) -> Schedule:
+    """Tables that need not be valid: the text form holds any."""
+    processes = draw(st.integers(1, 4))
+    places = draw(st.permutations([*range(processes), *draw(st.lists(st.integers(0, processes - 1), max_size=3))]))
+    devices = st.lists(st.sampled_from(["cpu", "cuda:0", "cuda:1"]), min_size=len(places), max_size=len(places))
+    return Schedule(
+        name=draw(st.text().filter(lambda name: name.strip().splitlines() == [name])),
+        num_stages=draw(st.integers(0, 20)),
+        num_micro_batches=draw(st.integers(0, 20)),
+        placement=Placement(tuple(places), draw(st.none() | devices.map(tuple))),
+        actions=tuple(tuple(draw(st.lists(actions, max_size=6))) for _ in range(draw(st.integers(0, 4)))),
+    )
+
+
+@given(any_schedules())
+@settings(deadline=None, max_examples=150)
+def test_text_round_trip_is_exact(schedule: Schedule) -> None:
+    again = Schedule.from_text(schedule.text())
+    assert again == schedule
+    assert hash(again) == hash(schedule)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("schedule: gpipe\n", "", "'schedule:' is missing"),
+        ("num_stages", "num_stage", "line 2: .*did you mean 'num_stages'"),
+        ("num_stages: 2", "num_stages: two", "num_stages: 'two' is not an integer"),
+        ("num_stages: 2", "num_stages: 2 2", "not an integer"),
+        ("placement: 0 1", "placement: 0, 1", "not a list of integers"),
+        ("placement: 0 1", "placement: 0 1\nplacement: 0 1", "line 5"),
+        ("process 1", "process 2", "line 6: found 'process 2.*expected .*process 1"),
+        ("process 1:", "process 1", "line 6"),
+        ("1R1", "1Q1", "line 6: '1Q1' is no action"),
+    ],
+)
+def test_wrong_text_is_named_by_its_line(old: str, new: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        Schedule.from_text(GPIPE_2_2.replace(old, new))
+
+
+@pytest.mark.parametrize("name", ["", " gpipe", "gpipe\n", "a\nb"])
+def test_a_name_survives_the_text_form_or_is_refused(name: str) -> None:
+    with pytest.raises(ScheduleError, match="name"):
+        Schedule(name, 1, 1, Placement((0,)), ((Action(F, 0, 0),),))
+
+
+def test_which_forwards_keep_their_graph() -> None:
+    recomputed, plain = build("gpipe", 2, 2, recompute="stage"), build("gpipe", 2, 2, recompute="none")
+    fused, evaluation = build("gpipe_fused", 2, 2), build("forward_only", 2, 2)
+    for stage in range(2):
+        for micro_batch in range(2):
+            assert not recomputed.keeps_graph(stage, micro_batch)
+            assert plain.keeps_graph(stage, micro_batch)
+            assert fused.keeps_graph(stage, micro_batch) == (stage == 1)
+            assert not evaluation.keeps_graph(stage, micro_batch)
+
+
+def test_training_tables_have_backwards() -> None:
+    assert build("gpipe", 2, 2).is_training
+    assert not build("forward_only", 2, 2).is_training
