@@ -1,0 +1,66 @@
+"""Partition: cut a model's list of layers into consecutive stages. Pure Python, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from hf_gpipe.errors import PartitionError, nearest
+from hf_gpipe.partition.count import by_count
+
+Strategy = Callable[[int, int], Sequence[int]]
+"""(num_layers, num_stages), with num_stages at most num_layers -> the number of layers of each stage."""
+
+STRATEGIES: dict[str, Strategy] = {"count": by_count}
+
+
+def partition(num_layers: int, num_stages: int, strategy: str | Sequence[int] = "count") -> tuple[range, ...]:
+    """The layers of each stage, as consecutive ranges that hold every layer exactly once and in order.
+
+    Args:
+        num_layers: the length of the adapter's list: embeddings, blocks, norms and heads, not blocks alone.
+        num_stages: K, between 1 and `num_layers`.
+        strategy: one of `STRATEGIES`, or the number of layers of each stage, for example [3, 4, 2].
+
+    Raises:
+        PartitionError: more stages than layers, an unknown strategy, or counts that do not fit; names both numbers.
+    """
+    if num_stages < 1:
+        raise PartitionError(f"num_stages is {num_stages}; use at least 1.")
+    if num_stages > num_layers:
+        raise PartitionError(
+            f"num_stages is {num_stages}, but the model has {num_layers} layers and every stage needs at least one; "
+            f"use num_stages of at most {num_layers}, or a deeper model."
+        )
+    if not isinstance(strategy, str):
+        return _ranges(_checked(strategy, num_layers, num_stages))
+    if strategy not in STRATEGIES:
+        raise PartitionError(
+            f"partition {strategy!r} is unknown; use one of {', '.join(STRATEGIES)}, or a list with the number of "
+            f"layers of each stage{nearest(strategy, STRATEGIES)}"
+        )
+    return _ranges(STRATEGIES[strategy](num_layers, num_stages))
+
+
+def _checked(counts: Sequence[int], num_layers: int, num_stages: int) -> Sequence[int]:
+    counts = list(counts)
+    if len(counts) != num_stages:
+        raise PartitionError(
+            f"partition {counts} has {len(counts)} entries and num_stages is {num_stages}; give one count a stage."
+        )
+    for stage, count in enumerate(counts):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise PartitionError(
+                f"partition {counts} gives stage {stage} {count!r} layers; each stage needs a whole number above 0."
+            )
+    if sum(counts) != num_layers:
+        raise PartitionError(
+            f"partition {counts} adds up to {sum(counts)} layers, but the model has {num_layers}; "
+            f"change the counts until they add up to {num_layers}."
+        )
+    return counts
+
+
+def _ranges(counts: Sequence[int]) -> tuple[range, ...]:
+    ends = list(accumulate(counts))
+    return tuple(range(end - count, end) for count, end in zip(counts, ends, strict=True))
