@@ -1,7 +1,7 @@
 """Every exception that hf_gpipe raises on purpose.
 
 A `UserError` is something the reader of the message can put right: a recipe, a file, a model we do not
-support. Commands print it as one message, without a traceback, and exit with code 2. A `StageFailure` is a fault
+support. Commands print it as one message, without a traceback, and exit with code 2. A `StageError` is a fault
 of a run and says where in the pipeline it happened; commands exit with code 1.
 """
 
@@ -43,7 +43,7 @@ class CheckpointError(UserError):
     """A checkpoint directory that is missing, incomplete or contradicts the model."""
 
 
-class StageFailure(HfGpipeError):
+class StageError(HfGpipeError):
     """A run that failed inside the pipeline; the message names the rank, the stage, the action and the micro-batch."""
 
 

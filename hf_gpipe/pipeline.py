@@ -116,7 +116,6 @@ class Pipeline:
         self.seed = seed
         #: Optimizer steps begun; dropout depends on it.
         self.step = 0
-        self._source = str(model) if isinstance(model, str | os.PathLike) else None
         # A schedule that does not exist is found here, before any weight is read.
         self.schedule(num_micro_batches)
 
@@ -124,25 +123,25 @@ class Pipeline:
         self.models = {s: self._materialise(model, s) for s in self.topology.local_stages}
         if recompute == "block":
             for stage_model in self.models.values():
-                stage_model.model.gradient_checkpointing_enable({"use_reentrant": False})
+                stage_model.checkpoint_blocks()
         self.ties = Ties(self.models, self.topology)
         self._copies_are_stale = False
         trainable = self._trainable_layers()
-        self.stages = {s: self._stage(stage_model, trainable, label_smoothing) for s, stage_model in self.models.items()}
+        self.stages = {
+            s: self._stage(stage_model, trainable, label_smoothing) for s, stage_model in self.models.items()
+        }
         self._executor = Executor(self.stages, self._edges(), self.topology.rank, self.topology.device)
 
     # ------------------------------------------------------------------ training and evaluation
 
-    def train_step(
-        self, batch: Batch | Sequence[Batch] | None, times: list[ActionTime] | None = None
-    ) -> torch.Tensor:
+    def train_step(self, batch: Batch | Sequence[Batch] | None, times: list[ActionTime] | None = None) -> torch.Tensor:
         """Forward and backward of one mini-batch; gradients are added to `.grad`.
 
         Every process calls it; the mini-batch of the main process is used and the others may pass None.
 
         Args:
-            batch: tensors with the same number of rows: input_ids (N, T), attention_mask (N, T), labels (N, T) with -100
-                where there is no target ...; or a sequence of such mini-batches, accumulated in one pass.
+            batch: tensors with the same number of rows: input_ids (N, T), attention_mask (N, T), labels (N, T), -100
+                where there is no target; or a sequence of such mini-batches, accumulated in one pass.
             times: where to note when each action ran on this process.
 
         Returns:
@@ -234,14 +233,14 @@ class Pipeline:
 
     # ------------------------------------------------------------------ building
 
-    def _materialise(self, model: Any, stage: int) -> StageModel:
+    def _materialise(self, source: Any, stage: int) -> StageModel:
         layers = self.partition[stage]
         stage_model = StageModel(self.adapter, layers[0], layers[-1] + 1)
         device = self.topology.device
-        if isinstance(model, PreTrainedModel):
-            hub.take(stage_model, model, device)
-        elif self._source is not None:
-            hub.load(stage_model, self._source, device, self.seed)
+        if isinstance(source, PreTrainedModel):
+            hub.take(stage_model, source, device)
+        elif isinstance(source, str | os.PathLike):
+            hub.load(stage_model, source, device, self.seed)
         else:
             hub.initialise(stage_model, device, self.seed)
         return stage_model
@@ -255,7 +254,7 @@ class Pipeline:
                 local[index] = any(p.requires_grad for module in modules for p in module.parameters())
         flags: dict[int, bool] = {}
         for part in self.topology.gather_objects(local):
-            flags.update(part)  # type: ignore[call-overload]
+            flags.update(part)
         return [flags[i] for i in range(len(self.adapter.layers))]
 
     def _stage(self, stage_model: StageModel, trainable: list[bool], label_smoothing: float) -> Stage:

@@ -96,7 +96,7 @@ class Adapter(ABC):
         """The inputs of a micro-batch's forward on any stage, from what the collator gave."""
 
     @staticmethod
-    def _trimmed(group: dict[str, torch.Tensor], is_used: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _trimmed(group: Mapping[str, torch.Tensor], is_used: torch.Tensor) -> dict[str, torch.Tensor]:
         """Cut the columns at the end that no row of a micro-batch uses; `group` has the shape of `is_used` (B, T)."""
         used = is_used.any(dim=0).nonzero()
         length = int(used[-1]) + 1 if len(used) else 1
@@ -206,7 +206,7 @@ class StageModel:
 
     def seal(self, device: torch.device) -> None:
         """Complete the stage once its weights are in memory: the last stubs, dropout seeds and the entrance."""
-        tied = {name: p for name, p in self.model.named_parameters(remove_duplicate=False)}
+        tied = dict(self.model.named_parameters(remove_duplicate=False))
         self._parameters = {n: tied[n] for n in self.parameter_names if n in tied}
         self._buffers = {n: b for n, b in self.model.named_buffers() if n in set(self.parameter_names)}
         for name, stub in self._pending.items():
@@ -228,6 +228,12 @@ class StageModel:
     def parameters(self) -> dict[str, nn.Parameter]:
         """This stage's parameters by Hugging Face name, each tie once, under its source's name."""
         return self._parameters
+
+    def checkpoint_blocks(self) -> None:
+        """Recompute each block's forward within backward: transformers' own checkpointing of every block."""
+        # transformers 5.23 renames the method; 5.17 has only the old name.
+        enable = getattr(self.model, "activation_checkpointing_enable", None)
+        (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
 
     def replace_parameter(self, name: str, parameter: nn.Parameter) -> None:
         """Put another tensor in a parameter's place, wherever this stage uses it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F  # noqa: N812  (the name that every torch reader knows)
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, StageModel, Tensors

@@ -12,6 +12,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, StageModel, Tensors
 from hf_gpipe.adapters.layers import Layer, Stack, find_stack
 
+_DECODER_SIDE = ("labels", "decoder_input_ids", "decoder_attention_mask")
+
 
 class EncoderDecoder(Adapter):
     """Marian, BART and M2M100: a stack of encoder blocks, a stack of decoder blocks with cross-attention, a head."""
@@ -26,7 +28,7 @@ class EncoderDecoder(Adapter):
             source = {name: inputs[name] for name in ("input_ids", "attention_mask")}
             inputs |= self._trimmed(source, mask.bool())
         if (labels := inputs.get("labels")) is not None:
-            target = {n: inputs[n] for n in ("labels", "decoder_input_ids", "decoder_attention_mask") if n in inputs}
+            target = {n: t for n, t in inputs.items() if n in _DECODER_SIDE}
             inputs |= self._trimmed(target, labels != IGNORED_LABEL)
         if "decoder_input_ids" not in inputs:
             inputs["decoder_input_ids"] = self._shift_right(inputs["labels"])

@@ -76,6 +76,6 @@ def find_stack(model: PreTrainedModel, name: StackName, path: str) -> Stack:
         name=name,
         path=path,
         embedding=before,
-        blocks=tuple(f"{path}.{blocks}.{i}" for i in range(len(children[blocks]))),  # type: ignore[arg-type]
+        blocks=tuple(f"{path}.{blocks}.{i}" for i in range(len(children[blocks]))),
         norm=after,
     )

@@ -22,7 +22,7 @@ def build_skeleton(
     for rate in ("encoder_layerdrop", "decoder_layerdrop", "layerdrop"):
         if getattr(config, rate, 0.0):
             raise UnsupportedModelError(
-                f"{config.model_type}: {rate} is {getattr(config, rate)}, and a layer that is sometimes left out cannot "
+                f"{config.model_type}: {rate} is {getattr(config, rate)}, and a layer left out at random cannot "
                 f"be the same on every split; set {rate} to 0.0 in the model's configuration"
             )
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -47,7 +48,7 @@ class _SeededByName(TorchDispatchMode):
             if tensor.device.type != "meta":
                 name = self._names.get(tensor.untyped_storage().data_ptr())
                 if name is not None:
-                    seed = mix(self._seed, key(name), tensor.storage_offset())
+                    seed = mix(self._seed, key(name), int(tensor.storage_offset()))
                     default_generator(tensor.device).manual_seed(seed)
         return func(*args, **(kwargs or {}))
 
@@ -105,7 +106,7 @@ def load(stage: StageModel, path: str | os.PathLike[str], device: torch.device, 
         with _quiet(), _SeededByName(model, seed):
             info, _ = PreTrainedModel._load_pretrained_model(model, None, [str(file) for file in files], config)
             info = PreTrainedModel._finalize_model_loading(model, config, info)
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, SafetensorError) as error:
         raise CheckpointError(f"the checkpoint {str(path)!r} does not fit the model: {error}") from error
     finally:
         default_generator(device).set_state(state)
@@ -154,7 +155,7 @@ def shard_tensors(stage: StageModel, owned: Sequence[str]) -> dict[str, torch.Te
 def _forget_initialisation(model: PreTrainedModel) -> None:
     """Building on the meta device marks modules as initialised although nothing was filled."""
     for module in model.modules():
-        module._is_hf_initialized = False  # type: ignore[assignment]
+        module._is_hf_initialized = False
 
 
 @contextmanager

@@ -51,7 +51,7 @@ def save_model(
         written[file] = {name: (t.numel(), t.numel() * t.element_size()) for name, t in tensors.items()}
     shards: dict[str, dict[str, tuple[int, int]]] = {}
     for part in topology.gather_objects(written):
-        shards.update(part)  # type: ignore[call-overload]
+        shards.update(part)
     if topology.is_main:
         _publish(directory, shards, next(iter(models.values())))
     topology.barrier()

@@ -25,7 +25,9 @@ def pack(batches: Batches) -> torch.Tensor:
     for number, batch in enumerate(batches):
         for name, value in batch.items():
             if not isinstance(value, torch.Tensor):
-                raise DataError(f"mini-batch entry {name!r} is a {type(value).__name__}; only tensors can be trained on")
+                raise DataError(
+                    f"mini-batch entry {name!r} is a {type(value).__name__}; only tensors can be trained on"
+                )
             # A copy: safetensors refuses entries that share memory, as labels that are the ids do.
             tensors[f"{number}.{name}"] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
     return torch.frombuffer(bytearray(safetensors.torch.save(tensors)), dtype=torch.uint8)

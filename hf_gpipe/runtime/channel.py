@@ -92,6 +92,7 @@ class RemoteChannel(Channel):
         for name in shapes:
             tensor = tensors[name].contiguous()
             work = dist.isend(tensor, self._peer, group=self._group, tag=self._tag)
+            assert work is not None, "this process is no end of the channel"
             # The tensor must live until it has left.
             self._sent.append((work, tensor))
 
@@ -99,7 +100,9 @@ class RemoteChannel(Channel):
         message = []
         for name, shape in shapes.items():
             buffer = torch.empty(shape, dtype=self._dtype, device=self._device)
-            message.append((name, buffer, dist.irecv(buffer, self._peer, group=self._group, tag=self._tag)))
+            work = dist.irecv(buffer, self._peer, group=self._group, tag=self._tag)
+            assert work is not None, "this process is no end of the channel"
+            message.append((name, buffer, work))
         self._expected[micro_batch] = message
 
     def receive(self, micro_batch: int) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hf_gpipe.errors import StageFailure
+from hf_gpipe.errors import StageError
 from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 from hf_gpipe.runtime.stage import Stage
@@ -52,9 +52,7 @@ class Executor:
         device: where this process computes.
     """
 
-    def __init__(
-        self, stages: Mapping[int, Stage], edges: Mapping[int, Edge], rank: int, device: torch.device
-    ) -> None:
+    def __init__(self, stages: Mapping[int, Stage], edges: Mapping[int, Edge], rank: int, device: torch.device) -> None:
         self._stages = stages
         self._edges = edges
         self._rank = rank
@@ -76,7 +74,7 @@ class Executor:
             times: where to note when each action ran; None: nothing is measured.
 
         Raises:
-            StageFailure: an action failed; names the process, the stage, the action and the micro-batch.
+            StageError: an action failed; names the process, the stage, the action and the micro-batch.
         """
         micro_batches = [self._on_device(micro_batch) for micro_batch in micro_batches]
         actions = schedule.actions[self._rank]
@@ -106,7 +104,7 @@ class Executor:
         except Exception as error:
             self._reset()
             where = f"stage {action.stage}, action {action}" if action is not None else "before the first action"
-            raise StageFailure(f"process {self._rank}, {where}: {type(error).__name__}: {error}") from error
+            raise StageError(f"process {self._rank}, {where}: {type(error).__name__}: {error}") from error
 
     def _perform(
         self, schedule: Schedule, action: Action, micro_batch: MicroBatch, received: dict[str, torch.Tensor]

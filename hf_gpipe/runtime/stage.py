@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional as F  # noqa: N812  (the name that every torch reader knows)
+from torch.nn import functional as F
 
 from hf_gpipe.adapters import IGNORED_LABEL, StageModel
 from hf_gpipe.runtime.channel import Shapes
@@ -89,7 +89,8 @@ class Stage:
     def backward(self, micro_batch: int, gradients: Mapping[str, torch.Tensor]) -> Tensors:
         """B: gradients of the outputs in, gradients of the received tensors out; weights accumulate in `.grad`."""
         live = self._live.pop(micro_batch)
-        assert live.inputs is not None and live.outputs is not None, "backward of a micro-batch without a graph"
+        assert live.inputs is not None, "backward of a micro-batch without a graph"
+        assert live.outputs is not None
         if self.model.is_last:
             if live.outputs["loss"].requires_grad:
                 live.outputs["loss"].backward()

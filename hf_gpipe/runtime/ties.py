@@ -38,7 +38,7 @@ class Ties:
         share_within_process(models)
         names_of_stage: dict[int, tuple[str, ...]] = {}
         for part in topology.gather_objects({stage: tuple(model.parameters) for stage, model in models.items()}):
-            names_of_stage.update(part)  # type: ignore[arg-type]
+            names_of_stage.update(part)
         holders: dict[str, list[int]] = {}
         for stage in sorted(names_of_stage):
             for name in names_of_stage[stage]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.schedule.actions import Placement
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,11 @@ class Topology:
         if self.num_processes > 1:
             dist.barrier()
 
-    def gather_objects(self, value: object) -> list[object]:
+    def gather_objects(self, value: Value) -> list[Value]:
         """The small Python value of every process, in order of rank, on every process."""
         if self.num_processes == 1:
             return [value]
-        values: list[object] = [None] * self.num_processes
+        values: list[Any] = [None] * self.num_processes
         dist.all_gather_object(values, value)
         return values
 
@@ -75,13 +78,13 @@ def pick_device(device: torch.device | str | None) -> torch.device:
     """
     if device is None or str(device) == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if device.type != "cuda":
-        return device
+    chosen = torch.device(device)
+    if chosen.type != "cuda":
+        return chosen
     if not torch.cuda.is_available():
         raise UserError(f"device {str(device)!r} was asked for and torch finds no CUDA device; use device: cpu")
-    if device.index is None:
+    if chosen.index is None:
         local_rank = dist.get_node_local_rank(fallback_rank=0) if dist.is_initialized() else 0
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
+        chosen = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(chosen)
+    return chosen

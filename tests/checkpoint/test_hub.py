@@ -1,0 +1,158 @@
+"""Weights: the same from any split, bit-equal through Hub format, readable by plain transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+
+from hf_gpipe import Pipeline
+from hf_gpipe.errors import CheckpointError
+from tests.gloo import run_gloo
+from tests.oracle import plain_model, tiny_config
+
+FAMILIES = [("llama", True), ("llama", False), ("marian", True), ("marian", False), ("m2m_100", True), ("bart", False)]
+
+
+def weights(pipe: Pipeline) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in pipe.named_parameters()}
+
+
+def saved(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name
+
+
+def load_plain(directory: Path) -> PreTrainedModel:
+    seq2seq = json.loads((directory / "config.json").read_text()).get("is_encoder_decoder", False)
+    auto = AutoModelForSeq2SeqLM if seq2seq else AutoModelForCausalLM
+    model, info = auto.from_pretrained(directory, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    return model
+
+
+@pytest.mark.parametrize(("family", "tied"), FAMILIES)
+def test_initial_weights_do_not_depend_on_the_split(family: str, tied: bool) -> None:
+    config = tiny_config(family, tied=tied)
+    expected = weights(Pipeline(config, 1, seed=3))
+    for num_stages in (2, 3, 5):
+        assert_equal(weights(Pipeline(config, num_stages, seed=3)), expected)
+    other = weights(Pipeline(config, 2, seed=4))
+    assert any(not torch.equal(other[name], expected[name]) for name in expected)
+
+
+def test_initial_weights_follow_the_family_and_leave_the_generator_alone() -> None:
+    """Standard deviations, zeros at the padding index and sinusoidal tables are those of transformers."""
+    before = torch.get_rng_state()
+    found = weights(Pipeline(tiny_config("marian", d_model=32, init_std=0.1), 3))
+    assert torch.equal(before, torch.get_rng_state())
+    shared = found["model.shared.weight"]
+    assert not shared[0].any()
+    assert 0.09 < float(shared[1:].std()) < 0.11
+    plain = plain_model(tiny_config("marian", d_model=32), dtype=torch.float32)
+    table = "model.encoder.embed_positions.weight"
+    assert torch.equal(found[table], plain.get_parameter(table))
+
+
+@pytest.mark.parametrize(("family", "tied"), FAMILIES)
+def test_round_trip_is_bit_equal(family: str, tied: bool, tmp_path: Path) -> None:
+    plain = plain_model(tiny_config(family, tied=tied), dtype=torch.float32)
+    source = tmp_path / "source"
+    plain.save_pretrained(source)
+    expected = saved(source)
+    for num_stages in (1, 2, 4):
+        pipe = Pipeline(source, num_stages)
+        pipe.save_pretrained(tmp_path / f"k{num_stages}")
+        assert_equal(saved(tmp_path / f"k{num_stages}"), expected)
+        assert_equal(dict(load_plain(tmp_path / f"k{num_stages}").state_dict()), dict(plain.state_dict()))
+
+
+def test_sharded_checkpoints_are_read(tmp_path: Path) -> None:
+    plain = plain_model(tiny_config("m2m_100"), dtype=torch.float32)
+    plain.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    expected = {name: p.detach() for name, p in plain.named_parameters()}
+    assert_equal(weights(Pipeline(tmp_path, 3)), expected)
+
+
+def test_a_model_in_memory_shares_its_weights() -> None:
+    plain = plain_model(tiny_config("marian"))
+    pipe = Pipeline(plain, 3)
+    for name, parameter in pipe.named_parameters():
+        assert parameter is plain.get_parameter(name)
+
+
+def test_a_process_holds_only_its_own_layers() -> None:
+    pipe = Pipeline(tiny_config("llama"), 3)
+    held = [p for p in pipe.models[1].model.parameters() if p.device.type != "meta"]
+    assert {id(p) for p in held} == {id(p) for p in pipe.models[1].parameters.values()}
+
+
+def test_saving_over_an_older_checkpoint_leaves_only_the_new_one(tmp_path: Path) -> None:
+    for config, num_stages in [("llama", 3), ("marian", 1), ("llama", 2), ("llama", 2)]:
+        pipe = Pipeline(tiny_config(config), num_stages, seed=num_stages)
+        (tmp_path / "notes.txt").write_text("kept")
+        pipe.save_pretrained(tmp_path)
+        assert_equal(saved(tmp_path), weights(pipe) if config == "llama" else saved(tmp_path))
+        assert len(list(tmp_path.glob("*.safetensors"))) == num_stages
+        load_plain(tmp_path)
+    assert (tmp_path / "notes.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: (d / "model.safetensors").unlink(), "no model.safetensors"),
+        (lambda d: (d / "config.json").unlink(), "configuration"),
+        (lambda d: (d / "model.safetensors").write_bytes(b"short"), "does not fit|cannot read"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(damage, message: str, tmp_path: Path) -> None:
+    plain_model(tiny_config("llama"), dtype=torch.float32).save_pretrained(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        Pipeline(tmp_path, 2)
+
+
+def test_a_checkpoint_without_a_parameter_is_refused(tmp_path: Path) -> None:
+    """transformers would initialise the missing tensor at random; that must not happen silently."""
+    plain = plain_model(tiny_config("llama", tied=False), dtype=torch.float32)
+    state = {name: t for name, t in plain.state_dict().items() if "layers.1.mlp.up_proj" not in name}
+    plain.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(CheckpointError, match=r"lacks 1 parameters of the model: model.layers.1.mlp.up_proj.weight"):
+        Pipeline(tmp_path, 3)
+
+
+def test_an_index_cannot_name_a_file_elsewhere(tmp_path: Path) -> None:
+    plain = plain_model(tiny_config("llama"), dtype=torch.float32)
+    plain.save_pretrained(tmp_path, max_shard_size="10KB")
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    name = next(iter(content["weight_map"]))
+    content["weight_map"][name] = "../elsewhere.safetensors"
+    index.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="not a file of the same directory"):
+        Pipeline(tmp_path, 2)
+
+
+def _save_on_two_processes(directory: str) -> dict[str, torch.Tensor]:
+    pipe = Pipeline(tiny_config("marian"), 3, seed=5)
+    pipe.save_pretrained(directory)
+    return weights(pipe)
+
+
+def test_two_processes_save_one_checkpoint(tmp_path: Path) -> None:
+    parts = run_gloo(_save_on_two_processes, 2, str(tmp_path))
+    assert not parts[0].keys() & parts[1].keys()
+    loaded = load_plain(tmp_path)
+    for name, tensor in {**parts[0], **parts[1]}.items():
+        assert torch.equal(loaded.get_parameter(name), tensor)

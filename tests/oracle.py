@@ -1,0 +1,137 @@
+"""The oracle of every exactness test: the plain Hugging Face model, looped over the same micro-batches."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers import BartConfig, LlamaConfig, M2M100Config, MarianConfig, PreTrainedConfig, PreTrainedModel
+
+from hf_gpipe import Pipeline
+from hf_gpipe.adapters import adapter_for
+
+VOCABULARY = 50
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass
+class Result:
+    """Loss, gradients by name and their global norm."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+
+    @property
+    def norm(self) -> float:
+        return float(torch.sqrt(sum((g.double() ** 2).sum() for g in self.gradients.values())))
+
+
+def tiny_config(family: str, *, tied: bool = True, dropout: float = 0.0, **overrides: Any) -> PreTrainedConfig:
+    """A configuration whose model has a few thousand parameters."""
+    if family == "llama":
+        return LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            attention_dropout=dropout,
+            tie_word_embeddings=tied,
+            pad_token_id=0,
+            **overrides,
+        )
+    classes = {"marian": MarianConfig, "m2m_100": M2M100Config, "bart": BartConfig}
+    values: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "d_model": 16,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 32,
+        "decoder_ffn_dim": 32,
+        "max_position_embeddings": 64,
+        "dropout": dropout,
+        "attention_dropout": dropout,
+        "activation_dropout": dropout,
+        "encoder_layerdrop": 0.0,
+        "decoder_layerdrop": 0.0,
+        "pad_token_id": 0,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "decoder_start_token_id": 0,
+        "forced_eos_token_id": None,
+        "tie_word_embeddings": tied,
+    }
+    return classes[family](**values | overrides)
+
+
+def plain_model(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """The whole model with random weights, eager attention, in training mode."""
+    config = copy.deepcopy(config)
+    config._attn_implementation = "eager"
+    torch.manual_seed(seed)
+    return type(adapter_for(config).reference)(config).to(dtype).train()
+
+
+def padded_batch(config: PreTrainedConfig, rows: int = 6, seed: int = 1) -> Batch:
+    """Rows of unequal length, padded on the right; labels are -100 where there is no target."""
+    generator = torch.Generator().manual_seed(seed)
+    source, target = 4 + rows, 3 + rows
+    ids = torch.randint(3, VOCABULARY, (rows, source), generator=generator)
+    mask = torch.ones_like(ids)
+    labels = torch.randint(3, VOCABULARY, (rows, target), generator=generator)
+    for row in range(rows):
+        mask[row, source - row :] = 0
+        labels[row, target - row :] = -100
+    ids = ids.masked_fill(mask == 0, 0)
+    if not config.is_encoder_decoder:
+        labels = ids.masked_fill(mask == 0, -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def run_plain(model: PreTrainedModel, batch: Batch, num_micro_batches: int) -> Result:
+    """Loss summed over target tokens, divided by the mini-batch's count, micro-batch after micro-batch."""
+    model.zero_grad()
+    causal = not model.config.is_encoder_decoder
+    shifted = batch["labels"][:, 1:] if causal else batch["labels"]
+    num_tokens = (shifted != -100).sum().clamp(min=1)
+    parts = min(num_micro_batches, batch["input_ids"].shape[0])
+    total = 0.0
+    for i in range(parts):
+        rows = {name: torch.tensor_split(tensor, parts)[i] for name, tensor in batch.items()}
+        logits, labels = model(**rows, use_cache=False).logits, rows["labels"]
+        if causal:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        flat = logits.reshape(-1, logits.shape[-1])
+        loss = F.cross_entropy(flat, labels.reshape(-1), reduction="sum") / num_tokens
+        loss.backward()
+        total += loss.item()
+    return Result(total, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+
+
+def run_pipeline(pipe: Pipeline, batch: Batch | None) -> Result:
+    """One training step; the gradients of every process, under their names, on every process."""
+    pipe.zero_grad()
+    loss = float(pipe.train_step(batch))
+    mine = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
+    gradients: dict[str, torch.Tensor] = {}
+    for part in pipe.topology.gather_objects(mine):
+        assert not gradients.keys() & part.keys(), "a parameter has two owners"
+        gradients |= part
+    return Result(loss, gradients)
+
+
+def assert_same(found: Result, expected: Result, tolerance: float = 1e-10) -> None:
+    """Loss and every gradient within `tolerance` of the global gradient norm, and the same set of parameters."""
+    assert abs(found.loss - expected.loss) <= tolerance * max(1.0, abs(expected.loss))
+    assert found.gradients.keys() == expected.gradients.keys()
+    norm = expected.norm
+    assert norm > 0
+    for name, gradient in expected.gradients.items():
+        error = float((found.gradients[name] - gradient).norm()) / norm
+        assert error <= tolerance, f"{name}: off by {error:.1e} of the global norm"

@@ -1,0 +1,210 @@
+"""Exactness: loss, every gradient and the global norm are the plain model's, however it is split and scheduled."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from hf_gpipe import Pipeline
+from hf_gpipe.errors import HfGpipeError, PartitionError, ScheduleError, StageError, UserError
+from tests.gloo import run_gloo
+from tests.oracle import assert_same, padded_batch, plain_model, run_pipeline, run_plain, tiny_config
+
+FAMILIES = ("llama", "marian", "m2m_100", "bart")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_of_the_plain_model(family: str, tied: bool) -> None:
+    config = tiny_config(family, tied=tied)
+    batch, plain = padded_batch(config), plain_model(config)
+    for num_micro_batches in (1, 2, 4, 7):
+        expected = run_plain(plain, batch, num_micro_batches)
+        plain.zero_grad()
+        for num_stages in (1, 2, 3, 4):
+            for recompute in ("none", "stage"):
+                pipe = Pipeline(plain, num_stages, num_micro_batches, recompute=recompute)
+                assert_same(run_pipeline(pipe, batch), expected)
+                assert float(pipe.grad_norm()) == pytest.approx(expected.norm, rel=1e-10)
+
+
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "gpipe_fused"])
+@pytest.mark.parametrize("recompute", ["none", "block", "stage"])
+@pytest.mark.parametrize("family", ["llama", "marian"])
+def test_schedules_and_recomputation_change_nothing(family: str, recompute: str, schedule: str) -> None:
+    config = tiny_config(family)
+    batch, plain = padded_batch(config), plain_model(config)
+    expected = run_plain(plain, batch, 3)
+    pipe = Pipeline(plain, 3, 3, schedule=schedule, recompute=recompute)
+    assert_same(run_pipeline(pipe, batch), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_stage_may_hold_any_layer_alone(family: str) -> None:
+    config = tiny_config(family)
+    batch, plain = padded_batch(config), plain_model(config)
+    expected = run_plain(plain, batch, 2)
+    num_layers = len(Pipeline(plain, 1).adapter.layers)
+    assert_same(run_pipeline(Pipeline(plain, num_layers, 2), batch), expected)
+    for position in range(1, num_layers):
+        pipe = Pipeline(plain, 2, 2, partition=[position, num_layers - position])
+        assert_same(run_pipeline(pipe, batch), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "marian"])
+def test_float32_stays_close(family: str) -> None:
+    config = tiny_config(family)
+    batch, plain = padded_batch(config), plain_model(config, dtype=torch.float32)
+    expected = run_plain(plain, batch, 4)
+    assert_same(run_pipeline(Pipeline(plain, 3, 4), batch), expected, tolerance=1e-5)
+
+
+def test_left_padding_is_kept() -> None:
+    """Columns of padding are cut at the end only. With eager attention the plain model's own rows become nan."""
+    config = tiny_config("llama")
+    batch = {name: tensor.flip(1) for name, tensor in padded_batch(config).items()}
+    plain = plain_model(config)
+    plain.set_attn_implementation("sdpa")
+    assert_same(run_pipeline(Pipeline(plain, 2, 3), batch), run_plain(plain, batch, 3))
+
+
+def test_accumulated_mini_batches_run_as_one_table() -> None:
+    config = tiny_config("marian")
+    plain = plain_model(config)
+    whole = padded_batch(config, rows=8)
+    expected = run_plain(plain, whole, 4)
+    plain.zero_grad()
+    pipe = Pipeline(plain, 2, 2)
+    halves = [{name: tensor[rows] for name, tensor in whole.items()} for rows in (slice(0, 4), slice(4, 8))]
+    loss = float(pipe.train_step(halves))
+    assert loss == pytest.approx(expected.loss, rel=1e-12)
+    assert float(pipe.grad_norm()) == pytest.approx(expected.norm, rel=1e-12)
+
+
+def test_clipping_uses_one_global_norm() -> None:
+    config = tiny_config("marian")
+    batch, plain = padded_batch(config), plain_model(config)
+    expected = run_plain(plain, batch, 2)
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    clipped = {name: p.grad.clone() for name, p in plain.named_parameters() if p.grad is not None}
+    plain.zero_grad()
+    pipe = Pipeline(plain, 3, 2)
+    pipe.train_step(batch)
+    assert float(pipe.clip_grad_norm_(0.1)) == pytest.approx(expected.norm, rel=1e-12)
+    found = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+    assert found.keys() == clipped.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, clipped[name])
+
+
+def test_frozen_layers_get_no_gradient() -> None:
+    config = tiny_config("marian", tied=False)
+    batch, plain = padded_batch(config), plain_model(config)
+    for name, parameter in plain.named_parameters():
+        if ".encoder." in name or "shared" in name:
+            parameter.requires_grad_(False)
+    expected = run_plain(plain, batch, 2)
+    plain.zero_grad()
+    pipe = Pipeline(plain, 4, 2)
+    assert_same(run_pipeline(pipe, batch), expected)
+    assert not any(pipe.stages[1].trainable_inputs.values()), "a gradient is sent to a stage that needs none"
+
+
+def test_evaluation_gives_the_loss_of_each_row() -> None:
+    config = tiny_config("m2m_100", dropout=0.3)
+    batch, plain = padded_batch(config), plain_model(config).eval()
+    evaluation = Pipeline(plain, 3, 4).eval_step(batch)
+    with torch.no_grad():
+        logits = plain(**batch).logits
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+    torch.testing.assert_close(evaluation.row_nll, losses.view(batch["labels"].shape).sum(1))
+    assert evaluation.row_tokens.tolist() == (batch["labels"] != -100).sum(1).tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "marian"])
+def test_dropout_and_initial_weights_do_not_depend_on_the_split(family: str) -> None:
+    config = tiny_config(family, dropout=0.2)
+    batch = padded_batch(config)
+    results = [
+        run_pipeline(Pipeline(config, k, 3, schedule=schedule, recompute=recompute, dtype=torch.float64), batch)
+        for k, schedule, recompute in [
+            (1, "gpipe", "none"),
+            (2, "gpipe", "stage"),
+            (3, "gpipe_fused", "stage"),
+            (4, "naive", "block"),
+        ]
+    ]
+    without = run_pipeline(Pipeline(tiny_config(family), 1, 3, dtype=torch.float64), batch)
+    assert abs(results[0].loss - without.loss) > 1e-4, "dropout was not active"
+    for result in results[1:]:
+        assert_same(result, results[0])
+
+
+def test_dropout_differs_between_steps_and_leaves_the_generator_alone() -> None:
+    config = tiny_config("marian", dropout=0.2)
+    batch, pipe = padded_batch(config), Pipeline(config, 2, 2)
+    before = torch.get_rng_state()
+    losses = [float(pipe.train_step(batch)) for _ in range(2)]
+    assert torch.equal(before, torch.get_rng_state())
+    assert losses[0] != losses[1]
+
+
+def test_a_failure_names_the_place_and_leaves_the_pipeline_usable() -> None:
+    config = tiny_config("llama")
+    batch, pipe = padded_batch(config), Pipeline(config, 2, 2)
+    bad = batch | {"input_ids": batch["input_ids"] + 10 * 50}
+    with pytest.raises(StageError, match=r"process 0, stage 0, action 0F0: IndexError"):
+        pipe.train_step(bad)
+    pipe.zero_grad()
+    assert float(pipe.train_step(batch)) == pytest.approx(float(Pipeline(config, 1, 2).train_step(batch)), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"num_stages": 9}, PartitionError, "9"),
+        ({"num_stages": 0}, PartitionError, "num_stages=0"),
+        ({"num_micro_batches": 0}, UserError, "num_micro_batches=0"),
+        ({"schedule": "gpip"}, ScheduleError, "gpipe"),
+        ({"recompute": "all"}, UserError, "recompute='all'"),
+        ({"partition": [1, 1]}, PartitionError, "6"),
+        ({"device": "cuda"}, UserError, "CUDA"),
+    ],
+)
+def test_arguments_that_cannot_be_honoured(arguments: dict, error: type[HfGpipeError], message: str) -> None:
+    if arguments.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(error, match=message):
+        Pipeline(tiny_config("llama"), **{"num_stages": 2} | arguments)
+
+
+def _on_two_processes(family: str, tied: bool) -> list[tuple[int, int, object]]:
+    config = tiny_config(family, tied=tied)
+    batch, plain = padded_batch(config), plain_model(config)
+    results = []
+    for num_stages, num_micro_batches, schedule in [(2, 1, "gpipe"), (2, 4, "gpipe_fused"), (4, 7, "gpipe")]:
+        pipe = Pipeline(copy.deepcopy(plain), num_stages, num_micro_batches, schedule=schedule)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
+        first = run_pipeline(pipe, batch if pipe.topology.is_main else None)
+        norm = float(pipe.clip_grad_norm_(1e9))
+        optimizer.step()
+        second = run_pipeline(pipe, batch if pipe.topology.is_main else None)
+        results.append((num_micro_batches, first, norm, second))
+    return results
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("marian", True), ("m2m_100", False)])
+def test_two_gloo_processes(family: str, tied: bool) -> None:
+    """Two steps: the second shows that copies of tied parameters got the owner's new value."""
+    config = tiny_config(family, tied=tied)
+    batch = padded_batch(config)
+    for results in run_gloo(_on_two_processes, 2, family, tied):
+        for num_micro_batches, first, norm, second in results:
+            plain = plain_model(config)
+            expected = run_plain(plain, batch, num_micro_batches)
+            assert_same(first, expected)
+            assert norm == pytest.approx(expected.norm, rel=1e-10)
+            torch.optim.SGD(plain.parameters(), lr=0.5).step()
+            assert_same(second, run_plain(plain, batch, num_micro_batches))
