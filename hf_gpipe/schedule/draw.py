@@ -232,7 +232,7 @@ def _label_bars(panel: Axes, timeline: Timeline, points_per_second: float) -> No
 
 def _label_width(span: Span) -> float:
     """In points: a digit of the default font is about 0.64 of its size wide, and a little air belongs on both sides."""
-    return 0.64 * _LABEL_POINTS * len(_number(span)) + 1.5
+    return 0.64 * _LABEL_POINTS * len(_number(span)) + 2.5
 
 
 def _number(span: Span) -> str:

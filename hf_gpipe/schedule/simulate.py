@@ -153,7 +153,7 @@ class Timeline:
         for micro_batch in range(self.schedule.num_micro_batches):
             forward = self._ran[Action(ActionKind.FORWARD, stage, micro_batch)]
             last = self._ran.get(Action(ActionKind.BACKWARD, stage, micro_batch)) or forward
-            live.append((forward.start + forward.waiting, last.end, 1))
+            live.append((forward.start, last.end, 1))
         return max((count for _, count in _steps(live)), default=0)
 
     @cached_property

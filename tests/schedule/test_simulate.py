@@ -93,6 +93,14 @@ def test_transfers_take_time_between_processes_and_between_devices_only() -> Non
     assert simulate(build("gpipe", 2, 1, one_device, "none"), costs).total_seconds == 6
 
 
+def test_each_boundary_has_its_own_transfer_time_and_bytes() -> None:
+    costs = Costs(1, 2, transfer_seconds=[10, 100], boundary_bytes=[3, 5], activation_bytes=[1000, 2000, 4000])
+    timeline = simulate(build("gpipe", 3, 1, recompute="none"), costs)
+    starts = {text: span.start for text, span in spans_by_text(timeline).items() if "U" not in text}
+    assert starts == {"0F0": 0, "1F0": 11, "2F0": 112, "2B0": 113, "1B0": 215, "0B0": 227}
+    assert [timeline.peak_bytes(stage) for stage in range(3)] == [1000 + 3, 3 + 2000 + 5, 5 + 4000]
+
+
 def test_a_message_waits_for_the_one_before_it() -> None:
     spans = spans_by_text(simulate(build("forward_only", 2, 3), Costs(1, 2, transfer_seconds=5)))
     assert [spans[f"0F{m}"].end for m in range(3)] == [1, 2, 3]
@@ -188,6 +196,14 @@ def test_a_measured_timeline() -> None:
     with pytest.raises(ValueError, match="need the costs"):
         timeline.live_bytes(0)
     assert Timeline.from_spans(schedule, measured, Costs(2, 0, boundary_bytes=7)).peak_bytes(1) == 14
+
+
+def test_a_graph_is_alive_after_the_wait_for_its_input() -> None:
+    schedule = build("gpipe", 1, 2, recompute="none")
+    actions = [Action.parse(text) for text in ("0F0", "0F1", "0B1", "0B0")]
+    measured = [Span(0, action, 10.0 * i, 10.0 * i + 10, waiting=4.0) for i, action in enumerate(actions)]
+    timeline = Timeline.from_spans(schedule, measured, Costs(6, 6, activation_bytes=1))
+    assert timeline.live_bytes(0) == ((4.0, 1), (14.0, 2), (30.0, 1), (40.0, 0))
 
 
 def test_a_simulated_timeline_measured_again_is_the_same() -> None:
