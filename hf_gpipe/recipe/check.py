@@ -1,0 +1,54 @@
+"""What must hold between the fields of a recipe."""
+
+from __future__ import annotations
+
+from hf_gpipe.errors import RecipeError
+from hf_gpipe.recipe.fields import DataSection, ModelSection, PipelineSection, Recipe
+
+
+def check(recipe: Recipe) -> None:
+    """Raises RecipeError for fields that contradict each other; names the keys and both values."""
+    _check_model(recipe.model)
+    _check_data(recipe.data)
+    _check_pipeline(recipe.pipeline)
+
+
+def _check_model(model: ModelSection) -> None:
+    model_type = model.config.get("model_type")
+    if model_type is not None and not isinstance(model_type, str):
+        raise RecipeError(f"model.config.model_type is {model_type!r}; it must be a name such as marian or llama.")
+    if model.path is None and not model_type:
+        raise RecipeError(
+            "the model is missing; give model.path (a Hub id or a directory) for its weights, or "
+            "model.config.model_type (marian, llama, ...) with the fields of its config for a new model."
+        )
+
+
+def _check_data(data: DataSection) -> None:
+    if data.kind == "jsonl" and data.path is None:
+        raise RecipeError("data.kind is jsonl and data.path is missing; give the file, one JSON object a line.")
+    if data.kind == "cldr" and not data.languages:
+        raise RecipeError("data.kind is cldr and data.languages is empty; name some, such as [de, fr, es].")
+    if data.kind == "cldr" and data.min_examples_per_language > data.examples_per_language:
+        raise RecipeError(
+            f"data.min_examples_per_language is {data.min_examples_per_language}, more than "
+            f"data.examples_per_language, {data.examples_per_language}; lower the one or raise the other."
+        )
+    if data.validation_fraction + data.test_fraction >= 1:
+        raise RecipeError(
+            f"data.validation_fraction {data.validation_fraction} and data.test_fraction {data.test_fraction} leave "
+            "nothing to train on; their sum must be below 1."
+        )
+
+
+def _check_pipeline(pipeline: PipelineSection) -> None:
+    if pipeline.num_processes is not None and pipeline.num_processes > pipeline.num_stages:
+        raise RecipeError(
+            f"pipeline.num_processes is {pipeline.num_processes} and pipeline.num_stages is {pipeline.num_stages}; "
+            "a process without a stage has nothing to do: use at most as many processes as stages."
+        )
+    if not isinstance(pipeline.partition, str) and len(pipeline.partition) != pipeline.num_stages:
+        raise RecipeError(
+            f"pipeline.partition {pipeline.partition} has {len(pipeline.partition)} entries and pipeline.num_stages is "
+            f"{pipeline.num_stages}; give one number of layers a stage."
+        )

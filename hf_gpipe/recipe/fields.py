@@ -1,0 +1,264 @@
+"""The fields of a recipe. The string under each field is its help text."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, Literal
+
+from hf_gpipe.partition import STRATEGIES
+from hf_gpipe.recipe.strict_yaml import write
+from hf_gpipe.recipe.typed import NotEmpty, OneOf, Range
+from hf_gpipe.schedule import SCHEDULES
+
+TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "forward_only")
+
+Text = Annotated[str, NotEmpty()]
+Count = Annotated[int, Range(at_least=1)]
+CountOrZero = Annotated[int, Range(at_least=0)]
+Positive = Annotated[float, Range(above=0)]
+NotNegative = Annotated[float, Range(at_least=0)]
+Fraction = Annotated[float, Range(at_least=0, below=1)]
+"""A part of a whole that is never all of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    """The transformers model to train, pretrained or new."""
+
+    path: Text | None = None
+    """Hub id or directory whose weights are loaded; null: a new model is initialised from `config`."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    """`model_type` (marian, llama, ...) and the fields of its transformers config; with `path`, fields to override."""
+
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """The type of the weights, of the arithmetic and of what crosses stage boundaries."""
+
+    attn_implementation: Text | None = None
+    """transformers' attention: eager, sdpa, flash_attention_2, ...; null: the model's own choice."""
+
+    trust_remote_code: bool = False
+    """Whether Python code that comes with the model at `path` may run on this machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """The parallel corpus. Keys that only the other kind reads may stand; they are left aside."""
+
+    kind: Literal["cldr", "jsonl"]
+    """cldr: dates, units, prices and names generated offline from Unicode CLDR; jsonl: a local file of pairs."""
+
+    seed: int = 0
+    """Seed of what is generated or drawn; the order of training rows is `training.seed`'s."""
+
+    languages: list[Text] = field(default_factory=list)
+    """The languages beside English, as CLDR codes, largest first (cldr), or those to keep, empty: all (jsonl)."""
+
+    validation_fraction: Fraction = 0.05
+    """Share of the pairs kept for evaluation during training."""
+
+    test_fraction: Fraction = 0.05
+    """Share of the pairs kept for the evaluation at the end."""
+
+    target_tag: bool = False
+    """Whether sources start with a tag such as <2de> that asks for the target language; always so with several."""
+
+    max_source_tokens: Annotated[int, Range(at_least=2)] = 128
+    """Longest source, its special tokens included; a longer one is cut."""
+
+    max_target_tokens: Annotated[int, Range(at_least=2)] = 128
+    """Longest target, its special tokens included; a longer one is cut."""
+
+    templates: list[Text] = field(default_factory=list)
+    """cldr: the kinds of phrases; empty: all."""
+
+    direction: Literal["to_english", "from_english", "both"] = "to_english"
+    """cldr: the direction of translation."""
+
+    max_number: Count = 999
+    """cldr: the largest number in a measure, price or relative time."""
+
+    examples_per_language: Count = 2000
+    """cldr: pairs of the first language; of the n-th, this divided by n ** `power_law_exponent`."""
+
+    min_examples_per_language: Count = 100
+    """cldr: the fewest pairs that the power law leaves a language."""
+
+    power_law_exponent: NotNegative = 0.0
+    """cldr: how steeply the languages' sizes fall; 0: all are equal."""
+
+    path: Text | None = None
+    """jsonl: the file, one JSON object a line, plain or .gz; required."""
+
+    source_field: Text = "source"
+    """jsonl: the field that holds the source text."""
+
+    target_field: Text = "target"
+    """jsonl: the field that holds the target text."""
+
+    language_field: Text | None = None
+    """jsonl: the field that holds the language; null: the file has one language."""
+
+    split_by: Literal["source", "target"] = "source"
+    """jsonl: pairs that are equal on this side are never in two splits."""
+
+    max_examples: Count | None = None
+    """jsonl: how many pairs to draw from the file; null: all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSection:
+    """The tokenizer: loaded, or trained on the corpus."""
+
+    path: Text | None = None
+    """Hub id or directory to load from; null: `model.path`'s, or one trained on the corpus where there is none."""
+
+    vocab_size: Count = 8000
+    """Tokens of a trained tokenizer, the special tokens and the 256 bytes included."""
+
+    model: Literal["unigram", "bpe"] = "unigram"
+    """SentencePiece's model of a trained tokenizer."""
+
+    character_coverage: Annotated[float, Range(above=0, at_most=1)] = 1.0
+    """Share of the corpus's characters that get a token; the rest is spelt in bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSection:
+    """How the model is cut into stages, and how micro-batches go through them."""
+
+    num_stages: Count = 1
+    """K: consecutive stages the model's layers are cut into."""
+
+    num_micro_batches: Count = 1
+    """M: micro-batches a mini-batch is cut into; a smaller mini-batch gives one a row."""
+
+    schedule: Annotated[str, OneOf(TRAINING_SCHEDULES)] = "gpipe"
+    """Order of work: gpipe is the paper's, gpipe_fused runs the last stage's backward at once, naive overlaps none."""
+
+    recompute: Literal["none", "block", "stage"] = "stage"
+    """What backward computes again instead of keeping: nothing, each block's inside, or all but the stage's input."""
+
+    partition: Annotated[str, OneOf(tuple(STRATEGIES))] | list[Count] = "count"
+    """count: stages of equally many layers, give or take one; or the number of layers of each stage, as [3, 4, 2]."""
+
+    num_processes: Count | None = None
+    """Processes that share the stages; null: one a stage."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where stages compute; auto: on GPUs where there are any."""
+
+    timeout_seconds: Positive = 600.0
+    """How long a process waits for another before the run fails."""
+
+    threads_per_process: Count | None = None
+    """CPU threads of each process; null: this machine's cores, shared out evenly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSection:
+    """Optimization, logging and checkpoints; names mean what they mean in transformers.TrainingArguments."""
+
+    output_dir: Text
+    """Directory for the trained model, its checkpoints, the metrics and the resolved recipe."""
+
+    seed: CountOrZero = 0
+    """Seed of the initial weights, of dropout and of the order of rows; independent of the number of stages."""
+
+    max_steps: Count | None = None
+    """Updates to make; null: `num_train_epochs` decides."""
+
+    num_train_epochs: Positive = 3.0
+    """Passes over the training pairs, where `max_steps` is null."""
+
+    batch_size: Count = 32
+    """Rows of a mini-batch: what one pass of the pipeline's schedule trains on."""
+
+    gradient_accumulation_steps: Count = 1
+    """Mini-batches whose gradients are added up before an update."""
+
+    length_bucketing: bool = True
+    """Whether rows of similar length share a mini-batch, which saves padding."""
+
+    learning_rate: NotNegative = 5e-5
+    """The highest learning rate."""
+
+    lr_scheduler_type: Literal[
+        "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
+    ] = "linear"
+    """How the learning rate goes on after the warm-up."""
+
+    warmup_steps: NotNegative = 0.0
+    """Updates over which the learning rate rises from 0; below 1: the share of all updates."""
+
+    optim: Literal["adamw_torch_fused", "adamw_torch", "adafactor", "sgd", "adagrad", "rmsprop"] = "adamw_torch_fused"
+    """The optimizer."""
+
+    weight_decay: NotNegative = 0.0
+    """Decoupled weight decay of all parameters but biases and norms."""
+
+    adam_beta1: Fraction = 0.9
+    """Decay of Adam's first moment."""
+
+    adam_beta2: Fraction = 0.999
+    """Decay of Adam's second moment."""
+
+    adam_epsilon: NotNegative = 1e-8
+    """Added to the denominator of Adam's update."""
+
+    max_grad_norm: NotNegative = 1.0
+    """Largest global norm of the gradient, over all stages; a larger one is scaled down to it; 0: no clipping."""
+
+    label_smoothing_factor: Fraction = 0.0
+    """Share of the target's probability spread over the whole vocabulary."""
+
+    logging_steps: Count = 10
+    """Updates between two lines of metrics."""
+
+    eval_steps: Count | None = None
+    """Updates between two evaluations of the validation loss; null: none during training."""
+
+    save_steps: Count | None = 500
+    """Updates between two checkpoints; null: none during training."""
+
+    save_total_limit: Count | None = 2
+    """Checkpoints kept, the newest ones; null: all."""
+
+    resume: Literal["auto", "never"] = "auto"
+    """auto: continue from the last complete checkpoint in `output_dir`, where there is one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSection:
+    """Translation by greedy generation after training, scored in each language."""
+
+    max_examples: Count | None = None
+    """Pairs translated in each language; null: all of the split."""
+
+    batch_size: Count = 64
+    """Rows translated at a time."""
+
+    max_new_tokens: Count = 64
+    """Longest translation, in tokens."""
+
+    split: Literal["test", "validation"] = "test"
+    """The pairs to translate."""
+
+    samples: CountOrZero = 5
+    """Translations shown in the summary."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that decides a run."""
+
+    model: ModelSection
+    data: DataSection
+    tokenizer: TokenizerSection = field(default_factory=TokenizerSection)
+    pipeline: PipelineSection = field(default_factory=PipelineSection)
+    training: TrainingSection
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+
+    def to_yaml(self) -> str:
+        """The resolved recipe, every default written out; `load_recipe` reads it back as an equal recipe."""
+        return write(asdict(self))

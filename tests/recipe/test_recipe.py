@@ -1,0 +1,217 @@
+"""Recipes read, overridden, checked, written back and explained."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
+
+import pytest
+
+from hf_gpipe.errors import RecipeError
+from hf_gpipe.recipe import Recipe, check, load_recipe, parse_recipe, recipe_help
+from hf_gpipe.recipe.build import dotted, leaf_keys
+from hf_gpipe.recipe.help import field_texts
+
+MINIMAL = """\
+model:
+  config: {model_type: marian}
+data:
+  kind: cldr
+  languages: [de, fr]
+training:
+  output_dir: outputs/test
+"""
+
+SHIPPED = sorted((Path(__file__).parents[2] / "recipes").glob("**/*.yaml"))
+
+
+def refused(text: str, *overrides: str) -> str:
+    """The message with which a recipe is refused."""
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(text, overrides, source="r.yaml")
+    return str(caught.value)
+
+
+def test_a_file_and_its_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(MINIMAL + "pipeline:\n  num_stages: 2\ntokenizer:\n", encoding="utf-8")
+    recipe = load_recipe(path)
+    assert recipe.pipeline.num_stages == 2
+    assert recipe.pipeline.num_micro_batches == 1
+    assert recipe.pipeline.schedule == "gpipe"
+    assert recipe.tokenizer.path is None
+    assert recipe.data.languages == ["de", "fr"]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(b"\xef\xbb\xbf" + MINIMAL.encode())
+    assert load_recipe(path) == parse_recipe(MINIMAL)
+
+
+def test_overrides_win_over_the_file_and_the_last_one_wins() -> None:
+    recipe = parse_recipe(
+        MINIMAL,
+        [
+            "pipeline.num_stages=2",
+            "pipeline.num_stages=4",
+            "pipeline.partition=[1, 2, 2, 1]",
+            "model.config.d_model=64",
+            "training.learning_rate=2e-3",
+            "training.output_dir=a=b",
+            "data.languages=[de, no]",
+        ],
+    )
+    assert recipe.pipeline.num_stages == 4
+    assert recipe.pipeline.partition == [1, 2, 2, 1]
+    assert recipe.model.config == {"model_type": "marian", "d_model": 64}
+    assert recipe.training.learning_rate == 0.002
+    assert recipe.training.output_dir == "a=b"
+    assert recipe.data.languages == ["de", "no"]  # Norwegian, not False
+
+
+def test_a_whole_number_fits_a_float_and_becomes_one() -> None:
+    learning_rate = parse_recipe(MINIMAL, ["training.learning_rate=1"]).training.learning_rate
+    assert learning_rate == 1.0
+    assert isinstance(learning_rate, float)
+
+
+def test_a_recipe_cannot_be_changed_in_place() -> None:
+    recipe = parse_recipe(MINIMAL)
+    with pytest.raises(FrozenInstanceError):
+        recipe.pipeline.num_stages = 3  # type: ignore[misc]
+
+
+def test_the_resolved_recipe_reads_back_as_the_same() -> None:
+    recipe = parse_recipe(MINIMAL, ["data.languages=[no, de]", "training.output_dir='2e-3'", "data.source_field='~'"])
+    assert parse_recipe(recipe.to_yaml()) == recipe
+    assert "num_micro_batches: 1" in recipe.to_yaml()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("pipeline.num_stage=2", "pipeline.num_stage is not a key of a recipe; did you mean 'pipeline.num_stages'?"),
+        ("num_stages=2", "num_stages is not a key of a recipe; did you mean 'pipeline.num_stages'?"),
+        ("training.num_stages=2", "did you mean 'pipeline.num_stages'?"),
+        ("trainer.seed=1", "trainer is not a key of a recipe; did you mean 'training'?"),
+        ("evaluation.zzz=1", "allowed here: max_examples, batch_size, max_new_tokens, split, samples"),
+        ("pipeline.num_stages=0", "found 0 (a whole number), expected a whole number of at least 1"),
+        ("pipeline.num_micro_batches=0", "pipeline.num_micro_batches: found 0"),
+        ("pipeline.num_stages=two", "found 'two' (a string), expected a whole number of at least 1"),
+        ("pipeline.num_stages=true", "found true (a boolean), expected a whole number"),
+        ("pipeline.num_stages=2.0", "found 2.0 (a number), expected a whole number"),
+        ("pipeline.num_stages=", "found nothing (null)"),
+        ("pipeline.recompute=stages", "expected 'none', 'block' or 'stage'; did you mean 'stage'?"),
+        ("pipeline.schedule=gpip", "did you mean 'gpipe'?"),
+        ("pipeline.schedule=forward_only", "found 'forward_only' (a string), expected 'naive', 'gpipe'"),
+        ("pipeline.partition=cout", "did you mean 'count'?"),
+        ("pipeline.partition=[1, x]", "expected 'count' or a list, each entry a whole number of at least 1"),
+        ("data.languages=[de, 3]", "data.languages[1]: found 3 (a whole number), expected a string"),
+        ("data.test_fraction=1", "expected a number of at least 0 and below 1"),
+        ("data.test_fraction=.nan", "not a finite number"),
+        ("training.learning_rate=.inf", "not a finite number"),
+        ("training.learning_rate='2e-3'", "found '2e-3' (a string), expected a number"),
+        ("training.output_dir=' '", "expected a string that is not empty"),
+        ("tokenizer.character_coverage=1.5", "expected a number above 0 and at most 1"),
+        ("model.config={3: 4}", "expected a mapping with strings for keys"),
+        ("model.trust_remote_code=yes", "found 'yes' (a string), expected true or false"),
+        ("pipeline=4", "pipeline must be a mapping"),
+        ("model.config.model_type.x=3", "model.config.model_type is 'marian' (a string), so it has no key 'x'"),
+        ("num_stages", "expected key=value"),
+        ("=3", "expected key=value"),
+        ("pipeline..num_stages=3", "expected key=value"),
+        ("data.languages=[de", "the YAML does not parse"),
+    ],
+)
+def test_a_bad_override_is_refused_with_its_key_and_what_is_allowed(override: str, message: str) -> None:
+    refusal = refused(MINIMAL, override)
+    assert refusal.startswith(f"override {override!r}")
+    assert message in refusal
+    assert "\n" not in refusal
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "r.yaml: a recipe must be a mapping of sections"),
+        ("[model]", "found ['model'] (a list)"),
+        (MINIMAL + "pipeline: [1]", "r.yaml, line 8: pipeline must be a mapping"),
+        (MINIMAL + "pipeline:\n  num_stages: x", "r.yaml, line 9: pipeline.num_stages: found 'x'"),
+        (MINIMAL + "pipeline.num_stages: 2", "write 'num_stages' below 'pipeline'"),
+        (MINIMAL + "1: 2", "r.yaml, line 8: 1 is not a key of a recipe"),
+        (MINIMAL.replace("  output_dir: outputs/test", "  seed: 1"), "r.yaml: training.output_dir is missing"),
+        (MINIMAL.replace("  kind: cldr\n", ""), "data.kind is missing and has no default; give it 'cldr' or 'jsonl'"),
+        ("model: {config: {model_type: marian}}", "r.yaml: data.kind is missing"),
+    ],
+)
+def test_a_bad_file_is_refused_with_the_line(text: str, message: str) -> None:
+    assert message in refused(text)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.config={}", "the model is missing; give model.path"),
+        ("model.config.model_type=3", "model.config.model_type is 3"),
+        ("data.kind=jsonl", "data.path is missing"),
+        ("data.languages=[]", "data.languages is empty"),
+        ("data.min_examples_per_language=5000", "data.min_examples_per_language is 5000"),
+        ("data.test_fraction=0.95", "their sum must be below 1"),
+        ("pipeline.num_processes=2", "pipeline.num_processes is 2 and pipeline.num_stages is 1"),
+        ("pipeline.partition=[2, 3]", "has 2 entries and pipeline.num_stages is 1"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(override: str, message: str) -> None:
+    refusal = refused(MINIMAL, override)
+    assert refusal.startswith("r.yaml: ")
+    assert message in refusal
+
+
+def test_check_serves_a_recipe_made_in_python_too() -> None:
+    recipe = parse_recipe(MINIMAL)
+    with pytest.raises(RecipeError, match="num_processes"):
+        check(replace(recipe, pipeline=replace(recipe.pipeline, num_processes=5)))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="does not exist"):
+        load_recipe(tmp_path / "absent.yaml")
+    with pytest.raises(RecipeError, match="cannot be read"):
+        load_recipe(tmp_path)
+    with pytest.raises(RecipeError, match="cannot be read"):
+        load_recipe("nul\0byte")
+    latin = tmp_path / "latin.yaml"
+    latin.write_bytes("model: {path: é}".encode("latin-1"))
+    with pytest.raises(RecipeError, match="not UTF-8"):
+        load_recipe(latin)
+
+
+def test_help_names_every_key_with_its_text() -> None:
+    text = recipe_help()
+    for key in leaf_keys(Recipe):
+        assert f"  {dotted(key)}: " in text
+    assert "pipeline.num_stages: a whole number of at least 1; default: 1" in text
+    assert "training.output_dir: a string that is not empty; required" in text
+    assert "default: []" in text
+    assert max(map(len, text.splitlines())) <= 110
+
+
+def test_every_field_has_a_text() -> None:
+    for section in fields(parse_recipe(MINIMAL)):
+        cls = type(getattr(parse_recipe(MINIMAL), section.name))
+        assert list(field_texts(cls)) == [field.name for field in fields(cls)]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_recipe_reads_and_reads_back(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert parse_recipe(recipe.to_yaml()) == recipe
+
+
+def test_reading_a_recipe_loads_no_torch() -> None:
+    program = "import sys, hf_gpipe.recipe; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert finished.stdout.strip() == "[]"
