@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +22,8 @@ from hf_gpipe.adapters.stubs import EmbeddingStub, HeadStub, PassThrough, Port, 
 IGNORED_LABEL = -100
 
 Tensors = Mapping[str, torch.Tensor]
+#: What a model's forward is given: tensors in training; in generation also the cache and what else `generate` passes.
+Inputs = Mapping[str, Any]
 
 
 class Adapter(ABC):
@@ -107,7 +110,7 @@ class Adapter(ABC):
         """Labels (B, T) aligned with the logits (B, T, V); positions without a target are -100."""
 
     @abstractmethod
-    def carry_shapes(self, boundary: int, inputs: Tensors) -> dict[str, tuple[int, ...]]:
+    def carry_shapes(self, boundary: int, inputs: Inputs) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the tensors that layer `boundary` receives from the layer before it."""
 
     @abstractmethod
@@ -115,8 +118,11 @@ class Adapter(ABC):
         """For each tensor that layer `boundary` receives, the layers that its value depends on."""
 
     @abstractmethod
-    def run(self, stage: StageModel, inputs: Tensors, carry: Tensors) -> dict[str, torch.Tensor]:
-        """Run a stage's layers: the carry of the next boundary, or {"logits": (B, T, V)} on the last stage."""
+    def run(self, stage: StageModel, inputs: Inputs, carry: Tensors) -> dict[str, torch.Tensor]:
+        """Run a stage's layers: the carry of the next boundary, or {"logits": (B, T, V)} on the last stage.
+
+        No cache is kept unless `inputs` brings one, as in generation: `past_key_values` and `use_cache`.
+        """
 
 
 class StageModel:
@@ -249,11 +255,11 @@ class StageModel:
         """This stage's persistent buffers by Hugging Face name."""
         return self._buffers
 
-    def __call__(self, inputs: Tensors, carry: Tensors, micro_batch_seed: int | None = None) -> dict[str, torch.Tensor]:
+    def __call__(self, inputs: Inputs, carry: Tensors, micro_batch_seed: int | None = None) -> dict[str, torch.Tensor]:
         """Run the stage on one micro-batch.
 
         Args:
-            inputs: what `Adapter.prepare` returned, on the stage's device.
+            inputs: what `Adapter.prepare` returned, or transformers' `generate` prepared, on the stage's device.
             carry: the tensors received from the previous stage; empty on the first stage.
             micro_batch_seed: seed of dropout for this micro-batch and step; None leaves the generator alone.
 

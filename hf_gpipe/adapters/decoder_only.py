@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, StageModel, Tensors
+from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, Inputs, StageModel, Tensors
 from hf_gpipe.adapters.layers import Layer, Stack, find_stack
 
 
@@ -27,13 +27,13 @@ class DecoderOnly(Adapter):
         """The next token of each position; the last position has none."""
         return F.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
 
-    def carry_shapes(self, boundary: int, inputs: Tensors) -> dict[str, tuple[int, ...]]:
+    def carry_shapes(self, boundary: int, inputs: Inputs) -> dict[str, tuple[int, ...]]:
         return {"hidden": (*inputs["input_ids"].shape, self.config.hidden_size)}
 
     def sources(self, boundary: int) -> dict[str, tuple[Layer, ...]]:
         return {"hidden": self.layers[:boundary]}
 
-    def run(self, stage: StageModel, inputs: Tensors, carry: Tensors) -> dict[str, torch.Tensor]:
+    def run(self, stage: StageModel, inputs: Inputs, carry: Tensors) -> dict[str, torch.Tensor]:
         forward = {name: value for name, value in inputs.items() if name not in self.loss_keys}
-        output = stage.model(**forward, use_cache=False)
+        output = stage.model(**{"use_cache": False, **forward})
         return {"logits": output.logits} if stage.is_last else {"hidden": stage.captured()}

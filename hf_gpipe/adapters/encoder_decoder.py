@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Container
 
 import torch
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, StageModel, Tensors
+from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, Inputs, StageModel, Tensors
 from hf_gpipe.adapters.layers import Layer, Stack, find_stack
 
 _DECODER_SIDE = ("labels", "decoder_input_ids", "decoder_attention_mask")
@@ -46,21 +47,20 @@ class EncoderDecoder(Adapter):
     def targets(self, inputs: Tensors) -> torch.Tensor:
         return inputs["labels"]
 
-    def carry_shapes(self, boundary: int, inputs: Tensors) -> dict[str, tuple[int, ...]]:
-        source = (*inputs["input_ids"].shape, self.config.d_model)
-        target = (*inputs["decoder_input_ids"].shape, self.config.d_model)
-        in_encoder = self.layers[boundary].stack == "encoder"
-        shapes = {"hidden": source if in_encoder else target, "encoder_hidden": source}
-        return {name: shapes[name] for name in self._carried(boundary)}
+    def carry_shapes(self, boundary: int, inputs: Inputs) -> dict[str, tuple[int, ...]]:
+        hidden = "input_ids" if self.layers[boundary].stack == "encoder" else "decoder_input_ids"
+        ids = {"hidden": hidden, "encoder_hidden": "input_ids"}
+        return {n: (*inputs[ids[n]].shape, self.config.d_model) for n in self._carried(boundary, inputs)}
 
-    def _carried(self, boundary: int) -> tuple[str, ...]:
-        """The encoder's output travels as long as a decoder block still has to attend to it."""
+    def _carried(self, boundary: int, inputs: Container[str] = ()) -> tuple[str, ...]:
+        """The encoder's output travels as long as a decoder block still has to attend to it.
+
+        In generation every stage has it among its inputs, and it does not travel.
+        """
         layer = self.layers[boundary]
-        if layer.stack == "encoder":
-            return ("hidden",)
-        if layer.kind == "embedding":
-            return ("encoder_hidden",)
-        return ("hidden", "encoder_hidden") if layer.kind == "block" else ("hidden",)
+        attends = layer.stack == "decoder" and layer.kind in ("embedding", "block")
+        hidden = () if layer.stack == "decoder" and layer.kind == "embedding" else ("hidden",)
+        return (*hidden, "encoder_hidden") if attends and "encoder_outputs" not in inputs else hidden
 
     def sources(self, boundary: int) -> dict[str, tuple[Layer, ...]]:
         before = self.layers[:boundary]
@@ -73,8 +73,14 @@ class EncoderDecoder(Adapter):
         sources = {"hidden": hidden, "encoder_hidden": encoder}
         return {name: sources[name] for name in self._carried(boundary)}
 
-    def run(self, stage: StageModel, inputs: Tensors, carry: Tensors) -> dict[str, torch.Tensor]:
-        if stage.runs("encoder"):
+    def run(self, stage: StageModel, inputs: Inputs, carry: Tensors) -> dict[str, torch.Tensor]:
+        """As in the base class; generation runs the stacks apart.
+
+        Without `decoder_input_ids` only the encoder runs, with `encoder_outputs` only the decoder.
+        """
+        if "encoder_outputs" in inputs:
+            encoder_hidden = inputs["encoder_outputs"].last_hidden_state
+        elif stage.runs("encoder"):
             encoder = stage.model.get_submodule(self.stacks[0].path)
             output = encoder(input_ids=inputs["input_ids"], attention_mask=inputs.get("attention_mask"))
             if not stage.is_last and self.layers[stage.stop].stack == "encoder":
@@ -86,13 +92,13 @@ class EncoderDecoder(Adapter):
             # Only the norm or the head is left: the stack's forward wants the tensor, no layer here reads it.
             shape = (*inputs["input_ids"].shape, self.config.d_model)
             encoder_hidden = torch.zeros((), dtype=self.dtype, device=stage.device).expand(shape)
-        if not stage.runs("decoder"):
+        if not stage.runs("decoder") or "decoder_input_ids" not in inputs:
             return {"encoder_hidden": encoder_hidden}
         skip = ("input_ids", *self.loss_keys)
         forward = {name: value for name, value in inputs.items() if name not in skip}
-        encoder_outputs = BaseModelOutput(last_hidden_state=encoder_hidden)
-        logits = stage.model(**forward, encoder_outputs=encoder_outputs, use_cache=False).logits
+        forward["encoder_outputs"] = BaseModelOutput(last_hidden_state=encoder_hidden)
+        logits = stage.model(**{"use_cache": False, **forward}).logits
         if stage.is_last:
             return {"logits": logits}
         sent = {"hidden": stage.captured(), "encoder_hidden": encoder_hidden}
-        return {name: sent[name] for name in self._carried(stage.stop)}
+        return {name: sent[name] for name in self._carried(stage.stop, inputs)}
