@@ -1,0 +1,180 @@
+"""Imports run one way: a module may import from its own package and from the layers above it in LAYERS."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "hf_gpipe"
+ROOT = Path(__file__).parents[1] / PACKAGE
+
+# Top to bottom, as in docs/architecture.md. Those of one line do not import each other.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors",),
+    ("schedule",),
+    ("partition",),
+    ("recipe",),
+    ("adapters",),
+    ("runtime",),
+    ("checkpoint",),
+    ("pipeline",),
+    ("planner",),
+    ("data",),
+    ("training",),
+    ("plan", "check", "train"),
+)
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+WITHOUT_TORCH = ("errors", "schedule", "partition", "recipe")
+HEAVY = {"torch", "transformers"}
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """The file of every module below the package folder `root`, by the module's name."""
+    found = {}
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(name: str, path: Path, *, for_types: bool = True) -> list[str]:
+    """What a module imports, at any depth, as "package.module" or "package.module.name".
+
+    `for_types` includes what only a type checker imports.
+    """
+    found = []
+    package = name if path.stem == "__init__" else name.rpartition(".")[0]
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    skipped = set() if for_types else {inner for block in blocks for inner in ast.walk(block)}
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = ".".join(package.split(".")[: len(package.split(".")) + 1 - node.level]) if node.level else ""
+            base = ".".join(part for part in (above, node.module) if part)
+            found += [f"{base}.{alias.name}" for alias in node.names]
+    return found
+
+
+def own_imports(root: Path, *, for_types: bool = True) -> dict[str, set[str]]:
+    """For every module the modules of the package that it imports."""
+    known = modules(root)
+    graph: dict[str, set[str]] = {}
+    for name, path in known.items():
+        inside = [found for found in imports(name, path, for_types=for_types) if found.split(".")[0] == root.name]
+        graph[name] = {found if found in known else found.rpartition(".")[0] or found for found in inside}
+    return graph
+
+
+def layer(module: str) -> str:
+    """The folder or file right below the package that a module belongs to."""
+    return module.split(".")[1]
+
+
+def wrong_way(graph: dict[str, set[str]]) -> list[str]:
+    """What the order of the layers forbids, one line each. The package's own names are for users, not for modules."""
+    complaints = []
+    for module, imported in graph.items():
+        if "." not in module:
+            continue
+        for other in sorted(imported):
+            if "." not in other:
+                complaints.append(f"{module} imports from {other} itself")
+            elif layer(other) != layer(module) and RANK[layer(other)] >= RANK[layer(module)]:
+                complaints.append(f"{module} imports {other}, which stands below or beside it")
+    return complaints
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    """The modules of one import cycle, or none."""
+    sorter = TopologicalSorter({module: imported for module, imported in graph.items() if "." in module})
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_every_module_has_its_place_in_the_layers() -> None:
+    assert {layer(module) for module in modules(ROOT) if "." in module} <= set(RANK)
+
+
+def test_imports_run_upwards_only() -> None:
+    assert wrong_way(own_imports(ROOT)) == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert cycle(own_imports(ROOT, for_types=False)) == []
+
+
+def test_the_upper_layers_name_neither_torch_nor_transformers() -> None:
+    for name, path in modules(ROOT).items():
+        if "." in name and layer(name) in WITHOUT_TORCH:
+            assert not HEAVY & {found.split(".")[0] for found in imports(name, path)}, name
+
+
+@pytest.mark.parametrize("name", WITHOUT_TORCH)
+def test_the_upper_layers_load_neither_torch_nor_transformers(name: str) -> None:
+    program = f"import sys, {PACKAGE}.{name}; print(sorted({HEAVY!r} & set(sys.modules)))"
+    finished = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT.parent
+    )
+    assert finished.stdout.strip() == "[]"
+
+
+def test_the_public_names_load_on_first_use() -> None:
+    program = (
+        "import sys, hf_gpipe; before = 'torch' in sys.modules; hf_gpipe.Pipeline;"
+        "print(before, 'torch' in sys.modules, [name for name in hf_gpipe.__all__ if not hasattr(hf_gpipe, name)])"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT.parent
+    )
+    assert finished.stdout.strip() == "False True []"
+
+
+def test_an_unknown_public_name_is_an_attribute_error() -> None:
+    import hf_gpipe
+
+    with pytest.raises(AttributeError, match="Pipelin"):
+        hf_gpipe.Pipelin  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("importer", "statement", "complaint"),
+    [
+        ("schedule/table.py", "from pack.runtime import stage", "pack.schedule.table imports pack.runtime.stage"),
+        ("schedule/table.py", "from ..runtime.stage import F", "pack.schedule.table imports pack.runtime.stage"),
+        (
+            "schedule/table.py",
+            "def f():\n    import pack.runtime.stage",
+            "pack.schedule.table imports pack.runtime.stage",
+        ),
+        ("plan.py", "from pack import train", "pack.plan imports pack.train, which stands below or beside it"),
+        ("runtime/stage.py", "from pack import Pipeline", "pack.runtime.stage imports from pack itself"),
+        ("runtime/stage.py", "from pack.schedule.table import Schedule", None),
+        ("runtime/stage.py", "from .edge import Edge\nimport os.path", None),
+    ],
+)
+def test_the_rule_itself(tmp_path: Path, importer: str, statement: str, complaint: str | None) -> None:
+    root = tmp_path / "pack"
+    for name in ("schedule/table.py", "runtime/stage.py", "runtime/edge.py", "plan.py", "train.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+        (root / name).with_name("__init__.py").touch()
+    (root / importer).write_text(statement, encoding="utf-8")
+    complaints = wrong_way(own_imports(root))
+    assert complaints == [] if complaint is None else complaint in complaints[0]
+
+
+def test_a_cycle_is_found() -> None:
+    assert set(cycle({"p.a": {"p.b"}, "p.b": {"p.c"}, "p.c": {"p.a"}, "p.d": {"p.a"}})) == {"p.a", "p.b", "p.c"}
+    assert cycle({"p.a": {"p.b"}, "p.b": set()}) == []
