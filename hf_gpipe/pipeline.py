@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters import StageModel, adapter_for
 from hf_gpipe.adapters.dropout import default_generator
@@ -23,6 +24,7 @@ from hf_gpipe.partition import partition as cut
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.channel import Channel, LocalChannel, RemoteChannel
 from hf_gpipe.runtime.executor import ActionTime, Edge, Executor
+from hf_gpipe.runtime.generation import Generator
 from hf_gpipe.runtime.micro_batch import Batch, make_micro_batches
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.ties import Ties
@@ -108,6 +110,8 @@ class Pipeline:
             dtype = model.dtype
             attn_implementation = attn_implementation or config._attn_implementation
         self.adapter = adapter_for(config, dtype, attn_implementation, trust_remote_code=trust_remote_code)
+        if (generation_config := _generation_config_of(model)) is not None:
+            self.adapter.reference.generation_config = generation_config
         self.partition = cut(len(self.adapter.layers), num_stages, partition)
         self.num_stages = num_stages
         self.num_micro_batches = num_micro_batches
@@ -130,7 +134,8 @@ class Pipeline:
         self.stages = {
             s: self._stage(stage_model, trainable, label_smoothing) for s, stage_model in self.models.items()
         }
-        self._executor = Executor(self.stages, self._edges(), self.topology.rank, self.topology.device)
+        self._edges = self._connect()
+        self._executor = Executor(self.stages, self._edges, self.topology.rank, self.topology.device)
 
     # ------------------------------------------------------------------ training and evaluation
 
@@ -185,6 +190,30 @@ class Pipeline:
             result[1] = torch.cat([loss.num_tokens for loss in losses]).double()
         result = self._from_last_stage(result)
         return Evaluation(result[0], result[1].long())
+
+    def generate(self, **inputs: Any) -> Any:
+        """What `generate` of the plain model would return: token ids, by search or sampling, with a cache.
+
+        Every process calls it, the arguments of the main process are used and the others may pass none, and every
+        process gets the same result. Sampling continues the main process's random numbers.
+
+        Args:
+            inputs: keyword arguments of transformers' GenerationMixin.generate: input_ids (B, T), attention_mask
+                (B, T), max_new_tokens, num_beams, do_sample, generation_config ...
+
+        Returns:
+            Token ids of (B * num_return_sequences, T'), or with return_dict_in_generate transformers' output object.
+
+        Raises:
+            UserError: an argument is unknown, or cannot be honoured by a pipeline.
+        """
+        self._refresh_copies()
+        with self._in_evaluation():
+            return self._generator.generate(inputs)
+
+    @cached_property
+    def _generator(self) -> Generator:
+        return Generator(self.adapter, self.partition, self.models, self._edges, self.topology)
 
     def schedule(self, num_micro_batches: int, name: str | None = None) -> Schedule:
         """The table that is run for this many micro-batches; by default the training one."""
@@ -271,7 +300,7 @@ class Pipeline:
             label_smoothing,
         )
 
-    def _edges(self) -> dict[int, Edge]:
+    def _connect(self) -> dict[int, Edge]:
         """The edges at the ends of this process's stages. Communicators are made by all processes, in one order."""
         edges = {}
         for stage in range(self.num_stages - 1):
@@ -351,6 +380,20 @@ def _config_of(
         return AutoConfig.from_pretrained(str(model), trust_remote_code=trust_remote_code, **(overrides or {}))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read a model's configuration at {str(model)!r}: {error}") from error
+
+
+def _generation_config_of(
+    model: PreTrainedModel | PreTrainedConfig | str | os.PathLike[str],
+) -> GenerationConfig | None:
+    """The defaults of `generate` that come with the model; None: those that its configuration implies."""
+    if isinstance(model, PreTrainedModel):
+        return copy.deepcopy(model.generation_config)
+    if isinstance(model, PreTrainedConfig):
+        return None
+    try:
+        return GenerationConfig.from_pretrained(str(model))
+    except OSError:
+        return None
 
 
 @lru_cache(maxsize=64)

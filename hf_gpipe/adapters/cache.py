@@ -1,0 +1,97 @@
+"""The key-value caches of generation: each stage keeps those of its own blocks.
+
+Models read the length of the past, and from it positions and the sizes of masks, off the first slot of a cache or the
+first of its kind. On most stages that slot belongs to a block elsewhere, so the slots of foreign blocks count tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+)
+
+from hf_gpipe.adapters.base import StageModel
+from hf_gpipe.errors import UnsupportedModelError
+
+
+class _Count:
+    """In the slot of a block on another stage: how many tokens the block has seen; it holds none of them."""
+
+    cumulative_length = 0
+
+    def get_seq_length(self) -> int:
+        return self.cumulative_length
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        pass
+
+
+class _FullCount(_Count, DynamicLayer):
+    """Of a block that attends to the whole past."""
+
+
+class _SlidingCount(_Count, DynamicSlidingWindowLayer):
+    """Of a block that attends to a window of the past."""
+
+
+class StageCache(DynamicCache):
+    """The cache of one stage's decoder blocks; `advance` must follow every forward of the pipeline.
+
+    Raises UnsupportedModelError where a block keeps anything else than keys and values of the past or of a window.
+    """
+
+    def __init__(self, stage: StageModel) -> None:
+        config = stage.adapter.config
+        super().__init__(config=config)
+        own = {layer.name for layer in stage.layers}
+        for index, block in enumerate(stage.adapter.stacks[-1].blocks):
+            if block in own:
+                continue
+            slot = self.layers[index]
+            if type(slot) is DynamicLayer:
+                self.layers[index] = _FullCount()
+            elif type(slot) is DynamicSlidingWindowLayer:
+                self.layers[index] = _SlidingCount(slot.sliding_window)
+            else:
+                raise UnsupportedModelError(
+                    f"{config.model_type}: block {index} keeps a {type(slot).__name__} in generation, which no other "
+                    "stage can count; generate with plain transformers from a saved checkpoint"
+                )
+
+    def advance(self, num_tokens: int) -> None:
+        """Count the tokens of one forward in the slots of foreign blocks; own slots have grown by themselves."""
+        for slot in self.layers:
+            if isinstance(slot, _Count):
+                slot.cumulative_length += num_tokens
+
+
+class PipelineCache(Cache):
+    """What `generate` holds for the caches of all stages of this process: it asks for the length and reorders beams.
+
+    Args:
+        stages: the stages of this process, by number.
+    """
+
+    def __init__(self, stages: Mapping[int, StageModel]) -> None:
+        self._past = {number: StageCache(stage) for number, stage in stages.items()}
+        #: What each stage's model is given.
+        self.of_stage: dict[int, Cache] = dict(self._past)
+        slots = [slot for cache in self._past.values() for slot in cache.layers]
+        for number, stage in stages.items():
+            if stage.adapter.config.is_encoder_decoder:
+                source = DynamicCache(config=stage.adapter.config)
+                slots += source.layers
+                self.of_stage[number] = EncoderDecoderCache(self._past[number], source)
+        super().__init__(layers=slots)
+
+    def advance(self, num_tokens: int) -> None:
+        """Tell every stage that the pipeline has run on `num_tokens` more positions."""
+        for cache in self._past.values():
+            cache.advance(num_tokens)

@@ -1,0 +1,316 @@
+"""Generation by transformers' own `generate`, run in lock-step by every process of the pipeline.
+
+Each process runs `generate` on an object of the model's own class without weights. Its forward runs the stages one
+after another, and the logits of the last position come back to every process, so that each of them searches or samples
+the same tokens and none has to tell the others. The encoder runs once; then `generate` itself repeats its output for
+beams. Nothing is pipelined: a token depends on the one before it, and a stage waits while the others work.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
+from transformers.utils import ModelOutput
+
+from hf_gpipe.adapters import Adapter, StageModel
+from hf_gpipe.adapters.base import Inputs
+from hf_gpipe.adapters.cache import PipelineCache
+from hf_gpipe.adapters.dropout import default_generator
+from hf_gpipe.adapters.layers import StackName
+from hf_gpipe.errors import StageError, UserError, nearest
+from hf_gpipe.runtime.executor import Edge
+from hf_gpipe.runtime.topology import Topology
+
+_SECOND_MODEL = "drafts tokens with another model or head, which the pipeline does not have"
+_OUTSIDE = "its method is not part of transformers itself"
+_ONE_PASS = "needs a second forward pass beside the pipeline's"
+_INSIDE = "asks for tensors from inside the stages, which stay there"
+_OWN_CACHE = "every stage keeps its own cache"
+_COMPILED = "stages are not compiled"
+
+#: Arguments of `generate` that would change its result or end in a hang, and why they cannot be honoured.
+REFUSED = {
+    "assistant_model": _SECOND_MODEL,
+    "assistant_early_exit": _SECOND_MODEL,
+    "prompt_lookup_num_tokens": "needs the logits of several positions at a time",
+    "use_mtp": _SECOND_MODEL,
+    "constraints": _OUTSIDE,
+    "custom_generate": _OUTSIDE,
+    "dola_layers": _OUTSIDE,
+    "force_words_ids": _OUTSIDE,
+    "num_beam_groups": _OUTSIDE,
+    "penalty_alpha": _OUTSIDE,
+    "guidance_scale": _ONE_PASS,
+    "negative_prompt_ids": _ONE_PASS,
+    "token_healing": _ONE_PASS,
+    "output_attentions": _INSIDE,
+    "output_hidden_states": _INSIDE,
+    "encoder_outputs": "the encoder's stages run inside the pipeline; give input_ids",
+    "inputs": "give input_ids",
+    "inputs_embeds": "the embedding is a layer of the first stage; give input_ids",
+    "decoder_inputs_embeds": "the embedding is a layer of a stage; give decoder_input_ids",
+    "cache_implementation": _OWN_CACHE,
+    "past_key_values": _OWN_CACHE,
+    "compile_config": _COMPILED,
+    "max_time": "processes would stop at different tokens; use max_new_tokens",
+    "synced_gpus": "the processes of a pipeline run in lock-step already",
+}
+#: Values of the above that ask for nothing.
+_HARMLESS: dict[str, tuple[object, ...]] = {
+    "num_beam_groups": (1,),
+    "guidance_scale": (1,),
+    "penalty_alpha": (0,),
+    # "hybrid", in older generation configurations, is what transformers does by default today.
+    "cache_implementation": ("dynamic", "hybrid"),
+}
+
+
+class Generator:
+    """Runs `generate` for the stages of this process.
+
+    Args:
+        adapter: the whole model; its `reference.generation_config` gives the defaults.
+        partition: the layers of every stage.
+        stages: the stages of this process, by number.
+        edges: the edges at the ends of these stages; `edges[s]` lies between stage s and s + 1.
+        topology: the processes.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        partition: Sequence[range],
+        stages: Mapping[int, StageModel],
+        edges: Mapping[int, Edge],
+        topology: Topology,
+    ) -> None:
+        self._adapter = adapter
+        self._stages = stages
+        self._edges = edges
+        self._topology = topology
+        #: The stage that holds each stack's last layer.
+        self._last = {adapter.layers[i].stack: stage for stage, layers in enumerate(partition) for i in layers}
+        self._model = _in_lock_step(self)
+
+    @property
+    def device(self) -> torch.device:
+        return self._topology.device
+
+    @torch.no_grad()
+    def generate(self, inputs: Mapping[str, Any]) -> Any:
+        """What `GenerationMixin.generate` of the whole model would return, on every process.
+
+        Args:
+            inputs: its keyword arguments; those of the main process are used, a streamer only there. Objects among
+                them, such as a logits processor, must decide alike on every process.
+
+        Raises:
+            UserError: on every process, for an argument that is unknown or cannot be honoured.
+            StageError: the forward of a stage failed.
+        """
+        arguments = dict(inputs)
+        streamer = arguments.pop("streamer", None)
+        arguments = self._share(arguments)
+        self._share_random_state()
+        if self._setting(arguments, "use_cache") is not False:
+            arguments["past_key_values"] = PipelineCache(self._stages)
+        output = self._model.generate(**arguments, streamer=streamer if self._topology.is_main else None)
+        if isinstance(output, ModelOutput):
+            # The cache is of no use outside, and holds this process's part only.
+            output = type(output)(**{name: value for name, value in output.items() if name != "past_key_values"})
+        return output
+
+    # ------------------------------------------------------------------ what the model in lock-step calls
+
+    def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> BaseModelOutput:
+        """The encoder's output (B, S, D) on every process.
+
+        Args:
+            input_ids: (B, S).
+            attention_mask: (B, S).
+        """
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        outputs = self._run("encoder", inputs, None)
+        hidden = outputs.get("encoder_hidden")
+        if hidden is None:
+            shape = (*input_ids.shape, self._adapter.config.d_model)
+            hidden = torch.empty(shape, dtype=self._adapter.dtype, device=self.device)
+        return BaseModelOutput(last_hidden_state=self._from_last("encoder", hidden))
+
+    def decode(self, inputs: dict[str, Any]) -> CausalLMOutputWithPast:
+        """The logits of the last position, float32 of (B, 1, V), on every process.
+
+        Args:
+            inputs: what `generate` gives the model's forward; ids of (B, T), where T is 1 but for the prompt.
+        """
+        cache = inputs.pop("past_key_values", None)
+        ids = inputs["decoder_input_ids" if self._adapter.config.is_encoder_decoder else "input_ids"]
+        outputs = self._run("decoder", inputs, cache)
+        if cache is not None:
+            cache.advance(ids.shape[1])
+        if "logits" in outputs:
+            # As `generate` would do next; so the type of the message is known.
+            logits = outputs["logits"][:, -1:].float().contiguous()
+        else:
+            vocabulary = self._adapter.reference.get_output_embeddings().weight.shape[0]
+            logits = torch.empty(ids.shape[0], 1, vocabulary, device=self.device)
+        return CausalLMOutputWithPast(logits=self._from_last("decoder", logits), past_key_values=cache)
+
+    # ------------------------------------------------------------------ the stages
+
+    def _run(self, stack: StackName, inputs: Inputs, cache: PipelineCache | None) -> dict[str, torch.Tensor]:
+        """Run this process's stages of one stack; what its last stage returns, where that is here."""
+        outputs: dict[str, torch.Tensor] = {}
+        for number, stage in self._stages.items():
+            if not stage.runs(stack):
+                continue
+            given = inputs if cache is None else {**inputs, "past_key_values": cache.of_stage[number]}
+            try:
+                carry = {}
+                if not self._begins(stage, stack):
+                    channel = self._edges[number - 1].down
+                    channel.expect(0, self._shapes(stage.start, inputs))
+                    carry = channel.receive(0)
+                outputs = stage(given, carry)
+                if number < self._last[stack]:
+                    self._edges[number].down.send(0, outputs, self._shapes(stage.stop, inputs))
+                    outputs = {}
+            except Exception as error:
+                for edge in self._edges.values():
+                    edge.down.reset()
+                raise StageError(
+                    f"process {self._topology.rank}, stage {number}, generation in the {stack}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+        for edge in self._edges.values():
+            edge.down.flush()
+        return outputs
+
+    def _begins(self, stage: StageModel, stack: StackName) -> bool:
+        """Whether the stack's first layer is on this stage."""
+        return any(layer.stack == stack and layer.kind == "embedding" for layer in stage.layers)
+
+    def _shapes(self, boundary: int, inputs: Inputs) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of what crosses a boundary."""
+        shapes = self._adapter.carry_shapes(boundary, inputs)
+        keep = inputs.get("logits_to_keep", 0)
+        if keep and self._adapter.layers[boundary].kind == "head":
+            # The model cuts the prompt's other positions off before its head.
+            rows, length, width = shapes["hidden"]
+            shapes["hidden"] = (rows, min(length, keep), width)
+        return shapes
+
+    def _from_last(self, stack: StackName, value: torch.Tensor) -> torch.Tensor:
+        """The value of the process with the stack's last stage, on every process."""
+        if self._topology.num_processes > 1:
+            dist.broadcast(value, src=self._topology.process_of(self._last[stack]))
+        return value
+
+    # ------------------------------------------------------------------ arguments
+
+    def _share(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The main process's arguments on every process, tensors on its device; raises where it refuses them."""
+        message: object = None
+        if self._topology.is_main:
+            try:
+                self._check(arguments)
+                message = {n: v.cpu() if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
+            except UserError as error:
+                message = error
+        message = self._topology.gather_objects(message)[0]
+        if isinstance(message, UserError):
+            raise message
+        assert isinstance(message, dict)
+        return {n: v.to(self.device) if isinstance(v, torch.Tensor) else v for n, v in message.items()}
+
+    def _check(self, arguments: Mapping[str, Any]) -> None:
+        if not isinstance(arguments.get("input_ids"), torch.Tensor):
+            raise UserError(
+                f"generate() needs input_ids, a tensor of (B, T); it was given {sorted(arguments) or 'none'}"
+            )
+        known = {
+            *inspect.signature(GenerationMixin.generate).parameters,
+            *inspect.signature(self._model.forward).parameters,
+            *vars(GenerationConfig()),
+            "tokenizer",
+        }
+        for name, value in arguments.items():
+            if name not in known:
+                raise UserError(f"generate() has no argument {name!r}{nearest(name, known)}")
+            if not isinstance(value, torch.Tensor):
+                try:
+                    pickle.dumps(value)
+                except Exception as error:
+                    raise UserError(
+                        f"generate({name}=...) cannot be sent to the other processes ({error}); "
+                        "define it at the top of an importable module"
+                    ) from error
+        for name, reason in REFUSED.items():
+            value = self._setting(arguments, name)
+            if value is not None and value is not False and value not in _HARMLESS.get(name, ()):
+                raise UserError(f"generate({name}={value!r}) cannot be honoured by a pipeline: {reason}")
+
+    def _setting(self, arguments: Mapping[str, Any], name: str) -> Any:
+        """The value that `generate` would use: the argument's, the given configuration's or the model's own."""
+        if arguments.get(name) is not None:
+            return arguments[name]
+        for config in (arguments.get("generation_config"), self._model.generation_config):
+            if (value := getattr(config, name, None)) is not None:
+                return value
+        return None
+
+    def _share_random_state(self) -> None:
+        """Continue the main process's random numbers on every process: sampling draws alike."""
+        if self._topology.num_processes > 1:
+            generator = default_generator(self.device)
+            state = generator.get_state()
+            dist.broadcast(state, src=0)
+            generator.set_state(state)
+
+
+class _Encoder:
+    """Stands for the model's encoder in `generate`, which reads its forward's signature to choose the arguments."""
+
+    def __init__(self, forward: Callable[..., BaseModelOutput]) -> None:
+        self.forward = forward
+
+    def __call__(self, **inputs: Any) -> BaseModelOutput:
+        return self.forward(inputs["input_ids"], inputs.get("attention_mask"))
+
+
+class _LockStep:
+    """Mixed into the model's own class: what `generate` calls goes to the pipeline."""
+
+    _pipeline: Generator
+
+    @property
+    def device(self) -> torch.device:
+        return self._pipeline.device
+
+    def get_encoder(self, *args: Any, **kwargs: Any) -> _Encoder:
+        return _Encoder(self._pipeline.encode)
+
+
+def _in_lock_step(generator: Generator) -> PreTrainedModel:
+    """An object of the model's class, without weights, whose forward is the pipeline's."""
+    model = generator._adapter.skeleton()
+    cls = type(model)
+
+    # `generate` chooses arguments by the signature of the model's forward.
+    @functools.wraps(cls.forward)
+    def forward(self: _LockStep, **inputs: Any) -> CausalLMOutputWithPast:
+        return self._pipeline.decode(inputs)
+
+    namespace = {"__module__": cls.__module__, "forward": forward}
+    model.__class__ = type(cls.__name__, (_LockStep, cls), namespace)
+    model._pipeline = generator
+    model.generation_config = generator._adapter.reference.generation_config
+    return model.eval()
