@@ -47,6 +47,10 @@ class StageError(HfGpipeError):
     """A run that failed inside the pipeline; the message names the rank, the stage, the action and the micro-batch."""
 
 
+class PeerError(HfGpipeError):
+    """This process cannot go on because another one failed, whose own message says why."""
+
+
 def nearest(found: str, allowed: Iterable[str]) -> str:
     """A hint for a misspelt name: "; did you mean 'x'?", or an empty string where nothing is near."""
     close = difflib.get_close_matches(found, list(allowed), n=1, cutoff=0.6)

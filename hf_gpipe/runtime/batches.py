@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from hf_gpipe.errors import DataError
+from hf_gpipe.errors import DataError, PeerError
 from hf_gpipe.runtime.micro_batch import Batch
 from hf_gpipe.runtime.topology import Topology
 
@@ -59,7 +59,7 @@ def shared_stream(source: Iterator[Batches] | None, topology: Topology) -> Itera
         topology: the processes.
 
     Raises:
-        DataError: on every process, where reading `source` failed in the main process.
+        PeerError: where reading `source` failed in the main process; there the error itself is raised.
     """
     if topology.num_processes == 1:
         assert source is not None
@@ -124,5 +124,5 @@ def _receive() -> _Message | None:
     size = torch.zeros(1, dtype=torch.int64)
     dist.broadcast(size, src=0)
     if size.item() == _FAILED:
-        raise DataError("the main process failed to read the data; its own message says why")
+        raise PeerError("the main process failed to read the data; its own message says why")
     return _Message(torch.empty(int(size.item()), dtype=torch.uint8)) if size.item() != _END else None

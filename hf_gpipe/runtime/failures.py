@@ -1,0 +1,132 @@
+"""What a process says when it fails: one message for a job, from the process that failed first.
+
+A process that fails only because another one is gone stays silent. Each process notes its failure in the file that
+torch's launcher names in TORCHELASTIC_ERROR_FILE, from which that launcher, or ours, picks the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hf_gpipe.errors import HfGpipeError, PeerError, UserError
+
+#: Set for processes that our own launcher started: it prints their failures.
+LAUNCHER_PID = "HF_GPIPE_LAUNCHER_PID"
+
+EXIT_FAILURE, EXIT_USER_ERROR = 1, 2
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a process failed.
+
+    Attributes:
+        message: one line.
+        exit_code: 2 where the user can put it right, else 1.
+        is_consequence: whether it failed because another process did.
+        time: seconds since the epoch, to tell which process failed first.
+        traceback: Python's, for a fault that is nobody's to put right by a recipe; else empty.
+    """
+
+    message: str
+    exit_code: int
+    is_consequence: bool
+    time: float
+    traceback: str
+
+
+def describe(error: BaseException) -> Failure:
+    """The failure that an exception is, as one line and with the process where it is a fault of the run."""
+    is_user_error = isinstance(error, UserError)
+    text = " ".join(str(error).split())
+    if not isinstance(error, HfGpipeError):
+        text = f"process {_rank()}: {type(error).__name__}: {text}"
+    return Failure(
+        message=text,
+        exit_code=EXIT_USER_ERROR if is_user_error else EXIT_FAILURE,
+        is_consequence=_is_consequence(error),
+        time=time.time(),
+        traceback="" if is_user_error else "".join(traceback.format_exception(error)),
+    )
+
+
+def report(error: BaseException, traceback_file: Path | None = None) -> int:
+    """Say why this process fails, once in the job, and return its exit code.
+
+    Args:
+        error: what was raised.
+        traceback_file: where to put the traceback of a fault; its path is part of the message.
+    """
+    failure = describe(error)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        _write_error_file(Path(path), failure)
+    if LAUNCHER_PID not in os.environ and not failure.is_consequence and _is_first():
+        show(failure, traceback_file)
+    return failure.exit_code
+
+
+def show(failure: Failure, traceback_file: Path | None = None) -> None:
+    """Print a failure as one line on stderr."""
+    where = ""
+    if failure.traceback and traceback_file is not None:
+        with contextlib.suppress(OSError):
+            traceback_file.write_text(failure.traceback)
+            where = f" (the traceback is in {traceback_file})"
+    print(f"error: {failure.message}{where}", file=sys.stderr, flush=True)
+
+
+def read_error_file(data: dict[str, Any]) -> Failure | None:
+    """The failure noted in the content of an error file, or None where another program wrote it."""
+    noted = data.get("hf_gpipe")
+    return Failure(**noted) if noted is not None else None
+
+
+def _write_error_file(path: Path, failure: Failure) -> None:
+    # `message` is the form that torch's launcher reads and shows. It compares whole seconds, in which a consequence must
+    # not come before its cause.
+    timestamp = int(failure.time) + failure.is_consequence
+    extra = {"py_callstack": failure.traceback or failure.message, "timestamp": str(timestamp)}
+    content = {"message": {"message": failure.message, "extraInfo": extra}, "hf_gpipe": asdict(failure)}
+    temporary = path.with_suffix(".tmp")
+    with contextlib.suppress(OSError):
+        temporary.write_text(json.dumps(content))
+        temporary.replace(path)
+
+
+def _is_consequence(error: BaseException) -> bool:
+    """Whether an exception, or what caused it, is a lost connection to another process or its word that it failed."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, PeerError | dist.DistError):
+            return True
+        # gloo raises plain RuntimeErrors, each with the line of gloo that it comes from. The first process that waits
+        # for too long is where a run that hangs is noticed, so that is no consequence.
+        if isinstance(cause, RuntimeError) and "gloo/" in str(cause) and "Timed out" not in str(cause):
+            return True
+        cause = cause.__cause__
+    return False
+
+
+def _is_first() -> bool:
+    """Whether no other process of a job that torchrun or accelerate started has reported a failure before."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        with contextlib.suppress(RuntimeError):
+            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5))
+            return bool(store.add("hf_gpipe/failures", 1) == 1)
+    return os.environ.get("LOCAL_RANK", "0") == "0" or dist.is_initialized()
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))

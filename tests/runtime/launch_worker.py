@@ -1,0 +1,51 @@
+"""The processes that test_launch.py starts: each does what its argument says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hf_gpipe.errors import UserError
+from hf_gpipe.runtime import failures, launch
+
+
+def body(what: str, folder: Path) -> None:
+    launch.join(timeout_seconds=60)
+    rank = dist.get_rank()
+    (folder / f"{rank}.pid").write_text(str(os.getpid()))
+    dist.barrier()
+    if rank == 1:
+        if what == "fault":
+            raise KeyError("the cause")
+        if what == "user error":
+            raise UserError("the key is wrong")
+        if what == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "wait":
+            time.sleep(120)
+    # Waits in gloo, where no Python handler runs.
+    dist.all_reduce(torch.ones(1))
+    sys.stdout.write(f"process {rank} of {dist.get_world_size()}, {torch.get_num_threads()} threads\n")
+    launch.leave()
+
+
+def main() -> int:
+    if sys.argv[1] == "launch":
+        return launch.launch("tests.runtime.launch_worker", sys.argv[2:], 2, Path(sys.argv[3]) / "error.txt")
+    try:
+        body(sys.argv[1], Path(sys.argv[2]))
+    except Exception as error:
+        code = failures.report(error)
+        sys.stdout.flush()
+        os._exit(code)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

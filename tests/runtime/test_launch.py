@@ -1,0 +1,147 @@
+"""Starting processes, and how a job of several ends: in seconds, with one message and the right exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from hf_gpipe.errors import PeerError, StageError, UserError
+from hf_gpipe.runtime import failures
+from hf_gpipe.runtime.launch import first_failure
+
+REPOSITORY = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+WORKER = "tests.runtime.launch_worker"
+
+
+def command(what: str, folder: Path) -> list[str]:
+    return [sys.executable, "-m", WORKER, "launch", what, str(folder)]
+
+
+def run(what: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(what, folder), cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_processes_join_one_job(tmp_path: Path) -> None:
+    result = run("fine", tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert sorted(result.stdout.splitlines()) == ["process 0 of 2, 1 threads", "process 1 of 2, 1 threads"]
+
+
+@pytest.mark.parametrize(
+    ("what", "exit_code", "message"),
+    [
+        ("fault", 1, "error: process 1: KeyError: 'the cause' (the traceback is in {error})"),
+        ("user error", 2, "error: the key is wrong"),
+        ("killed", 1, "error: process 1 was killed by SIGKILL, as the system does when memory runs out"),
+    ],
+)
+def test_a_failure_is_told_once(what: str, exit_code: int, message: str, tmp_path: Path) -> None:
+    start = time.monotonic()
+    result = run(what, tmp_path)
+    assert result.stderr == message.format(error=tmp_path / "error.txt") + "\n"
+    assert (result.returncode, result.stdout) == (exit_code, "")
+    assert time.monotonic() - start < 40
+    assert_ended(tmp_path)
+    if what == "fault":
+        assert "raise KeyError" in (tmp_path / "error.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("number", "exit_code", "message"),
+    [
+        (signal.SIGKILL, -signal.SIGKILL, ""),
+        (signal.SIGINT, 128 + signal.SIGINT, "stopped by SIGINT\n"),
+    ],
+)
+def test_no_process_outlives_its_launcher(number: int, exit_code: int, message: str, tmp_path: Path) -> None:
+    with waiting_job(tmp_path) as launcher:
+        launcher.send_signal(number)
+        _, stderr = launcher.communicate(timeout=30)
+        assert (launcher.returncode, stderr) == (exit_code, message)
+        assert_ended(tmp_path)
+
+
+@contextmanager
+def waiting_job(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A job whose process 0 waits in gloo for process 1, which sleeps."""
+    with subprocess.Popen(
+        command("wait", folder), cwd=REPOSITORY, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+    ) as launcher:
+        try:
+            deadline = time.monotonic() + 60
+            while len(process_ids(folder)) < 2:
+                assert launcher.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            time.sleep(0.5)
+            yield launcher
+        finally:
+            launcher.kill()
+
+
+def process_ids(folder: Path) -> list[int]:
+    files = [folder / f"{rank}.pid" for rank in range(2)]
+    return [int(text) for file in files if file.exists() and (text := file.read_text())]
+
+
+def assert_ended(folder: Path, seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    for process in process_ids(folder):
+        while is_running(process):
+            assert time.monotonic() < deadline, f"process {process} still runs"
+            time.sleep(0.1)
+
+
+def is_running(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"  # ended, and not yet waited for by whoever adopted it
+
+
+def test_a_lost_connection_is_a_consequence_and_a_time_limit_is_not() -> None:
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer")
+    error = StageError("process 0, stage 0, action 0F0: RuntimeError")
+    error.__cause__ = lost
+    assert failures.describe(error).is_consequence
+    assert failures.describe(PeerError("the main process failed")).is_consequence
+    assert not failures.describe(RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:82] Timed out")).is_consequence
+    assert not failures.describe(ValueError("no")).is_consequence
+    assert failures.describe(UserError("a\nb")).message == "a b"
+
+
+def test_the_first_failure_is_the_cause(tmp_path: Path) -> None:
+    def found(rank: int, exit_code: int, **noted: object) -> ProcessFailure:
+        path = tmp_path / f"{rank}.json"
+        if noted:
+            values = {"exit_code": exit_code, "is_consequence": False, "time": 5.0, "traceback": ""} | noted
+            failures._write_error_file(path, failures.Failure(**values))  # type: ignore[arg-type]
+        else:
+            path.unlink(missing_ok=True)
+        return ProcessFailure(rank, 100 + rank, exit_code, str(path))
+
+    lost = {"message": "lost", "is_consequence": True, "time": 1.0}
+    cases = {
+        "early": [found(0, 1, message="late"), found(1, 1, message="early", time=4.0)],
+        "cause": [found(0, 1, **lost), found(1, 1, message="cause")],
+        "killed by SIGSEGV": [found(0, -15), found(1, 1, **lost), found(2, -11)],
+        "exit code 3": [found(0, -15), found(1, 1, **lost), found(2, 3)],
+        "killed by SIGTERM": [found(0, -15), found(1, 1, **lost)],
+        "lost": [found(0, 1, **lost)],
+        "cause before SIGKILL": [found(0, -9), found(1, 1, message="cause before SIGKILL")],
+    }
+    for expected, processes in cases.items():
+        assert expected in first_failure(dict(enumerate(processes))).message
