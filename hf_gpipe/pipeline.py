@@ -24,9 +24,10 @@ from hf_gpipe.partition import partition as cut
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.channel import Channel, LocalChannel, RemoteChannel
 from hf_gpipe.runtime.executor import ActionTime, Edge, Executor
+from hf_gpipe.runtime.launch import join
 from hf_gpipe.runtime.generation import Generator
 from hf_gpipe.runtime.micro_batch import Batch, make_micro_batches
-from hf_gpipe.runtime.stage import Stage
+from hf_gpipe.runtime.stage import LogitsCallback, Stage
 from hf_gpipe.runtime.ties import Ties
 from hf_gpipe.runtime.topology import Topology
 from hf_gpipe.schedule.actions import Placement
@@ -123,6 +124,7 @@ class Pipeline:
         # A schedule that does not exist is found here, before any weight is read.
         self.schedule(num_micro_batches)
 
+        join()
         self.topology = Topology.discover(num_stages, device)
         self.models = {s: self._materialise(model, s) for s in self.topology.local_stages}
         if recompute == "block":
@@ -178,9 +180,19 @@ class Pipeline:
     def eval_step(self, batch: Batch | None) -> Evaluation:
         """Loss of a mini-batch without gradients, row by row. Every process calls it and gets the same result."""
         (rows,) = share(None if batch is None else [batch], self.topology)
+        return self.eval_on(rows)
+
+    def eval_on(self, rows: Batch, on_logits: LogitsCallback | None = None) -> Evaluation:
+        """`eval_step` for a mini-batch that every process already has.
+
+        Args:
+            rows: the mini-batch.
+            on_logits: called in the process of the last stage for each micro-batch, in order, with its logits (B, T, V)
+                and what the stages were given as its inputs; columns that only pad are cut off from both.
+        """
         self._refresh_copies()
         micro_batches = make_micro_batches(self.adapter, [rows], self.num_micro_batches, self.seed, self.step)
-        with self._in_evaluation():
+        with self._in_evaluation(on_logits):
             self._executor.run(self.schedule(len(micro_batches), "forward_only"), micro_batches)
         num_rows = next(iter(rows.values())).shape[0]
         result = torch.zeros(2, num_rows, dtype=torch.float64)
@@ -345,17 +357,33 @@ class Pipeline:
         return value
 
     @contextmanager
-    def _in_evaluation(self) -> Iterator[None]:
+    def _in_evaluation(self, on_logits: LogitsCallback | None = None) -> Iterator[None]:
         """All stages in evaluation mode: no dropout."""
-        for stage_model in self.models.values():
-            stage_model.model.eval()
+        for stage in self.stages.values():
+            stage.model.model.eval()
+            stage.on_logits = on_logits
         try:
             yield
         finally:
-            for stage_model in self.models.values():
-                stage_model.model.train()
+            for stage in self.stages.values():
+                stage.model.model.train()
+                stage.on_logits = None
 
-    # ------------------------------------------------------------------ saving
+    # ------------------------------------------------------------------ loading and saving
+
+    def load_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Replace the weights by those of a Hub id or directory, in place, so that optimizers keep their parameters.
+
+        Every process calls it and reads its own stages' tensors. Raises CheckpointError where the files are missing or
+        do not fit the model.
+        """
+        for stage, stage_model in self.models.items():
+            loaded = self._materialise(str(directory), stage)
+            current = {**stage_model.parameters, **stage_model.buffers}
+            with torch.no_grad():
+                for name, tensor in {**loaded.parameters, **loaded.buffers}.items():
+                    current[name].copy_(tensor)
+        self._copies_are_stale = False
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write the model in Hub format; `from_pretrained` of plain transformers loads it.

@@ -93,8 +93,8 @@ def read_error_file(data: dict[str, Any]) -> Failure | None:
 
 
 def _write_error_file(path: Path, failure: Failure) -> None:
-    # `message` is the form that torch's launcher reads and shows. It compares whole seconds, in which a consequence must
-    # not come before its cause.
+    # `message` is the form that torch's launcher reads and shows. It compares whole seconds, and must not find a
+    # consequence before its cause.
     timestamp = int(failure.time) + failure.is_consequence
     extra = {"py_callstack": failure.traceback or failure.message, "timestamp": str(timestamp)}
     content = {"message": {"message": failure.message, "extraInfo": extra}, "hf_gpipe": asdict(failure)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,8 @@ from hf_gpipe.runtime.channel import Shapes
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 
 Tensors = dict[str, torch.Tensor]
+LogitsCallback = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], None]
+"""(logits (B, T, V), the micro-batch's inputs), called in evaluation."""
 
 
 @dataclass
@@ -56,6 +58,7 @@ class Stage:
         self.label_smoothing = label_smoothing
         self.loss_sum: torch.Tensor | None = None
         self.row_losses: dict[int, RowLosses] = {}
+        self.on_logits: LogitsCallback | None = None
         self._live: dict[int, _Live] = {}
 
     @property
@@ -110,6 +113,8 @@ class Stage:
             outputs = self.model(inputs, context.carry)
             if not self.model.is_last:
                 return outputs
+            if self.on_logits is not None:
+                self.on_logits(outputs["logits"], inputs)
             targets = self.model.adapter.targets(inputs)
             losses = _token_losses(outputs["logits"], targets).view(targets.shape)
             counts = (targets != IGNORED_LABEL).sum(dim=1)

@@ -1,0 +1,199 @@
+"""The state from which a training resumes: the optimizer's, keyed by parameter name, and everything else as JSON.
+
+    checkpoint-N/training_state/
+        state.json                             optimizer's class and options, scheduler, counters, place in the data
+        optimizer-00001-of-00002.safetensors   one file a stage: "model.norm.weight/exp_avg" ...
+
+Names are the Hugging Face parameter names, so the state of K stages loads on any other number of them. Nothing is
+unpickled: a checkpoint of unknown origin can do no more than be wrong.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from hf_gpipe.errors import CheckpointError
+from hf_gpipe.runtime.topology import Topology
+
+FOLDER, STATE_FILE = "training_state", "state.json"
+FORMAT = 1
+
+Scheduler = torch.optim.lr_scheduler.LRScheduler
+Parameters = Mapping[str, torch.nn.Parameter]
+
+
+def has_state(checkpoint: Path) -> bool:
+    """Whether a training can resume from this directory."""
+    return (checkpoint / FOLDER / STATE_FILE).is_file()
+
+
+def save_state(
+    checkpoint: Path,
+    parameters: Parameters,
+    stage_of: Mapping[str, int],
+    optimizer: torch.optim.Optimizer,
+    scheduler: Scheduler | None,
+    progress: Mapping[str, Any],
+    topology: Topology,
+) -> None:
+    """Write the state of a training into a checkpoint's directory. Every process calls it.
+
+    Args:
+        checkpoint: an existing directory, the same for all processes.
+        parameters: this process's, by name.
+        stage_of: the stage of each parameter.
+        optimizer: of these parameters.
+        scheduler: of this optimizer, if any.
+        progress: whatever else the caller needs to resume; JSON values. The main process's is kept.
+        topology: the processes.
+
+    Raises:
+        CheckpointError: a value of the optimizer or the scheduler that has no JSON form.
+    """
+    folder = checkpoint / FOLDER
+    folder.mkdir(exist_ok=True)
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
+    tensors: dict[int, dict[str, torch.Tensor]] = {stage: {} for stage in topology.local_stages}
+    values: dict[str, dict[str, Any]] = {}
+    for parameter, slots in optimizer.state.items():
+        name = names[parameter]
+        for slot, value in slots.items():
+            if isinstance(value, torch.Tensor):
+                tensors[stage_of[name]][f"{name}/{slot}"] = value.detach().cpu().contiguous()
+            else:
+                values.setdefault(name, {})[slot] = _json(value, f"optimizer state {slot!r} of {name}")
+    files = []
+    for stage, shard in tensors.items():
+        if shard:
+            files.append(f"optimizer-{stage + 1:05d}-of-{topology.placement.num_stages:05d}.safetensors")
+            save_file(shard, folder / files[-1])
+    parts: list[Any] = topology.gather_objects((files, values))
+    if not topology.is_main:
+        return
+    options = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
+    content = {
+        "format": FORMAT,
+        "optimizer": {
+            "class": _class_name(optimizer),
+            "groups": _json(options, "an optimizer's option"),
+            "files": sorted(file for part_files, _ in parts for file in part_files),
+            "values": {name: scalars for _, part_values in parts for name, scalars in part_values.items()},
+        },
+        "scheduler": None if scheduler is None else _json(scheduler.state_dict(), "the scheduler's state"),
+        "progress": _json(dict(progress), "progress"),
+    }
+    # Last, since a directory with this file is complete.
+    temporary = folder / f".{STATE_FILE}.tmp"
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    temporary.replace(folder / STATE_FILE)
+
+
+def load_progress(checkpoint: Path) -> dict[str, Any]:
+    """What `save_state` was given as `progress`. Raises CheckpointError where there is none, or it cannot be read."""
+    progress: dict[str, Any] = _read(checkpoint)["progress"]
+    return progress
+
+
+def load_state(
+    checkpoint: Path,
+    parameters: Parameters,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Scheduler | None,
+) -> None:
+    """Give an optimizer and its scheduler the state of a checkpoint, whatever number of stages it was written with.
+
+    Args:
+        checkpoint: a directory that `save_state` wrote into.
+        parameters: this process's, by name; only their state is read.
+        optimizer: of these parameters, of the class that was saved.
+        scheduler: of this optimizer, if any.
+
+    Raises:
+        CheckpointError: no state, another class of optimizer or number of groups, or a file that is missing or broken.
+    """
+    content = _read(checkpoint)
+    saved = content["optimizer"]
+    if saved["class"] != _class_name(optimizer):
+        raise CheckpointError(
+            f"{checkpoint} holds the state of {saved['class']} and the optimizer is {_class_name(optimizer)}; resume "
+            "with the same optimizer, or start a new run from the checkpoint's weights"
+        )
+    state = optimizer.state_dict()
+    if len(saved["groups"]) != len(state["param_groups"]):
+        raise CheckpointError(
+            f"{checkpoint} holds {len(saved['groups'])} groups of parameters and the optimizer has "
+            f"{len(state['param_groups'])}; resume with the optimizer that was saved"
+        )
+    for group, options in zip(state["param_groups"], saved["groups"], strict=True):
+        group.update({key: _like(group.get(key), value) for key, value in options.items()})
+    names = {parameter: name for name, parameter in parameters.items()}
+    slots = _read_slots(checkpoint / FOLDER, saved["files"], set(parameters))
+    for name, scalars in saved["values"].items():
+        if name in parameters:
+            slots.setdefault(name, {}).update(scalars)
+    state["state"] = {}
+    for group, numbered in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        for parameter, number in zip(group["params"], numbered["params"], strict=True):
+            if names[parameter] in slots:
+                state["state"][number] = slots[names[parameter]]
+    optimizer.load_state_dict(state)
+    if scheduler is not None and content["scheduler"] is not None:
+        scheduler.load_state_dict(content["scheduler"])
+
+
+def _read(checkpoint: Path) -> dict[str, Any]:
+    path = checkpoint / FOLDER / STATE_FILE
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{checkpoint} has no {FOLDER}/{STATE_FILE}, so no training can resume from it; its weights can be loaded "
+            "as a model"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if content.get("format") != FORMAT:
+        raise CheckpointError(f"{path} has format {content.get('format')!r}; this version reads format {FORMAT}")
+    return content
+
+
+def _read_slots(folder: Path, files: list[str], names: set[str]) -> dict[str, dict[str, Any]]:
+    """The saved tensors of these parameters: {name: {slot: tensor}}."""
+    slots: dict[str, dict[str, Any]] = {}
+    for file in files:
+        try:
+            with safe_open(folder / Path(file).name, framework="pt") as tensors:
+                for key in tensors.keys():  # noqa: SIM118  (not a mapping)
+                    name, _, slot = key.rpartition("/")
+                    if name in names:
+                        slots.setdefault(name, {})[slot] = tensors.get_tensor(key)
+        except Exception as error:  # safetensors raises a class of its own that is no OSError
+            raise CheckpointError(f"{folder / file} cannot be read: {error}") from error
+    return slots
+
+
+def _class_name(optimizer: torch.optim.Optimizer) -> str:
+    return type(optimizer).__name__
+
+
+def _json(value: Any, what: str) -> Any:
+    """`value` made of what JSON gives back unchanged, but for tuples, which become lists."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_json(entry, what) for entry in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _json(entry, what) for key, entry in value.items()}
+    raise CheckpointError(f"{what} is a {type(value).__name__}, which a checkpoint cannot hold")
+
+
+def _like(current: Any, saved: Any) -> Any:
+    """A saved option in the type that the optimizer has for it: JSON knows no tuples."""
+    return tuple(saved) if isinstance(current, tuple) and isinstance(saved, list) else saved
