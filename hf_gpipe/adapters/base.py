@@ -7,7 +7,7 @@ tied. `StageModel` is the same Hugging Face model with only its own layers in it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters.dropout import DropoutSeeds, default_generator, has_dropout, key
-from hf_gpipe.adapters.layers import Layer, Stack
+from hf_gpipe.adapters.layers import Layer, StackName, stacks_of
+from hf_gpipe.adapters.position_tables import hollow, lend_tables, shared_tables
+from hf_gpipe.adapters.probe import observe_family
 from hf_gpipe.adapters.skeleton import build_skeleton
 from hf_gpipe.adapters.stubs import EmbeddingStub, HeadStub, PassThrough, Port, admit
 
@@ -52,11 +54,16 @@ class Adapter(ABC):
         self.attn_implementation = attn_implementation
         self.trust_remote_code = trust_remote_code
         self.reference = self.skeleton()
-        self.stacks = self._find_stacks(self.reference)
-        head = next(n for n, m in self.reference.named_modules() if m is self.reference.get_output_embeddings())
+        observation = observe_family(config, trust_remote_code=trust_remote_code)
+        self.stacks = stacks_of(self.reference, observation)
         stack_layers = [layer for stack in self.stacks for layer in stack.layers()]
+        head = observation.head
         self.layers: tuple[Layer, ...] = (*stack_layers, Layer(head, "head", "decoder", (head,)))
         self.has_dropout = has_dropout(self.reference)
+        self._num_block_outputs = {block: stack.form.num_outputs for stack in self.stacks for block in stack.blocks}
+        self._embeddings = observation.embeddings
+        #: For each stack the modules of its first block that its other blocks use too.
+        self.tables = {stack.name: shared_tables(self.reference, stack.blocks) for stack in self.stacks}
 
     def skeleton(self) -> PreTrainedModel:
         """A fresh copy of the whole model on the meta device: its modules and names, no memory."""
@@ -80,20 +87,6 @@ class Adapter(ABC):
                 return index
         return 0 if "." in parameter else len(self.layers) - 1
 
-    def stages_holding(self, parameter: str, partition: Sequence[range]) -> tuple[int, ...]:
-        """The stages that use a parameter, under its own name or one that is tied to it, in ascending order."""
-        aliases = {parameter, *(alias for alias, source in self.ties.items() if source == parameter)}
-        indices = {self.layer_of(alias) for alias in aliases if self._is_used(alias)}
-        indices = indices or {self.layer_of(parameter)}
-        return tuple(s for s, layers in enumerate(partition) if any(i in layers for i in indices))
-
-    def _is_used(self, parameter: str) -> bool:
-        return any(parameter.startswith(f"{m}.") for layer in self.layers for m in layer.modules)
-
-    @abstractmethod
-    def _find_stacks(self, model: PreTrainedModel) -> tuple[Stack, ...]:
-        """The model's stacks in their order of call."""
-
     @abstractmethod
     def prepare(self, micro_batch: Tensors) -> dict[str, torch.Tensor]:
         """The inputs of a micro-batch's forward on any stage, from what the collator gave."""
@@ -104,6 +97,30 @@ class Adapter(ABC):
         used = is_used.any(dim=0).nonzero()
         length = int(used[-1]) + 1 if len(used) else 1
         return {name: tensor[:, :length] for name, tensor in group.items()}
+
+    def stub(self, layer: Layer, name: str, port: Port | None) -> nn.Module:
+        """What stands for module `name` of a layer that is neither the head nor on the stage."""
+        if layer.kind == "block":
+            return PassThrough(port, self._num_block_outputs[name])
+        if name not in self._embeddings:
+            return PassThrough(port)
+        module = self.reference.get_submodule(name)
+        own_width = getattr(module, "embedding_dim", None) or getattr(module, "out_features", None)
+        return EmbeddingStub(own_width or self.stack_width(layer.stack), self.dtype)
+
+    def width(self, boundary: int) -> int:
+        """Width of the hidden states that layer `boundary` receives."""
+        layer = self.layers[boundary]
+        before = self.reference.get_submodule(self.layers[boundary - 1].modules[-1])
+        if layer.kind == "head" and isinstance(before, nn.Linear):  # such as OPT's `project_out`
+            return before.out_features
+        return self.stack_width(layer.stack)
+
+    def stack_width(self, stack: StackName) -> int:
+        """Width of the hidden states between a stack's blocks."""
+        part = getattr(self.config, stack, None)
+        config = part if isinstance(part, PreTrainedConfig) else self.config.get_text_config()
+        return config.hidden_size
 
     @abstractmethod
     def targets(self, inputs: Tensors) -> torch.Tensor:
@@ -166,9 +183,19 @@ class StageModel:
         names = dict.fromkeys(
             ties.get(name, name)
             for name in self.model.state_dict(keep_vars=True)
-            if self.start <= self.adapter.layer_of(name) < self.stop
+            if self.start <= self.adapter.layer_of(name) < self.stop or name.startswith(self._borrowed_tables())
         )
         return tuple(names)
+
+    def _borrowed_tables(self) -> tuple[str, ...]:
+        """Prefixes of the parameters in another stage's block that own blocks of the same stack use."""
+        return tuple(
+            f"{table}."
+            for stack in self.adapter.stacks
+            if any(layer.name in stack.blocks for layer in self.layers)
+            and all(layer.name != stack.blocks[0] for layer in self.layers)
+            for table in self.adapter.tables[stack.name]
+        )
 
     def _strip(self) -> None:
         """Replace the layers of other stages by stubs, but for modules whose tied weight an own layer uses.
@@ -179,10 +206,10 @@ class StageModel:
         needed = set(self.parameter_names)
         ties = self.model.all_tied_weights_keys
         foreign = [
-            (name, self._stub(layer, self.model.get_submodule(name), is_exit=index == self.stop and position == 0))
+            (name, self._stub(index, name))
             for index, layer in enumerate(self.adapter.layers)
             if not self.start <= index < self.stop
-            for position, name in enumerate(layer.modules)
+            for name in layer.modules
         ]
         inside = tuple(f"{name}." for layer in self.adapter.layers for name in layer.modules)
         # Modules outside of every layer that hold weights, such as the `shared` of an encoder-decoder.
@@ -191,8 +218,13 @@ class StageModel:
             for name, module in self.model.named_modules()
             if name and any(True for _ in module.parameters(recurse=False)) and not f"{name}.".startswith(inside)
         ]
+        borrowed = self._borrowed_tables()
         for name, stub in foreign:
             module = self.model.get_submodule(name)
+            if any(table.startswith(f"{name}.") for table in borrowed):
+                hollow(module, name, borrowed)
+                self._pending[name] = stub
+                continue
             if any(ties.get(alias, alias) in needed for alias in (f"{name}.{n}" for n, _ in module.named_parameters())):
                 self._pending[name] = stub
                 continue
@@ -202,19 +234,21 @@ class StageModel:
             self.model.set_submodule(name, stub)
         self.model.all_tied_weights_keys = {alias: source for alias, source in ties.items() if source in needed}
 
-    def _stub(self, layer: Layer, module: nn.Module, *, is_exit: bool) -> nn.Module:
-        port = self.port if is_exit else None
-        if layer.kind == "head":
-            return HeadStub(port)
-        if isinstance(module, nn.Embedding):
-            return EmbeddingStub(module.embedding_dim, self.adapter.dtype)
-        return PassThrough(port)
+    def _stub(self, index: int, name: str) -> nn.Module:
+        """What takes the place of module `name` of layer `index`, which is another stage's."""
+        layer = self.adapter.layers[index]
+        port = self.port if index == self.stop and name == layer.modules[0] else None
+        return HeadStub(port) if layer.kind == "head" else self.adapter.stub(layer, name, port)
 
     def seal(self, device: torch.device) -> None:
         """Complete the stage once its weights are in memory: the last stubs, dropout seeds and the entrance."""
         tied = dict(self.model.named_parameters(remove_duplicate=False))
         self._parameters = {n: tied[n] for n in self.parameter_names if n in tied}
         self._buffers = {n: b for n, b in self.model.named_buffers() if n in set(self.parameter_names)}
+        for stack in self.adapter.stacks:
+            own = [layer.name for layer in self.layers if layer.name in stack.blocks]
+            if own and own[0] != stack.blocks[0]:
+                lend_tables(self.model, self.adapter.tables[stack.name], stack.blocks[0], own[0])
         for name, stub in self._pending.items():
             self.model.set_submodule(name, stub)
         self._pending.clear()

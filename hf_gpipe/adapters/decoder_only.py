@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, Inputs, StageModel, Tensors
-from hf_gpipe.adapters.layers import Layer, Stack, find_stack
+from hf_gpipe.adapters.layers import Layer
 
 
 class DecoderOnly(Adapter):
     """Llama and its kin: embedding, blocks, norm, head."""
-
-    def _find_stacks(self, model: PreTrainedModel) -> tuple[Stack, ...]:
-        return (find_stack(model, "decoder", model.base_model_prefix),)
 
     def prepare(self, micro_batch: Tensors) -> dict[str, torch.Tensor]:
         inputs = dict(micro_batch)
@@ -28,7 +24,7 @@ class DecoderOnly(Adapter):
         return F.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
 
     def carry_shapes(self, boundary: int, inputs: Inputs) -> dict[str, tuple[int, ...]]:
-        return {"hidden": (*inputs["input_ids"].shape, self.config.hidden_size)}
+        return {"hidden": (*inputs["input_ids"].shape, self.width(boundary))}
 
     def sources(self, boundary: int) -> dict[str, tuple[Layer, ...]]:
         return {"hidden": self.layers[:boundary]}

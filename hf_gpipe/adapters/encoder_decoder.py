@@ -7,21 +7,16 @@ import sys
 from collections.abc import Container
 
 import torch
-from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, Inputs, StageModel, Tensors
-from hf_gpipe.adapters.layers import Layer, Stack, find_stack
+from hf_gpipe.adapters.layers import Layer
 
 _DECODER_SIDE = ("labels", "decoder_input_ids", "decoder_attention_mask")
 
 
 class EncoderDecoder(Adapter):
     """Marian, BART and M2M100: a stack of encoder blocks, a stack of decoder blocks with cross-attention, a head."""
-
-    def _find_stacks(self, model: PreTrainedModel) -> tuple[Stack, ...]:
-        prefix = model.base_model_prefix
-        return find_stack(model, "encoder", f"{prefix}.encoder"), find_stack(model, "decoder", f"{prefix}.decoder")
 
     def prepare(self, micro_batch: Tensors) -> dict[str, torch.Tensor]:
         inputs = dict(micro_batch)
@@ -49,8 +44,10 @@ class EncoderDecoder(Adapter):
 
     def carry_shapes(self, boundary: int, inputs: Inputs) -> dict[str, tuple[int, ...]]:
         hidden = "input_ids" if self.layers[boundary].stack == "encoder" else "decoder_input_ids"
+        # In generation each of the two forwards has the ids of its own stack only.
         ids = {"hidden": hidden, "encoder_hidden": "input_ids"}
-        return {n: (*inputs[ids[n]].shape, self.config.d_model) for n in self._carried(boundary, inputs)}
+        widths = {"hidden": self.width(boundary), "encoder_hidden": self.stack_width("encoder")}
+        return {n: (*inputs[ids[n]].shape, widths[n]) for n in self._carried(boundary, inputs)}
 
     def _carried(self, boundary: int, inputs: Container[str] = ()) -> tuple[str, ...]:
         """The encoder's output travels as long as a decoder block still has to attend to it.
@@ -81,8 +78,9 @@ class EncoderDecoder(Adapter):
         if "encoder_outputs" in inputs:
             encoder_hidden = inputs["encoder_outputs"].last_hidden_state
         elif stage.runs("encoder"):
-            encoder = stage.model.get_submodule(self.stacks[0].path)
-            output = encoder(input_ids=inputs["input_ids"], attention_mask=inputs.get("attention_mask"))
+            output = stage.model.get_encoder()(
+                input_ids=inputs["input_ids"], attention_mask=inputs.get("attention_mask")
+            )
             if not stage.is_last and self.layers[stage.stop].stack == "encoder":
                 return {"hidden": stage.captured()}
             encoder_hidden = output.last_hidden_state
@@ -90,7 +88,7 @@ class EncoderDecoder(Adapter):
             encoder_hidden = carry["encoder_hidden"]
         else:
             # Only the norm or the head is left: the stack's forward wants the tensor, no layer here reads it.
-            shape = (*inputs["input_ids"].shape, self.config.d_model)
+            shape = (*inputs["input_ids"].shape, self.stack_width("encoder"))
             encoder_hidden = torch.zeros((), dtype=self.dtype, device=stage.device).expand(shape)
         if not stage.runs("decoder") or "decoder_input_ids" not in inputs:
             return {"encoder_hidden": encoder_hidden}

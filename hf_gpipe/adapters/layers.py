@@ -6,17 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import nn
 from transformers import PreTrainedModel
 
-from hf_gpipe.errors import UnsupportedModelError
+from hf_gpipe.adapters.probe import BlockForm, Observation
 
 LayerKind = Literal["embedding", "block", "norm", "head"]
 StackName = Literal["encoder", "decoder"]
-
-# Modules that run after the blocks, by the names the library gives them, in their order of call.
-_AFTER_BLOCKS = ("norm", "final_norm", "ln_f", "final_layernorm", "final_layer_norm", "layer_norm", "project_out")
-_BLOCK_LISTS = ("layers", "h", "block", "blocks")
 
 
 @dataclass(frozen=True)
@@ -41,41 +36,27 @@ class Stack:
     embedding: tuple[str, ...]
     blocks: tuple[str, ...]
     norm: tuple[str, ...]
+    form: BlockForm
 
     def layers(self) -> Iterator[Layer]:
-        yield Layer(f"{self.path}.embedding", "embedding", self.name, self.embedding)
+        yield Layer(self.embedding[0], "embedding", self.name, self.embedding)
         for block in self.blocks:
             yield Layer(block, "block", self.name, (block,))
         if self.norm:
             yield Layer(self.norm[0], "norm", self.name, self.norm)
 
 
-def find_stack(model: PreTrainedModel, name: StackName, path: str) -> Stack:
-    """Read a stack's parts off the module at `path`: its one list of blocks, what precedes it and what follows it.
-
-    Raises UnsupportedModelError where the module has no list of blocks, or holds parameters of its own that belong
-    to no layer.
-    """
-    module = model.get_submodule(path)
-    family = model.config.model_type
-    children = dict(module.named_children())
-    lists = [n for n in _BLOCK_LISTS if isinstance(children.get(n), nn.ModuleList)]
-    if len(lists) != 1:
-        found = ", ".join(f"{n} ({type(child).__name__})" for n, child in children.items())
-        raise UnsupportedModelError(f"{family}: expected one list of blocks in {path!r}, found {found}")
-    if own := [n for n, _ in module.named_parameters(recurse=False)]:
-        raise UnsupportedModelError(f"{family}: {path!r} has parameters of its own, outside of any layer: {own}")
-    blocks = lists[0]
-    after = tuple(f"{path}.{n}" for n in _AFTER_BLOCKS if n in children)
-    before = tuple(
-        f"{path}.{n}"
-        for n, child in children.items()
-        if n != blocks and f"{path}.{n}" not in after and next(child.parameters(), None) is not None
-    )
-    return Stack(
-        name=name,
-        path=path,
-        embedding=before,
-        blocks=tuple(f"{path}.{blocks}.{i}" for i in range(len(children[blocks]))),
-        norm=after,
+def stacks_of(model: PreTrainedModel, observation: Observation) -> tuple[Stack, ...]:
+    """The stacks of the whole model, from what was observed on its tiny clone."""
+    names: tuple[StackName, ...] = ("encoder", "decoder") if len(observation.stacks) == 2 else ("decoder",)
+    return tuple(
+        Stack(
+            name=name,
+            path=seen.blocks.rpartition(".")[0],
+            embedding=seen.before,
+            blocks=tuple(f"{seen.blocks}.{i}" for i in range(len(model.get_submodule(seen.blocks)))),
+            norm=seen.after,
+            form=seen.form,
+        )
+        for name, seen in zip(names, observation.stacks, strict=True)
     )

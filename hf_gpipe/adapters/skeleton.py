@@ -25,7 +25,18 @@ def build_skeleton(
                 f"{config.model_type}: {rate} is {getattr(config, rate)}, and a layer left out at random cannot "
                 f"be the same on every split; set {rate} to 0.0 in the model's configuration"
             )
+    with torch.device("meta"):
+        return build(config, dtype, attn_implementation, trust_remote_code=trust_remote_code)
+
+
+def build(
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    attn_implementation: str | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Build the model of `config` with random weights on torch's default device."""
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    with torch.device("meta"):
-        return auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **options)
+    return auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **options)

@@ -39,21 +39,28 @@ class Port:
 
 
 class PassThrough(nn.Module):
-    """Stands for a block or a norm of another stage: returns its input, and records it where the stage ends."""
+    """Stands for a block or a norm of another stage: returns its input, and records it where the stage ends.
 
-    def __init__(self, port: Port | None = None) -> None:
+    Args:
+        port: where the input is recorded; None: nowhere.
+        num_outputs: length of the tuple in which the hidden states are returned, first; None: they come alone.
+    """
+
+    def __init__(self, port: Port | None = None, num_outputs: int | None = None) -> None:
         super().__init__()
         self.port = port
+        self.num_outputs = num_outputs
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        hidden = args[0] if args else kwargs["hidden_states"]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        where = _hidden_argument(args, kwargs)
+        hidden = args[0] if where is None else kwargs[where]
         if self.port is not None:
             self.port.captured = hidden
-        return hidden
+        return hidden if self.num_outputs is None else (hidden, *[None] * (self.num_outputs - 1))
 
 
 class EmbeddingStub(nn.Module):
-    """Stands for an embedding of another stage: zeros of the right shape and type that take no memory.
+    """Stands for an embedding or its projection on another stage: zeros of the right shape that take no memory.
 
     The model still derives positions and masks from the ids it is given; the zeros themselves never reach a layer.
     """
@@ -64,9 +71,11 @@ class EmbeddingStub(nn.Module):
         self.zero = torch.zeros((), dtype=dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        ids = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
-        shape = ids.shape if ids is not None and not ids.is_floating_point() else (1, 1)
-        return self.zero.expand(*shape, self.width)
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        if not tensors:  # positions, made from a shape
+            return self.zero.expand(1, 1, self.width)
+        # Ids (B, T), or hidden states (B, T, D) of another width.
+        return self.zero.expand(*tensors[0].shape[:2], self.width)
 
 
 class HeadStub(nn.Module):
@@ -76,10 +85,17 @@ class HeadStub(nn.Module):
         super().__init__()
         self.port = port
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.port is not None:
             self.port.captured = hidden
         return hidden[:, :0, :1]
+
+
+def _hidden_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """The keyword under which a layer is given its hidden states; None: they are its first positional argument."""
+    if args:
+        return None
+    return next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor))
 
 
 class _Layer:
@@ -94,10 +110,11 @@ class _Layer:
         if port.seeds is not None:
             port.seeds.plant(self._layer_name)
         if self._is_entrance and port.received is not None:
-            if args:
+            where = _hidden_argument(args, kwargs)
+            if where is None:
                 args = (port.received, *args[1:])
             else:
-                kwargs["hidden_states"] = port.received
+                kwargs[where] = port.received
         return super().__call__(*args, **kwargs)  # type: ignore[misc]  # the module's own class follows in the MRO
 
 

@@ -1,0 +1,49 @@
+"""Relative position tables that the first block of a stack holds for all of its blocks, as in T5.
+
+The first block computes the bias from its table and the model hands it to the others. A stage further on could be sent
+the bias, (1, heads, T, T), with every micro-batch; it costs less to share the table, a few hundred numbers, as a tied
+parameter. The stage's own first block borrows it and so computes the bias by the family's own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from transformers import PreTrainedModel
+
+_FLAG = "has_relative_attention_bias"
+
+
+def shared_tables(model: PreTrainedModel, blocks: Sequence[str]) -> tuple[str, ...]:
+    """Names of the table modules in a stack's first block that its second block lacks and is handed the result of."""
+    if len(blocks) < 2:
+        return ()
+    first, second = (model.get_submodule(block) for block in blocks[:2])
+    tables = []
+    for path, module in first.named_modules():
+        if getattr(module, _FLAG, False) and getattr(second.get_submodule(path), _FLAG, True) is False:
+            others = dict(second.get_submodule(path).named_children())
+            tables += [f"{blocks[0]}.{path}.{name}" for name, _ in module.named_children() if name not in others]
+    return tuple(tables)
+
+
+def hollow(block: nn.Module, name: str, tables: tuple[str, ...]) -> None:
+    """Leave of a block only its tables and the modules around them, which the family's initialisation asks for."""
+    for path, module in list(block.named_modules()):
+        weights = dict(module.named_parameters(recurse=False))
+        if not weights or f"{name}.{path}.".startswith(tables):
+            continue
+        empty = nn.Module()
+        for weight_name, weight in weights.items():
+            empty.__dict__[weight_name] = weight.data
+        block.set_submodule(path, empty)
+
+
+def lend_tables(model: PreTrainedModel, tables: tuple[str, ...], from_block: str, to_block: str) -> None:
+    """Let another block use the first block's tables as if they were its own."""
+    for table in tables:
+        path, _, child = table.removeprefix(f"{from_block}.").rpartition(".")
+        borrower = model.get_submodule(to_block).get_submodule(path)
+        setattr(borrower, _FLAG, True)
+        setattr(borrower, child, model.get_submodule(table))

@@ -1,0 +1,241 @@
+"""What a family's forward calls, in which order: observed on a tiny clone, so that no family needs a description.
+
+The clone runs once on the CPU with hooks on every module. From the calls follow the model's stacks of blocks, which
+modules run before and after them, how a block takes its hidden states and in which form it returns them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_gpipe.adapters.skeleton import build
+from hf_gpipe.adapters.tiny import tiny_config
+from hf_gpipe.errors import UnsupportedModelError
+
+BATCH, SOURCE_LENGTH, TARGET_LENGTH = 2, 6, 5
+
+
+@dataclass(frozen=True)
+class BlockForm:
+    """How the blocks of a stack return hidden states.
+
+    Attributes:
+        num_outputs: length of the tuple that is returned, hidden states first; None: they are returned alone.
+        shape: shape of the hidden states for (BATCH, SOURCE_LENGTH or TARGET_LENGTH).
+    """
+
+    num_outputs: int | None
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ObservedStack:
+    """One list of blocks that ran in order, each once."""
+
+    blocks: str
+    form: BlockForm
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A model's stacks in their order of call.
+
+    Attributes:
+        stacks: one, or the encoder's and the decoder's.
+        head: the module that ran last.
+        embeddings: those modules before the blocks that make hidden states out of something else.
+    """
+
+    stacks: tuple[ObservedStack, ...]
+    head: str
+    embeddings: frozenset[str]
+
+
+@dataclass
+class _Calls:
+    """The calls of one forward: when each module was entered, and what blocks took and gave."""
+
+    entered: dict[str, list[int]] = field(default_factory=dict)
+    left: dict[str, list[int]] = field(default_factory=dict)
+    forms: dict[str, BlockForm | None] = field(default_factory=dict)
+    clock: int = 0
+
+    def tick(self) -> int:
+        self.clock += 1
+        return self.clock
+
+
+_observations: dict[str, Observation] = {}
+
+
+def observe_family(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> Observation:
+    """`observe` for a tiny clone of a configuration; clones that are alike are observed once."""
+    tiny = tiny_config(config)
+    identity = f"{type(config).__name__} {tiny.to_json_string(use_diff=False)}"
+    if identity not in _observations:
+        with torch.random.fork_rng(devices=[]):
+            clone = build(tiny, torch.float32, trust_remote_code=trust_remote_code)
+        _observations[identity] = observe(clone)
+    return _observations[identity]
+
+
+def observe(model: PreTrainedModel) -> Observation:
+    """Run a tiny model once and read its structure off the calls.
+
+    Raises:
+        UnsupportedModelError: the forward fails, or is not made of one list of blocks (two for an encoder-decoder)
+            that run in order, each once.
+    """
+    family = model.config.model_type
+    calls = _run(model)
+    lists = _block_lists(model, calls)
+    expected = 2 if model.config.is_encoder_decoder else 1
+    if len(lists) != expected:
+        found = ", ".join(lists) or "none"
+        raise UnsupportedModelError(
+            f"{family}: expected {expected} list(s) of blocks that run in order, each block once; found {found}"
+        )
+    lists.sort(key=lambda name: calls.entered[f"{name}.0"][0])
+    units = _units(model, lists)
+    if repeated := [name for name in units if len(calls.entered.get(name, ())) > 1]:
+        raise UnsupportedModelError(f"{family}: {repeated[0]!r} runs more than once in a forward")
+    order = sorted((name for name in units if name in calls.entered), key=lambda name: calls.entered[name][0])
+    first_block = [calls.entered[f"{name}.0"][0] for name in lists]
+    parents = [name.rpartition(".")[0] for name in lists]
+    before: list[list[str]] = [[] for _ in lists]
+    after: list[list[str]] = [[] for _ in lists]
+    for unit in order:
+        when = calls.entered[unit][0]
+        stack = _stack_of(unit, when, parents, first_block)
+        (before if when < first_block[stack] else after)[stack].append(unit)
+    if not after[-1]:
+        raise UnsupportedModelError(f"{family}: nothing with weights runs after the blocks; a head is needed")
+    head = after[-1].pop()
+    stacks = []
+    for i, name in enumerate(lists):
+        forms = {calls.forms[f"{name}.{j}"] for j in range(_length(model, name))}
+        form = forms.pop()
+        if forms or form is None:
+            raise UnsupportedModelError(f"{family}: the blocks of {name!r} do not pass hidden states on alike")
+        stacks.append(ObservedStack(name, form, tuple(before[i]), tuple(after[i])))
+    embeddings = {name for units_before in before for name in units_before if calls.forms[name] is None}
+    return Observation(tuple(stacks), head, frozenset(embeddings))
+
+
+def tiny_batch(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Ids that run through the tiny clone, without padding."""
+    generator = torch.Generator().manual_seed(0)
+    config = model.config.get_text_config()
+    vocabulary = min(config.vocab_size, model.get_input_embeddings().weight.shape[0])
+    ids = torch.randint(3, vocabulary, (BATCH, SOURCE_LENGTH), generator=generator)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if model.config.is_encoder_decoder:
+        batch["decoder_input_ids"] = torch.randint(3, vocabulary, (BATCH, TARGET_LENGTH), generator=generator)
+    return batch
+
+
+def _run(model: PreTrainedModel) -> _Calls:
+    calls = _Calls()
+    handles = []
+
+    def enter(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            calls.entered.setdefault(name, []).append(calls.tick())
+
+        return hook
+
+    def leave(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            calls.left.setdefault(name, []).append(calls.tick())
+            calls.forms[name] = _form(args, kwargs, output)
+
+        return hook
+
+    for name, module in model.named_modules():
+        if name:
+            handles.append(module.register_forward_pre_hook(enter(name), with_kwargs=True))
+            handles.append(module.register_forward_hook(leave(name), with_kwargs=True))
+    try:
+        with torch.no_grad():
+            model.eval()(**tiny_batch(model), use_cache=False)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{model.config.model_type}: a tiny clone of the model does not run on ids alone: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def _form(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> BlockForm | None:
+    """How a call passed hidden states on; None where its first output does not look like its input."""
+    hidden = args[0] if args else next((v for v in kwargs.values() if isinstance(v, torch.Tensor)), None)
+    returned = output[0] if isinstance(output, tuple) and output else output
+    if not isinstance(hidden, torch.Tensor) or not isinstance(returned, torch.Tensor) or hidden.shape != returned.shape:
+        return None
+    return BlockForm(len(output) if isinstance(output, tuple) else None, tuple(hidden.shape))
+
+
+def _length(model: PreTrainedModel, name: str) -> int:
+    return len(model.get_submodule(name))
+
+
+def _block_lists(model: PreTrainedModel, calls: _Calls) -> list[str]:
+    """Names of the outermost lists whose modules all ran, in order, one after the other, each once."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or len(module) < 2:
+            continue
+        if any(name.startswith(f"{outer}.") for outer in found):
+            continue
+        entered = [calls.entered.get(f"{name}.{i}", []) for i in range(len(module))]
+        left = [calls.left.get(f"{name}.{i}", []) for i in range(len(module))]
+        if any(len(times) != 1 for times in (*entered, *left)):
+            continue
+        # One after the other: a list of alternatives or of branches does not look like this.
+        spans = [(start[0], end[0]) for start, end in zip(entered, left, strict=True)]
+        if all(earlier[1] < later[0] for earlier, later in pairwise(spans)):
+            found.append(name)
+    return found
+
+
+def _units(model: PreTrainedModel, lists: list[str]) -> list[str]:
+    """The largest modules with weights that lie outside of the blocks: what a layer is made of, besides blocks."""
+    units: list[str] = []
+
+    def visit(name: str, module: nn.Module) -> None:
+        if name in lists:
+            return
+        if not any(block_list.startswith(f"{name}." if name else "") for block_list in lists):
+            if next(module.parameters(), None) is not None:
+                units.append(name)
+            return
+        if own := [n for n, _ in module.named_parameters(recurse=False)]:
+            raise UnsupportedModelError(
+                f"{model.config.model_type}: {name or 'the model'!r} has weights of its own outside of any layer: {own}"
+            )
+        for child_name, child in module.named_children():
+            visit(f"{name}.{child_name}" if name else child_name, child)
+
+    visit("", model)
+    return units
+
+
+def _stack_of(unit: str, when: int, parents: list[str], first_block: list[int]) -> int:
+    """The stack that a unit belongs to: the one whose module holds it, else the one that it runs before or after."""
+    if len(parents) == 1:
+        return 0
+    inside = [i for i, parent in enumerate(parents) if parent and unit.startswith(f"{parent}.")]
+    if inside:
+        return inside[0]
+    return 0 if when < first_block[0] else len(parents) - 1

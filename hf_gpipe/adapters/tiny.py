@@ -1,0 +1,140 @@
+"""A tiny clone of any model's configuration: the same architecture and switches, sizes that run in milliseconds.
+
+It serves to observe how a family's forward is put together (probe.py) and to compare a split model with the plain
+one before a long run (`python -m hf_gpipe.check`). Only sizes change; what decides the arithmetic stays: ties,
+scales, activation functions, kinds of layers and of positions, experts and their routing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+NUMdef _names(size: int, *names: str) -> dict[str, int]:
+    return dict.fromkeys(names, size)
+
+
+_BLOCKS = _names(
+    NUM_BLOCKS,
+    *("num_hidden_layers", "num_layers", "n_layer", "n_layers"),
+    *("encoder_layers", "decoder_layers", "num_decoder_layers", "num_encoder_layers"),
+)
+_WIDTHS = _names(
+    WIDTH,
+    *("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "embedding_size", "attention_hidden_size", "lru_width"),
+)
+_HEADS = _names(
+    HEADS,
+    *("num_attention_heads", "n_head", "n_heads", "num_heads", "swa_num_attention_heads"),
+    *("encoder_attention_heads", "decoder_attention_heads"),
+    *("num_encoder_attention_heads", "num_decoder_attention_heads"),
+)
+_HEAD_WIDTHS = _names(
+    HEAD_WIDTH,
+    *("head_dim", "d_kv", "v_head_dim", "swa_head_dim", "global_head_dim", "kv_channels", "qk_head_dim"),
+    "query_pre_attn_scalar",
+)
+_FEED_FORWARD = _names(
+    2 * WIDTH,
+    *("intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"),
+    *("shared_expert_intermediate_size", "shared_intermediate_size", "intermediate_size_mlp"),
+)
+_EXPERTS = _names(4, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_OTHER = {
+    "vocab_size": VOCABULARY,
+    "decoder_vocab_size": VOCABULARY,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+    "max_position_embeddings": 64,
+    "n_positions": 64,
+    "n_ctx": 64,
+    "max_seq_len": 64,
+    "sliding_window": 4,
+    "window_size": 4,
+    "moe_intermediate_size": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 16,
+    "rotary_dim": 4,
+    "first_k_dense_replace": 1,
+    "mamba_d_state": 8,
+    "mamba_d_head": 16,
+    "mamba_n_heads": HEADS,
+    "mamba_dt_rank": 4,
+    "mamba_chunk_size": 4,
+    "state_size": 8,
+    "time_step_rank": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": HEADS,
+    "linear_key_head_dim": HEAD_WIDTH,
+    "linear_value_head_dim": HEAD_WIDTH,
+    "index_head_dim": HEAD_WIDTH,
+    "index_n_heads": 2,
+    "index_topk": 4,
+    "chunk_size": 4,
+    "block_size": 4,
+}
+_SIZES: dict[str, int] = {**_BLOCKS, **_WIDTHS, **_HEADS, **_HEAD_WIDTHS, **_FEED_FORWARD, **_EXPERTS, **_OTHER}
+_AT_MOST = {
+    "num_key_value_heads": HEADS,
+    "swa_num_key_value_heads": HEADS,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_topk": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_expert_group": 1,
+    "n_shared_experts": 1,
+}
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
+
+
+def tiny_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A configuration of the same class with small sizes; the one given is not changed."""
+    values = _shrink(config.to_diff_dict() | {"model_type": config.model_type}, config)
+    return type(config).from_dict(values)
+
+
+def _shrink(values: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
+    """Sizes of one configuration and of the ones inside it."""
+    full = config.to_dict()
+    shrunk = {name: value for name, value in values.items() if name not in ("layer_types", "mlp_layer_types")}
+    names = {config.attribute_map.get(name, name): size for name, size in _SIZES.items()}
+    for name, size in names.items():
+        if _is_size(full.get(name)):
+            shrunk[name] = size
+    for name, limit in _AT_MOST.items():
+        if _is_size(full.get(name)):
+            shrunk[name] = _fewer_key_value_heads(full) if "key_value_heads" in name else min(full[name], limit)
+    for name, token in _TOKENS.items():
+        if (_is_size(full.get(name)) and full[name] >= VOCABULARY) or isinstance(full.get(name), list):
+            shrunk[name] = token
+    for name in ("layer_types", "mlp_layer_types"):
+        if isinstance(full.get(name), list):
+            shrunk[name] = _spread(full[name], NUM_BLOCKS)
+    for name, inner in list(full.items()):
+        sub_config = getattr(config, name, None)
+        if isinstance(inner, dict) and isinstance(sub_config, PreTrainedConfig):
+            shrunk[name] = _shrink(inner, sub_config)
+    return shrunk
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _fewer_key_value_heads(values: dict[str, Any]) -> int:
+    """Keep grouped-query and multi-query attention what they are."""
+    heads = values.get("num_attention_heads") or values.get("n_head") or HEADS
+    key_values = values.get("num_key_value_heads", HEADS)
+    if key_values == 1:
+        return 1
+    return HEADS if key_values >= heads else HEADS // 2
+
+
+def _spread(kinds: list[str], count: int) -> list[str]:
+    """`count` entries in which every kind appears, in the order of the full list."""
+    first = list(dict.fromkeys(kinds))[:count]
+    return sorted([*first, *kinds[: count - len(first)]], key=lambda kind: kinds.index(kind))
