@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import pickle
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -141,7 +142,7 @@ class Generator:
         outputs = self._run("encoder", inputs, None)
         hidden = outputs.get("encoder_hidden")
         if hidden is None:
-            shape = (*input_ids.shape, self._adapter.config.d_model)
+            shape = (*input_ids.shape, self._adapter.config.hidden_size)
             hidden = torch.empty(shape, dtype=self._adapter.dtype, device=self.device)
         return BaseModelOutput(last_hidden_state=self._from_last("encoder", hidden))
 
@@ -232,31 +233,26 @@ class Generator:
         return {n: v.to(self.device) if isinstance(v, torch.Tensor) else v for n, v in message.items()}
 
     def _check(self, arguments: Mapping[str, Any]) -> None:
+        """Raise UserError for what would be ignored, go wrong or leave the processes waiting for each other."""
+        for name, reason in REFUSED.items():
+            value = self._setting(arguments, name)
+            if value is not None and value is not False and value not in _HARMLESS.get(name, ()):
+                raise UserError(f"generate({name}={reprlib.repr(value)}) cannot be honoured by a pipeline: {reason}")
         if not isinstance(arguments.get("input_ids"), torch.Tensor):
-            raise UserError(
-                f"generate() needs input_ids, a tensor of (B, T); it was given {sorted(arguments) or 'none'}"
-            )
+            given = ", ".join(sorted(arguments)) or "nothing"
+            raise UserError(f"generate() needs input_ids, a tensor of (B, T); it was given {given}")
         known = {
             *inspect.signature(GenerationMixin.generate).parameters,
             *inspect.signature(self._model.forward).parameters,
             *vars(GenerationConfig()),
             "tokenizer",
         }
-        for name, value in arguments.items():
+        for name in arguments:
             if name not in known:
                 raise UserError(f"generate() has no argument {name!r}{nearest(name, known)}")
-            if not isinstance(value, torch.Tensor):
-                try:
-                    pickle.dumps(value)
-                except Exception as error:
-                    raise UserError(
-                        f"generate({name}=...) cannot be sent to the other processes ({error}); "
-                        "define it at the top of an importable module"
-                    ) from error
-        for name, reason in REFUSED.items():
-            value = self._setting(arguments, name)
-            if value is not None and value is not False and value not in _HARMLESS.get(name, ()):
-                raise UserError(f"generate({name}={value!r}) cannot be honoured by a pipeline: {reason}")
+        if self._topology.num_processes > 1:
+            for name, value in arguments.items():
+                _check_sendable(name, value)
 
     def _setting(self, arguments: Mapping[str, Any], name: str) -> Any:
         """The value that `generate` would use: the argument's, the given configuration's or the model's own."""
@@ -274,6 +270,16 @@ class Generator:
             state = generator.get_state()
             dist.broadcast(state, src=0)
             generator.set_state(state)
+
+
+def _check_sendable(name: str, value: object) -> None:
+    try:
+        pickle.dumps(value)
+    except Exception as error:
+        raise UserError(
+            f"generate({name}=...) cannot be sent to the other processes ({error}); "
+            "define it at the top of a module that they can import"
+        ) from error
 
 
 class _Encoder:
