@@ -11,7 +11,12 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-NUMdef _names(size: int, *names: str) -> dict[str, int]:
+NUM_BLOCKS = 4
+VOCABULARY = 64
+WIDTH, HEADS, HEAD_WIDTH = 32, 4, 8
+
+
+def _names(size: int, *names: str) -> dict[str, int]:
     return dict.fromkeys(names, size)
 
 
@@ -22,7 +27,8 @@ _BLOCKS = _names(
 )
 _WIDTHS = _names(
     WIDTH,
-    *("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "embedding_size", "attention_hidden_size", "lru_width"),
+    *("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "embedding_size"),
+    *("attention_hidden_size", "lru_width"),
 )
 _HEADS = _names(
     HEADS,
