@@ -117,13 +117,13 @@ class Generator:
             UserError: on every process, for an argument that is unknown or cannot be honoured.
             StageError: the forward of a stage failed.
         """
-        arguments = dict(inputs)
-        streamer = arguments.pop("streamer", None)
-        arguments = self._share(arguments)
+        streamer = inputs.get("streamer") if self._topology.is_main else None
+        shared = self._topology.from_main(lambda: self._checked(inputs))
+        arguments = {n: v.to(self.device) if isinstance(v, torch.Tensor) else v for n, v in shared.items()}
         self._share_random_state()
         if self._setting(arguments, "use_cache") is not False:
             arguments["past_key_values"] = PipelineCache(self._stages)
-        output = self._model.generate(**arguments, streamer=streamer if self._topology.is_main else None)
+        output = self._model.generate(**arguments, streamer=streamer)
         if isinstance(output, ModelOutput):
             # The cache is of no use outside, and holds this process's part only.
             output = type(output)(**{name: value for name, value in output.items() if name != "past_key_values"})
@@ -217,20 +217,11 @@ class Generator:
 
     # ------------------------------------------------------------------ arguments
 
-    def _share(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The main process's arguments on every process, tensors on its device; raises where it refuses them."""
-        message: object = None
-        if self._topology.is_main:
-            try:
-                self._check(arguments)
-                message = {n: v.cpu() if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
-            except UserError as error:
-                message = error
-        message = self._topology.gather_objects(message)[0]
-        if isinstance(message, UserError):
-            raise message
-        assert isinstance(message, dict)
-        return {n: v.to(self.device) if isinstance(v, torch.Tensor) else v for n, v in message.items()}
+    def _checked(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments in a form that travels between processes; raises UserError where they cannot be honoured."""
+        arguments = {name: value for name, value in inputs.items() if name != "streamer"}
+        self._check(arguments)
+        return {name: v.cpu() if isinstance(v, torch.Tensor) else v for name, v in arguments.items()}
 
     def _check(self, arguments: Mapping[str, Any]) -> None:
         """Raise UserError for what would be ignored, go wrong or leave the processes waiting for each other."""

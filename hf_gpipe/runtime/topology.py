@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -70,6 +71,23 @@ class Topology:
         dist.all_gather_object(values, value)
         return values
 
+    def from_main(self, function: Callable[[], Value]) -> Value:
+        """What `function` returns in the main process, on every process; it runs there only.
+
+        Raises:
+            UserError: on every process, where `function` raises it in the main process.
+        """
+        outcome: Any = None
+        if self.is_main:
+            try:
+                outcome = function()
+            except UserError as error:
+                outcome = error
+        outcome = self.gather_objects(outcome)[0]
+        if isinstance(outcome, UserError):
+            raise outcome
+        return outcome
+
 
 def pick_device(device: torch.device | str | None) -> torch.device:
     """The device of this process.
@@ -83,7 +101,7 @@ def pick_device(device: torch.device | str | None) -> torch.device:
         return chosen
     if not torch.cuda.is_available():
         raise UserError(f"device {str(device)!r} was asked for and torch finds no CUDA device; use device: cpu")
-    if chosen.index is None:
+    if str(chosen) == "cuda":  # without an index: one device a process
         local_rank = dist.get_node_local_rank(fallback_rank=0) if dist.is_initialized() else 0
         chosen = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(chosen)
