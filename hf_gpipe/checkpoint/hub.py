@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,12 @@ from safetensors import SafetensorError
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils import logging as transformers_logging
@@ -38,9 +44,14 @@ class _SeededByName(TorchDispatchMode):
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
         super().__init__()
-        named = [*model.named_parameters(), *model.named_buffers()]
-        self._names = {t.untyped_storage().data_ptr(): name for name, t in named if t.device.type != "meta"}
+        self._model = model
         self._seed = seed
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        """Names by address; asked for at the first fill, when every tensor has its memory."""
+        named = [*self._model.named_parameters(), *self._model.named_buffers()]
+        return {t.untyped_storage().data_ptr(): name for name, t in named if t.device.type != "meta"}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags and args and isinstance(args[0], torch.Tensor):
@@ -92,7 +103,7 @@ def load(stage: StageModel, path: str | os.PathLike[str], device: torch.device, 
     Raises CheckpointError where the files are missing, do not fit the model or lack a parameter of this stage.
     """
     model = stage.model
-    files = checkpoint_files(path)
+    files = _fetch(path, _own_keys(model))
     _forget_initialisation(model)
     config = LoadStateDictConfig(
         pretrained_model_name_or_path=str(path),
@@ -115,11 +126,15 @@ def load(stage: StageModel, path: str | os.PathLike[str], device: torch.device, 
         raise CheckpointError(
             f"the checkpoint {str(path)!r} lacks {len(info.missing_keys)} parameters of the model: {names}"
         )
+    if device.type == "cpu":
+        # The library maps the files; weights that training changes must not hang on a file that may be replaced.
+        for tensor in {id(t): t for t in model.state_dict(keep_vars=True).values()}.values():
+            tensor.data = tensor.data.clone()
     stage.seal(device)
 
 
-def checkpoint_files(path: str | os.PathLike[str]) -> list[Path]:
-    """The safetensors files of a Hub directory or id, fetched where it is an id.
+def _fetch(path: str | os.PathLike[str], is_own: Callable[[str], bool]) -> list[Path]:
+    """The safetensors files of a Hub directory or id that hold own tensors; of an id only those are downloaded.
 
     Raises CheckpointError where there are none or the index names a file outside of the directory.
     """
@@ -128,19 +143,43 @@ def checkpoint_files(path: str | os.PathLike[str]) -> list[Path]:
         if single is not None:
             return [Path(single)]
         index = cached_file(str(path), SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+        if index is None:
+            raise CheckpointError(
+                f"no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME} at {str(path)!r}; "
+                "a checkpoint in safetensors format is needed"
+            )
+        weight_map = _read_weight_map(Path(index))
+        needed = sorted({file for key, file in weight_map.items() if is_own(key)}) or sorted(set(weight_map.values()))
+        files = [cached_file(str(path), file) for file in needed]
     except OSError as error:
         raise CheckpointError(f"cannot read a checkpoint at {str(path)!r}: {error}") from error
-    if index is None:
-        raise CheckpointError(
-            f"no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME} at {str(path)!r}; "
-            "a checkpoint in safetensors format is needed"
-        )
-    names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
-    for name in names:
-        if Path(name).name != name:
-            raise CheckpointError(f"{index}: the index names {name!r}, which is not a file of the same directory")
-    files = [cached_file(str(path), name) for name in names]
     return [Path(file) for file in files if file is not None]
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(f"{index}: not an index of a sharded checkpoint: {error}") from error
+    for file in set(weight_map.values()):
+        if Path(file).name != file:
+            raise CheckpointError(f"{index}: the index names {file!r}, which is not a file of the same directory")
+    return weight_map
+
+
+def _own_keys(model: PreTrainedModel) -> Callable[[str], bool]:
+    """Whether a checkpoint's key, after the library's renamings and conversions, is a tensor of this stage."""
+    state = model.state_dict()
+    # A mapping of its own: entries remember that they were used, and saving reverts those.
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+
+    def is_own(key: str) -> bool:
+        renamed, _ = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        return key in state or renamed in state
+
+    return is_own
 
 
 def shard_tensors(stage: StageModel, owned: Sequence[str]) -> dict[str, torch.Tensor]:

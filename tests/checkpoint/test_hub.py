@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from hf_gpipe import Pipeline
+from hf_gpipe.adapters import StageModel, adapter_for
+from hf_gpipe.checkpoint import hub, save
 from hf_gpipe.errors import CheckpointError
 from tests.gloo import run_gloo
 from tests.oracle import plain_model, tiny_config
@@ -82,6 +84,74 @@ def test_sharded_checkpoints_are_read(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
     expected = {name: p.detach() for name, p in plain.named_parameters()}
     assert_equal(weights(Pipeline(tmp_path, 3)), expected)
+
+
+def test_only_the_needed_shards_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = plain_model(tiny_config("llama", tied=False), dtype=torch.float32)
+    plain.save_pretrained(tmp_path, max_shard_size="10KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    fetched: list[str] = []
+    cached_file = hub.cached_file
+
+    def spy(path: str, name: str, **options: object) -> str | None:
+        fetched.append(name)
+        return cached_file(path, name, **options)
+
+    monkeypatch.setattr(hub, "cached_file", spy)
+    for stage in range(3):
+        fetched.clear()
+        adapter = adapter_for(plain.config)
+        model = StageModel(adapter, 2 * stage, 2 * stage + 2)
+        hub.load(model, tmp_path, torch.device("cpu"), seed=0)
+        shards = {name for name in fetched if name.startswith("model-")}
+        assert shards == {index[name] for name in model.parameters}
+        assert len(shards) < len(set(index.values()))
+
+
+def test_training_does_not_touch_the_files_that_were_loaded(tmp_path: Path) -> None:
+    plain_model(tiny_config("llama"), dtype=torch.float32).save_pretrained(tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    pipe = Pipeline(tmp_path, 2)
+    with torch.no_grad():
+        for parameter in pipe.parameters():
+            parameter.add_(1.0)
+    expected = {name: tensor.clone() for name, tensor in weights(pipe).items()}
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    (tmp_path / "model.safetensors").write_bytes(b"overwritten")
+    assert_equal(weights(pipe), expected)
+
+
+def test_tied_names_with_two_different_tensors_stay_apart(tmp_path: Path) -> None:
+    """Checkpoints of T5 1.1 are like this: the configuration ties, the files hold two tensors."""
+    untied = plain_model(tiny_config("llama", tied=False), dtype=torch.float32)
+    untied.config.tie_word_embeddings = True
+    untied.save_pretrained(tmp_path)
+    expected = saved(tmp_path)
+    assert not torch.equal(expected["lm_head.weight"], expected["model.embed_tokens.weight"])
+    for num_stages in (1, 3):
+        pipe = Pipeline(tmp_path, num_stages)
+        assert_equal(weights(pipe), expected)
+        pipe.save_pretrained(tmp_path / "again")
+        assert_equal(saved(tmp_path / "again"), expected)
+
+
+def test_a_crash_during_a_save_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = Pipeline(tiny_config("llama"), 2, seed=1)
+    old.save_pretrained(tmp_path)
+    expected = weights(old)
+    new = Pipeline(tiny_config("llama"), 3, seed=2)
+    for victim in ("save_file", "_publish"):
+        monkeypatch.setattr(save, victim, _crash)
+        with pytest.raises(KeyboardInterrupt):
+            new.save_pretrained(tmp_path)
+        monkeypatch.undo()
+        assert_equal(weights(Pipeline(tmp_path, 2)), expected)
+    new.save_pretrained(tmp_path)
+    assert_equal(weights(Pipeline(tmp_path, 2)), weights(new))
+
+
+def _crash(*args: object, **options: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_model_in_memory_shares_its_weights() -> None:
