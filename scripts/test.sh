@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Style, types and tests; arguments go to pytest, which runs the whole suite without them.
+# Style, types and tests. Arguments go to pytest; without them it runs the whole suite in two processes.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -9,4 +9,7 @@ export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy hf_gpipe
+if (($# == 0)); then
+    set -- --numprocesses 2
+fi
 "$python" -m pytest "$@"

@@ -152,7 +152,7 @@ class PipelineSection:
     """How long a process waits for another before the run fails."""
 
     threads_per_process: Count | None = None
-    """CPU threads of each process; null: this machine's cores, shared out evenly."""
+    """CPU threads of each process; null: OMP_NUM_THREADS, or the machine's cores shared out evenly."""
 
 
 @dataclass(frozen=True, kw_only=True)
