@@ -1,0 +1,20 @@
+"""Parallel corpora, tokenizer training, mini-batches and collation."""
+
+from hf_gpipe.data.batches import length_bucketed_batches, shuffled_batches
+from hf_gpipe.data.build import build_corpus
+from hf_gpipe.data.collate import PairCollator
+from hf_gpipe.data.pairs import Corpus, Pair
+from hf_gpipe.data.tokenized import TokenizedPairs, encode_sources
+from hf_gpipe.data.tokenizer import train_tokenizer
+
+__all__ = [
+    "Corpus",
+    "Pair",
+    "PairCollator",
+    "TokenizedPairs",
+    "build_corpus",
+    "encode_sources",
+    "length_bucketed_batches",
+    "shuffled_batches",
+    "train_tokenizer",
+]

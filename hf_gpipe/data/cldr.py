@@ -1,0 +1,172 @@
+"""A multilingual parallel corpus made offline from CLDR, the locale data that Babel carries.
+
+Every language says the same kinds of thing (templates.py), so a pair is one drawn phrase said in a language and in
+English. The number of pairs may follow a power law over the languages, as in the paper's corpus of 102 languages
+(GPipe, arXiv 1811.06965, section 5).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Iterator, Sequence
+
+from babel import Locale
+
+from hf_gpipe.data.deterministic import stable_random
+from hf_gpipe.data.locales import ENGLISH, ROOT, IsolatedLocale, known_locale
+from hf_gpipe.data.pairs import Corpus, Pair, language_tag, split_pairs, tagged
+from hf_gpipe.data.templates import TEMPLATES, Phrase
+from hf_gpipe.errors import DataError, nearest
+
+logger = logging.getLogger(__name__)
+
+DIRECTIONS = ("to_english", "from_english", "both")
+
+# So many draws in a row without a new pair: the language has nearly said all that it can say.
+FRUITLESS_DRAWS = 500
+
+BIDI_MARKS = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def cldr_corpus(
+    *,
+    languages: Sequence[str],
+    templates: Sequence[str] = (),
+    direction: str = "to_english",
+    max_number: int = 999,
+    examples_per_language: int = 2000,
+    min_examples_per_language: int = 100,
+    power_law_exponent: float = 0.0,
+    validation_fraction: float = 0.05,
+    test_fraction: float = 0.05,
+    target_tag: bool = False,
+    seed: int = 0,
+) -> Corpus:
+    """Generates the corpus; the same arguments give the same corpus in any process.
+
+    The n-th of `languages` (from 1) gets examples_per_language / n ** power_law_exponent pairs a direction, and at
+    least `min_examples_per_language`, as far as its templates can say so many different things; a shortage is logged.
+    No `templates` means all of them. `max_number` bounds the numbers of measures, prices and relative times; years
+    stay within templates.YEARS. Sources carry a tag such as "<2de>" where there are several target languages, or
+    where `target_tag` asks for it. Pairs are split by their English side, so that no test sentence was seen in
+    training in another language, by another template or in the other direction.
+
+    Raises DataError for an unknown language, template or direction, a number out of range, or a language that has no
+    words for any of the templates.
+    """
+    _check_languages(languages)
+    _check_choices("templates", templates, TEMPLATES)
+    _check_choices("direction", [direction], DIRECTIONS)
+    for key, found, least in (
+        ("max_number", max_number, 1),
+        ("min_examples_per_language", min_examples_per_language, 1),
+        ("power_law_exponent", power_law_exponent, 0),
+    ):
+        if found < least:
+            raise DataError(f"{key} is {found}; it must be at least {least}")
+    if examples_per_language < min_examples_per_language:
+        raise DataError(
+            f"examples_per_language is {examples_per_language}, less than min_examples_per_language, "
+            f"{min_examples_per_language}; raise the one or lower the other"
+        )
+
+    targets = {"to_english": ["en"], "from_english": list(languages), "both": ["en", *languages]}[direction]
+    with_tag = target_tag or len(targets) > 1
+    names = list(templates) or list(TEMPLATES)
+    pairs: list[Pair] = []
+    shortages: list[str] = []
+    for rank, language in enumerate(languages, start=1):
+        asked = power_law_count(rank, examples_per_language, min_examples_per_language, power_law_exponent)
+        translations = _translations(language, names, max_number, asked, seed, direction)
+        if not translations:
+            raise DataError(
+                f"languages: CLDR has no words in {language!r} for the templates {', '.join(names)}; "
+                "remove the language or choose other templates"
+            )
+        if len(translations) < asked:
+            shortages.append(f"{language} {len(translations)} of {asked}")
+        for text, english in translations:
+            if direction != "from_english":
+                pairs.append(Pair(tagged(text, "en") if with_tag else text, english, language, english))
+            if direction != "to_english":
+                pairs.append(Pair(tagged(english, language) if with_tag else english, text, language, english))
+    if shortages:
+        logger.warning("CLDR has fewer different pairs than asked for: %s", ", ".join(shortages))
+    return split_pairs(
+        pairs,
+        languages=list(languages),
+        validation_fraction=validation_fraction,
+        test_fraction=test_fraction,
+        target_tags=[language_tag(target) for target in targets] if with_tag else [],
+    )
+
+
+def power_law_count(rank: int, largest: int, smallest: int, exponent: float) -> int:
+    """The number of examples of the language at `rank` (from 1): largest / rank ** exponent, at least `smallest`."""
+    return max(smallest, int(largest / rank**exponent + 0.5))
+
+
+def translate(phrase: Phrase, locale: Locale) -> str | None:
+    """What `phrase` says in `locale`, or None where CLDR has no words of that language for it.
+
+    Where a locale has no data Babel answers with the root locale's placeholders ("3 d", "€ 3.00"), so words equal to
+    root's are no words of the language. Spaces become plain and direction marks go, as in typed text.
+    """
+    text = phrase(locale)
+    if not text or text == phrase(ROOT):
+        return None
+    return " ".join(BIDI_MARKS.sub("", text).split())
+
+
+def _translations(
+    language: str, names: list[str], max_number: int, count: int, seed: int, direction: str
+) -> list[tuple[str, str]]:
+    """Up to `count` pairs (text in `language`, English), none of whose sources occurs twice.
+
+    A source with two translations ("mars" is a month and a planet) is kept with the first, so that a right answer
+    exists. The draws depend on the seed and the language alone, not on the other languages.
+    """
+    locale = IsolatedLocale(known_locale(language))
+    seen: set[tuple[str, str]] = set()
+    found: list[tuple[str, str]] = []
+    fruitless = 0
+    for phrase in _phrases(language, names, max_number, seed):
+        if len(found) == count or fruitless == FRUITLESS_DRAWS:
+            break
+        fruitless += 1
+        text, english = translate(phrase, locale), translate(phrase, ENGLISH)
+        if text is None or english is None:
+            continue
+        sources = {"to_english": {(language, text)}, "from_english": {("en", english)}}
+        sources["both"] = sources["to_english"] | sources["from_english"]
+        if not sources[direction] & seen:
+            seen |= sources[direction]
+            found.append((text, english))
+            fruitless = 0
+    return found
+
+
+def _phrases(language: str, names: list[str], max_number: int, seed: int) -> Iterator[Phrase]:
+    rng = stable_random("cldr", seed, language)
+    while True:
+        yield TEMPLATES[rng.choice(names)](rng, max_number)
+
+
+def _check_languages(languages: Sequence[str]) -> None:
+    if not languages:
+        raise DataError("languages is empty; name at least one CLDR locale, such as [de, fr, es]")
+    named: dict[str, str] = {}
+    for language in languages:
+        locale = str(known_locale(language))
+        if locale in ("en", "root"):
+            raise DataError(f"languages: {language!r} cannot be one of them; English is the other side of every pair")
+        if locale in named:
+            raise DataError(f"languages: {named[locale]!r} and {language!r} are the same; name each language once")
+        named[locale] = language
+
+
+def _check_choices(key: str, found: Sequence[str], allowed: Collection[str]) -> None:
+    for name in found:
+        if name not in allowed:
+            raise DataError(f"{key}: {name!r} is unknown{nearest(name, allowed)}; choose from {', '.join(allowed)}")

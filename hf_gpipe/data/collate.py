@@ -1,0 +1,41 @@
+"""Rows of token ids to the tensors of a mini-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from hf_gpipe.data.tokenized import IGNORE_INDEX
+
+
+@dataclass(frozen=True)
+class PairCollator:
+    """Pads rows of {"input_ids", "labels"} to the longest row of the mini-batch.
+
+    Returns input_ids and attention_mask of shape (B, T) and, where the rows have them, labels of shape (B, T'), all of
+    torch.long. Padding is `pad_token_id` in input_ids, 0 in attention_mask, -100 in labels. It goes to the right; to
+    the left for the prompts of a decoder-only model, whose new tokens must follow the last real one.
+    """
+
+    pad_token_id: int
+    padding_side: Literal["right", "left"] = "right"
+
+    def __call__(self, rows: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        input_ids = [row["input_ids"] for row in rows]
+        batch = {
+            "input_ids": self._pad(input_ids, self.pad_token_id),
+            "attention_mask": self._pad([[1] * len(row) for row in input_ids], 0),
+        }
+        if "labels" in rows[0]:
+            batch["labels"] = self._pad([row["labels"] for row in rows], IGNORE_INDEX)
+        return batch
+
+    def _pad(self, rows: list[list[int]], filler: int) -> torch.Tensor:
+        longest = max(map(len, rows))
+        fillers = [[filler] * (longest - len(row)) for row in rows]
+        if self.padding_side == "left":
+            return torch.tensor([pad + row for row, pad in zip(rows, fillers, strict=True)])
+        return torch.tensor([row + pad for row, pad in zip(rows, fillers, strict=True)])

@@ -1,0 +1,66 @@
+"""Plans of mini-batches: complete, repeatable, and short of padding."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_gpipe.data import length_bucketed_batches, shuffled_batches
+
+LENGTHS = st.lists(st.integers(1, 50), max_size=300)
+SIZES = st.integers(1, 40)
+SEEDS = st.integers(0, 3)
+
+
+def is_complete(batches: list[list[int]], count: int, size: int) -> bool:
+    uneven = [len(batch) for batch in batches if len(batch) != size]
+    return sorted(index for batch in batches for index in batch) == list(range(count)) and uneven == (
+        [count % size] if count % size else []
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(LENGTHS, SIZES, SEEDS, SEEDS)
+def test_an_epoch_holds_every_example_once(lengths, size, seed, epoch):
+    assert is_complete(length_bucketed_batches(lengths, size, seed, epoch), len(lengths), size)
+    assert is_complete(shuffled_batches(len(lengths), size, seed, epoch), len(lengths), size)
+
+
+@settings(max_examples=50, deadline=None)
+@given(LENGTHS, SIZES, SEEDS, SEEDS)
+def test_rows_of_a_mini_batch_are_sorted_by_length(lengths, size, seed, epoch):
+    for batch in length_bucketed_batches(lengths, size, seed, epoch):
+        assert [lengths[index] for index in batch] == sorted(lengths[index] for index in batch)
+
+
+def test_plans_are_functions_of_seed_and_epoch():
+    lengths = [random.Random(0).randrange(100) for _ in range(500)]
+    plan = length_bucketed_batches(lengths, 16, seed=1, epoch=2)
+    assert plan == length_bucketed_batches(lengths, 16, seed=1, epoch=2)
+    assert plan != length_bucketed_batches(lengths, 16, seed=1, epoch=3)
+    assert plan != length_bucketed_batches(lengths, 16, seed=2, epoch=2)
+    assert shuffled_batches(500, 16, 1, 2) == shuffled_batches(500, 16, 1, 2) != shuffled_batches(500, 16, 1, 3)
+
+
+def test_buckets_save_padding_and_change_every_epoch():
+    generator = random.Random(0)
+    lengths = [generator.randrange(1, 200) for _ in range(10_000)]
+
+    def padding(batches: list[list[int]]) -> int:
+        return sum(max(lengths[i] for i in batch) - lengths[j] for batch in batches for j in batch)
+
+    bucketed = length_bucketed_batches(lengths, 32, seed=0, epoch=0)
+    assert padding(bucketed) < padding(shuffled_batches(10_000, 32, seed=0, epoch=0)) / 20
+    other = {frozenset(batch) for batch in length_bucketed_batches(lengths, 32, seed=0, epoch=1)}
+    assert not other & {frozenset(batch) for batch in bucketed}
+
+
+def test_batches_of_one_length_do_not_follow_one_another():
+    lengths = list(range(1000))
+    first = [lengths[batch[0]] for batch in length_bucketed_batches(lengths, 10, seed=0, epoch=0)]
+    rises = sum(left < right for left, right in pairwise(first))
+    assert rises == pytest.approx(50, abs=15)

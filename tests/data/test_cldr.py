@@ -1,0 +1,179 @@
+"""The CLDR corpus: deterministic, without leaks, without CLDR's placeholders."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hf_gpipe.data.cldr import cldr_corpus, power_law_count
+from hf_gpipe.data.pairs import Corpus, Pair
+from hf_gpipe.data.templates import TEMPLATES
+from hf_gpipe.errors import DataError
+
+LANGUAGES = ["de", "fr", "ru", "zh"]
+
+
+def corpus(**options) -> Corpus:
+    return cldr_corpus(**{"languages": LANGUAGES, "examples_per_language": 150, **options})
+
+
+def every_pair(found: Corpus) -> list[Pair]:
+    return [*found.train, *found.validation, *found.test]
+
+
+def test_pairs_are_translations():
+    found = {(pair.language, pair.source): pair.target for pair in every_pair(corpus(templates=["weekday", "month"]))}
+    assert found["de", "Dienstag"] == "Tuesday"
+    assert found["ru", "февраль"] == "February"
+    assert found["zh", "星期二"] == "Tuesday"
+
+
+def test_no_english_side_is_in_two_splits():
+    found = corpus(validation_fraction=0.2, test_fraction=0.2, direction="both")
+    english = [
+        {pair.target if pair.source.startswith("<2en>") else pair.source.split("> ", 1)[1] for pair in part}
+        for part in (found.train, found.validation, found.test)
+    ]
+    assert all(english)
+    assert len(english[0] | english[1] | english[2]) == sum(map(len, english))
+
+
+def test_no_source_occurs_twice():
+    found = [(pair.language, pair.source) for pair in every_pair(corpus())]
+    assert len(found) == len(set(found))
+
+
+def test_same_arguments_same_corpus_and_another_seed_another():
+    assert corpus() == corpus()
+    assert corpus() != corpus(seed=1)
+
+
+def test_other_languages_do_not_change_a_language():
+    german = [pair for pair in every_pair(corpus()) if pair.language == "de"]
+    alone = every_pair(corpus(languages=["de"]))
+    assert german == alone
+
+
+def test_the_corpus_is_the_same_in_another_process():
+    """Sets of strings change their order with PYTHONHASHSEED; the corpus must not."""
+    program = (
+        "from hf_gpipe.data.cldr import cldr_corpus\n"
+        "corpus = cldr_corpus(languages=['de', 'fr', 'ru', 'zh'], examples_per_language=150)\n"
+        "print(repr(corpus.train[::10]).encode().hex())"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    there = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert bytes.fromhex(there).decode() == repr(corpus().train[::10])
+
+
+def test_one_locale_does_not_disturb_another():
+    """Babel's locales share data: Hebrew's months once appeared in the German corpus made after it."""
+    german = every_pair(corpus(languages=["de"], templates=["month", "month_year", "quarter"], max_number=99))
+    cldr_corpus(languages=["he", "lt"], examples_per_language=100)
+    assert every_pair(corpus(languages=["de"], templates=["month", "month_year", "quarter"], max_number=99)) == german
+    assert "März" in {pair.source for pair in german}
+
+
+# Languages with much, little and hardly any data; three scripts written from right to left.
+@pytest.mark.parametrize("language", ["haw", "kw", "yo", "mi", "eo", "ar", "he", "ckb", "ja", "pt_BR", "zh_Hant"])
+def test_placeholders_of_the_root_locale_are_left_out(language):
+    for pair in every_pair(cldr_corpus(languages=[language], examples_per_language=400)):
+        assert "length-" not in pair.source, pair
+        assert "M0" not in pair.source, pair
+        assert not pair.source.startswith("-"), pair
+        assert pair.source not in {"USD", "EUR", "FR", "fr"}, pair
+        assert pair.source == " ".join(pair.source.split()), pair
+        assert not set(pair.source) & set("\u200e\u200f\u061c"), pair
+
+
+def test_english_to_languages_carries_tags():
+    found = corpus(direction="from_english")
+    assert found.target_tags == ["<2de>", "<2fr>", "<2ru>", "<2zh>"]
+    assert all(pair.source.startswith(f"<2{pair.language}> ") for pair in every_pair(found))
+
+
+def test_one_target_language_needs_no_tag():
+    assert corpus().target_tags == []
+    assert corpus(languages=["de"], direction="from_english").target_tags == []
+    assert corpus(target_tag=True).target_tags == ["<2en>"]
+    assert all(pair.source.startswith("<2en> ") for pair in every_pair(corpus(target_tag=True)))
+
+
+def test_both_directions_hold_every_pair_twice():
+    found = every_pair(corpus(direction="both"))
+    to_english = {(pair.language, pair.source[6:], pair.target) for pair in found if pair.source.startswith("<2en> ")}
+    from_english = {
+        (pair.language, pair.target, pair.source.split("> ", 1)[1])
+        for pair in found
+        if not pair.source.startswith("<2en> ")
+    }
+    assert to_english == from_english
+    assert len(found) == 2 * len(to_english)
+
+
+def test_counts_follow_the_power_law():
+    found = every_pair(corpus(examples_per_language=300, min_examples_per_language=100, power_law_exponent=1.0))
+    assert [sum(pair.language == language for pair in found) for language in LANGUAGES] == [300, 150, 100, 100]
+    assert power_law_count(1, 10**9, 10**4, 2.0) == 10**9
+    assert power_law_count(10**3, 10**9, 10**4, 2.0) == 10**4
+
+
+def test_numbers_stay_within_max_number():
+    found = every_pair(corpus(templates=["duration", "relative_time"], max_number=20, min_examples_per_language=10))
+    numbers = {int(word) for pair in found for word in pair.target.split() if word.isdigit()}
+    assert numbers == set(range(1, 21))
+
+
+def test_a_shortage_is_logged_with_both_numbers(caplog):
+    with caplog.at_level(logging.WARNING):
+        found = corpus(languages=["de"], templates=["weekday"], validation_fraction=0, test_fraction=0)
+    assert len(found.train) == 7
+    assert "de 7 of 150" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"languages": []}, "languages is empty"),
+        ({"languages": ["pt_BX"]}, r"no locale 'pt_BX'; did you mean 'pt_BR'\?"),
+        ({"languages": ["de", "en"]}, "'en' cannot be one of them"),
+        ({"languages": ["de", "DE"]}, "'de' and 'DE' are the same"),
+        (
+            {"templates": ["durations"]},
+            r"templates: 'durations' is unknown; did you mean 'duration'\?; choose from month",
+        ),
+        ({"direction": "to_englisch"}, r"direction: 'to_englisch' is unknown; did you mean 'to_english'\?"),
+        ({"max_number": 0}, "max_number is 0; it must be at least 1"),
+        ({"power_law_exponent": -1}, "power_law_exponent is -1"),
+        ({"min_examples_per_language": 0}, "min_examples_per_language is 0"),
+        ({"examples_per_language": 50}, "examples_per_language is 50, less than min_examples_per_language, 100"),
+        ({"languages": ["haw"], "templates": ["script"]}, "no words in 'haw' for the templates script"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(options, message):
+    with pytest.raises(DataError, match=message):
+        corpus(**options)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_template_says_something_in_several_languages(name):
+    found = every_pair(
+        corpus(
+            templates=[name],
+            examples_per_language=5,
+            min_examples_per_language=1,
+            test_fraction=0,
+            validation_fraction=0,
+        )
+    )
+    assert {pair.language for pair in found} == set(LANGUAGES)
+
+
+def test_every_template_bears_large_numbers():
+    assert every_pair(corpus(max_number=10**9))
