@@ -17,15 +17,17 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from hf_gpipe.adapters import StageModel, adapter_for
 from hf_gpipe.adapters.dropout import default_generator
+from hf_gpipe.adapters.peft import find_peft, make_peft
 from hf_gpipe.checkpoint import hub
+from hf_gpipe.checkpoint.peft import load_adapters, save_adapters
 from hf_gpipe.checkpoint.save import save_model
 from hf_gpipe.errors import CheckpointError, PartitionError, UserError
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.channel import Channel, LocalChannel, RemoteChannel
 from hf_gpipe.runtime.executor import ActionTime, Edge, Executor
-from hf_gpipe.runtime.launch import join
 from hf_gpipe.runtime.generation import Generator
+from hf_gpipe.runtime.launch import join
 from hf_gpipe.runtime.micro_batch import Batch, make_micro_batches
 from hf_gpipe.runtime.stage import LogitsCallback, Stage
 from hf_gpipe.runtime.ties import Ties
@@ -77,6 +79,8 @@ class Pipeline:
         config_overrides: values of the configuration to change; only with an id or directory.
         label_smoothing: share of the target's probability spread over the vocabulary.
         device: where this process computes; None: a CUDA device where there is one, else the CPU.
+        peft_config: a peft.LoraConfig to add adapters with; all else is frozen. A model that has PEFT adapters
+            already, or is a PeftModel, is taken as it is.
 
     Raises:
         UserError: one of its kinds for each argument that cannot be honoured.
@@ -98,6 +102,7 @@ class Pipeline:
         config_overrides: Mapping[str, Any] | None = None,
         label_smoothing: float = 0.0,
         device: torch.device | str | None = None,
+        peft_config: Any = None,
     ) -> None:
         if recompute not in RECOMPUTE_MODES:
             raise UserError(f"recompute={recompute!r}: expected one of {', '.join(RECOMPUTE_MODES)}")
@@ -105,6 +110,7 @@ class Pipeline:
             raise UserError(f"num_micro_batches={num_micro_batches}: expected at least 1")
         if num_stages < 1:
             raise PartitionError(f"num_stages={num_stages}: expected at least 1")
+        model, peft = find_peft(model, peft_config)
         config = _config_of(model, trust_remote_code, config_overrides)
         dtype = dtype or getattr(config, "dtype", None) or torch.float32
         if isinstance(model, PreTrainedModel):
@@ -113,6 +119,7 @@ class Pipeline:
         self.adapter = adapter_for(config, dtype, attn_implementation, trust_remote_code=trust_remote_code)
         if (generation_config := _generation_config_of(model)) is not None:
             self.adapter.reference.generation_config = generation_config
+        self.peft = None if peft is None else make_peft(self.adapter, *peft)
         self.partition = cut(len(self.adapter.layers), num_stages, partition)
         self.num_stages = num_stages
         self.num_micro_batches = num_micro_batches
@@ -279,11 +286,17 @@ class Pipeline:
         stage_model = StageModel(self.adapter, layers[0], layers[-1] + 1)
         device = self.topology.device
         if isinstance(source, PreTrainedModel):
+            if self.peft is not None:
+                self.peft.inject(stage_model.model)
             hub.take(stage_model, source, device)
-        elif isinstance(source, str | os.PathLike):
-            hub.load(stage_model, source, device, self.seed)
         else:
-            hub.initialise(stage_model, device, self.seed)
+            if isinstance(source, str | os.PathLike):
+                hub.load(stage_model, source, device, self.seed)
+            else:
+                hub.initialise(stage_model, device, self.seed)
+            if self.peft is not None:
+                hub.add_peft(stage_model, self.peft, device, self.seed)
+        stage_model.seal(device)
         return stage_model
 
     def _trainable_layers(self) -> list[bool]:
@@ -374,9 +387,12 @@ class Pipeline:
     def load_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Replace the weights by those of a Hub id or directory, in place, so that optimizers keep their parameters.
 
-        Every process calls it and reads its own stages' tensors. Raises CheckpointError where the files are missing or
-        do not fit the model.
+        Every process calls it and reads its own stages' tensors; with PEFT adapters it reads those, in PEFT's format.
+        Raises CheckpointError where the files are missing or do not fit the model.
         """
+        if self.peft is not None:
+            load_adapters(Path(directory), self.models, self.peft)
+            return
         for stage, stage_model in self.models.items():
             loaded = self._materialise(str(directory), stage)
             current = {**stage_model.parameters, **stage_model.buffers}
@@ -389,9 +405,12 @@ class Pipeline:
         """Write the model in Hub format; `from_pretrained` of plain transformers loads it.
 
         Every process calls it and writes its own stages, one shard a stage. An interrupted save leaves the old
-        checkpoint or none, never a part.
+        checkpoint or none, never a part. With PEFT adapters only those are written, in PEFT's format.
         """
         self._refresh_copies()
+        if self.peft is not None:
+            save_adapters(Path(directory), self.models, self.ties.owner_stage, self.topology, self.peft)
+            return
         save_model(Path(directory), self.models, self.ties.owner_stage, self.topology)
 
 

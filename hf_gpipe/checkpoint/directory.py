@@ -11,6 +11,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from hf_gpipe.checkpoint.save import make_directory, replace_directory
+from hf_gpipe.checkpoint.state import has_state
 from hf_gpipe.runtime.topology import Topology
 
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -28,6 +29,11 @@ def checkpoints(output_dir: Path) -> list[Path]:
         return []
     found = [(int(match[1]), path) for path in output_dir.iterdir() if (match := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found) if path.is_dir()]
+
+
+def last_checkpoint(output_dir: Path) -> Path | None:
+    """The newest checkpoint from which a training can resume."""
+    return next((path for path in reversed(checkpoints(output_dir)) if has_state(path)), None)
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_gpipe.adapters.base import StageModel
 from hf_gpipe.adapters.dropout import default_generator, key, mix
+from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.errors import CheckpointError
 
 
@@ -74,7 +75,6 @@ def initialise(stage: StageModel, device: torch.device, seed: int) -> None:
         model._initialize_missing_keys(False)
     default_generator(device).set_state(state)
     model.tie_weights(recompute_mapping=False)
-    stage.seal(device)
 
 
 def take(stage: StageModel, source: PreTrainedModel, device: torch.device) -> None:
@@ -94,7 +94,6 @@ def take(stage: StageModel, source: PreTrainedModel, device: torch.device) -> No
             setattr(module, leaf, tensor.to(device))
     if any(t.device.type == "meta" for t in model.state_dict().values()):
         raise CheckpointError("the given model is on the meta device and has no weights")
-    stage.seal(device)
 
 
 def load(stage: StageModel, path: str | os.PathLike[str], device: torch.device, seed: int) -> None:
@@ -130,7 +129,15 @@ def load(stage: StageModel, path: str | os.PathLike[str], device: torch.device, 
         # The library maps the files; weights that training changes must not hang on a file that may be replaced.
         for tensor in {id(t): t for t in model.state_dict(keep_vars=True).values()}.values():
             tensor.data = tensor.data.clone()
-    stage.seal(device)
+
+
+def add_peft(stage: StageModel, peft: PeftAdapter, device: torch.device, seed: int) -> None:
+    """Put new PEFT layers into a stage that has its weights; their values depend on (seed, parameter's name)."""
+    peft.inject(stage.model)
+    state = default_generator(device).get_state()
+    with _SeededByName(stage.model, seed):
+        peft.reset(stage.model)
+    default_generator(device).set_state(state)
 
 
 def _fetch(path: str | os.PathLike[str], is_own: Callable[[str], bool]) -> list[Path]:

@@ -1,0 +1,105 @@
+"""PEFT adapters (LoRA and other layer-wise methods) on a model in stages.
+
+PEFT itself puts its layers into each stage's model; names, freezing and the saved format are its own. `peft` is an
+optional dependency and is imported only where adapters are used.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_gpipe.adapters.base import Adapter
+from hf_gpipe.errors import UnsupportedModelError, UserError
+
+
+@dataclass(frozen=True)
+class PeftAdapter:
+    """One adapter: its name in the model, and its configuration with the target modules named."""
+
+    name: str
+    config: Any
+
+    def inject(self, model: PreTrainedModel) -> None:
+        """Put the adapter's layers into a model or a stage of it and freeze everything else."""
+        from peft import inject_adapter_in_model
+        from peft.tuners.tuners_utils import check_target_module_exists
+
+        if any(check_target_module_exists(self.config, name) for name, _ in model.named_modules()):
+            inject_adapter_in_model(copy.deepcopy(self.config), model, self.name)
+        else:
+            for parameter in model.parameters():
+                parameter.requires_grad_(False)
+
+    def reset(self, model: nn.Module) -> None:
+        """Give the adapter's layers their initial weights anew."""
+        for module in model.modules():
+            if hasattr(module, "reset_lora_parameters") and self.name in getattr(module, "lora_A", {}):
+                module.reset_lora_parameters(self.name, self.config.init_lora_weights)
+
+    def tensors(self, model: PreTrainedModel, owned: dict[str, Any]) -> dict[str, Any]:
+        """The adapter's tensors among `owned`, under the names of PEFT's saved format."""
+        from peft import get_peft_model_state_dict
+
+        if not getattr(model, "peft_config", None):
+            return {}
+        state = get_peft_model_state_dict(model, state_dict=owned, adapter_name=self.name, save_embedding_layers=False)
+        return {f"base_model.model.{name}": tensor for name, tensor in state.items()}
+
+
+def find_peft(model: Any, given: Any) -> tuple[Any, tuple[str, Any] | None]:
+    """The base model under a PEFT model, and the name and configuration of its adapter.
+
+    Args:
+        model: whatever a Pipeline is made of.
+        given: a PeftConfig for adapters to be added, or None.
+
+    Raises:
+        UserError: adapters are both in the model and asked for, or the model has several.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    present = dict(getattr(base, "peft_config", None) or {}) if isinstance(base, PreTrainedModel) else {}
+    if present and given is not None:
+        raise UserError("the model already has PEFT adapters; leave peft_config out")
+    if len(present) > 1:
+        raise UserError(f"the model has {len(present)} PEFT adapters ({', '.join(present)}); train one at a time")
+    if present:
+        return base, next(iter(present.items()))
+    return base, None if given is None else ("default", given)
+
+
+def make_peft(adapter: Adapter, name: str, config: Any) -> PeftAdapter:
+    """Let PEFT resolve its configuration on the whole model, on the meta device.
+
+    Raises:
+        UserError: peft is not installed.
+        UnsupportedModelError: the method or its target modules cannot be split over stages.
+    """
+    try:
+        from peft import inject_adapter_in_model
+    except ImportError as error:
+        raise UserError("PEFT adapters need the package peft: pip install 'hf_gpipe[peft]'") from error
+    family = adapter.config.model_type
+    if config.is_prompt_learning or getattr(config, "modules_to_save", None):
+        what = "prompt learning" if config.is_prompt_learning else f"modules_to_save={config.modules_to_save}"
+        raise UnsupportedModelError(
+            f"{family}: PEFT's {what} is not supported; use LoRA on linear layers of the blocks"
+        )
+    resolved = copy.deepcopy(config)
+    whole = adapter.skeleton()
+    try:
+        inject_adapter_in_model(resolved, whole, name)
+    except ValueError as error:
+        raise UnsupportedModelError(f"{family}: {error}") from error
+    blocks = tuple(f"{block}." for stack in adapter.stacks for block in stack.blocks)
+    outside = [n for n, p in whole.named_parameters() if p.requires_grad and not n.startswith(blocks)]
+    if outside:
+        raise UnsupportedModelError(
+            f"{family}: PEFT would adapt {outside[0]!r}, outside of the blocks; leave embeddings and head out of "
+            "target_modules"
+        )
+    return PeftAdapter(name, resolved)

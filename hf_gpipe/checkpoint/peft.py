@@ -1,0 +1,71 @@
+"""PEFT adapters in and out, in PEFT's own format: one file of tensors and `adapter_config.json`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from hf_gpipe.adapters import StageModel
+from hf_gpipe.adapters.peft import PeftAdapter
+from hf_gpipe.checkpoint.save import make_directory
+from hf_gpipe.errors import CheckpointError
+from hf_gpipe.runtime.topology import Topology
+
+WEIGHTS_NAME = "adapter_model.safetensors"
+
+
+def save_adapters(
+    directory: Path,
+    models: Mapping[int, StageModel],
+    owner_stage: Mapping[str, int],
+    topology: Topology,
+    peft: PeftAdapter,
+) -> None:
+    """Write the adapters of all stages into one file; all processes call this, the main one writes.
+
+    The tensors are gathered: PEFT knows no sharded adapters, and they are small.
+    """
+    mine: dict[str, torch.Tensor] = {}
+    for stage, model in models.items():
+        owned = {name: p.detach().cpu() for name, p in model.parameters.items() if owner_stage[name] == stage}
+        mine |= peft.tensors(model.model, owned)
+    parts = topology.gather_objects(mine)
+    if topology.is_main:
+        make_directory(directory)
+        tensors = {name: tensor.contiguous() for part in parts for name, tensor in part.items()}
+        config = copy.deepcopy(peft.config)
+        config.inference_mode = True
+        config.base_model_name_or_path = next(iter(models.values())).adapter.config.name_or_path or None
+        config.save_pretrained(directory)
+        temporary = directory / f".{WEIGHTS_NAME}.tmp"
+        save_file(tensors, temporary, metadata={"format": "pt"})
+        temporary.replace(directory / WEIGHTS_NAME)
+    topology.barrier()
+
+
+def load_adapters(directory: Path, models: Mapping[int, StageModel], peft: PeftAdapter) -> None:
+    """Copy saved adapters into the stages' adapters, in place.
+
+    Raises CheckpointError where the file is missing, cannot be read or lacks one of a stage's tensors.
+    """
+    file = directory / WEIGHTS_NAME
+    try:
+        saved = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read the adapters in {file}: {error}") from error
+    for model in models.values():
+        # The tensors keep their memory under PEFT's names, so copying into them fills the stage.
+        for name, tensor in peft.tensors(model.model, {n: p.detach() for n, p in model.parameters.items()}).items():
+            if name not in saved:
+                raise CheckpointError(f"{file} lacks {name!r}, which the model's adapter has")
+            if saved[name].shape != tensor.shape:
+                shapes = tuple(saved[name].shape), tuple(tensor.shape)
+                raise CheckpointError(
+                    f"{file}: {name!r} has the shape {shapes[0]}, the model's adapter has {shapes[1]}"
+                )
+            tensor.copy_(saved[name])
