@@ -1,0 +1,215 @@
+"""Evaluation of translations: the plain model's, in the order of the pairs, the same report on every process."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sacrebleu.metrics import CHRF
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_gpipe import Pipeline
+from hf_gpipe.data.pairs import Pair
+from hf_gpipe.data.tokenizer import train_tokenizer
+from hf_gpipe.errors import DataError
+from hf_gpipe.pipeline import Evaluation
+from hf_gpipe.training.evaluate import TranslationReport, evaluate_translation
+from tests.gloo import run_gloo
+from tests.oracle import plain_model, tiny_config
+
+MONTHS = {"de": ["Januar", "Februar", "März", "Mai"], "fr": ["janvier", "février", "mars", "mai"]}
+ENGLISH = ["January", "February", "March", "May"]
+VOCABULARY = 290
+LIMITS = {"max_source_tokens": 30, "max_target_tokens": 30}
+
+
+def some_pairs() -> list[Pair]:
+    """Seven German and three French ones, of unequal lengths and not sorted by them."""
+    pairs = [
+        Pair(f"{day}. {month}", f"{day} {english}", "de", english)
+        for day in (3, 11)
+        for month, english in zip(MONTHS["de"], ENGLISH, strict=True)
+    ][:7]
+    pairs += [
+        Pair(f"le {7} {month}", f"7 {english}", "fr", english)
+        for month, english in zip(MONTHS["fr"][:3], ENGLISH, strict=False)
+    ]
+    return pairs[::2] + pairs[1::2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a tokenizer of the pairs' texts is."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer([text for pair in some_pairs() for text in (pair.source, pair.target)], VOCABULARY, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def random_model(family: str) -> PreTrainedModel:
+    """Weights so large that what it generates depends on what it read."""
+    config = tiny_config(family, tied=False)
+    config.vocab_size = config.decoder_vocab_size = VOCABULARY
+    model = plain_model(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.5, generator=generator)
+    model.set_attn_implementation("sdpa")
+    return model.eval()
+
+
+def one_by_one(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pair: Pair) -> tuple[str, float, int]:
+    """Translation and likelihood of one pair by the plain model, without padding."""
+    source, target = (tokenizer(text, return_tensors="pt").input_ids for text in (pair.source, pair.target))
+    decoder_only = not model.config.is_encoder_decoder
+    ids = model.generate(input_ids=source, max_new_tokens=6, do_sample=False)
+    text = tokenizer.decode(ids[0, source.shape[1] * decoder_only :], skip_special_tokens=True)
+    if decoder_only:
+        whole = torch.cat([source, target], dim=1)
+        logits = model(input_ids=whole).logits[:, source.shape[1] - 1 : -1]
+    else:
+        logits = model(input_ids=source, labels=target).logits
+    nll = torch.nn.functional.cross_entropy(logits[0], target[0], reduction="sum")
+    return text.strip(), float(nll), target.shape[1]
+
+
+@pytest.mark.parametrize("family", ["marian", "llama"])
+@torch.no_grad()
+def test_translations_and_likelihood_of_the_plain_model(family: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    model, pairs = random_model(family), some_pairs()
+    report = evaluate_translation(Pipeline(model, 3, 2), tokenizer, pairs, 4, 6, **LIMITS, num_samples=len(pairs))
+    plain = [one_by_one(model, tokenizer, pair) for pair in pairs]
+    assert [sample.translation for sample in report.samples] == [text for text, _, _ in plain]
+    assert len({text for text, _, _ in plain}) > 3
+    assert list(report.per_language) == ["de", "fr"]
+    for language, scores in report.per_language.items():
+        mine = [i for i, pair in enumerate(pairs) if pair.language == language]
+        assert scores.num_pairs == len(mine)
+        assert scores.nll == pytest.approx(sum(plain[i][1] for i in mine) / sum(plain[i][2] for i in mine), rel=1e-6)
+        chrf = CHRF().corpus_score([plain[i][0] for i in mine], [[pairs[i].target for i in mine]]).score
+        assert scores.chrf == pytest.approx(chrf)
+
+
+class _OneProcess:
+    is_main = True
+
+    @staticmethod
+    def from_main(function: Any) -> Any:
+        return function()
+
+
+class _Parrot:
+    """In place of a Pipeline: translates every source as the dictionary says."""
+
+    topology = _OneProcess()
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, dictionary: dict[str, str]) -> None:
+        self.adapter = type("Adapter", (), {"config": tiny_config("marian")})
+        self._tokenizer, self._dictionary = tokenizer, dictionary
+        self.num_tokens = 0
+
+    def eval_step(self, batch: dict[str, torch.Tensor]) -> Evaluation:
+        rows = batch["input_ids"].shape[0]
+        self.num_tokens += batch["input_ids"].numel()
+        return Evaluation(torch.full((rows,), 2.0), torch.full((rows,), 4))
+
+    def generate(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        sources = self._tokenizer.batch_decode(input_ids, skip_special_tokens=True)
+        texts = [self._dictionary[source] for source in sources]
+        return self._tokenizer(texts, padding=True, return_tensors="pt").input_ids
+
+
+def echo(tokenizer: PreTrainedTokenizerBase, pairs: list[Pair], wrong: int = 0, **options: Any) -> TranslationReport:
+    """The report of a model that knows every reference, but for the first `wrong`, which it copies."""
+    dictionary = {pair.source: pair.source if i < wrong else pair.target for i, pair in enumerate(pairs)}
+    return evaluate_translation(_Parrot(tokenizer, dictionary), tokenizer, pairs, 3, 20, **LIMITS, **options)  # type: ignore[arg-type]
+
+
+def test_a_perfect_translation_has_full_scores_even_where_texts_are_short(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Plain corpus BLEU is 0 where no text has four words."""
+    average = echo(tokenizer, some_pairs()).average
+    assert (average.exact_match, average.bleu, average.chrf) == pytest.approx((1, 100, 100))
+    assert average.nll == pytest.approx(0.5)
+    assert average.num_pairs == 10
+    assert average.exact_match_copy == 0
+    assert 0 < average.chrf_copy < 60
+
+
+def test_copying_scores_what_copies_are_said_to_score(tokenizer: PreTrainedTokenizerBase) -> None:
+    average = echo(tokenizer, some_pairs(), wrong=10).average
+    assert average.chrf == average.chrf_copy > 0
+    assert average.bleu == average.bleu_copy
+
+
+def test_a_target_tag_is_no_part_of_the_copy(tokenizer: PreTrainedTokenizerBase) -> None:
+    plain = [Pair(f"{day} May", f"{day}. May", "de", str(day)) for day in range(3, 9)]
+    tagged = [replace(pair, source=f"<2de> {pair.source}") for pair in plain]
+    assert echo(tokenizer, tagged).average.chrf_copy == echo(tokenizer, plain).average.chrf_copy
+
+
+def test_languages_count_alike_and_may_be_limited(tokenizer: PreTrainedTokenizerBase) -> None:
+    pairs = sorted(some_pairs(), key=lambda pair: pair.language)
+    report = echo(tokenizer, pairs, wrong=7)
+    assert [scores.exact_match for scores in report.per_language.values()] == [0, 1]
+    assert report.average.exact_match == 0.5
+    limited = echo(tokenizer, pairs, wrong=7, max_examples=2, num_samples=3)
+    assert {language: scores.num_pairs for language, scores in limited.per_language.items()} == {"de": 2, "fr": 2}
+    assert [sample.source for sample in limited.samples] == [pairs[0].source, pairs[1].source, pairs[7].source]
+
+
+def test_rows_of_similar_length_are_translated_together(tokenizer: PreTrainedTokenizerBase) -> None:
+    lengths = [1, 9, 2, 8, 1, 9]
+    pairs = [Pair(" ".join(["3"] * n), "3", "de", str(i)) for i, n in enumerate(lengths)]
+    parrot = _Parrot(tokenizer, {pair.source: pair.target for pair in pairs})
+    evaluate_translation(parrot, tokenizer, pairs, 3, 20, **LIMITS)  # type: ignore[arg-type]
+    tokens = sorted(len(tokenizer(pair.source).input_ids) for pair in pairs)
+    assert parrot.num_tokens == 3 * tokens[2] + 3 * tokens[5]
+
+
+def test_table_is_aligned_and_the_dictionary_is_plain(tokenizer: PreTrainedTokenizerBase) -> None:
+    report = echo(tokenizer, some_pairs(), wrong=4)
+    lines = report.table().splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert [line.split()[0] for line in lines] == ["language", "de", "fr", "average"]
+    plain = json.loads(json.dumps(report.to_dict()))
+    assert plain["chrf"] == report.average.chrf
+    assert plain["per_language"]["fr"]["exact_match"] == report.per_language["fr"].exact_match
+    assert {"exact_match", "bleu", "chrf", "chrf_copy", "nll", "per_language", "samples"} <= plain.keys()
+    sample = report.samples[0]
+    for text in (sample.source, sample.target, sample.translation):
+        assert text in report.sample_text()
+
+
+def test_no_pairs_are_an_error(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(DataError, match="no pairs to evaluate"):
+        echo(tokenizer, [])
+
+
+def _on_two_processes(folder: Path) -> tuple[TranslationReport, str]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    pipe = Pipeline(random_model("marian"), 3)
+    pairs = some_pairs() if pipe.topology.is_main else None
+    report = evaluate_translation(pipe, tokenizer, pairs, 4, 6, **LIMITS)
+    try:
+        evaluate_translation(pipe, tokenizer, [], 4, 6, **LIMITS)
+    except DataError as error:
+        return report, str(error)
+    return report, ""
+
+
+def test_two_gloo_processes(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    model = random_model("marian")
+    alone = evaluate_translation(Pipeline(model, 3), tokenizer, some_pairs(), 4, 6, **LIMITS)
+    for report, error in run_gloo(_on_two_processes, 2, folder):
+        assert report == alone
+        assert "no pairs" in error
