@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("adapters",),
     ("runtime",),
     ("checkpoint",),
+    ("exactness",),
     ("pipeline",),
     ("planner",),
     ("data",),
