@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,9 @@ from hf_gpipe.runtime.topology import Topology
 from hf_gpipe.schedule.actions import Placement
 from hf_gpipe.schedule.builders import build
 from hf_gpipe.schedule.table import Schedule
+
+ModelSource: TypeAlias = PreTrainedModel | PreTrainedConfig | str | os.PathLike[str]
+"""A model in memory, a configuration to initialise, or a Hub id or directory to load."""
 
 RECOMPUTE_MODES = ("none", "block", "stage")
 
@@ -88,7 +91,7 @@ class Pipeline:
 
     def __init__(
         self,
-        model: PreTrainedModel | PreTrainedConfig | str | os.PathLike[str],
+        model: ModelSource,
         num_stages: int,
         num_micro_batches: int = 1,
         schedule: str = "gpipe",
@@ -415,7 +418,7 @@ class Pipeline:
 
 
 def _config_of(
-    model: PreTrainedModel | PreTrainedConfig | str | os.PathLike[str],
+    model: ModelSource,
     trust_remote_code: bool,
     overrides: Mapping[str, Any] | None,
 ) -> PreTrainedConfig:
@@ -430,7 +433,7 @@ def _config_of(
 
 
 def _generation_config_of(
-    model: PreTrainedModel | PreTrainedConfig | str | os.PathLike[str],
+    model: ModelSource,
 ) -> GenerationConfig | None:
     """The defaults of `generate` that come with the model; None: those that its configuration implies."""
     if isinstance(model, PreTrainedModel):

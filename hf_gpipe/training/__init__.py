@@ -1,0 +1,1 @@
+"""Training: arguments, the trainer, its data, optimizer, evaluation and pictures."""

@@ -1,0 +1,111 @@
+"""`PipelineTrainingArguments`: transformers' TrainingArguments with the pipeline's own fields."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainingArguments
+from transformers.training_args import ParallelMode
+
+from hf_gpipe.errors import UserError, nearest
+from hf_gpipe.training.supported import HARMLESS_VALUES, OPTIMIZERS, REFUSED, REFUSED_ENVIRONMENT, SAMPLING
+
+
+@dataclass
+class PipelineTrainingArguments(TrainingArguments):
+    """What `PipelineTrainer` is told: the arguments of transformers' Trainer, and how the model is cut into stages.
+
+    `per_device_train_batch_size` is the rows of a mini-batch of the whole pipeline, `gradient_accumulation_steps` the
+    number of mini-batches in one step. hf_gpipe/training/supported.py says which of transformers' arguments are
+    honoured; one that cannot be is refused by name, never ignored.
+
+    Raises:
+        UserError: an argument, or a setting of `accelerate launch`, that a pipeline cannot honour.
+    """
+
+    num_stages: int = field(default=1, metadata={"help": "K: consecutive stages the model's layers are cut into."})
+    num_micro_batches: int = field(default=1, metadata={"help": "M: micro-batches a mini-batch is cut into."})
+    schedule: str = field(default="gpipe", metadata={"help": "The order of work: gpipe, gpipe_fused or naive."})
+    recompute: str = field(
+        default="stage", metadata={"help": "What backward computes again instead of keeping: none, block or stage."}
+    )
+    partition: list[int] | str = field(
+        default="count", metadata={"help": "count, or the number of layers of each stage."}
+    )
+
+    def __post_init__(self) -> None:
+        # transformers' parser of command lines gives None for a list that is not there.
+        self.partition = self.partition or "count"
+        # Before the library's own checks, which replace values and could act on them.
+        for argument in fields(TrainingArguments):
+            if argument.name in REFUSED:
+                self._refuse_unless_default(argument)
+        _choose("optim", str(getattr(self.optim, "value", self.optim)), OPTIMIZERS)
+        _choose("train_sampling_strategy", self.train_sampling_strategy, SAMPLING)
+        for variable, feature in REFUSED_ENVIRONMENT.items():
+            value = os.environ.get(variable, "")
+            if value.lower() not in HARMLESS_VALUES:
+                raise UserError(
+                    f"{variable}={value}: accelerate's launcher was told to use {feature}, which a pipeline does not "
+                    "support; launch without it"
+                )
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            raise UserError(f"training arguments: {error}") from error
+
+    def _refuse_unless_default(self, argument: Field[Any]) -> None:
+        default = argument.default if argument.default_factory is MISSING else argument.default_factory()
+        value = getattr(self, argument.name)
+        if value != default and (default or value):
+            raise UserError(
+                f"{argument.name}={value!r} is not supported by a pipeline ({REFUSED[argument.name]}); leave it out"
+            )
+
+    # What the library derives from accelerate's state, which would start a process group of its own.
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        if self.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() not in HARMLESS_VALUES:
+            return torch.device("cpu")
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        # Named, not chosen: that is the pipeline's to do, once the process has joined its job.
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+    @property
+    def n_gpu(self) -> int:
+        """Devices that the library may split a mini-batch over: none beside this process's own."""
+        return 1 if self.device.type == "cuda" else 0
+
+    @property
+    def parallel_mode(self) -> ParallelMode:
+        return ParallelMode.DISTRIBUTED if self.world_size > 1 else ParallelMode.NOT_PARALLEL
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the pipeline."""
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    @property
+    def process_index(self) -> int:
+        """Rank of this process."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def local_process_index(self) -> int:
+        """Rank of this process on its machine."""
+        return dist.get_node_local_rank(fallback_rank=0) if dist.is_initialized() else 0
+
+
+def _choose(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UserError(
+            f"{name}={value!r} is not supported by a pipeline; choose one of {', '.join(allowed)}"
+            f"{nearest(value, allowed)}"
+        )

@@ -1,0 +1,238 @@
+"""What every part of the trainer stands on: its arguments, callbacks, logs and data, the same in every process."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import (
+    DataCollatorWithPadding,
+    DefaultFlowCallback,
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    default_data_collator,
+    enable_full_determinism,
+    set_seed,
+)
+from transformers.integrations import get_reporting_integration_callbacks
+from transformers.trainer_callback import CallbackHandler, ExportableState
+
+from hf_gpipe.errors import UserError
+from hf_gpipe.pipeline import ModelSource, Pipeline
+from hf_gpipe.runtime.launch import join
+from hf_gpipe.training.arguments import PipelineTrainingArguments
+from hf_gpipe.training.loader import Batch, MiniBatches
+from hf_gpipe.training.optim import check_optimizer
+from hf_gpipe.training.progress import MetricsFile, ProgressBar
+from hf_gpipe.training.scoring import Preprocess
+
+#: The decisions that callbacks take.
+_FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+
+
+class TrainerBase:
+    """The constructor of `PipelineTrainer`, whose documentation says what the arguments mean, and shared helpers."""
+
+    def __init__(
+        self,
+        model: Pipeline | ModelSource | None = None,
+        args: PipelineTrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], Batch] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[[], PreTrainedModel] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
+        callbacks: list[TrainerCallback | type[TrainerCallback]] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Preprocess | None = None,
+    ) -> None:
+        self.args = args if args is not None else PipelineTrainingArguments()
+        if not isinstance(self.args, PipelineTrainingArguments):
+            raise UserError(f"args is a {type(args).__name__}; PipelineTrainer needs PipelineTrainingArguments")
+        if compute_loss_func is not None:
+            raise UserError("compute_loss_func is not supported: the loss is computed in the last stage, over tokens")
+        if (model is None) == (model_init is None):
+            raise UserError("give either model or model_init")
+        seed = enable_full_determinism if self.args.full_determinism else set_seed
+        seed(self.args.seed)
+        join(self.args.ddp_timeout)
+        self.pipe = _pipeline(model if model_init is None else model_init(), self.args)
+        self.topology = self.pipe.topology
+        self.processing_class = processing_class
+        self.data_collator = data_collator or _default_collator(processing_class)
+        self.train_dataset = train_dataset
+        self.eval_dataset = eval_dataset
+        self.compute_metrics = compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self.optimizer = optimizers[0]
+        self.lr_scheduler: Any = optimizers[1]
+        if self.optimizer is not None:
+            check_optimizer(self.optimizer, self.pipe)
+        elif self.lr_scheduler is not None:
+            raise UserError("optimizers: a scheduler needs its optimizer; give both or leave both out")
+        self._makes_scheduler = self.lr_scheduler is None
+        self._optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+
+        defaults = [DefaultFlowCallback, MetricsFile, *get_reporting_integration_callbacks(self.args.report_to)]
+        show = PrinterCallback if self.args.disable_tqdm else ProgressBar
+        self.callback_handler = CallbackHandler(
+            [*defaults, *(callbacks or []), show],
+            self.pipe.adapter.reference,
+            processing_class,
+            self.optimizer,
+            self.lr_scheduler,
+        )
+        self.control = TrainerControl()
+        self.state = self._new_state()
+        self._num_parameters = self.pipe.adapter.reference.num_parameters(exclude_embeddings=True)
+        self._fire("on_init_end")
+
+    # ------------------------------------------------------------------ callbacks and logs
+
+    def log(self, logs: dict[str, Any]) -> None:
+        """Add metrics to the state's history and give them to the callbacks of this process."""
+        logs["epoch"] = self.state.epoch
+        if self.args.include_num_input_tokens_seen != "no":
+            logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self._fire("on_log", logs=logs)
+
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Add a callback, an instance or a class."""
+        self.callback_handler.add_callback(callback)
+
+    def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
+        """Remove the first callback that is, or is of, `callback`, and return it."""
+        popped: TrainerCallback | None = self.callback_handler.pop_callback(callback)
+        return popped
+
+    def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Remove the first callback that is, or is of, `callback`."""
+        self.callback_handler.remove_callback(callback)
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is the main process."""
+        return self.topology.is_main
+
+    def _fire(self, event: str, **kwargs: Any) -> None:
+        self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control, **kwargs)
+
+    def _stateful(self) -> list[Any]:
+        return [cb for cb in [*self.callback_handler.callbacks, self.control] if isinstance(cb, ExportableState)]
+
+    def _new_state(self) -> TrainerState:
+        return TrainerState(
+            is_local_process_zero=self.args.local_process_index == 0,
+            is_world_process_zero=self.topology.is_main,
+            stateful_callbacks=self._stateful(),
+            train_batch_size=self.args.per_device_train_batch_size,
+        )
+
+    # ------------------------------------------------------------------ data and processes
+
+    def _batches(self, dataset: Any, batch_size: int, order: str = "sequential") -> MiniBatches:
+        columns = None
+        if self.args.remove_unused_columns:
+            columns = {
+                *inspect.signature(self.pipe.adapter.reference.forward).parameters,
+                "label",
+                "label_ids",
+                "labels",
+            }
+        names = ("num_workers", "prefetch_factor", "multiprocessing_context", "in_order")
+        options = {name: getattr(self.args, f"dataloader_{name}") for name in names}
+        return MiniBatches(
+            dataset,
+            self.data_collator,
+            batch_size,
+            order,
+            seed=self._data_seed,
+            columns=columns,
+            length_column=self.args.length_column_name,
+            workers=options if options["num_workers"] else None,
+        )
+
+    def _agree(self) -> None:
+        """Let what the callbacks of any process have asked for hold in all of them: a save by one alone would hang."""
+        if self.topology.num_processes > 1:
+            flags = torch.tensor([int(getattr(self.control, flag)) for flag in _FLAGS])
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+            for flag, value in zip(_FLAGS, flags.tolist(), strict=True):
+                setattr(self.control, flag, bool(value))
+
+    @property
+    def _data_seed(self) -> int:
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
+
+    @property
+    def _output_dir(self) -> Path:
+        return Path(self.args.output_dir)
+
+    @property
+    def _last_process(self) -> int:
+        return self.topology.process_of(self.pipe.num_stages - 1)
+
+    def _shared(self, value: Any, source: int = 0) -> Any:
+        """The value that process `source` has, in every process."""
+        if self.topology.num_processes == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=source)
+        return box[0]
+
+
+def _pipeline(model: Pipeline | ModelSource | None, args: PipelineTrainingArguments) -> Pipeline:
+    """The pipeline that the arguments ask for, or the one given, if it is not another one."""
+    if isinstance(model, Pipeline):
+        _check_given(model, args)
+        return model
+    assert model is not None
+    return Pipeline(
+        model,
+        args.num_stages,
+        args.num_micro_batches,
+        args.schedule,
+        args.recompute,
+        args.partition,
+        args.seed,
+        label_smoothing=args.label_smoothing_factor,
+        device="cpu" if args.device.type == "cpu" else None,
+    )
+
+
+def _check_given(pipe: Pipeline, args: PipelineTrainingArguments) -> None:
+    """Raise UserError where the arguments ask for something else than the given pipeline is."""
+    smoothing = next(iter(pipe.stages.values())).label_smoothing
+    counts = [len(layers) for layers in pipe.partition]
+    found = {
+        "num_stages": pipe.num_stages,
+        "num_micro_batches": pipe.num_micro_batches,
+        "schedule": pipe.schedule_name,
+        "recompute": pipe.recompute,
+        "partition": counts,
+        "label_smoothing_factor": smoothing,
+    }
+    for name, value in found.items():
+        asked = getattr(args, name)
+        if asked not in (value, PipelineTrainingArguments.__dataclass_fields__[name].default):
+            raise UserError(f"{name}={asked!r}, but the given Pipeline has {value!r}; set it when the Pipeline is made")
+
+
+def _default_collator(processing_class: Any) -> Callable[[list[Any]], Batch]:
+    """Trainer's: pad with the tokenizer where there is one."""
+    if isinstance(processing_class, PreTrainedTokenizerBase):
+        collator: Callable[[list[Any]], Batch] = DataCollatorWithPadding(processing_class)
+        return collator
+    return default_data_collator

@@ -1,0 +1,72 @@
+"""The optimizer of a process's own parameters, and its learning rate: the same numbers as one optimizer of them all."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import Trainer, get_scheduler
+
+from hf_gpipe.errors import UserError
+from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.training.arguments import PipelineTrainingArguments
+
+Optimizer = torch.optim.Optimizer
+Scheduler = torch.optim.lr_scheduler.LRScheduler
+
+
+def make_optimizer(
+    pipe: Pipeline,
+    args: PipelineTrainingArguments,
+    cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
+) -> Optimizer:
+    """An optimizer of this process's parameters; weight decay spares the same ones as in transformers' Trainer.
+
+    Args:
+        pipe: the pipeline.
+        args: `optim` and its settings.
+        cls_and_kwargs: another class and its arguments, in place of `args.optim`.
+    """
+    cls, kwargs = cls_and_kwargs or Trainer.get_optimizer_cls_and_kwargs(args, None)
+    # Asked of the whole model, for a module's place in it decides as well as its parameter's name.
+    decays = set(Trainer.get_decay_parameter_names(None, pipe.adapter.reference))
+    trainable = [(name, p) for name, p in pipe.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for name, p in trainable if name in decays], "weight_decay": args.weight_decay},
+        {"params": [p for name, p in trainable if name not in decays], "weight_decay": 0.0},
+    ]
+    return cls(groups, **kwargs)
+
+
+def check_optimizer(optimizer: Optimizer, pipe: Pipeline) -> None:
+    """Raise UserError unless an optimizer made by the caller holds exactly this process's trainable parameters."""
+    held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    wanted = {p for p in pipe.parameters() if p.requires_grad}
+    if held != wanted:
+        raise UserError(
+            f"optimizers: the optimizer holds {len(held & wanted)} of the {len(wanted)} trainable parameters of this "
+            f"process's stages and {len(held - wanted)} others; make a Pipeline first, the optimizer of "
+            "pipe.parameters(), and pass that pipeline as model; or pass optimizer_cls_and_kwargs"
+        )
+
+
+def make_scheduler(args: PipelineTrainingArguments, optimizer: Optimizer, max_steps: int) -> Scheduler:
+    """The learning rate's schedule over `max_steps` updates. It sees no gradients, so it is the same everywhere."""
+    return get_scheduler(
+        args.lr_scheduler_type,
+        optimizer=optimizer,
+        num_warmup_steps=args.get_warmup_steps(max_steps),
+        num_training_steps=max_steps,
+        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+    )
+
+
+def learning_rate(optimizer: Optimizer) -> float:
+    """The learning rate of the next update."""
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def takes_metric(scheduler: Any) -> bool:
+    """Whether a scheduler moves on with a metric of evaluations, and not with every update."""
+    return "metrics" in inspect.signature(scheduler.step).parameters

@@ -1,0 +1,107 @@
+"""What the main process shows and keeps of a training: one progress bar, and every metric in metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+METRICS_FILE = "metrics.jsonl"
+
+#: Metrics of a training step and how they are shown, in this order.
+_SHOWN = {"loss": ".4f", "eval_loss": ".4f", "grad_norm": ".3f", "learning_rate": ".2e"}
+
+
+class ProgressBar(ProgressCallback):
+    """One bar over all steps, with the last metrics beside it; plain lines where stderr is no terminal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_terminal = sys.stderr.isatty()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.is_world_process_zero and self._is_terminal:
+            self.training_bar = tqdm(
+                total=state.max_steps, initial=state.global_step, desc="training", unit="step", dynamic_ncols=True
+            )
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.training_bar is not None:
+            self.training_bar.update(state.global_step - self.training_bar.n)
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Evaluations take no bar of their own."""
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        shown = {name: format(logs[name], spec) for name, spec in _SHOWN.items() if logs and name in logs}
+        if not state.is_world_process_zero or not shown:
+            return
+        if self.training_bar is not None and "eval_loss" not in shown:
+            self.training_bar.set_postfix(shown)
+        else:
+            words = "  ".join(f"{name} {value}" for name, value in shown.items())
+            tqdm.write(f"step {state.global_step}/{state.max_steps}  {words}", file=sys.stderr)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.training_bar is not None:
+            self.training_bar.close()
+            self.training_bar = None
+
+
+class MetricsFile(TrainerCallback):
+    """Appends every logged dict of metrics to metrics.jsonl in the output directory, with its step."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Start the file anew; where a training resumes, keep the lines up to there."""
+        path = self._path(args)
+        if not state.is_world_process_zero:
+            return
+        lines = path.read_text().splitlines() if path.exists() and state.global_step else []
+        kept = [line for line in lines if _step(line) <= state.global_step]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"{line}\n" for line in kept))
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if state.is_world_process_zero:
+            path = self._path(args)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
+
+    @staticmethod
+    def _path(args: TrainingArguments) -> Path:
+        return Path(args.output_dir) / METRICS_FILE
+
+
+def _step(line: str) -> float:
+    """The step of a line of the file; of a line that was cut off when its process was killed, none."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")

@@ -1,0 +1,312 @@
+"""`PipelineTrainer`: transformers' Trainer, over a pipeline.
+
+A class of its own with Trainer's constructor, methods, callbacks and files. All processes of the pipeline run it in
+step: the main process reads the data, and the loss and the decisions of callbacks are shared, so that every process
+logs, evaluates, saves and stops at the same step.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerState
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import TrainOutput, speed_metrics
+
+from hf_gpipe.checkpoint.directory import (
+    checkpoint_path,
+    last_checkpoint,
+    remove_leftovers,
+    rotate,
+    written_whole,
+)
+from hf_gpipe.checkpoint.state import load_progress, load_state, save_state
+from hf_gpipe.errors import CheckpointError, UserError
+from hf_gpipe.runtime.batches import shared_stream
+from hf_gpipe.training.evaluating import EvaluatingTrainer, metric_of, note_best
+from hf_gpipe.training.loader import Batch, MiniBatches, in_groups
+from hf_gpipe.training.optim import learning_rate, make_optimizer, make_scheduler, takes_metric
+from hf_gpipe.training.steps import Plan, Position
+
+STATE_NAME = "trainer_state.json"
+
+
+class PipelineTrainer(EvaluatingTrainer):
+    """Trains a model by pipeline parallelism, with the interface of transformers' Trainer.
+
+    Under torchrun, `accelerate launch` or `python -m hf_gpipe.train` every process makes the same trainer and calls the
+    same methods. Only the main process reads data: the other processes may pass None for datasets.
+
+    Args:
+        model: a PreTrainedModel, a configuration, a Hub id or directory, or a Pipeline (whose own settings then count).
+        args: the arguments; None: all defaults.
+        data_collator: rows to a mini-batch, a dict of tensors with `input_ids` and `labels`; None: Trainer's default.
+        train_dataset: map-style or iterable.
+        eval_dataset: the same, or a dict of several by name.
+        processing_class: the tokenizer; it is saved with the model.
+        model_init: makes the model, where `model` is None.
+        compute_loss_func: refused; the loss is cross-entropy over all target tokens of the mini-batch.
+        compute_metrics: metrics of an EvalPrediction; it is called in the process of the last stage, which has the
+            predictions.
+        callbacks: called in every process, with the configuration's model on the meta device as `model`.
+        optimizers: an optimizer of `pipe.parameters()` and its scheduler, in place of those of `args`.
+        optimizer_cls_and_kwargs: a class of optimizer and its arguments, in place of `args.optim`.
+        preprocess_logits_for_metrics: makes less of the logits (B, T, V) of a micro-batch before they are kept.
+
+    Raises:
+        UserError: what cannot be honoured, by name.
+    """
+
+    # ------------------------------------------------------------------ training
+
+    def train(self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None) -> TrainOutput:
+        """Train to the end of the plan.
+
+        Args:
+            resume_from_checkpoint: a checkpoint's directory, or True for the last complete one in `output_dir`.
+
+        Returns:
+            The number of updates, the mean training loss of this call, and metrics; the same in every process.
+
+        Raises:
+            UserError: nothing to train on; a checkpoint that is missing or does not fit.
+        """
+        start_time = time.time()
+        batches = self._train_batches()
+        plan = Plan.make(self.args, self._shared(batches.count() if batches is not None else None))
+        checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
+        if self.optimizer is None:
+            self.optimizer = make_optimizer(self.pipe, self.args, self._optimizer_cls_and_kwargs)
+        if self._makes_scheduler:
+            self.lr_scheduler = make_scheduler(self.args, self.optimizer, plan.max_steps)
+        self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
+        self.callback_handler.train_dataloader = batches
+        self.state, self._position = self._new_state(), Position()
+        self._mini_batches_per_epoch = plan.mini_batches_per_epoch
+        if checkpoint is not None:
+            self._resume(checkpoint)
+        self.state.compute_steps(self.args, plan.max_steps)
+        self.state.max_steps, self.state.num_train_epochs = plan.max_steps, plan.num_epochs
+        if self.topology.is_main:
+            remove_leftovers(self._output_dir)
+        first_step = self._last_logged_step = self.state.global_step
+        self._loss_since_log = self._loss_logged = 0.0
+        self.pipe.zero_grad()
+
+        self._fire("on_train_begin")
+        if self.args.eval_on_start:
+            self.evaluate()
+        for epoch in range(self._position.epoch, plan.num_epochs):
+            if self.control.should_training_stop or self.state.global_step >= plan.max_steps:
+                break
+            self._run_epoch(epoch, batches, plan)
+        return self._finish(first_step, start_time)
+
+    def _train_batches(self) -> MiniBatches | None:
+        if not self._shared(self.train_dataset is not None):
+            raise UserError("training requires a train_dataset")
+        if self.train_dataset is None or not self.topology.is_main:
+            return None
+        order = self.args.train_sampling_strategy
+        batches = self._batches(self.train_dataset, self.args.per_device_train_batch_size, order)
+        if batches.is_iterable and order == "group_by_length":
+            raise UserError("train_sampling_strategy='group_by_length': an iterable dataset has its own order")
+        return replace(batches, drop_last=self.args.dataloader_drop_last)
+
+    def _run_epoch(self, epoch: int, batches: MiniBatches | None, plan: Plan) -> None:
+        self._fire("on_epoch_begin")
+        start = done = self._position.mini_batches if epoch == self._position.epoch else 0
+        source = None
+        if batches is not None:
+            groups = in_groups(batches.epoch(epoch, start), plan.accumulation)
+            source = islice(groups, plan.max_steps - self.state.global_step)
+        norm, rate = None, None
+        for group in shared_stream(source, self.topology):
+            self._fire("on_step_begin")
+            norm, rate = self._step(group)
+            done += len(group)
+            self._position = Position(epoch, done)
+            self.state.global_step += 1
+            self.state.epoch = epoch + plan.fraction_of_epoch(done)
+            self._fire("on_step_end")
+            self._log_evaluate_save(norm, rate)
+            if self.control.should_epoch_stop or self.control.should_training_stop:
+                break
+        if done == 0:
+            # An iterable dataset that is exhausted: another epoch would give nothing either.
+            self.control.should_training_stop = True
+        self._position = Position(epoch + 1)
+        self._fire("on_epoch_end")
+        self._log_evaluate_save(norm, rate)
+
+    def _step(self, group: Sequence[Batch]) -> tuple[float, float]:
+        """One update from one or more mini-batches; the norm of the gradient and the learning rate it was made with."""
+        assert self.optimizer is not None
+        loss = float(self.pipe.train_on(group))
+        for _ in group[1:]:
+            self._fire("on_substep_end")
+        if self.args.logging_nan_inf_filter and not math.isfinite(loss):
+            # As Trainer does: the mean of the steps since the last log stands in for a loss that is not a number.
+            loss = self._loss_since_log / (1 + self.state.global_step - self._last_logged_step)
+        self._loss_since_log += loss
+        clips = self.args.max_grad_norm is not None and self.args.max_grad_norm > 0
+        norm = self.pipe.clip_grad_norm_(self.args.max_grad_norm) if clips else self.pipe.grad_norm()
+        self._fire("on_pre_optimizer_step")
+        self.optimizer.step()
+        self._fire("on_optimizer_step")
+        rate = learning_rate(self.optimizer)
+        if not takes_metric(self.lr_scheduler):
+            self.lr_scheduler.step()
+        self.pipe.zero_grad()
+        self._count(group)
+        return float(norm), rate
+
+    def _count(self, group: Sequence[Batch]) -> None:
+        """Note how much a step has read and computed."""
+        for batch in group:
+            ids, mask = batch["input_ids"], batch.get("attention_mask")
+            self.state.total_flos += 6 * ids.numel() * self._num_parameters
+            if self.args.include_num_input_tokens_seen == "non_padding" and mask is not None:
+                self.state.num_input_tokens_seen += int(mask.sum())
+            elif self.args.include_num_input_tokens_seen != "no":
+                self.state.num_input_tokens_seen += ids.numel()
+        every = self.args.torch_empty_cache_steps
+        if every and self.topology.device.type == "cuda" and self.state.global_step % every == 0:
+            torch.cuda.empty_cache()
+
+    def _log_evaluate_save(self, norm: float | None, rate: float | None) -> None:
+        """Do what callbacks have asked for, in every process."""
+        self._agree()
+        if not (self.control.should_log or self.control.should_evaluate or self.control.should_save):
+            return
+        steps = self.state.global_step - self._last_logged_step
+        if self.control.should_log and steps > 0:
+            logs = {"loss": self._loss_since_log / steps, "grad_norm": norm, "learning_rate": rate}
+            self._loss_logged += self._loss_since_log
+            self._loss_since_log, self._last_logged_step = 0.0, self.state.global_step
+            self.log({name: value for name, value in logs.items() if value is not None})
+        if self.control.should_evaluate:
+            metrics = self.evaluate()
+            is_best = note_best(self.state, self.args, metrics)
+            if takes_metric(self.lr_scheduler):
+                self.lr_scheduler.step(metric_of(self.args, metrics))
+            if self.args.save_strategy == "best":
+                self.control.should_save = is_best
+        if self.control.should_save:
+            self._save_checkpoint()
+            self._fire("on_save")
+        # What was just called may have asked to stop.
+        self._agree()
+
+    def _finish(self, first_step: int, start_time: float) -> TrainOutput:
+        steps = self.state.global_step - first_step
+        loss = (self._loss_logged + self._loss_since_log) / max(steps, 1)
+        rows = steps * self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        metrics = speed_metrics("train", start_time, num_samples=rows, num_steps=steps)
+        metrics |= {"total_flos": self.state.total_flos, "train_loss": loss}
+        metrics = self._shared(metrics)
+        self.log(metrics)
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
+            self.pipe.load_pretrained(self.state.best_model_checkpoint)
+        self._fire("on_train_end")
+        return TrainOutput(self.state.global_step, loss, metrics)
+
+    # ------------------------------------------------------------------ saving and resuming
+
+    def save_model(self, output_dir: str | os.PathLike[str] | None = None) -> None:
+        """Write model and tokenizer in Hub format, by default into `args.output_dir`. Every process calls it."""
+        self._write_model(Path(output_dir) if output_dir is not None else self._output_dir)
+
+    def _write_model(self, directory: Path) -> None:
+        self.pipe.save_pretrained(directory)
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if self.topology.is_main and tokenizer is not None:
+            tokenizer.save_pretrained(directory)
+        self.topology.barrier()
+
+    def _save_checkpoint(self) -> None:
+        assert self.optimizer is not None
+        final = checkpoint_path(self._output_dir, self.state.global_step)
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(final)
+        with written_whole(final, self.topology) as directory:
+            self._write_model(directory)
+            if not self.args.save_only_model:
+                progress = {
+                    "position": asdict(self._position),
+                    "pipeline_step": self.pipe.step,
+                    "data": self._data_facts(),
+                }
+                parameters, stage_of = dict(self.pipe.named_parameters()), self.pipe.ties.owner_stage
+                save_state(directory, parameters, stage_of, self.optimizer, self.lr_scheduler, progress, self.topology)
+            if self.topology.is_main:
+                # The constructor takes the present state of callbacks that keep one.
+                self.state.stateful_callbacks = TrainerState(stateful_callbacks=self._stateful()).stateful_callbacks
+                self.state.save_to_json(directory / STATE_NAME)
+        if self.topology.is_main:
+            best = self.state.best_model_checkpoint
+            rotate(self._output_dir, self.args.save_total_limit, Path(best) if best is not None else None)
+
+    def _checkpoint_to_resume(self, asked: str | os.PathLike[str] | bool | None) -> Path | None:
+        """Where to resume from, as the main process sees it."""
+        if asked is None or asked is False:
+            return None
+        found = last_checkpoint(self._output_dir) if asked is True else Path(asked)
+        checkpoint = self._shared(found)
+        if checkpoint is None:
+            raise CheckpointError(
+                f"there is no complete checkpoint in {self._output_dir} to resume from; start without resuming"
+            )
+        return checkpoint
+
+    def _resume(self, checkpoint: Path) -> None:
+        assert self.optimizer is not None
+        progress = load_progress(checkpoint)
+        self._check_data(checkpoint, progress["data"])
+        self.pipe.load_pretrained(checkpoint)
+        load_state(checkpoint, dict(self.pipe.named_parameters()), self.optimizer, self.lr_scheduler)
+        self.pipe.step = progress["pipeline_step"]
+        position = Position(**progress["position"])
+        self._position = Position(position.epoch) if self.args.ignore_data_skip else position
+        state = TrainerState.load_from_json(checkpoint / STATE_NAME)
+        state.is_local_process_zero = self.state.is_local_process_zero
+        state.is_world_process_zero = self.state.is_world_process_zero
+        self.state = state
+        if self.args.restore_callback_states_from_checkpoint:
+            self._restore_callbacks()
+
+    def _restore_callbacks(self) -> None:
+        """Give each callback that keeps a state the one saved under its class's name, in order."""
+        callbacks = self.callback_handler.callbacks
+        saved = {n: list(s) if isinstance(s, list) else [s] for n, s in self.state.stateful_callbacks.items()}
+        for index, callback in enumerate(callbacks):
+            states = saved.get(type(callback).__name__)
+            if states and isinstance(callback, ExportableState):
+                callbacks[index] = type(callback).from_state(states.pop(0))
+
+    def _data_facts(self) -> dict[str, Any]:
+        """What decides which rows a place in the data stands for."""
+        names = ("per_device_train_batch_size", "gradient_accumulation_steps", "train_sampling_strategy")
+        return {name: getattr(self.args, name) for name in (*names, "dataloader_drop_last")} | {
+            "data_seed": self._data_seed,
+            "mini_batches_per_epoch": self._mini_batches_per_epoch,
+        }
+
+    def _check_data(self, checkpoint: Path, saved: Mapping[str, Any]) -> None:
+        if self.args.ignore_data_skip:
+            return
+        for name, value in self._data_facts().items():
+            if saved.get(name) != value:
+                raise CheckpointError(
+                    f"{checkpoint} was written with {name}={saved.get(name)!r} and this run has {value!r}, so its "
+                    "place in the data means other rows; use the same value, or ignore_data_skip=True to begin its "
+                    "epoch anew"
+                )
