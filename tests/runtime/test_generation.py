@@ -19,7 +19,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from hf_gpipe import Pipeline
-from hf_gpipe.errors import StageError, UserError
+from hf_gpipe.errors import StageError, UnsupportedModelError, UserError
 from hf_gpipe.runtime.generation import REFUSED
 from tests.gloo import run_gloo
 from tests.oracle import VOCABULARY, padded_batch, plain_model, run_plain, tiny_config
@@ -235,6 +235,15 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> N
     model = sharp_model("llama")
     with pytest.raises(UserError, match=message):
         split_model("llama", 2).generate(**{**prompts(model), **arguments})
+
+
+def test_a_cache_that_other_stages_cannot_count_is_refused() -> None:
+    """A linear-attention block keeps states without a length; guessing one would give wrong tokens."""
+    pipe = Pipeline(plain_model(config_of("llama")), 2)
+    num_blocks = len(pipe.adapter.stacks[-1].blocks)
+    pipe.adapter.config.layer_types = ["linear_attention"] * num_blocks
+    with pytest.raises(UnsupportedModelError, match="llama: block 2 keeps a LinearAttentionLayer in generation"):
+        pipe.generate(**prompts(pipe.adapter.reference), max_new_tokens=2)
 
 
 def test_a_failing_stage_is_named() -> None:
