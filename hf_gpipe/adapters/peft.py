@@ -38,8 +38,9 @@ class PeftAdapter:
     def reset(self, model: nn.Module) -> None:
         """Give the adapter's layers their initial weights anew."""
         for module in model.modules():
-            if hasattr(module, "reset_lora_parameters") and self.name in getattr(module, "lora_A", {}):
-                module.reset_lora_parameters(self.name, self.config.init_lora_weights)
+            reset: Any = getattr(module, "reset_lora_parameters", None)
+            if reset is not None and self.name in getattr(module, "lora_A", {}):
+                reset(self.name, self.config.init_lora_weights)
 
     def tensors(self, model: PreTrainedModel, owned: dict[str, Any]) -> dict[str, Any]:
         """The adapter's tensors among `owned`, under the names of PEFT's saved format."""
