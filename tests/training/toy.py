@@ -30,6 +30,13 @@ class Rows(torch.utils.data.Dataset[dict[str, list[int]]]):
         return {"input_ids": self.rows[index], "labels": [*self.rows[index], 1]}
 
 
+class CausalRows(Rows):
+    """Rows of a decoder-only model: the labels are the ids."""
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return {"input_ids": self.rows[index], "labels": list(self.rows[index])}
+
+
 class Stream(torch.utils.data.IterableDataset[dict[str, list[int]]]):
     """The same rows, without length or index."""
 
@@ -83,7 +90,7 @@ def trainer(folder: Path, *, family: str = "marian", dropout: float = 0.1, **val
     names = ("callbacks", "eval_dataset", "train_dataset", "compute_metrics", "optimizers", "model", "data_collator")
     own = {name: values.pop(name) for name in names if name in values}
     own.setdefault("model", tiny_config(family, dropout=dropout))
-    own.setdefault("train_dataset", Rows())
+    own.setdefault("train_dataset", CausalRows() if family == "llama" else Rows())
     own.setdefault("data_collator", PairCollator(pad_token_id=0))
     return PipelineTrainer(args=arguments(folder, **values), **own)
 

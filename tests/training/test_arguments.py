@@ -1,0 +1,104 @@
+"""Training arguments: every one of transformers' fields is honoured, refused by name, or irrelevant for a reason."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import HfArgumentParser, TrainingArguments
+
+from hf_gpipe import PipelineTrainingArguments
+from hf_gpipe.errors import UserError
+from hf_gpipe.training.supported import HONOURED, IRRELEVANT, REFUSED
+
+#: A value that is not the default, for fields whose default does not suggest one.
+OTHER_VALUES: dict[str, Any] = {
+    "accelerator_config": {"split_batches": True},
+    "parallelism_config": object(),
+    "deepspeed": "zero.json",
+    "fsdp": "full_shard",
+    "fsdp_config": {"version": 2},
+    "debug": "underflow_overflow",
+    "neftune_noise_alpha": 5.0,
+    "label_names": ["targets"],
+    "optim_target_modules": ["q_proj"],
+    "torch_compile_backend": "inductor",
+    "torch_compile_mode": "default",
+    "liger_kernel_config": {"rope": True},
+    "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    "activation_checkpointing_kwargs": {"use_reentrant": True},
+    "ddp_backend": "mpi",
+    "ddp_bucket_cap_mb": 25,
+}
+
+
+def library_fields() -> dict[str, Any]:
+    return {field.name: field for field in fields(TrainingArguments)}
+
+
+def test_every_field_is_in_one_table() -> None:
+    known = [*HONOURED, *REFUSED, *IRRELEVANT]
+    assert len(known) == len(set(known)), "a field is in two tables"
+    missing = set(library_fields()) - set(known)
+    assert not missing, f"transformers has fields that nobody has decided about: {sorted(missing)}"
+
+
+@pytest.mark.parametrize("name", sorted(set(REFUSED) & set(library_fields())))
+def test_what_cannot_be_honoured_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    value = OTHER_VALUES.get(name, not library_fields()[name].default)
+    with pytest.raises(UserError, match=rf"^{name}="):
+        PipelineTrainingArguments(output_dir=str(tmp_path), **{name: value})
+
+
+@pytest.mark.parametrize("name", sorted(set(REFUSED) & set(library_fields())))
+def test_a_refused_field_may_be_given_its_default(name: str, tmp_path: Path) -> None:
+    default = library_fields()[name].default
+    PipelineTrainingArguments(output_dir=str(tmp_path), **{name: default})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"optim": "adamw_8bit"}, "optim='adamw_8bit'.*adamw_torch_fused"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy='batch_rebalance'"),
+        ({"lr_scheduler_type": "linnear"}, "linnear"),
+    ],
+)
+def test_a_value_that_is_not_supported(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        PipelineTrainingArguments(output_dir=str(tmp_path), **values)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("ACCELERATE_MIXED_PRECISION", "bf16"), ("ACCELERATE_USE_FSDP", "true")]
+)
+def test_what_accelerate_is_told_to_do_is_refused_too(
+    variable: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(UserError, match=f"{variable}={value}"):
+        PipelineTrainingArguments(output_dir=str(tmp_path))
+
+
+def test_no_process_group_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' own arguments join a job as soon as they are asked for their device."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    args = PipelineTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    assert args.device == torch.device("cpu")
+    assert (args.world_size, args.process_index, args.train_batch_size) == (1, 0, 8)
+    assert args.should_save
+    assert not dist.is_initialized()
+
+
+def test_from_a_command_line() -> None:
+    parser = HfArgumentParser(PipelineTrainingArguments)
+    words = ["--output_dir", "out", "--num_stages", "2", "--use_cpu", "True"]
+    (args,) = parser.parse_args_into_dataclasses([*words, "--partition", "3", "4"])
+    assert (args.num_stages, args.partition) == (2, [3, 4])
+    (args,) = parser.parse_args_into_dataclasses(words)
+    assert args.partition == "count"

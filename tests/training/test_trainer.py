@@ -1,0 +1,418 @@
+"""The trainer: the plain Trainer's numbers and events, on any number of stages, and the same in every process."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    EarlyStoppingCallback,
+    EvalPrediction,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from hf_gpipe import Pipeline, PipelineTrainer
+from hf_gpipe.data import PairCollator
+from hf_gpipe.errors import DataError, UserError
+from tests.gloo import run_gloo
+from tests.oracle import plain_model, tiny_config
+from tests.training.toy import CausalRows, Recorder, Rows, Stream, arguments, trainer, weights
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=tolerance, msg=name)
+
+
+# ---------------------------------------------------------------------- beside transformers' Trainer
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adafactor"])
+def test_the_plain_trainer_s_numbers_and_events(accumulation: int, optim: str, tmp_path: Path) -> None:
+    """Llama, whose own loss counts the tokens of all accumulated mini-batches, so that the two agree."""
+    common: dict[str, Any] = {
+        "max_steps": 7,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": accumulation,
+        "learning_rate": 1e-2,
+        "optim": optim,
+        "warmup_steps": 2,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.5,
+        "train_sampling_strategy": "sequential",
+        "logging_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "save_strategy": "steps",
+        "save_steps": 3,
+    }
+    rows, evaluation = CausalRows(22), CausalRows(5, seed=1)
+    plain_events, events = Recorder(), Recorder()
+    plain = plain_model(tiny_config("llama", tied=False), dtype=torch.float32)
+    own = trainer(
+        tmp_path / "own",
+        model=plain_copy(plain),
+        train_dataset=rows,
+        eval_dataset=evaluation,
+        callbacks=[events],
+        **common,
+    )
+    own.train()
+    reference = Trainer(
+        plain,
+        TrainingArguments(output_dir=str(tmp_path / "plain"), use_cpu=True, disable_tqdm=True, **common),
+        data_collator=PairCollator(pad_token_id=0),
+        train_dataset=rows,
+        eval_dataset=evaluation,
+        callbacks=[plain_events],
+    )
+    reference.train()
+    assert events.events == plain_events.events
+    assert_close(weights(own), dict(plain.named_parameters()), 2e-5)
+    assert events.losses == pytest.approx(plain_events.losses, abs=1e-4)
+    for ours, theirs in zip(events.logs, plain_events.logs, strict=True):
+        assert ours.keys() - {"total_flos"} == theirs.keys() - {"total_flos"}
+        for name in ("learning_rate", "epoch"):
+            assert ours.get(name) == pytest.approx(theirs.get(name))
+        if "grad_norm" in ours:
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+
+
+def plain_copy(model: Any) -> Any:
+    copy = plain_model(model.config, dtype=torch.float32)
+    copy.load_state_dict(model.state_dict())
+    return copy
+
+
+# ---------------------------------------------------------------------- stages, processes, accumulation
+
+
+def test_stages_change_nothing(tmp_path: Path) -> None:
+    """Dropout is on, and the number of layers divides by none of them."""
+    results = []
+    for num_stages, recompute in [(1, "none"), (2, "stage"), (7, "block")]:
+        recorder = Recorder()
+        made = trainer(tmp_path, num_stages=num_stages, recompute=recompute, callbacks=[recorder], dropout=0.2)
+        made.train()
+        results.append((recorder.losses, weights(made)))
+    assert results[0][0][0] != results[0][0][-1]
+    for losses, parameters in results[1:]:
+        assert losses == pytest.approx(results[0][0], abs=1e-5)
+        assert_close(parameters, results[0][1], 1e-4)
+
+
+def _train(folder: str) -> tuple[Any, ...]:
+    """Only the main process has data, and only process 1 asks for a checkpoint and for the end."""
+    recorder = Recorder()
+    made = trainer(
+        Path(folder),
+        callbacks=[recorder, _SaveAndStop()],
+        compute_metrics=_accuracy,
+        max_steps=20,
+        eval_steps=2,
+        eval_strategy="steps",
+        eval_dataset=Rows(5, seed=3),
+        gradient_accumulation_steps=2,
+    )
+    if not made.topology.is_main:
+        made.train_dataset = made.eval_dataset = None
+    output = made.train()
+    evaluation = made.evaluate()
+    prediction = made.predict(Rows(5, seed=3) if made.topology.is_main else None)
+    made.save_model()
+    saved = sorted(path.name for path in Path(folder).glob("checkpoint-*"))
+    return recorder.events, recorder.logs, tuple(output), evaluation, prediction, weights(made), saved
+
+
+class _SaveAndStop(TrainerCallback):
+    """Decides in process 1 alone, as a callback that looks at the clock would."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or state.max_steps < 20:
+            control.should_save = state.global_step == 3
+            control.should_training_stop = state.global_step == 4
+
+
+def _accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    found, labels = prediction.predictions.argmax(-1), prediction.label_ids
+    return {"accuracy": np.float64((found == labels)[labels != -100].mean())}
+
+
+def test_two_processes_do_the_same(tmp_path: Path) -> None:
+    first, second = run_gloo(_train, 2, str(tmp_path))
+    for ours, theirs in zip(first[:4], second[:4], strict=True):
+        assert ours == theirs
+    np.testing.assert_array_equal(first[4].predictions, second[4].predictions)
+    assert first[4].metrics == second[4].metrics
+    assert first[6] == ["checkpoint-3"]
+    assert first[2][0] == 4, "process 1 asked to stop after 4 updates"
+    alone = trainer(tmp_path / "one", gradient_accumulation_steps=2, max_steps=20, callbacks=[_StopAt(4)])
+    alone.train()
+    assert_close(first[5], weights(alone), 1e-5)
+    metrics = first[3]
+    assert metrics["eval_loss"] == pytest.approx(alone.evaluate(Rows(5, seed=3))["eval_loss"], abs=1e-5)
+    assert 0 <= metrics["eval_accuracy"] <= 1
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines if "loss" in line] == [logs["loss"] for logs in first[1] if "loss" in logs]
+    AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+
+
+class _StopAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == self._step
+
+
+@pytest.mark.parametrize("family", ["llama", "marian"])
+def test_accumulation_is_one_larger_mini_batch(family: str, tmp_path: Path) -> None:
+    """Without dropout: its seeds count micro-batches. With M twice as large the micro-batches are the same rows."""
+    common = {"family": family, "dropout": 0.0, "train_sampling_strategy": "sequential", "num_train_epochs": 2.0}
+    small = trainer(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=-1, **common)
+    large = trainer(tmp_path, per_device_train_batch_size=8, num_micro_batches=4, max_steps=-1, **common)
+    assert small.train().global_step == large.train().global_step == 6
+    assert_close(weights(small), weights(large), 1e-6)
+
+
+# ---------------------------------------------------------------------- data
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_epochs_have_their_own_order_and_every_row_once(workers: int, tmp_path: Path) -> None:
+    seen: list[list[int]] = []
+
+    class Spy(Rows):
+        def __getitem__(self, index: int) -> dict[str, list[int]]:
+            return super().__getitem__(index) | {"labels": [3 + index]}
+
+    def spy(rows: list[dict[str, list[int]]]) -> Any:
+        return PairCollator(0)(rows)
+
+    made = trainer(tmp_path, train_dataset=Spy(10), data_collator=spy, dataloader_num_workers=workers)
+    batches = made._train_batches()
+    assert batches is not None
+    for epoch in range(2):
+        seen.append([label - 3 for batch in batches.epoch(epoch) for label in batch["labels"].flatten().tolist()])
+    assert sorted(seen[0]) == sorted(seen[1]) == list(range(10))
+    assert seen[0] != seen[1]
+    again = [label - 3 for batch in batches.epoch(1, start=1) for label in batch["labels"].flatten().tolist()]
+    assert again == seen[1][4:]
+
+
+@pytest.mark.parametrize("dataset", [Rows(24), Stream(24)])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_random_collators_are_a_function_of_the_place(dataset: Any, workers: int, tmp_path: Path) -> None:
+    if isinstance(dataset, Stream) and workers:
+        pytest.skip("an iterable dataset is read in the main process")
+
+    def collate(rows: list[dict[str, list[int]]]) -> Any:
+        return PairCollator(0)(rows) | {"noise": torch.rand(len(rows), 1), "more": torch.tensor(np.random.rand(4, 1))}
+
+    made = trainer(tmp_path, train_dataset=dataset, data_collator=collate, dataloader_num_workers=workers)
+    batches = made._train_batches()
+    assert batches is not None
+    whole = list(batches.epoch(1))
+    torch.rand(3)
+    for found, expected in zip(batches.epoch(1, start=2), whole[2:], strict=True):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert not torch.equal(whole[0]["noise"], whole[1]["noise"])
+
+
+def test_rows_of_similar_length_share_a_mini_batch(tmp_path: Path) -> None:
+    padding = {}
+    for strategy in ("random", "group_by_length"):
+        batches = trainer(tmp_path, train_dataset=Rows(40), train_sampling_strategy=strategy)._train_batches()
+        assert batches is not None
+        masks = [batch["attention_mask"] for batch in batches.epoch(0)]
+        assert sum(len(mask) for mask in masks) == 40
+        padding[strategy] = sum(int((mask == 0).sum()) for mask in masks)
+    assert padding["group_by_length"] < padding["random"] / 3
+
+
+def test_an_iterable_dataset(tmp_path: Path) -> None:
+    """The stream ends within the training and starts again; 6 rows are left for the last mini-batch."""
+    made = trainer(tmp_path, train_dataset=Stream(10), max_steps=7)
+    assert made.train().global_step == 7
+    with pytest.raises(UserError, match="max_steps"):
+        trainer(tmp_path, train_dataset=Stream(10), max_steps=-1).train()
+    with pytest.raises(UserError, match="group_by_length"):
+        trainer(tmp_path, train_dataset=Stream(10), train_sampling_strategy="group_by_length").train()
+    assert trainer(tmp_path, train_dataset=Stream(0)).train().global_step == 0
+
+
+def test_columns_that_the_model_does_not_take_are_left_out(tmp_path: Path) -> None:
+    class Wide(Rows):
+        def __getitem__(self, index: int) -> Any:
+            return super().__getitem__(index) | {"comment": "no tensor"}
+
+    keys: set[str] = set()
+
+    def collate(rows: list[dict[str, Any]]) -> Any:
+        keys.update(*rows)
+        return PairCollator(0)(rows)
+
+    trainer(tmp_path, train_dataset=Wide(), data_collator=collate, max_steps=1).train()
+    assert keys == {"input_ids", "labels"}
+
+
+# ---------------------------------------------------------------------- evaluation
+
+
+def test_evaluation_of_several_datasets_and_early_stopping(tmp_path: Path) -> None:
+    made = trainer(
+        tmp_path,
+        max_steps=40,
+        learning_rate=0.0,
+        eval_dataset={"a": Rows(3, seed=1), "b": Rows(5, seed=2)},
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="b_loss",
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
+    )
+    # The learning rate is 0, so nothing gets better: after the first evaluation, two more are allowed.
+    assert made.train().global_step == 6
+    assert made.state.best_global_step == 2
+    assert made.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    assert {"eval_a_loss", "eval_b_loss"} <= made.evaluate().keys()
+
+
+def test_predictions_are_the_plain_model_s(tmp_path: Path) -> None:
+    config = tiny_config("marian")
+    plain = plain_model(config, dtype=torch.float32).eval()
+    made = trainer(tmp_path, model=plain, per_device_eval_batch_size=3)
+    rows = Rows(7, seed=3)
+    prediction = made.predict(rows)
+    collate = PairCollator(0)
+    batch = collate([rows[index] for index in range(7)])
+    with torch.no_grad():
+        logits = plain(**batch).logits
+    is_target = batch["labels"] != -100
+    assert prediction.predictions.shape == (*batch["labels"].shape, config.vocab_size)
+    np.testing.assert_array_equal(prediction.label_ids, batch["labels"].numpy())
+    torch.testing.assert_close(torch.tensor(prediction.predictions)[is_target], logits[is_target], rtol=0, atol=1e-5)
+    loss = torch.nn.functional.cross_entropy(logits[is_target], batch["labels"][is_target])
+    assert prediction.metrics["test_loss"] == pytest.approx(float(loss), abs=1e-5)
+
+
+def test_less_of_the_logits_may_be_kept(tmp_path: Path) -> None:
+    widths: list[torch.Size] = []
+
+    def preprocess(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        widths.append(logits.shape)
+        return logits.argmax(-1), logits.logsumexp(-1).mean(-1)
+
+    made = PipelineTrainer(
+        tiny_config("marian"),
+        arguments(tmp_path, include_for_metrics=["inputs", "loss"]),
+        PairCollator(0),
+        eval_dataset=Rows(9, seed=3),
+        compute_metrics=lambda p: {"rows": len(p.predictions[1]), "inputs": p.inputs.shape[0], "losses": len(p.losses)},
+        preprocess_logits_for_metrics=preprocess,
+    )
+    metrics = made.evaluate()
+    assert (metrics["eval_rows"], metrics["eval_inputs"], metrics["eval_losses"]) == (9, 9, 9)
+    assert [shape[0] for shape in widths] == [4, 4, 1], "it sees one micro-batch at a time"
+    predictions, means = made.predict(Rows(9, seed=3)).predictions
+    assert predictions.shape == (9, 9)
+    assert means.shape == (9,)
+
+
+def test_evaluation_needs_labels(tmp_path: Path) -> None:
+    made = trainer(tmp_path, data_collator=lambda rows: {"input_ids": torch.ones(len(rows), 3, dtype=torch.long)})
+    with pytest.raises(DataError, match="labels"):
+        made.evaluate(Rows(3))
+
+
+# ---------------------------------------------------------------------- optimizers, numbers that are not
+
+
+def test_an_optimizer_of_one_s_own(tmp_path: Path) -> None:
+    pipe = Pipeline(tiny_config("marian"), 3, 2)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    made = trainer(tmp_path, model=pipe, num_stages=3, optimizers=(optimizer, None), lr_scheduler_type="constant")
+    before = weights(made)
+    made.train()
+    assert any(not torch.equal(before[name], tensor) for name, tensor in weights(made).items())
+    other = torch.optim.SGD(list(pipe.parameters())[1:], lr=0.1)
+    with pytest.raises(UserError, match="optimizers"):
+        trainer(tmp_path, model=pipe, num_stages=3, optimizers=(other, None))
+    with pytest.raises(UserError, match="num_stages=2, but the given Pipeline has 3"):
+        trainer(tmp_path, model=pipe, num_stages=2)
+
+
+def _train_with_a_head_alone(folder: str) -> tuple[int, list[str]]:
+    """The last stage is the head, whose weight is tied to the embedding and belongs to the first."""
+    made = trainer(Path(folder), family="llama", partition=[5, 1], save_strategy="steps", save_steps=6)
+    return made.train().global_step, [name for name, _ in made.pipe.named_parameters()]
+
+
+def test_a_process_without_parameters_of_its_own(tmp_path: Path) -> None:
+    first, second = run_gloo(_train_with_a_head_alone, 2, str(tmp_path))
+    assert first[0] == second[0] == 6
+    assert len(first[1]) > 0
+    assert second[1] == []
+
+
+def test_a_loss_that_is_not_a_number_is_filtered_as_in_the_plain_trainer(tmp_path: Path) -> None:
+    class Poison(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                with torch.no_grad():
+                    next(made.pipe.parameters()).fill_(math.nan)
+
+    recorder = Recorder()
+    made = trainer(tmp_path, callbacks=[Poison(), recorder], logging_steps=2)
+    made.train()
+    assert all(math.isfinite(loss) for loss in recorder.losses)
+    recorder = Recorder()
+    made = trainer(tmp_path, callbacks=[Poison(), recorder], logging_steps=2, logging_nan_inf_filter=False)
+    made.train()
+    assert math.isnan(recorder.losses[-1])
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"compute_loss_func": lambda *_: None}, "compute_loss_func"),
+        ({"model": None}, "model or model_init"),
+        ({"args": TrainingArguments(output_dir="out", use_cpu=True)}, "PipelineTrainingArguments"),
+    ],
+)
+def test_what_the_constructor_refuses(keywords: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        PipelineTrainer(**{"model": tiny_config("llama"), "args": arguments(tmp_path)} | keywords)
+
+
+def test_nothing_to_train_on(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="train_dataset"):
+        trainer(tmp_path, train_dataset=None).train()
+    with pytest.raises(UserError, match="no mini-batch"):
+        trainer(tmp_path, train_dataset=Rows(3), dataloader_drop_last=True).train()
+    with pytest.raises(UserError, match="eval_dataset"):
+        trainer(tmp_path).evaluate()
+
+
+def test_saved_models_are_in_hub_format(tmp_path: Path) -> None:
+    made = trainer(tmp_path, family="llama", save_strategy="steps", save_steps=3)
+    made.train()
+    made.save_model(tmp_path / "final")
+    for directory in (tmp_path / "final", tmp_path / "checkpoint-6"):
+        loaded = dict(AutoModelForCausalLM.from_pretrained(directory).named_parameters())
+        for name, tensor in weights(made).items():
+            assert torch.equal(loaded[name], tensor), name
