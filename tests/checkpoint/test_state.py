@@ -1,0 +1,301 @@
+"""Resuming: equal to the last bit, on any number of stages, from checkpoints that are complete or absent."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForSeq2SeqLM, TrainerCallback
+
+from hf_gpipe import Pipeline
+from hf_gpipe.checkpoint.directory import (
+    checkpoint_path,
+    checkpoints,
+    last_checkpoint,
+    remove_leftovers,
+    rotate,
+    written_whole,
+)
+from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE, load_progress, load_state, save_state
+from hf_gpipe.errors import CheckpointError
+from hf_gpipe.runtime.topology import Topology
+from tests.gloo import run_gloo
+from tests.oracle import padded_batch, tiny_config
+from tests.training.toy import Recorder, Rows, Stream, trainer, weights
+
+
+class CrashError(Exception):
+    """What stands in for the end of a process."""
+
+
+class CrashAt(TrainerCallback):
+    """Ends the training in the middle of a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step:
+            raise CrashError
+
+
+def random_noise(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """A collator that draws from torch's generator, as masking does."""
+    ids = torch.tensor([row["input_ids"][:2] for row in rows])
+    return {"input_ids": torch.where(torch.rand(ids.shape) < 0.3, 2, ids), "labels": ids}
+
+
+SAVE = {"save_strategy": "steps", "save_steps": 2, "max_steps": 9, "dropout": 0.2}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"gradient_accumulation_steps": 2, "optim": "adafactor", "lr_scheduler_type": "cosine"},
+        {"train_sampling_strategy": "group_by_length", "data_collator": random_noise, "optim": "sgd"},
+        {"train_dataset": Stream(10), "data_collator": random_noise, "optim": "adagrad"},
+        {"save_strategy": "epoch", "optim": "rmsprop"},
+    ],
+)
+def test_a_run_that_was_interrupted_ends_with_the_same_weights(values: dict[str, Any], tmp_path: Path) -> None:
+    settings = SAVE | values
+    whole, resumed = Recorder(), Recorder()
+    uninterrupted = trainer(tmp_path / "whole", callbacks=[whole], **settings)
+    uninterrupted.train()
+    with pytest.raises(CrashError):
+        trainer(tmp_path / "run", callbacks=[CrashAt(7)], **settings).train()
+    again = trainer(tmp_path / "run", callbacks=[resumed], **settings)
+    assert again.train(resume_from_checkpoint=True).global_step == 9
+    assert resumed.losses == whole.losses[-len(resumed.losses) :]
+    assert 3 <= len(resumed.losses) <= 4
+    for name, tensor in weights(uninterrupted).items():
+        assert torch.equal(weights(again)[name], tensor), name
+    kept = [[json.loads(line) for line in (tmp_path / run / "metrics.jsonl").open()] for run in ("whole", "run")]
+    losses = [[line["loss"] for line in lines if "loss" in line] for lines in kept]
+    assert losses[0] == losses[1], "no line is lost, none is there twice"
+    finished = trainer(tmp_path / "run", **settings)
+    assert finished.train(resume_from_checkpoint=True).global_step == 9
+
+
+def test_state_of_one_split_loads_on_another(tmp_path: Path) -> None:
+    """The model is tied, and the parameters move between stages."""
+    settings = SAVE | {"save_steps": 4}
+    whole = trainer(tmp_path / "whole", num_stages=3, **settings)
+    whole.train()
+    with pytest.raises(CrashError):
+        trainer(tmp_path / "run", num_stages=3, callbacks=[CrashAt(6)], **settings).train()
+    for num_stages in (1, 2, 5):
+        made = trainer(tmp_path / f"k{num_stages}", num_stages=num_stages, **settings)
+        made.train(resume_from_checkpoint=tmp_path / "run" / "checkpoint-4")
+        for name, tensor in weights(whole).items():
+            torch.testing.assert_close(weights(made)[name], tensor, rtol=0, atol=1e-5, msg=name)
+
+
+def _resume_on_two(folder: str) -> dict[str, torch.Tensor]:
+    made = trainer(Path(folder), num_stages=4, **SAVE)
+    made.train(resume_from_checkpoint=True)
+    return weights(made)
+
+
+def test_state_of_one_process_loads_in_two(tmp_path: Path) -> None:
+    whole = trainer(tmp_path / "whole", num_stages=4, **SAVE)
+    whole.train()
+    with pytest.raises(CrashError):
+        trainer(tmp_path / "run", num_stages=4, callbacks=[CrashAt(5)], **SAVE).train()
+    first, second = run_gloo(_resume_on_two, 2, str(tmp_path / "run"))
+    for name, tensor in weights(whole).items():
+        torch.testing.assert_close(first[name], tensor, rtol=0, atol=1e-6, msg=name)
+        assert torch.equal(first[name], second[name])
+
+
+def test_a_checkpoint_holds_no_pickle_and_is_in_hub_format(tmp_path: Path) -> None:
+    trainer(tmp_path, **SAVE).train()
+    checkpoint = last_checkpoint(tmp_path)
+    assert checkpoint == tmp_path / "checkpoint-9"
+    assert {path.suffix for path in checkpoint.rglob("*") if path.is_file()} == {".json", ".safetensors"}
+    AutoModelForSeq2SeqLM.from_pretrained(checkpoint)
+    slots: set[str] = set()
+    for file in (checkpoint / FOLDER).glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            slots |= set(tensors.keys())
+    names = {key.rpartition("/")[0] for key in slots}
+    assert slots == {f"{name}/{slot}" for name in names for slot in ("step", "exp_avg", "exp_avg_sq")}
+    assert "model.shared.weight" in names
+
+
+# ---------------------------------------------------------------------- what does not fit
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    trainer(tmp_path / "run", **SAVE).train()
+    return tmp_path / "run" / "checkpoint-8"
+
+
+def test_another_place_in_the_data_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    settings = SAVE | {"max_steps": 12}
+    for values in ({"per_device_train_batch_size": 8}, {"seed": 1}, {"train_dataset": Rows(50)}):
+        with pytest.raises(CheckpointError, match="place in the data"):
+            trainer(tmp_path, **settings | values).train(resume_from_checkpoint=checkpoint)
+    made = trainer(tmp_path, ignore_data_skip=True, **settings | {"per_device_train_batch_size": 8})
+    assert made.train(resume_from_checkpoint=checkpoint).global_step == 12
+
+
+def test_state_of_another_optimizer_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="AdamW and the optimizer is SGD"):
+        trainer(tmp_path, **SAVE | {"optim": "sgd"}).train(resume_from_checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("damage", ["state", "format", "optimizer", "cut", "weights"])
+def test_a_damaged_checkpoint_is_told(damage: str, checkpoint: Path, tmp_path: Path) -> None:
+    state, file = checkpoint / FOLDER / STATE_FILE, checkpoint / FOLDER / "optimizer-00002-of-00002.safetensors"
+    if damage == "state":
+        state.write_text("{")
+    if damage == "format":
+        state.write_text(state.read_text().replace('"format": 1', '"format": 99'))
+    if damage == "optimizer":
+        file.unlink()
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-100])
+    if damage == "weights":
+        (checkpoint / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="checkpoint-8"):
+        trainer(tmp_path, **SAVE).train(resume_from_checkpoint=checkpoint)
+
+
+def test_nothing_to_resume_from(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        trainer(tmp_path, **SAVE).train(resume_from_checkpoint=True)
+    with pytest.raises(CheckpointError, match="no training can resume"):
+        trainer(tmp_path, **SAVE).train(resume_from_checkpoint=tmp_path / "nowhere")
+    trainer(tmp_path, save_only_model=True, **SAVE).train()
+    assert checkpoints(tmp_path)
+    assert last_checkpoint(tmp_path) is None
+
+
+def test_values_without_a_json_form_are_refused(tmp_path: Path) -> None:
+    pipe = Pipeline(tiny_config("llama"), 1)
+    parameters = dict(pipe.named_parameters())
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.1)
+    optimizer.param_groups[0]["callback"] = print
+    with pytest.raises(CheckpointError, match="an optimizer's option is a builtin"):
+        save_state(tmp_path, parameters, pipe.ties.owner_stage, optimizer, None, {}, pipe.topology)
+
+
+def test_state_round_trip_is_exact(tmp_path: Path) -> None:
+    """State that is a tensor, a Python number or nothing; options that are tuples."""
+    pipe = Pipeline(tiny_config("marian"), 2, 2)
+    parameters = dict(pipe.named_parameters())
+
+    def make() -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters.values(), lr=0.1, betas=(0.8, 0.7), amsgrad=True)
+
+    optimizer = make()
+    pipe.train_step(padded_batch(tiny_config("marian")))
+    optimizer.step()
+    first = next(iter(parameters.values()))
+    optimizer.state[first]["scalar"] = 0.1
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=10)
+    scheduler.step()
+    save_state(tmp_path, parameters, pipe.ties.owner_stage, optimizer, scheduler, {"a": [1, None]}, pipe.topology)
+    assert load_progress(tmp_path) == {"a": [1, None]}
+    other = make()
+    other_scheduler = torch.optim.lr_scheduler.OneCycleLR(other, 0.9, total_steps=20)
+    load_state(tmp_path, parameters, other, other_scheduler)
+    assert other.param_groups[0]["betas"] == optimizer.param_groups[0]["betas"]
+    assert other_scheduler.state_dict() == scheduler.state_dict()
+    assert other.state[first]["scalar"] == 0.1
+    for parameter, slots in optimizer.state.items():
+        assert other.state[parameter].keys() == slots.keys()
+        for slot, value in slots.items():
+            assert torch.equal(torch.as_tensor(other.state[parameter][slot]), torch.as_tensor(value))
+
+
+# ---------------------------------------------------------------------- directories
+
+
+def make_checkpoints(folder: Path, *steps: int) -> list[Path]:
+    for step in steps:
+        (folder / f"checkpoint-{step}" / FOLDER).mkdir(parents=True)
+        (folder / f"checkpoint-{step}" / FOLDER / STATE_FILE).touch()
+    return [folder / f"checkpoint-{step}" for step in steps]
+
+
+def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    made = make_checkpoints(tmp_path, 2, 10, 9, 30)
+    (tmp_path / "checkpoint-final").mkdir()
+    two, ten, nine, thirty = made
+    assert checkpoints(tmp_path) == [two, nine, ten, thirty], "the order is that of numbers, not of names"
+    rotate(tmp_path, None)
+    assert len(checkpoints(tmp_path)) == 4
+    rotate(tmp_path, 3)
+    assert checkpoints(tmp_path) == [nine, ten, thirty]
+    rotate(tmp_path, 2, keep=nine)
+    assert checkpoints(tmp_path) == [nine, thirty]
+    rotate(tmp_path, 1, keep=nine)
+    assert checkpoints(tmp_path) == [nine, thirty]
+    rotate(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-30", "checkpoint-final"] or len(
+        list(tmp_path.iterdir())
+    ) == 2
+
+
+def test_an_unfinished_checkpoint_has_no_name(tmp_path: Path) -> None:
+    topology = Topology.discover(1, "cpu")
+    final = tmp_path / "checkpoint-5"
+
+    def crash() -> None:
+        with written_whole(final, topology) as directory:
+            (directory / "weights").touch()
+            raise CrashError
+
+    with pytest.raises(CrashError):
+        crash()
+    assert checkpoints(tmp_path) == []
+    with written_whole(final, topology) as directory:
+        assert list(directory.iterdir()) == []
+        (directory / "new").touch()
+    assert [path.name for path in checkpoint_path(tmp_path, 5).iterdir()] == ["new"]
+    with written_whole(final, topology) as directory:
+        (directory / "newer").touch()
+    assert [path.name for path in checkpoint_path(tmp_path, 5).iterdir()] == ["newer"]
+    assert os.listdir(tmp_path) == ["checkpoint-5"]
+
+
+def test_leftovers_of_a_killed_run_go(tmp_path: Path) -> None:
+    for name in (".checkpoint-4.tmp", ".checkpoint-2.gone-0a1b2c3d", ".checkpoint-6.old-0a1b2c3d", ".other", "run"):
+        (tmp_path / name).mkdir()
+    make_checkpoints(tmp_path, 3)
+    (tmp_path / ".checkpoint-3.old-0a1b2c3d").mkdir()
+    remove_leftovers(tmp_path)
+    # checkpoint-6 had been moved aside for a new one that never came.
+    assert sorted(os.listdir(tmp_path)) == [".other", "checkpoint-3", "checkpoint-6", "run"]
+    remove_leftovers(tmp_path / "nowhere")
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(CheckpointError, match="cannot write"),
+        written_whole(tmp_path / "file" / "checkpoint-1", Topology.discover(1, "cpu")),
+    ):
+        pass
+
+
+def test_weights_are_replaced_in_place(tmp_path: Path) -> None:
+    pipe = Pipeline(tiny_config("marian"), 2, seed=1)
+    pipe.save_pretrained(tmp_path)
+    other = Pipeline(tiny_config("marian"), 3, seed=2)
+    before = dict(other.named_parameters())
+    other.load_pretrained(tmp_path)
+    for name, parameter in pipe.named_parameters():
+        assert torch.equal(dict(other.named_parameters())[name], parameter)
+        assert dict(other.named_parameters())[name] is before[name]
+    with pytest.raises(CheckpointError):
+        Pipeline(tiny_config("marian", d_model=32), 1).load_pretrained(tmp_path)
