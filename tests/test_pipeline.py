@@ -30,7 +30,7 @@ def test_gradients_of_the_plain_model(family: str, tied: bool) -> None:
                 assert float(pipe.grad_norm()) == pytest.approx(expected.norm, rel=1e-10)
 
 
-@pytest.mark.parametrize("schedule", ["naive", "gpipe", "gpipe_fused"])
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "gpipe_fused", "1f1b"])
 @pytest.mark.parametrize("recompute", ["none", "block", "stage"])
 @pytest.mark.parametrize("family", ["llama", "marian"])
 def test_schedules_and_recomputation_change_nothing(family: str, recompute: str, schedule: str) -> None:
@@ -184,7 +184,7 @@ def _on_two_processes(family: str, tied: bool) -> list[tuple[int, int, object]]:
     config = tiny_config(family, tied=tied)
     batch, plain = padded_batch(config), plain_model(config)
     results = []
-    for num_stages, num_micro_batches, schedule in [(2, 1, "gpipe"), (2, 4, "gpipe_fused"), (4, 7, "gpipe")]:
+    for num_stages, num_micro_batches, schedule in [(2, 1, "gpipe"), (2, 4, "gpipe_fused"), (4, 7, "1f1b")]:
         pipe = Pipeline(copy.deepcopy(plain), num_stages, num_micro_batches, schedule=schedule)
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
         first = run_pipeline(pipe, batch if pipe.topology.is_main else None)

@@ -134,7 +134,7 @@ class PipelineSection:
     """M: micro-batches a mini-batch is cut into; a smaller mini-batch gives one a row."""
 
     schedule: Annotated[str, OneOf(TRAINING_SCHEDULES)] = "gpipe"
-    """Order of work: gpipe is the paper's, gpipe_fused runs the last stage's backward at once, naive overlaps none."""
+    """Order of work: gpipe, the paper's; gpipe_fused, its last stage's backwards at once; 1f1b, least memory; naive."""
 
     recompute: Literal["none", "block", "stage"] = "stage"
     """What backward computes again instead of keeping: nothing, each block's inside, or all but the stage's input."""

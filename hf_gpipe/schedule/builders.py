@@ -10,6 +10,8 @@ Every table can be run with sends that do not wait. With blocking sends (`Schedu
                                  than stage s); naive runs with any placement
     gpipe_fused                  deadlocks for M > 1 wherever the last stage is alone in its process: it sends its
                                  first gradient while the stage before it still sends forwards
+    1f1b                         deadlocks for M > 1 wherever each stage is in a process of its own: neighbours send
+                                 to each other at once
 """
 
 from __future__ import annotations
@@ -93,6 +95,38 @@ def gpipe_fused(num_stages: int, num_micro_batches: int, placement: Placement, r
     return merge(orders, placement)
 
 
+def one_forward_one_backward(
+    num_stages: int, num_micro_batches: int, placement: Placement, recompute: bool
+) -> list[list[Action]]:
+    """1F1B: a stage alternates one forward and one backward (PipeDream, arXiv 1806.03377), here with the flush that
+    keeps GPipe's semantics (PipeDream-Flush, arXiv 2006.09503).
+
+    Stage s starts with K-s-1 forwards, so it holds at most K-s micro-batches, however many there are. The bubble is
+    gpipe's. The last stage has its gradient at hand and recomputes nothing.
+
+    K = 3, M = 4, without recomputation and with it:
+
+        stage 0  F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- .. B2 -- .. B3 --
+        stage 1  .. F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- .. B3 -- .. ..
+        stage 2  .. .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .. .. .. ..
+
+        stage 0  F0 F1 F2 R0 .. .. .. B0 -- F3 R1 B1 -- R2 .. B2 -- R3 B3 --
+        stage 1  .. F0 F1 R0 .. B0 -- F2 R1 B1 -- F3 R2 B2 -- R3 B3 -- .. ..
+        stage 2  .. .. F0 B0 -- F1 B1 -- F2 B2 -- .. F3 B3 -- .. .. .. .. ..
+    """
+    orders = []
+    for s in range(num_stages):
+        ahead = min(num_stages - s - 1, num_micro_batches)
+        recomputes = recompute and s < num_stages - 1
+        order = [_forward(s, m) for m in range(ahead)]
+        for m in range(num_micro_batches):
+            if m + ahead < num_micro_batches:
+                order.append(_forward(s, m + ahead))
+            order += _backward(s, m, recomputes)
+        orders.append(order)
+    return merge(orders, placement)
+
+
 def forward_only(num_stages: int, num_micro_batches: int, placement: Placement, recompute: bool) -> list[list[Action]]:
     """Evaluation: forwards only, no update. `recompute` has nothing to act on.
 
@@ -109,6 +143,7 @@ SCHEDULES: dict[str, Builder] = {
     "naive": naive,
     "gpipe": gpipe,
     "gpipe_fused": gpipe_fused,
+    "1f1b": one_forward_one_backward,
     "forward_only": forward_only,
 }
 

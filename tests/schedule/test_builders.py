@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from fractions import Fraction
 from itertools import pairwise
 
 import pytest
@@ -64,7 +65,7 @@ def test_every_action_exactly_once(placement: Placement, num_micro_batches: int,
         expected += [Action(B, s, m) for s in range(num_stages) for m in range(num_micro_batches)]
         expected += [Action(U, s) for s in range(num_stages)]
         if recompute == "stage":
-            recomputing = num_stages - 1 if name == "gpipe_fused" else num_stages
+            recomputing = num_stages - 1 if name in ("gpipe_fused", "1f1b") else num_stages
             expected += [Action(R, s, m) for s in range(recomputing) for m in range(num_micro_batches)]
     assert sorted(action for actions in schedule.actions for action in actions) == sorted(expected)
     for process, actions in enumerate(schedule.actions):
@@ -122,6 +123,23 @@ def test_one_process_keeps_one_recomputed_graph_at_a_time(name: str, num_micro_b
             assert following == Action(B, action.stage, action.micro_batch)
 
 
+@given(st.integers(1, 8), st.integers(1, 12))
+@settings(deadline=None, max_examples=60)
+def test_1f1b_holds_few_micro_batches_and_has_the_bubble_of_gpipe(num_stages: int, num_micro_batches: int) -> None:
+    schedule = build("1f1b", num_stages, num_micro_batches, recompute="none")
+    timeline = simulate(schedule, Costs(Fraction(1), Fraction(2)))
+    assert timeline.bubble == Fraction(num_stages - 1, num_micro_batches + num_stages - 1)
+    for stage in range(num_stages):
+        assert timeline.peak_live_micro_batches(stage) == min(num_stages - stage, num_micro_batches)
+
+
+@given(st.integers(2, 6), st.integers(2, 6))
+@settings(deadline=None, max_examples=30)
+def test_1f1b_deadlocks_with_blocking_sends(num_stages: int, num_micro_batches: int) -> None:
+    with pytest.raises(ScheduleError, match="deadlock with blocking sends"):
+        build("1f1b", num_stages, num_micro_batches).validate(rendezvous=True)
+
+
 @given(placements(), st.integers(1, 5))
 @settings(deadline=None, max_examples=50)
 def test_a_stage_keeps_one_recomputed_graph_at_a_time(placement: Placement, num_micro_batches: int) -> None:
@@ -156,6 +174,7 @@ def drawings(name: str) -> str:
         ("naive", 2, ["none"]),
         ("gpipe", 3, ["none", "stage"]),
         ("gpipe_fused", 3, ["stage"]),
+        ("1f1b", 4, ["none", "stage"]),
         ("forward_only", 3, ["stage"]),
     ],
 )
