@@ -124,8 +124,8 @@ def _translations(
 ) -> list[tuple[str, str]]:
     """Up to `count` pairs (text in `language`, English), none of whose sources occurs twice.
 
-    A source with two translations ("mars" is a month and a planet) is kept with the first, so that a right answer
-    exists. The draws depend on the seed and the language alone, not on the other languages.
+    A source that has two translations is kept with the first, so that there is one right answer. The draws depend on
+    the seed, the language, the templates and `max_number`, not on the other languages.
     """
     locale = IsolatedLocale(known_locale(language))
     seen: set[tuple[str, str]] = set()
