@@ -19,7 +19,7 @@ from hf_gpipe.adapters.layers import Layer, StackName, stacks_of
 from hf_gpipe.adapters.position_tables import hollow, lend_tables, shared_tables
 from hf_gpipe.adapters.probe import observe_family
 from hf_gpipe.adapters.skeleton import build_skeleton
-from hf_gpipe.adapters.stubs import EmbeddingStub, HeadStub, PassThrough, Port, admit
+from hf_gpipe.adapters.stubs import EmbeddingStub, HeadStub, PassThrough, Port, admit, resemble
 
 IGNORED_LABEL = -100
 
@@ -35,6 +35,7 @@ class Adapter(ABC):
         config: the model's configuration; the model is built from it on the meta device, without memory.
         dtype: the type of the weights.
         attn_implementation: "eager", "sdpa" ...; None leaves the choice to transformers.
+        model_class: class of the model; None: the one that transformers' auto classes choose for the configuration.
         trust_remote_code: whether a configuration may name Python code outside of transformers.
     """
 
@@ -46,20 +47,26 @@ class Adapter(ABC):
         config: PreTrainedConfig,
         dtype: torch.dtype,
         attn_implementation: str | None = None,
+        model_class: type[PreTrainedModel] | None = None,
         *,
         trust_remote_code: bool = False,
     ) -> None:
-        self.config = config
+        self.given_config = config
+        self.model_class = model_class
         self.dtype = dtype
         self.attn_implementation = attn_implementation
         self.trust_remote_code = trust_remote_code
         self.reference = self.skeleton()
-        observation = observe_family(config, trust_remote_code=trust_remote_code)
+        #: Of the model itself: the text part, where the configuration is of a model of images and text.
+        self.config: PreTrainedConfig = self.reference.config
+        observation = observe_family(config, model_class, trust_remote_code=trust_remote_code)
         self.stacks = stacks_of(self.reference, observation)
         stack_layers = [layer for stack in self.stacks for layer in stack.layers()]
         head = observation.head
         self.layers: tuple[Layer, ...] = (*stack_layers, Layer(head, "head", "decoder", (head,)))
         self.has_dropout = has_dropout(self.reference)
+        self._streams = {block: stack.form.streams for stack in self.stacks for block in stack.blocks}
+        self._streams |= {name: shape[2:-1] for name, shape in observation.inputs.items()}
         self._num_block_outputs = {block: stack.form.num_outputs for stack in self.stacks for block in stack.blocks}
         self._embeddings = observation.embeddings
         #: For each stack the modules of its first block that its other blocks use too.
@@ -68,7 +75,11 @@ class Adapter(ABC):
     def skeleton(self) -> PreTrainedModel:
         """A fresh copy of the whole model on the meta device: its modules and names, no memory."""
         return build_skeleton(
-            self.config, self.dtype, self.attn_implementation, trust_remote_code=self.trust_remote_code
+            self.given_config,
+            self.dtype,
+            self.attn_implementation,
+            self.model_class,
+            trust_remote_code=self.trust_remote_code,
         )
 
     @property
@@ -83,7 +94,7 @@ class Adapter(ABC):
         or, at the root of the model, with the head that reads it (Marian's `final_logits_bias`).
         """
         for index, layer in enumerate(self.layers):
-            if any(parameter.startswith(f"{module}.") for module in layer.modules):
+            if any(parameter.startswith(f"{module}.") for module in layer.all_modules):
                 return index
         return 0 if "." in parameter else len(self.layers) - 1
 
@@ -108,8 +119,11 @@ class Adapter(ABC):
         own_width = getattr(module, "embedding_dim", None) or getattr(module, "out_features", None)
         return EmbeddingStub(own_width or self.stack_width(layer.stack), self.dtype)
 
-    def width(self, boundary: int) -> int:
-        """Width of the hidden states that layer `boundary` receives."""
+    def hidden_shape(self, boundary: int, ids: torch.Tensor) -> tuple[int, ...]:
+        """Shape of the hidden states that layer `boundary` receives for ids (B, T): (B, T, D) in most models."""
+        return (*ids.shape, *self._streams[self.layers[boundary].modules[0]], self._width(boundary))
+
+    def _width(self, boundary: int) -> int:
         layer = self.layers[boundary]
         before = self.reference.get_submodule(self.layers[boundary - 1].modules[-1])
         if layer.kind == "head" and isinstance(before, nn.Linear):  # such as OPT's `project_out`
@@ -209,15 +223,14 @@ class StageModel:
             (name, self._stub(index, name))
             for index, layer in enumerate(self.adapter.layers)
             if not self.start <= index < self.stop
-            for name in layer.modules
+            for name in layer.all_modules
         ]
-        inside = tuple(f"{name}." for layer in self.adapter.layers for name in layer.modules)
+        inside = tuple(f"{name}." for layer in self.adapter.layers for name in layer.all_modules)
         # Modules outside of every layer that hold weights, such as the `shared` of an encoder-decoder.
-        foreign += [
-            (name, PassThrough())
-            for name, module in self.model.named_modules()
-            if name and any(True for _ in module.parameters(recurse=False)) and not f"{name}.".startswith(inside)
-        ]
+        for name, module in self.model.named_modules():
+            if name and any(True for _ in module.parameters(recurse=False)) and not f"{name}.".startswith(inside):
+                foreign.append((name, PassThrough()))
+                resemble(foreign[-1][1], module)
         borrowed = self._borrowed_tables()
         for name, stub in foreign:
             module = self.model.get_submodule(name)
@@ -228,9 +241,6 @@ class StageModel:
             if any(ties.get(alias, alias) in needed for alias in (f"{name}.{n}" for n, _ in module.named_parameters())):
                 self._pending[name] = stub
                 continue
-            for parameter_name, parameter in module.named_parameters(recurse=False):
-                # A family's own initialisation may reach for the weight by name: it finds a tensor without memory.
-                stub.__dict__[parameter_name] = parameter.data
             self.model.set_submodule(name, stub)
         self.model.all_tied_weights_keys = {alias: source for alias, source in ties.items() if source in needed}
 
@@ -238,7 +248,9 @@ class StageModel:
         """What takes the place of module `name` of layer `index`, which is another stage's."""
         layer = self.adapter.layers[index]
         port = self.port if index == self.stop and name == layer.modules[0] else None
-        return HeadStub(port) if layer.kind == "head" else self.adapter.stub(layer, name, port)
+        stub = HeadStub(port) if layer.kind == "head" else self.adapter.stub(layer, name, port)
+        resemble(stub, self.adapter.reference.get_submodule(name))
+        return stub
 
     def seal(self, device: torch.device) -> None:
         """Complete the stage once its weights are in memory: the last stubs, dropout seeds and the entrance."""

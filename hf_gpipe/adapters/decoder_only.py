@@ -24,7 +24,7 @@ class DecoderOnly(Adapter):
         return F.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
 
     def carry_shapes(self, boundary: int, inputs: Inputs) -> dict[str, tuple[int, ...]]:
-        return {"hidden": (*inputs["input_ids"].shape, self.width(boundary))}
+        return {"hidden": self.hidden_shape(boundary, inputs["input_ids"])}
 
     def sources(self, boundary: int) -> dict[str, tuple[Layer, ...]]:
         return {"hidden": self.layers[:boundary]}

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Container
 
 import torch
-from transformers.modeling_outputs import BaseModelOutput
 
 from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, Inputs, StageModel, Tensors
 from hf_gpipe.adapters.layers import Layer
@@ -43,11 +42,15 @@ class EncoderDecoder(Adapter):
         return inputs["labels"]
 
     def carry_shapes(self, boundary: int, inputs: Inputs) -> dict[str, tuple[int, ...]]:
-        hidden = "input_ids" if self.layers[boundary].stack == "encoder" else "decoder_input_ids"
+        carried = self._carried(boundary, inputs)
+        shapes: dict[str, tuple[int, ...]] = {}
         # In generation each of the two forwards has the ids of its own stack only.
-        ids = {"hidden": hidden, "encoder_hidden": "input_ids"}
-        widths = {"hidden": self.width(boundary), "encoder_hidden": self.stack_width("encoder")}
-        return {n: (*inputs[ids[n]].shape, widths[n]) for n in self._carried(boundary, inputs)}
+        if "hidden" in carried:
+            ids = "input_ids" if self.layers[boundary].stack == "encoder" else "decoder_input_ids"
+            shapes["hidden"] = self.hidden_shape(boundary, inputs[ids])
+        if "encoder_hidden" in carried:
+            shapes["encoder_hidden"] = (*inputs["input_ids"].shape, self.stack_width("encoder"))
+        return shapes
 
     def _carried(self, boundary: int, inputs: Container[str] = ()) -> tuple[str, ...]:
         """The encoder's output travels as long as a decoder block still has to attend to it.
@@ -94,7 +97,7 @@ class EncoderDecoder(Adapter):
             return {"encoder_hidden": encoder_hidden}
         skip = ("input_ids", *self.loss_keys)
         forward = {name: value for name, value in inputs.items() if name not in skip}
-        forward["encoder_outputs"] = BaseModelOutput(last_hidden_state=encoder_hidden)
+        forward["encoder_outputs"] = self.stacks[0].output(last_hidden_state=encoder_hidden)
         logits = stage.model(**{"use_cache": False, **forward}).logits
         if stage.is_last:
             return {"logits": logits}

@@ -18,13 +18,19 @@ StackName = Literal["encoder", "decoder"]
 class Layer:
     """One entry of the list: the modules of the Hugging Face model that move between stages together.
 
-    `modules` are names inside the whole model, in their order of call; every parameter below them is the layer's.
+    `modules` are names inside the whole model, in their order of call; every parameter below them is the layer's, as
+    are those of `idle`, which a forward on ids alone does not call.
     """
 
     name: str
     kind: LayerKind
     stack: StackName
     modules: tuple[str, ...]
+    idle: tuple[str, ...] = ()
+
+    @property
+    def all_modules(self) -> tuple[str, ...]:
+        return (*self.modules, *self.idle)
 
 
 @dataclass(frozen=True)
@@ -37,9 +43,11 @@ class Stack:
     blocks: tuple[str, ...]
     norm: tuple[str, ...]
     form: BlockForm
+    idle: tuple[str, ...]
+    output: type
 
     def layers(self) -> Iterator[Layer]:
-        yield Layer(self.embedding[0], "embedding", self.name, self.embedding)
+        yield Layer(self.embedding[0], "embedding", self.name, self.embedding, self.idle)
         for block in self.blocks:
             yield Layer(block, "block", self.name, (block,))
         if self.norm:
@@ -54,9 +62,11 @@ def stacks_of(model: PreTrainedModel, observation: Observation) -> tuple[Stack, 
             name=name,
             path=seen.blocks.rpartition(".")[0],
             embedding=seen.before,
-            blocks=tuple(f"{seen.blocks}.{i}" for i in range(len(model.get_submodule(seen.blocks)))),
+            blocks=tuple(f"{seen.blocks}.{j}" for j in range(len(model.get_submodule(seen.blocks)))),
             norm=seen.after,
             form=seen.form,
+            idle=() if i else observation.idle,
+            output=seen.output,
         )
-        for name, seen in zip(names, observation.stacks, strict=True)
+        for i, (name, seen) in enumerate(zip(names, observation.stacks, strict=True))
     )

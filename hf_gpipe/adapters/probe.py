@@ -26,22 +26,28 @@ class BlockForm:
     """How the blocks of a stack return hidden states.
 
     Attributes:
-        num_outputs: length of the tuple that is returned, hidden states first; None: they are returned alone.
+        num_outputs: length of the tuple or list that is returned, hidden states first; None: they are returned alone.
         shape: shape of the hidden states for (BATCH, SOURCE_LENGTH or TARGET_LENGTH).
     """
 
     num_outputs: int | None
     shape: tuple[int, ...]
 
+    @property
+    def streams(self) -> tuple[int, ...]:
+        """Dimensions between the length and the width: of models that keep several residual streams."""
+        return self.shape[2:-1]
+
 
 @dataclass(frozen=True)
 class ObservedStack:
-    """One list of blocks that ran in order, each once."""
+    """One list of blocks that ran in order, each once; `output` is what the module around it returns."""
 
     blocks: str
     form: BlockForm
     before: tuple[str, ...]
     after: tuple[str, ...]
+    output: type
 
 
 @dataclass(frozen=True)
@@ -52,11 +58,15 @@ class Observation:
         stacks: one, or the encoder's and the decoder's.
         head: the module that ran last.
         embeddings: those modules before the blocks that make hidden states out of something else.
+        idle: modules with weights that a forward on ids alone does not call, such as an image encoder.
+        inputs: shape of the first tensor that each module outside of the blocks was given.
     """
 
     stacks: tuple[ObservedStack, ...]
     head: str
     embeddings: frozenset[str]
+    idle: tuple[str, ...]
+    inputs: dict[str, tuple[int, ...]]
 
 
 @dataclass
@@ -66,6 +76,8 @@ class _Calls:
     entered: dict[str, list[int]] = field(default_factory=dict)
     left: dict[str, list[int]] = field(default_factory=dict)
     forms: dict[str, BlockForm | None] = field(default_factory=dict)
+    inputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    outputs: dict[str, type] = field(default_factory=dict)
     clock: int = 0
 
     def tick(self) -> int:
@@ -76,13 +88,20 @@ class _Calls:
 _observations: dict[str, Observation] = {}
 
 
-def observe_family(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> Observation:
+def observe_family(
+    config: PreTrainedConfig, model_class: type[PreTrainedModel] | None = None, *, trust_remote_code: bool = False
+) -> Observation:
     """`observe` for a tiny clone of a configuration; clones that are alike are observed once."""
     tiny = tiny_config(config)
-    identity = f"{type(config).__name__} {tiny.to_json_string(use_diff=False)}"
+    identity = f"{model_class} {type(config).__name__} {tiny.to_json_string(use_diff=False)}"
     if identity not in _observations:
-        with torch.random.fork_rng(devices=[]):
-            clone = build(tiny, torch.float32, trust_remote_code=trust_remote_code)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                clone = build(tiny, torch.float32, None, model_class, trust_remote_code=trust_remote_code)
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{config.model_type}: a tiny clone of the model cannot be built: {type(error).__name__}: {error}"
+            ) from error
         _observations[identity] = observe(clone)
     return _observations[identity]
 
@@ -125,9 +144,11 @@ def observe(model: PreTrainedModel) -> Observation:
         form = forms.pop()
         if forms or form is None:
             raise UnsupportedModelError(f"{family}: the blocks of {name!r} do not pass hidden states on alike")
-        stacks.append(ObservedStack(name, form, tuple(before[i]), tuple(after[i])))
+        stacks.append(ObservedStack(name, form, tuple(before[i]), tuple(after[i]), calls.outputs[parents[i]]))
     embeddings = {name for units_before in before for name in units_before if calls.forms[name] is None}
-    return Observation(tuple(stacks), head, frozenset(embeddings))
+    idle = tuple(name for name in units if name not in calls.entered)
+    inputs = {name: calls.inputs[name] for name in units if name in calls.inputs}
+    return Observation(tuple(stacks), head, frozenset(embeddings), idle, inputs)
 
 
 def tiny_batch(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -149,6 +170,8 @@ def _run(model: PreTrainedModel) -> _Calls:
     def enter(name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             calls.entered.setdefault(name, []).append(calls.tick())
+            if (given := _first_tensor(args, kwargs)) is not None:
+                calls.inputs.setdefault(name, tuple(given.shape))
 
         return hook
 
@@ -156,6 +179,7 @@ def _run(model: PreTrainedModel) -> _Calls:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             calls.left.setdefault(name, []).append(calls.tick())
             calls.forms[name] = _form(args, kwargs, output)
+            calls.outputs[name] = type(output)
 
         return hook
 
@@ -179,11 +203,18 @@ def _run(model: PreTrainedModel) -> _Calls:
 
 def _form(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> BlockForm | None:
     """How a call passed hidden states on; None where its first output does not look like its input."""
-    hidden = args[0] if args else next((v for v in kwargs.values() if isinstance(v, torch.Tensor)), None)
-    returned = output[0] if isinstance(output, tuple) and output else output
-    if not isinstance(hidden, torch.Tensor) or not isinstance(returned, torch.Tensor) or hidden.shape != returned.shape:
+    hidden = _first_tensor(args, kwargs)
+    several = isinstance(output, tuple | list) and len(output) > 0
+    returned = output[0] if several else output
+    if hidden is None or not isinstance(returned, torch.Tensor) or hidden.shape != returned.shape:
         return None
-    return BlockForm(len(output) if isinstance(output, tuple) else None, tuple(hidden.shape))
+    return BlockForm(len(output) if several else None, tuple(hidden.shape))
+
+
+def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """What a layer takes as its hidden states: its first argument, or the first tensor among the named ones."""
+    given = args[0] if args else next((v for v in kwargs.values() if isinstance(v, torch.Tensor)), None)
+    return given if isinstance(given, torch.Tensor) else None
 
 
 def _length(model: PreTrainedModel, name: str) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
@@ -12,6 +14,7 @@ def build_skeleton(
     config: PreTrainedConfig,
     dtype: torch.dtype,
     attn_implementation: str | None = None,
+    model_class: type[PreTrainedModel] | None = None,
     *,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
@@ -26,17 +29,23 @@ def build_skeleton(
                 f"be the same on every split; set {rate} to 0.0 in the model's configuration"
             )
     with torch.device("meta"):
-        return build(config, dtype, attn_implementation, trust_remote_code=trust_remote_code)
+        return build(config, dtype, attn_implementation, model_class, trust_remote_code=trust_remote_code)
 
 
 def build(
     config: PreTrainedConfig,
     dtype: torch.dtype,
     attn_implementation: str | None = None,
+    model_class: type[PreTrainedModel] | None = None,
     *,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Build the model of `config` with random weights on torch's default device."""
-    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    """Build the model of `config` with random weights on torch's default device.
+
+    Without `model_class` it is the class that transformers' auto classes choose.
+    """
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    if model_class is not None:
+        return model_class._from_config(copy.deepcopy(config), dtype=dtype, **options)
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     return auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **options)

@@ -91,6 +91,19 @@ class HeadStub(nn.Module):
         return hidden[:, :0, :1]
 
 
+def resemble(stub: nn.Module, replaced: nn.Module) -> None:
+    """Give a stub what a model's forward or initialisation reads off the module that it stands for.
+
+    That is the module's plain attributes, such as the kind of a block, and its own weights as tensors on the meta
+    device, whose type is asked for.
+    """
+    for name, value in vars(replaced).items():
+        if not name.startswith("_") and name not in vars(stub) and not isinstance(value, torch.Tensor):
+            stub.__dict__[name] = value
+    for name, parameter in replaced.named_parameters(recurse=False):
+        stub.__dict__[name] = parameter.data
+
+
 def _hidden_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """The keyword under which a layer is given its hidden states; None: they are its first positional argument."""
     if args:

@@ -46,7 +46,7 @@ _FEED_FORWARD = _names(
     *("intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"),
     *("shared_expert_intermediate_size", "shared_intermediate_size", "intermediate_size_mlp"),
 )
-_EXPERTS = _names(4, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS = _names(4, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_num_primary_experts")
 _OTHER = {
     "vocab_size": VOCABULARY,
     "decoder_vocab_size": VOCABULARY,
@@ -89,10 +89,22 @@ _AT_MOST = {
     "num_experts_per_tok": 2,
     "num_experts_per_token": 2,
     "moe_topk": 2,
+    "moe_k": 2,
     "n_group": 1,
     "topk_group": 1,
     "num_expert_group": 1,
     "n_shared_experts": 1,
+    "num_kv_shared_layers": 2,
+    "num_dense_layers": 1,
+}
+#: Lists that transformers derives from other values when they are not given.
+_DERIVED = ("layer_types", "mlp_layer_types", "attention_layers", "sparse_layers", "per_layer_config")
+#: What the rules above cannot know of a family: sizes that have to fit each other.
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "falcon_h1": {"mamba_d_ssm": 2 * WIDTH, "mamba_n_heads": HEADS, "mamba_d_head": 16},
+    "gpt_neo": {"attention_types": [[["global", "local"], NUM_BLOCKS // 2]]},
+    "mamba2": {"num_heads": 2 * WIDTH // HEAD_WIDTH},
+    "xlnet": {"d_head": HEAD_WIDTH},
 }
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
 
@@ -100,31 +112,43 @@ _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_sta
 def tiny_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """A configuration of the same class with small sizes; the one given is not changed."""
     values = _shrink(config.to_diff_dict() | {"model_type": config.model_type}, config)
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        values["decoder_start_token_id"] = _TOKENS["decoder_start_token_id"]
+    if getattr(config, "pad_token_id", None) is None:
+        values["pad_token_id"] = _TOKENS["pad_token_id"]
     return type(config).from_dict(values)
 
 
 def _shrink(values: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
     """Sizes of one configuration and of the ones inside it."""
     full = config.to_dict()
-    shrunk = {name: value for name, value in values.items() if name not in ("layer_types", "mlp_layer_types")}
+    shrunk = {name: value for name, value in values.items() if name not in _DERIVED}
+    num_blocks = next((full[name] for name in _BLOCKS if _is_size(full.get(name))), None)
     names = {config.attribute_map.get(name, name): size for name, size in _SIZES.items()}
     for name, size in names.items():
         if _is_size(full.get(name)):
             shrunk[name] = size
+    if _is_size(full.get("head_dim")) and full["head_dim"] == full.get("qk_rope_head_dim"):
+        shrunk["head_dim"] = _SIZES["qk_rope_head_dim"]
     for name, limit in _AT_MOST.items():
         if _is_size(full.get(name)):
             shrunk[name] = _fewer_key_value_heads(full) if "key_value_heads" in name else min(full[name], limit)
     for name, token in _TOKENS.items():
         if (_is_size(full.get(name)) and full[name] >= VOCABULARY) or isinstance(full.get(name), list):
             shrunk[name] = token
-    for name in ("layer_types", "mlp_layer_types"):
-        if isinstance(full.get(name), list):
-            shrunk[name] = _spread(full[name], NUM_BLOCKS)
-    for name, inner in list(full.items()):
-        sub_config = getattr(config, name, None)
-        if isinstance(inner, dict) and isinstance(sub_config, PreTrainedConfig):
-            shrunk[name] = _shrink(inner, sub_config)
-    return shrunk
+    for name, value in full.items():
+        sub_config = getattr(config, name, None) if isinstance(value, dict) else None
+        if isinstance(sub_config, PreTrainedConfig):
+            shrunk[name] = _shrink(value, sub_config)
+        elif isinstance(value, list) and len(value) == num_blocks:  # one entry a block
+            shrunk[name] = _spread(_small(name, value, names), NUM_BLOCKS)
+    return shrunk | _FAMILIES.get(config.model_type, {})
+
+
+def _small(name: str, entries: list[Any], sizes: dict[str, int]) -> list[Any]:
+    """Entries of a list with one for each block; sizes such as `num_attention_heads_per_layer` become small."""
+    size = sizes.get(name.removesuffix("_per_layer"))
+    return entries if size is None else [size] * len(entries)
 
 
 def _is_size(value: Any) -> bool:
@@ -140,7 +164,7 @@ def _fewer_key_value_heads(values: dict[str, Any]) -> int:
     return HEADS if key_values >= heads else HEADS // 2
 
 
-def _spread(kinds: list[str], count: int) -> list[str]:
-    """`count` entries in which every kind appears, in the order of the full list."""
-    first = list(dict.fromkeys(kinds))[:count]
-    return sorted([*first, *kinds[: count - len(first)]], key=lambda kind: kinds.index(kind))
+def _spread(kinds: list[Any], count: int) -> list[Any]:
+    """`count` entries that alternate between the kinds, in the order in which these first appear."""
+    distinct = [kind for i, kind in enumerate(kinds) if kind not in kinds[:i]]
+    return [distinct[i % len(distinct)] for i in range(count)]

@@ -1,0 +1,197 @@
+"""The comparison that decides whether a model is split exactly: a tiny clone of it, whole and in stages.
+
+In float64, with eager attention, padding and two micro-batches, the loss and every gradient of the stages must be
+those of the plain model looped over the same micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_gpipe.adapters import IGNORED_LABEL, Adapter, StageModel, build_adapter
+from hf_gpipe.adapters.skeleton import build
+from hf_gpipe.adapters.tiny import tiny_config
+from hf_gpipe.checkpoint import hub
+from hf_gpipe.errors import UnsupportedModelError
+from hf_gpipe.partition import partition
+from hf_gpipe.runtime.channel import LocalChannel
+from hf_gpipe.runtime.executor import Edge, Executor
+from hf_gpipe.runtime.micro_batch import make_micro_batches, split_rows
+from hf_gpipe.runtime.stage import Stage
+from hf_gpipe.runtime.ties import share_within_process
+from hf_gpipe.schedule.actions import Placement
+from hf_gpipe.schedule.builders import build as build_schedule
+
+#: Of the global gradient norm (the loss: relative), between the stages and the plain model on the same micro-batches.
+TOLERANCE = 1e-10
+#: The same, between the plain model with and without the columns of padding that a stage cuts off: parts of some models
+#: compute in float32 whatever the weights are, and round differently when shapes change.
+TRIMMING_TOLERANCE = 1e-5
+ROWS, SOURCE_LENGTH, TARGET_LENGTH, MICRO_BATCHES = 4, 9, 7, 2
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Loss and gradients of one step, by parameter name."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+
+    @property
+    def norm(self) -> float:
+        """The global gradient norm."""
+        return float(torch.sqrt(sum((g.double().square().sum() for g in self.gradients.values()), torch.zeros(()))))
+
+    def difference(self, other: Step) -> float:
+        """The largest difference of the loss (relative) or of a gradient (of the global norm of `other`)."""
+        errors = [float((self.gradients[name] - g).norm()) / other.norm for name, g in other.gradients.items()]
+        return max([abs(self.loss - other.loss) / max(1.0, abs(other.loss)), *errors])
+
+
+def exact_clone(
+    config: PreTrainedConfig, model_class: type[PreTrainedModel] | None = None, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The tiny clone in float64 with random weights and without dropout, in training mode.
+
+    Raises UnsupportedModelError where transformers cannot build it.
+    """
+    tiny = tiny_config(config)
+    turn_randomness_off(tiny)
+    tiny._experts_implementation = "eager"  # the grouped products of experts know no float64
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = build(tiny, torch.float64, "eager", model_class, trust_remote_code=trust_remote_code)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                # Zeros and ones of a fresh model would hide a bias or a norm that is lost on the way.
+                if parameter.requires_grad and not name.endswith("embed_positions.weight"):
+                    parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    model.tie_weights()
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    return model.train()
+
+
+def largest_difference(
+    config: PreTrainedConfig,
+    num_stages: int | None,
+    model_class: type[PreTrainedModel] | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> float:
+    """The largest difference between a tiny clone in stages and the plain clone: see `Step.difference`.
+
+    Args:
+        config: the model's own configuration, of any size.
+        num_stages: K, at most one a layer of the clone; None: one stage a layer.
+        trust_remote_code: whether the configuration may name Python code outside of transformers.
+
+    Raises:
+        UnsupportedModelError: the plain clone gives no finite gradient, the stages give gradients of other
+            parameters, or cutting off columns of padding changes the plain clone's results.
+    """
+    model = exact_clone(config, model_class, trust_remote_code=trust_remote_code)
+    adapter = build_adapter(model.config, torch.float64, "eager", type(model))
+    family = model.config.model_type
+    batch = padded_batch(model)
+    expected = plain_step(model, batch, adapter.prepare)
+    if not 0 < expected.norm < float("inf"):
+        raise UnsupportedModelError(f"{family}: the plain model's gradient norm is {expected.norm} on a tiny clone")
+    if (untrimmed := plain_step(model, batch).difference(expected)) > TRIMMING_TOLERANCE:
+        raise UnsupportedModelError(
+            f"{family}: columns of padding change the plain model's results (by {untrimmed:.0e} of the gradient norm)"
+        )
+    model.zero_grad()
+    found = split_step(model, adapter, batch, num_stages)
+    if found.gradients.keys() != expected.gradients.keys():
+        names = sorted(found.gradients.keys() ^ expected.gradients.keys())
+        raise UnsupportedModelError(f"{family}: gradients differ in kind: {', '.join(names[:3])}")
+    return found.difference(expected)
+
+
+def padded_batch(model: PreTrainedModel) -> Batch:
+    """Rows of unequal length, padded on the right."""
+    config = model.config.get_text_config()
+    generator = torch.Generator().manual_seed(1)
+    vocabulary = min(config.vocab_size, model.get_input_embeddings().weight.shape[0])
+    ids = torch.randint(3, vocabulary, (ROWS, SOURCE_LENGTH), generator=generator)
+    mask = torch.ones_like(ids)
+    labels = torch.randint(3, vocabulary, (ROWS, TARGET_LENGTH), generator=generator)
+    for row in range(ROWS):
+        mask[row, SOURCE_LENGTH - row :] = 0
+        labels[row, TARGET_LENGTH - row :] = IGNORED_LABEL
+    ids = ids.masked_fill(mask == 0, config.pad_token_id if isinstance(config.pad_token_id, int) else 0)
+    if not model.config.is_encoder_decoder:
+        labels = ids.masked_fill(mask == 0, IGNORED_LABEL)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def plain_step(model: PreTrainedModel, batch: Batch, prepare: Callable[[Batch], Batch] = dict) -> Step:
+    """The plain model looped over the micro-batches; loss summed over target tokens, divided by their number.
+
+    Args:
+        model: the whole model.
+        batch: the mini-batch.
+        prepare: what the stages do to a micro-batch before its forward: cutting columns of padding.
+    """
+    model.zero_grad()
+    causal = not model.config.is_encoder_decoder
+    num_tokens = ((batch["labels"][:, 1:] if causal else batch["labels"]) != IGNORED_LABEL).sum()
+    total = 0.0
+    for rows in split_rows(batch, MICRO_BATCHES):
+        rows = prepare(rows)
+        # Of use only to an encoder-decoder that is to make its decoder's inputs from them.
+        makes_inputs = not causal and "decoder_input_ids" not in rows
+        given = {name: tensor for name, tensor in rows.items() if name != "labels" or makes_inputs}
+        output = model(**given, use_cache=False)
+        logits, labels = output.logits, rows["labels"]
+        if causal:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        flat = logits.reshape(-1, logits.shape[-1])
+        loss = F.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORED_LABEL, reduction="sum") / num_tokens
+        loss.backward()
+        total += loss.item()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return Step(total, gradients)
+
+
+def split_step(model: PreTrainedModel, adapter: Adapter, batch: Batch, num_stages: int | None) -> Step:
+    """The same step in stages, all of them in this process, with recomputation."""
+    num_stages = min(num_stages or len(adapter.layers), len(adapter.layers))
+    cpu = torch.device("cpu")
+    models: dict[int, StageModel] = {}
+    for number, layers in enumerate(partition(len(adapter.layers), num_stages, "count")):
+        models[number] = StageModel(adapter, layers[0], layers[-1] + 1)
+        hub.take(models[number], model, cpu)
+        models[number].seal(cpu)
+    share_within_process(models)
+    stages = {}
+    for number, one in models.items():
+        inputs = {} if one.is_first else dict.fromkeys(adapter.sources(one.start), True)
+        stages[number] = Stage(one, inputs, {} if one.is_last else dict.fromkeys(adapter.sources(one.stop), True))
+    edges = {number: Edge(LocalChannel(), LocalChannel()) for number in range(num_stages - 1)}
+    micro_batches = make_micro_batches(adapter, [batch], MICRO_BATCHES, 0, 0)
+    table = build_schedule("gpipe", num_stages, MICRO_BATCHES, Placement.spread(num_stages, 1), recompute="stage")
+    Executor(stages, edges, 0, cpu).run(table, micro_batches)
+    loss = stages[num_stages - 1].loss_sum
+    assert loss is not None
+    parameters = {name: p for one in models.values() for name, p in one.parameters.items()}
+    return Step(float(loss), {name: p.grad for name, p in parameters.items() if p.grad is not None})
+
+
+def turn_randomness_off(config: Any) -> None:
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):
+            turn_randomness_off(value)
+        elif isinstance(value, float) and any(word in name for word in ("drop", "noise", "jitter")):
+            setattr(config, name, 0.0)
