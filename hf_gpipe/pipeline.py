@@ -119,7 +119,8 @@ class Pipeline:
         if isinstance(model, PreTrainedModel):
             dtype = model.dtype
             attn_implementation = attn_implementation or config._attn_implementation
-        self.adapter = adapter_for(config, dtype, attn_implementation, trust_remote_code=trust_remote_code)
+        model_class = type(model) if isinstance(model, PreTrainedModel) else None
+        self.adapter = adapter_for(config, dtype, attn_implementation, model_class, trust_remote_code=trust_remote_code)
         if (generation_config := _generation_config_of(model)) is not None:
             self.adapter.reference.generation_config = generation_config
         self.peft = None if peft is None else make_peft(self.adapter, *peft)
