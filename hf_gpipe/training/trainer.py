@@ -71,7 +71,8 @@ class PipelineTrainer(EvaluatingTrainer):
         """Train to the end of the plan.
 
         Args:
-            resume_from_checkpoint: a checkpoint's directory, or True for the last complete one in `output_dir`.
+            resume_from_checkpoint: a checkpoint's directory, or True for the last complete one in `output_dir`, where
+                there is one, so that the same script starts a run and goes on with it.
 
         Returns:
             The number of updates, the mean training loss of this call, and metrics; the same in every process.
@@ -80,7 +81,7 @@ class PipelineTrainer(EvaluatingTrainer):
             UserError: nothing to train on; a checkpoint that is missing or does not fit.
         """
         start_time = time.time()
-        batches = self._train_batches()
+        batches = self.train_batches()
         plan = Plan.make(self.args, self._shared(batches.count() if batches is not None else None))
         checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
         if self.optimizer is None:
@@ -110,7 +111,8 @@ class PipelineTrainer(EvaluatingTrainer):
             self._run_epoch(epoch, batches, plan)
         return self._finish(first_step, start_time)
 
-    def _train_batches(self) -> MiniBatches | None:
+    def train_batches(self) -> MiniBatches | None:
+        """The mini-batches of the training dataset; None in processes that do not read data."""
         if not self._shared(self.train_dataset is not None):
             raise UserError("training requires a train_dataset")
         if self.train_dataset is None or not self.topology.is_main:
@@ -259,13 +261,8 @@ class PipelineTrainer(EvaluatingTrainer):
         """Where to resume from, as the main process sees it."""
         if asked is None or asked is False:
             return None
-        found = last_checkpoint(self._output_dir) if asked is True else Path(asked)
-        checkpoint = self._shared(found)
-        if checkpoint is None:
-            raise CheckpointError(
-                f"there is no complete checkpoint in {self._output_dir} to resume from; start without resuming"
-            )
-        return checkpoint
+        found: Path | None = self._shared(last_checkpoint(self._output_dir) if asked is True else Path(asked))
+        return found
 
     def _resume(self, checkpoint: Path) -> None:
         assert self.optimizer is not None

@@ -201,7 +201,7 @@ def test_epochs_have_their_own_order_and_every_row_once(workers: int, tmp_path: 
         return PairCollator(0)(rows)
 
     made = trainer(tmp_path, train_dataset=Spy(10), data_collator=spy, dataloader_num_workers=workers)
-    batches = made._train_batches()
+    batches = made.train_batches()
     assert batches is not None
     for epoch in range(2):
         seen.append([label - 3 for batch in batches.epoch(epoch) for label in batch["labels"].flatten().tolist()])
@@ -221,7 +221,7 @@ def test_random_collators_are_a_function_of_the_place(dataset: Any, workers: int
         return PairCollator(0)(rows) | {"noise": torch.rand(len(rows), 1), "more": torch.tensor(np.random.rand(4, 1))}
 
     made = trainer(tmp_path, train_dataset=dataset, data_collator=collate, dataloader_num_workers=workers)
-    batches = made._train_batches()
+    batches = made.train_batches()
     assert batches is not None
     whole = list(batches.epoch(1))
     torch.rand(3)
@@ -234,7 +234,7 @@ def test_random_collators_are_a_function_of_the_place(dataset: Any, workers: int
 def test_rows_of_similar_length_share_a_mini_batch(tmp_path: Path) -> None:
     padding = {}
     for strategy in ("random", "group_by_length"):
-        batches = trainer(tmp_path, train_dataset=Rows(40), train_sampling_strategy=strategy)._train_batches()
+        batches = trainer(tmp_path, train_dataset=Rows(40), train_sampling_strategy=strategy).train_batches()
         assert batches is not None
         masks = [batch["attention_mask"] for batch in batches.epoch(0)]
         assert sum(len(mask) for mask in masks) == 40

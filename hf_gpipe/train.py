@@ -1,0 +1,149 @@
+"""python -m hf_gpipe.train recipe.yaml [key=value ...]: trains, evaluates and saves; resumes when started again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from hf_gpipe.errors import DataError, RecipeError, UserError
+from hf_gpipe.recipe import Recipe, load_recipe, recipe_help
+
+USAGE = """\
+usage: python -m hf_gpipe.train recipe.yaml [key=value ...]
+
+Trains the model of a recipe over a pipeline, evaluates it, and leaves a checkpoint that plain transformers loads. It
+starts the pipeline's processes on this machine; started by torchrun or `accelerate launch` it joins their job. Started
+again with the same output directory, it goes on from the last checkpoint.
+
+  recipe.yaml   the recipe
+  key=value     replaces a value of the recipe, for example pipeline.num_stages=4
+
+keys of a recipe:
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code: 0, 2 for an error that the user can correct, 1 for a fault."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or {"-h", "--help"} & set(args):
+        print(f"{USAGE}\n{recipe_help()}")
+        return 0 if args else 2
+    _be_quiet()
+    try:
+        recipe = load_recipe(args[0], args[1:])
+        if _is_launched_here():
+            return _work(recipe)
+        _check(recipe)
+        num_processes = _num_processes(recipe)
+        if "RANK" in os.environ or num_processes == 1:
+            return _work(recipe)
+    except UserError as error:
+        return _fail(error)
+    from hf_gpipe.runtime.launch import launch
+
+    threads = recipe.pipeline.threads_per_process
+    return launch("hf_gpipe.train", args, num_processes, _traceback_file(recipe), threads=threads)
+
+
+def _work(recipe: Recipe) -> int:
+    """This process's part of the job."""
+    from hf_gpipe.runtime import failures, launch
+
+    try:
+        from hf_gpipe.training.job import run
+
+        launch.join(recipe.pipeline.timeout_seconds, recipe.pipeline.threads_per_process)
+        run(recipe)
+        launch.leave()
+    except KeyboardInterrupt:
+        print("stopped by SIGINT", file=sys.stderr)
+        return 130
+    except Exception as error:
+        code = failures.report(error, _traceback_file(recipe))
+        if launch.in_job():
+            # The end of the interpreter would wait for messages that no one answers any more.
+            sys.stdout.flush()
+            os._exit(code)
+        return code
+    return 0
+
+
+def _check(recipe: Recipe) -> None:
+    """Find what is wrong before any process starts. Raises UserError."""
+    from hf_gpipe.checkpoint.save import make_directory
+    from hf_gpipe.training.from_recipe import check_model
+
+    data = recipe.data
+    if data.kind == "jsonl" and data.path is not None and not Path(data.path).is_file():
+        raise DataError(f"data.path: there is no file {data.path} (looked in {Path.cwd()}); correct the path")
+    make_directory(Path(recipe.training.output_dir))
+    check_model(recipe)
+
+
+def _num_processes(recipe: Recipe) -> int:
+    """How many processes share the stages: what the recipe says, or one a stage, at most as many as GPUs where they
+    are used. Raises RecipeError where that cannot be."""
+    import torch
+
+    pipeline = recipe.pipeline
+    asked = pipeline.num_processes
+    if "RANK" in os.environ:
+        started = int(os.environ.get("WORLD_SIZE", "1"))
+        if asked not in (None, started):
+            raise RecipeError(
+                f"pipeline.num_processes is {asked} and the launcher started {started}; leave it out, or start {asked}"
+            )
+        return started
+    if pipeline.device == "cpu" or not torch.cuda.is_available():
+        return asked or pipeline.num_stages
+    num_gpus = torch.cuda.device_count()
+    if asked is not None and asked > num_gpus:
+        raise RecipeError(
+            f"pipeline.num_processes is {asked} and this machine has {num_gpus} GPUs, one for each process at most; "
+            f"use {num_gpus} or fewer (several stages share a process), or pipeline.device=cpu"
+        )
+    return asked or min(pipeline.num_stages, num_gpus)
+
+
+def _fail(error: UserError) -> int:
+    if "RANK" in os.environ:
+        from hf_gpipe.runtime import failures
+
+        return failures.report(error)
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2
+
+
+def _traceback_file(recipe: Recipe) -> Path:
+    return Path(recipe.training.output_dir) / "error.txt"
+
+
+def _is_launched_here() -> bool:
+    return "HF_GPIPE_LAUNCHER_PID" in os.environ
+
+
+def _be_quiet() -> None:
+    """Leave the terminal to this command's own lines. Before torch and transformers are imported."""
+    for name, value in {
+        "TOKENIZERS_PARALLELISM": "false",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+    warnings.filterwarnings("ignore")
+    # What this package has to tell goes to stderr; other packages' messages do not.
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    own = logging.getLogger("hf_gpipe")
+    own.handlers = [handler]
+    own.propagate = False
+    logging.getLogger().addHandler(logging.NullHandler())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

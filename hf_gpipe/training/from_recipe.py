@@ -1,0 +1,193 @@
+"""What a recipe asks for: the corpus, the tokenizer, the model's configuration, the trainer's arguments."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+
+from hf_gpipe.adapters import adapter_for
+from hf_gpipe.data import Corpus, build_corpus, train_tokenizer
+from hf_gpipe.errors import DataError, RecipeError, UnsupportedModelError, UserError, nearest
+from hf_gpipe.partition import partition as cut
+from hf_gpipe.recipe import Recipe
+from hf_gpipe.training.arguments import PipelineTrainingArguments
+
+TOKENIZER_FOLDER = "tokenizer"
+
+#: Families whose decoder starts with the padding token; the others' start with the end-of-sequence token.
+_STARTS_WITH_PADDING = ("marian", "pegasus", "t5", "mt5", "umt5")
+#: Keys of the data section that are not about which pairs there are.
+_NOT_OF_THE_CORPUS = ("max_source_tokens", "max_target_tokens")
+
+
+def check_model(recipe: Recipe) -> None:
+    """Raise UserError where the recipe's model cannot be made, or not be cut as the recipe says. Makes no weights."""
+    config = model_config(recipe, None)
+    model = recipe.model
+    try:
+        adapter = adapter_for(
+            config, model_dtype(recipe), model.attn_implementation, trust_remote_code=model.trust_remote_code
+        )
+    except UserError:
+        raise
+    except Exception as error:  # whatever the family's own constructor says of its configuration
+        raise RecipeError(f"model: transformers cannot make a {config.model_type} model of this: {error}") from error
+    cut(len(adapter.layers), recipe.pipeline.num_stages, recipe.pipeline.partition)
+
+
+def corpus_of(recipe: Recipe) -> Corpus:
+    """The corpus, with pairs to evaluate on. Raises DataError."""
+    fields = {name: value for name, value in asdict(recipe.data).items() if name not in _NOT_OF_THE_CORPUS}
+    corpus = build_corpus(**fields)
+    for key, split, pairs in (
+        ("data.test_fraction", "test", corpus.test),
+        ("data.validation_fraction", "validation", corpus.validation),
+    ):
+        is_needed = recipe.evaluation.split == split or (split == "validation" and recipe.training.eval_steps)
+        if is_needed and not pairs:
+            raise DataError(f"the corpus has no {split} pairs to evaluate on; raise {key}, or ask for more examples")
+    return corpus
+
+
+def tokenizer_of(recipe: Recipe, corpus: Corpus, checkpoint: Path | None) -> PreTrainedTokenizerBase:
+    """The tokenizer: a resumed run's own, the one that the recipe names, or one trained on the corpus."""
+    source = checkpoint or recipe.tokenizer.path or recipe.model.path
+    if source is not None:
+        try:
+            return AutoTokenizer.from_pretrained(str(source), trust_remote_code=recipe.model.trust_remote_code)
+        except (OSError, ValueError) as error:
+            # A directory with weights alone has no tokenizer: one is trained.
+            if checkpoint is not None or recipe.tokenizer.path is not None:
+                raise DataError(f"there is no tokenizer in {str(source)!r}: {error}") from error
+    folder = Path(recipe.training.output_dir) / TOKENIZER_FOLDER
+    shutil.rmtree(folder, ignore_errors=True)
+    return train_tokenizer(
+        corpus.texts(),
+        recipe.tokenizer.vocab_size,
+        folder,
+        model=recipe.tokenizer.model,
+        character_coverage=recipe.tokenizer.character_coverage,
+        target_tags=corpus.target_tags,
+    )
+
+
+def model_dtype(recipe: Recipe) -> torch.dtype:
+    """The type of the weights."""
+    dtype: torch.dtype = getattr(torch, recipe.model.dtype)
+    return dtype
+
+
+def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedConfig:
+    """The model's configuration, which has the tokenizer's ids wherever the recipe gives none.
+
+    Args:
+        recipe: its model section.
+        tokenizer: None: the recipe alone is looked at, before there is a tokenizer.
+
+    Raises:
+        UserError: an unknown family or field, a value that does not fit, or one that contradicts the tokenizer.
+    """
+    model = recipe.model
+    if model.path is not None:
+        try:
+            config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code, **model.config)
+        except (OSError, ValueError) as error:
+            raise RecipeError(f"model.path: no configuration of a model at {model.path!r}: {error}") from error
+        if tokenizer is not None and len(tokenizer) > config.vocab_size:
+            raise RecipeError(
+                f"the tokenizer has {len(tokenizer)} tokens and the model at {model.path!r} only {config.vocab_size}; "
+                "set tokenizer.path to the model's own tokenizer"
+            )
+        return config
+    family, given = model.config["model_type"], {k: v for k, v in model.config.items() if k != "model_type"}
+    if family not in CONFIG_MAPPING:
+        raise UnsupportedModelError(
+            f"model.config.model_type: transformers has no model family {family!r}{nearest(family, CONFIG_MAPPING)}"
+        )
+    defaults = CONFIG_MAPPING[family]()
+    known = {*defaults.to_dict(), *defaults.attribute_map}
+    for name in given:
+        if name not in known:
+            raise RecipeError(f"model.config.{name} is not a field of a {family} configuration{nearest(name, known)}")
+    if tokenizer is not None:
+        given = _with_tokenizer(given, tokenizer, defaults)
+    try:
+        return AutoConfig.for_model(family, **given)
+    except Exception as error:  # the library's checks of a field's type raise a class that is only an Exception
+        raise RecipeError(f"model.config: {error}") from error
+
+
+def _with_tokenizer(
+    given: dict[str, Any], tokenizer: PreTrainedTokenizerBase, defaults: PreTrainedConfig
+) -> dict[str, Any]:
+    """A configuration's values completed by the tokenizer's."""
+    starts_with_padding = defaults.model_type in _STARTS_WITH_PADDING
+    ids = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "forced_eos_token_id": tokenizer.eos_token_id,
+    }
+    if defaults.is_encoder_decoder:
+        ids["decoder_start_token_id"] = tokenizer.pad_token_id if starts_with_padding else tokenizer.eos_token_id
+    values = dict(given)
+    for name, token in ids.items():
+        if token is None or (name not in defaults.to_dict() and name != "decoder_start_token_id"):
+            continue
+        # Which token a decoder starts with, and whether one is forced at the end, is the recipe's to choose.
+        is_free = name in ("decoder_start_token_id", "forced_eos_token_id")
+        if name in given and given[name] != token and not is_free:
+            raise RecipeError(
+                f"model.config.{name} is {given[name]} and the tokenizer's is {token}; leave it out, it is taken from "
+                "the tokenizer"
+            )
+        values.setdefault(name, token)
+    if values.setdefault("vocab_size", len(tokenizer)) < len(tokenizer):
+        raise RecipeError(
+            f"model.config.vocab_size is {values['vocab_size']} and the tokenizer has {len(tokenizer)} tokens; leave "
+            "it out, it is taken from the tokenizer"
+        )
+    return values
+
+
+def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
+    """The trainer's arguments."""
+    training, pipeline = recipe.training, recipe.pipeline
+    same_name = (
+        *("output_dir", "seed", "num_train_epochs", "gradient_accumulation_steps", "learning_rate"),
+        *("lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
+        *("max_grad_norm", "label_smoothing_factor", "logging_steps", "save_total_limit"),
+    )
+    return PipelineTrainingArguments(
+        **{name: getattr(training, name) for name in same_name},
+        num_stages=pipeline.num_stages,
+        num_micro_batches=pipeline.num_micro_batches,
+        schedule=pipeline.schedule,
+        recompute=pipeline.recompute,
+        partition=pipeline.partition,
+        max_steps=training.max_steps or -1,
+        per_device_train_batch_size=training.batch_size,
+        per_device_eval_batch_size=training.batch_size,
+        train_sampling_strategy="group_by_length" if training.length_bucketing else "random",
+        logging_first_step=True,
+        eval_strategy="steps" if training.eval_steps else "no",
+        eval_steps=training.eval_steps,
+        save_strategy="steps" if training.save_steps else "no",
+        save_steps=training.save_steps or 500,
+        report_to="none",
+        disable_tqdm=False,
+        use_cpu=pipeline.device == "cpu",
+        ddp_timeout=int(pipeline.timeout_seconds),
+        remove_unused_columns=False,
+    )

@@ -1,0 +1,184 @@
+"""The job of `python -m hf_gpipe.train`, run by every process of the pipeline: train, evaluate, save, summarise."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from hf_gpipe.checkpoint.directory import checkpoints, last_checkpoint
+from hf_gpipe.checkpoint.save import make_directory
+from hf_gpipe.data import Corpus, PairCollator, TokenizedPairs
+from hf_gpipe.errors import RecipeError
+from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.recipe import Recipe, load_recipe
+from hf_gpipe.runtime.batches import share
+from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.schedule import draw_png
+from hf_gpipe.training import summary
+from hf_gpipe.training.evaluate import evaluate_translation
+from hf_gpipe.training.from_recipe import arguments_of, corpus_of, model_config, model_dtype, tokenizer_of
+from hf_gpipe.training.timeline import measure_step
+from hf_gpipe.training.trainer import PipelineTrainer
+
+RECIPE_FILE, METRICS_FILE, TIMELINE_FILE = "recipe.yaml", "metrics.json", "timeline.png"
+
+#: Sections and keys that a resumed run may change: they decide neither the model nor what it has learnt so far.
+_MAY_CHANGE = (
+    *("pipeline", "evaluation", "training.output_dir", "training.max_steps", "training.num_train_epochs"),
+    *("training.logging_steps", "training.eval_steps", "training.save_steps", "training.save_total_limit"),
+    "training.resume",
+)
+
+
+class _Prepared(NamedTuple):
+    """What the main process makes before there is a model."""
+
+    corpus: Corpus
+    tokenizer: PreTrainedTokenizerBase
+    config: PreTrainedConfig
+    checkpoint: Path | None
+
+
+def run(recipe: Recipe) -> None:
+    """Do everything that a recipe asks for. Every process of the job calls it.
+
+    Raises:
+        UserError: what the recipe, the data or the checkpoint to resume from get wrong.
+    """
+    output_dir = Path(recipe.training.output_dir)
+    topology = Topology.discover(recipe.pipeline.num_stages, recipe.pipeline.device)
+    mine: list[_Prepared] = []
+
+    def prepare() -> tuple[PreTrainedConfig, Path | None]:
+        mine.append(_prepare(recipe, output_dir))
+        return mine[0].config, mine[0].checkpoint
+
+    config, checkpoint = topology.from_main(prepare)
+    pipe = _pipeline(recipe, config)
+    pipe.adapter.reference.generation_config.max_new_tokens = recipe.evaluation.max_new_tokens
+    prepared = mine[0] if mine else None
+    trainer = _trainer(recipe, pipe, prepared)
+    if prepared is not None:
+        summary.say(summary.start_text(recipe, pipe, prepared.corpus, checkpoint))
+    start = _step_of(checkpoint)
+    output = trainer.train(resume_from_checkpoint=checkpoint)
+    if prepared is not None and checkpoint is not None and output.global_step == start:
+        summary.say(f"the training in {output_dir} is finished ({start} steps); nothing is left to train")
+    trainer.save_model()
+    report = evaluate_translation(
+        pipe,
+        prepared.tokenizer if prepared is not None else None,
+        _evaluated_pairs(recipe, prepared),
+        recipe.evaluation.batch_size,
+        recipe.evaluation.max_new_tokens,
+        max_source_tokens=recipe.data.max_source_tokens,
+        max_target_tokens=recipe.data.max_target_tokens,
+        max_examples=recipe.evaluation.max_examples,
+        num_samples=recipe.evaluation.samples,
+    )
+    batches = trainer.train_batches()
+    batch = share([next(batches.epoch(0))] if batches is not None else None, topology)
+    measured, predicted = measure_step(pipe, batch)
+    if prepared is not None:
+        (output_dir / METRICS_FILE).write_text(json.dumps(report.to_dict(), indent=2, ensure_ascii=False) + "\n")
+        draw_png(output_dir / TIMELINE_FILE, measured, predicted, titles=("measured", "predicted"))
+        summary.say(summary.end_text(recipe, report, output_dir, TIMELINE_FILE, METRICS_FILE))
+
+
+def _prepare(recipe: Recipe, output_dir: Path) -> _Prepared:
+    make_directory(output_dir)
+    checkpoint = _checkpoint_of(recipe, output_dir)
+    corpus = corpus_of(recipe)
+    tokenizer = tokenizer_of(recipe, corpus, checkpoint)
+    config = model_config(recipe, tokenizer)
+    (output_dir / RECIPE_FILE).write_text(recipe.to_yaml())
+    return _Prepared(corpus, tokenizer, config, checkpoint)
+
+
+def _checkpoint_of(recipe: Recipe, output_dir: Path) -> Path | None:
+    """The checkpoint to resume from. Without resuming, an earlier run's are deleted, or they would be resumed later."""
+    if recipe.training.resume == "never":
+        for path in checkpoints(output_dir):
+            shutil.rmtree(path)
+            summary.say(f"deleted {path}, for training.resume is never")
+        return None
+    checkpoint = last_checkpoint(output_dir)
+    if checkpoint is not None and (output_dir / RECIPE_FILE).exists():
+        _check_same_run(recipe, load_recipe(output_dir / RECIPE_FILE), checkpoint)
+    return checkpoint
+
+
+def _check_same_run(recipe: Recipe, earlier: Recipe, checkpoint: Path) -> None:
+    """Raise RecipeError where a checkpoint belongs to another training than the recipe's."""
+    before = _flat(asdict(earlier))
+    for key, value in _flat(asdict(recipe)).items():
+        if before.get(key) != value and not key.startswith(_MAY_CHANGE):
+            raise RecipeError(
+                f"{key} is {value!r}, and {checkpoint} was trained with {before.get(key)!r}; restore the value, choose "
+                "another training.output_dir, or set training.resume=never to train anew and delete the checkpoints"
+            )
+
+
+def _flat(sections: dict[str, Any]) -> dict[str, Any]:
+    return {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
+
+
+def _step_of(checkpoint: Path | None) -> int:
+    return int(checkpoint.name.rpartition("-")[2]) if checkpoint is not None else 0
+
+
+def _pipeline(recipe: Recipe, config: PreTrainedConfig) -> Pipeline:
+    model, pipeline = recipe.model, recipe.pipeline
+    return Pipeline(
+        model.path or config,
+        pipeline.num_stages,
+        pipeline.num_micro_batches,
+        pipeline.schedule,
+        pipeline.recompute,
+        pipeline.partition,
+        recipe.training.seed,
+        dtype=model_dtype(recipe),
+        attn_implementation=model.attn_implementation,
+        trust_remote_code=model.trust_remote_code,
+        config_overrides=model.config if model.path else None,
+        label_smoothing=recipe.training.label_smoothing_factor,
+        device=pipeline.device,
+    )
+
+
+def _trainer(recipe: Recipe, pipe: Pipeline, prepared: _Prepared | None) -> PipelineTrainer:
+    args = arguments_of(recipe)
+    if prepared is None:
+        return PipelineTrainer(pipe, args)
+    decoder_only = not pipe.adapter.config.is_encoder_decoder
+
+    def rows(pairs: list[Any]) -> TokenizedPairs:
+        return TokenizedPairs(
+            pairs,
+            prepared.tokenizer,
+            max_source_tokens=recipe.data.max_source_tokens,
+            max_target_tokens=recipe.data.max_target_tokens,
+            decoder_only=decoder_only,
+        )
+
+    padding = prepared.tokenizer.pad_token_id
+    collator = PairCollator(padding if padding is not None else prepared.tokenizer.eos_token_id or 0)
+    return PipelineTrainer(
+        pipe,
+        args,
+        collator,
+        train_dataset=rows(prepared.corpus.train),
+        eval_dataset=rows(prepared.corpus.validation) if recipe.training.eval_steps else None,
+        processing_class=prepared.tokenizer,
+    )
+
+
+def _evaluated_pairs(recipe: Recipe, prepared: _Prepared | None) -> list[Any] | None:
+    if prepared is None:
+        return None
+    return prepared.corpus.test if recipe.evaluation.split == "test" else prepared.corpus.validation

@@ -1,0 +1,62 @@
+"""What a newcomer reads before and after a training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hf_gpipe.data import Corpus
+from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.recipe import Recipe
+from hf_gpipe.training.evaluate import TranslationReport
+
+
+def say(text: str) -> None:
+    """Print at once, also where stdout is a file."""
+    print(text, flush=True)
+
+
+def start_text(recipe: Recipe, pipe: Pipeline, corpus: Corpus, checkpoint: Path | None) -> str:
+    """The model, its stages and the data."""
+    reference = pipe.adapter.reference
+    sizes = ", ".join(str(len(layers)) for layers in pipe.partition)
+    processes = pipe.topology.num_processes
+    lines = [
+        f"model      {reference.config.model_type}, {_count(reference.num_parameters())} parameters, "
+        f"{len(pipe.adapter.layers)} layers",
+        f"pipeline   K = {pipe.num_stages} stages of {sizes} layers in {processes} process{'es' * (processes > 1)}, "
+        f"M = {pipe.num_micro_batches} micro-batches, schedule {pipe.schedule_name}, recompute {pipe.recompute}",
+        f"data       {len(corpus.train)} training pairs, {len(corpus.languages)} "
+        f"language{'s' * (len(corpus.languages) > 1)}; mini-batches of {recipe.training.batch_size} rows",
+        f"output     {recipe.training.output_dir}",
+    ]
+    if checkpoint is not None:
+        lines.append(f"resuming   from {checkpoint}")
+    return "\n".join(lines)
+
+
+def end_text(recipe: Recipe, report: TranslationReport, output_dir: Path, timeline_file: str, metrics_file: str) -> str:
+    """The quality of each language, some translations, and where everything is."""
+    average = report.average
+    parts = [
+        "",
+        f"Quality on held-out pairs ({recipe.evaluation.split} split; `copy` is the score of the source itself)",
+        "",
+        report.table(),
+    ]
+    if report.samples:
+        parts += ["", "Translations", "", report.sample_text()]
+    parts += [
+        "",
+        f"exact match {average.exact_match:.3f}, chrF {average.chrf:.1f} (copying the source: {average.chrf_copy:.1f})",
+        f"model and tokenizer  {output_dir}",
+        f"one step's timeline  {output_dir / timeline_file}",
+        f"metrics              {output_dir / metrics_file}",
+    ]
+    return "\n".join(parts)
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.2f}{unit}"
+    return str(number)
