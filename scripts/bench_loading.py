@@ -1,0 +1,109 @@
+"""How much memory a process needs to load its stage of a large checkpoint, and how long it takes.
+
+Writes a Llama of about 400 million parameters into a temporary directory, in one file and in shards. Then a fresh
+process for each stage loads its quarter, while a thread watches the process's anonymous memory (RssAnon: what the
+process itself allocated; pages of mapped files can be dropped and do not count). Needs about 4 GB of disk; Linux only.
+
+    python scripts/bench_loading.py [--stages 4] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+MEGABYTE = 1e6
+
+
+def anonymous_bytes() -> int:
+    """RssAnon of this process."""
+    with open("/proc/self/status") as status:
+        line = next(line for line in status if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+def write_model(directory: Path, shard_size: str) -> None:
+    """A Llama with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=26,
+        num_attention_heads=16,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory, max_shard_size=shard_size)
+
+
+def measure(directory: Path, stage: int, num_stages: int) -> dict[str, float]:
+    """Load one stage in this process: its own bytes, the peak above the baseline after imports, seconds."""
+    import torch
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    from hf_gpipe.adapters import StageModel, adapter_for
+    from hf_gpipe.checkpoint import hub
+    from hf_gpipe.partition import partition
+
+    assert LlamaForCausalLM is not None  # importing the model's code belongs to the baseline
+    baseline = peak = anonymous_bytes()
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.is_set():
+            peak = max(peak, anonymous_bytes())
+            time.sleep(0.001)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    start = time.perf_counter()
+    adapter = adapter_for(AutoConfig.from_pretrained(directory))
+    layers = partition(len(adapter.layers), num_stages, "count")[stage]
+    model = StageModel(adapter, layers[0], layers[-1] + 1)
+    hub.load(model, directory, torch.device("cpu"), seed=0)
+    model.seal(torch.device("cpu"))
+    seconds = time.perf_counter() - start
+    done.set()
+    watcher.join()
+    own = sum(p.numel() * p.element_size() for p in model.parameters.values())
+    return {"own_bytes": own, "peak_bytes": peak - baseline, "seconds": seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", type=int, default=4, help="K: how many stages the model is cut into")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--measure", nargs=2, metavar=("DIRECTORY", "STAGE"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        print(json.dumps(measure(Path(arguments.measure[0]), int(arguments.measure[1]), arguments.stages)))
+        return
+    rows = []
+    print(f"{'files':>6} {'stage':>5} {'own MB':>8} {'peak MB':>8} {'ratio':>6} {'seconds':>8}")
+    for shard_size in ("100GB", "300MB"):
+        with tempfile.TemporaryDirectory() as folder:
+            write_model(Path(folder), shard_size)
+            files = len(list(Path(folder).glob("*.safetensors")))
+            for stage in range(arguments.stages):
+                command = [sys.executable, __file__, "--stages", str(arguments.stages)]
+                result = subprocess.run(
+                    [*command, "--measure", folder, str(stage)], capture_output=True, text=True, check=True
+                )
+                row = {"files": files, "stage": stage} | json.loads(result.stdout.splitlines()[-1])
+                rows.append(row)
+                own, peak = row["own_bytes"] / MEGABYTE, row["peak_bytes"] / MEGABYTE
+                print(f"{files:>6} {stage:>5} {own:>8.1f} {peak:>8.1f} {peak / own:>6.2f} {row['seconds']:>8.2f}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
