@@ -1,12 +1,12 @@
 """The comparison that decides whether a model is split exactly: a tiny clone of it, whole and in stages.
 
-In float64, with eager attention, padding and two micro-batches, the loss and every gradient of the stages must be
-those of the plain model looped over the same micro-batches.
+With eager attention, padding and two micro-batches, the loss and every gradient of the stages must be those of the
+plain model looped over the same micro-batches: in float64 to 1e-10 of the global gradient norm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,11 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters import IGNORED_LABEL, Adapter, StageModel, build_adapter
+from hf_gpipe.adapters.routers import auxiliary_loss
 from hf_gpipe.adapters.skeleton import build
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.checkpoint import hub
-from hf_gpipe.errors import UnsupportedModelError
+from hf_gpipe.errors import StageError, UnsupportedModelError
 from hf_gpipe.partition import partition
 from hf_gpipe.runtime.channel import LocalChannel
 from hf_gpipe.runtime.executor import Edge, Executor
@@ -30,7 +31,7 @@ from hf_gpipe.schedule.actions import Placement
 from hf_gpipe.schedule.builders import build as build_schedule
 
 #: Of the global gradient norm (the loss: relative), between the stages and the plain model on the same micro-batches.
-TOLERANCE = 1e-10
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 #: The same, between the plain model with and without the columns of padding that a stage cuts off: parts of some models
 #: compute in float32 whatever the weights are, and round differently when shapes change.
 TRIMMING_TOLERANCE = 1e-5
@@ -52,15 +53,41 @@ class Step:
         return float(torch.sqrt(sum((g.double().square().sum() for g in self.gradients.values()), torch.zeros(()))))
 
     def difference(self, other: Step) -> float:
-        """The largest difference of the loss (relative) or of a gradient (of the global norm of `other`)."""
+        """The largest difference of the loss (relative) or of a gradient (of the global norm of `other`).
+
+        It is infinite where not the same parameters have a gradient.
+        """
+        if self.gradients.keys() != other.gradients.keys():
+            return float("inf")
         errors = [float((self.gradients[name] - g).norm()) / other.norm for name, g in other.gradients.items()]
         return max([abs(self.loss - other.loss) / max(1.0, abs(other.loss)), *errors])
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """What a comparison of a tiny clone in stages with the plain clone gave.
+
+    Attributes:
+        difference: the largest one, see `Step.difference`.
+        dtype: what the clones computed in: float64, or float32 where the plain model's own code fails in float64.
+    """
+
+    difference: float
+    dtype: torch.dtype
+
+    @property
+    def is_exact(self) -> bool:
+        return self.difference <= TOLERANCES[self.dtype]
+
+
 def exact_clone(
-    config: PreTrainedConfig, model_class: type[PreTrainedModel] | None = None, *, trust_remote_code: bool = False
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    model_class: type[PreTrainedModel] | None = None,
+    *,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The tiny clone in float64 with random weights and without dropout, in training mode.
+    """The tiny clone with random weights and without dropout, in training mode.
 
     Raises UnsupportedModelError where transformers cannot build it.
     """
@@ -69,7 +96,7 @@ def exact_clone(
     tiny._experts_implementation = "eager"  # the grouped products of experts know no float64
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = build(tiny, torch.float64, "eager", model_class, trust_remote_code=trust_remote_code)
+        model = build(tiny, dtype, "eager", model_class, trust_remote_code=trust_remote_code)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 # Zeros and ones of a fresh model would hide a bias or a norm that is lost on the way.
@@ -82,41 +109,58 @@ def exact_clone(
     return model.train()
 
 
-def largest_difference(
+def compare(
     config: PreTrainedConfig,
-    num_stages: int | None,
+    num_stages: Sequence[int | None] = (3, None),
     model_class: type[PreTrainedModel] | None = None,
     *,
     trust_remote_code: bool = False,
-) -> float:
-    """The largest difference between a tiny clone in stages and the plain clone: see `Step.difference`.
+) -> Comparison:
+    """Compare a tiny clone in stages with the plain clone.
 
     Args:
         config: the model's own configuration, of any size.
-        num_stages: K, at most one a layer of the clone; None: one stage a layer.
+        num_stages: the numbers of stages to try, each at most one a layer of the clone; None: one stage a layer.
+        model_class: class of the model; None: the one that transformers' auto classes choose.
         trust_remote_code: whether the configuration may name Python code outside of transformers.
 
     Raises:
-        UnsupportedModelError: the plain clone gives no finite gradient, the stages give gradients of other
-            parameters, or cutting off columns of padding changes the plain clone's results.
+        UnsupportedModelError: the clone cannot be built or does not run, is not made of layers that can be cut, or
+            cutting off columns of padding changes the plain clone's results.
     """
-    model = exact_clone(config, model_class, trust_remote_code=trust_remote_code)
-    adapter = build_adapter(model.config, torch.float64, "eager", type(model))
-    family = model.config.model_type
-    batch = padded_batch(model)
+    family = config.model_type
+    for dtype in TOLERANCES:
+        try:
+            model = exact_clone(config, dtype, model_class, trust_remote_code=trust_remote_code)
+            batch = padded_batch(model)
+            untrimmed = plain_step(model, batch)
+            break
+        except Exception as error:
+            failure = UnsupportedModelError(f"{family}: a tiny clone fails: {type(error).__name__}: {_first(error)}")
+            failure.__cause__ = error
+    else:
+        raise failure
+    adapter = build_adapter(model.config, dtype, "eager", type(model))
     expected = plain_step(model, batch, adapter.prepare)
     if not 0 < expected.norm < float("inf"):
         raise UnsupportedModelError(f"{family}: the plain model's gradient norm is {expected.norm} on a tiny clone")
-    if (untrimmed := plain_step(model, batch).difference(expected)) > TRIMMING_TOLERANCE:
+    if (difference := untrimmed.difference(expected)) > TRIMMING_TOLERANCE:
         raise UnsupportedModelError(
-            f"{family}: columns of padding change the plain model's results (by {untrimmed:.0e} of the gradient norm)"
+            f"{family}: columns of padding change the plain model's results (by {difference:.0e} of the gradient norm)"
         )
-    model.zero_grad()
-    found = split_step(model, adapter, batch, num_stages)
-    if found.gradients.keys() != expected.gradients.keys():
-        names = sorted(found.gradients.keys() ^ expected.gradients.keys())
-        raise UnsupportedModelError(f"{family}: gradients differ in kind: {', '.join(names[:3])}")
-    return found.difference(expected)
+    differences = []
+    for number in num_stages:
+        model.zero_grad()
+        try:
+            found = split_step(model, adapter, batch, number)
+        except StageError as error:
+            raise UnsupportedModelError(f"{family}: a tiny clone in stages fails: {_first(error)}") from error
+        differences.append(found.difference(expected))
+    return Comparison(max(differences), dtype)
+
+
+def _first(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:200]
 
 
 def padded_batch(model: PreTrainedModel) -> Batch:
@@ -147,22 +191,29 @@ def plain_step(model: PreTrainedModel, batch: Batch, prepare: Callable[[Batch], 
     model.zero_grad()
     causal = not model.config.is_encoder_decoder
     num_tokens = ((batch["labels"][:, 1:] if causal else batch["labels"]) != IGNORED_LABEL).sum()
-    total = 0.0
+    total = torch.zeros(())
     for rows in split_rows(batch, MICRO_BATCHES):
         rows = prepare(rows)
         # Of use only to an encoder-decoder that is to make its decoder's inputs from them.
         makes_inputs = not causal and "decoder_input_ids" not in rows
         given = {name: tensor for name, tensor in rows.items() if name != "labels" or makes_inputs}
         output = model(**given, use_cache=False)
-        logits, labels = output.logits, rows["labels"]
-        if causal:
-            logits, labels = logits[:, :-1], labels[:, 1:]
-        flat = logits.reshape(-1, logits.shape[-1])
-        loss = F.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORED_LABEL, reduction="sum") / num_tokens
+        # Each position predicts the next token.
+        targets = F.pad(rows["labels"][:, 1:], (0, 1), value=IGNORED_LABEL) if causal else rows["labels"]
+        losses = F.cross_entropy(output.logits.flatten(0, 1), targets.flatten(), reduction="none")
+        loss = losses.sum() / num_tokens
+        if getattr(output, "aux_loss", None) is not None:
+            auxiliary = auxiliary_loss(model, output)
+            loss = loss + auxiliary / MICRO_BATCHES
+            # The model's own loss computes in float32.
+            own = model(**rows, use_cache=False).loss - losses.sum() / (targets != IGNORED_LABEL).sum()
+            if abs(float(own - auxiliary)) > 1e-4 * max(1.0, abs(float(own))):
+                raise UnsupportedModelError(f"{model.config.model_type}: the auxiliary loss's coefficient is not known")
         loss.backward()
-        total += loss.item()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return Step(total, gradients)
+        total = total + loss.detach()
+    ties = model.all_tied_weights_keys
+    gradients = {ties.get(name, name): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return Step(float(total), gradients)
 
 
 def split_step(model: PreTrainedModel, adapter: Adapter, batch: Batch, num_stages: int | None) -> Step:

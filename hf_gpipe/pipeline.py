@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -347,7 +347,8 @@ class Pipeline:
                     continue
                 peer = ends[1] if self.topology.rank == ends[0] else ends[0]
                 tag = 2 * stage + direction
-                channels.append(RemoteChannel(peer, tag, group, self.topology.device, self.adapter.dtype))
+                dtype_of = partial(self.adapter.carry_dtype, self.partition[stage + 1][0])
+                channels.append(RemoteChannel(peer, tag, group, self.topology.device, dtype_of))
             edges[stage] = Edge(*channels)
         return edges
 

@@ -21,6 +21,7 @@ def build_adapter(
     kind = EncoderDecoder if config.is_encoder_decoder else DecoderOnly
     return kind(config, dtype, attn_implementation, model_class, trust_remote_code=trust_remote_code)
 
+
 adapter_for = build_adapter
 
 __all__ = ["IGNORED_LABEL", "Adapter", "StageModel", "adapter_for"]

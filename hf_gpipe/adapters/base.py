@@ -18,6 +18,7 @@ from hf_gpipe.adapters.dropout import DropoutSeeds, default_generator, has_dropo
 from hf_gpipe.adapters.layers import Layer, StackName, stacks_of
 from hf_gpipe.adapters.position_tables import hollow, lend_tables, shared_tables
 from hf_gpipe.adapters.probe import observe_family
+from hf_gpipe.adapters.routers import RouterPort, complete, find_routers
 from hf_gpipe.adapters.skeleton import build_skeleton
 from hf_gpipe.adapters.stubs import EmbeddingStub, HeadStub, PassThrough, Port, admit, resemble
 
@@ -59,14 +60,16 @@ class Adapter(ABC):
         self.reference = self.skeleton()
         #: Of the model itself: the text part, where the configuration is of a model of images and text.
         self.config: PreTrainedConfig = self.reference.config
-        observation = observe_family(config, model_class, trust_remote_code=trust_remote_code)
+        observation = observe_family(config, dtype, model_class, trust_remote_code=trust_remote_code)
         self.stacks = stacks_of(self.reference, observation)
         stack_layers = [layer for stack in self.stacks for layer in stack.layers()]
         head = observation.head
         self.layers: tuple[Layer, ...] = (*stack_layers, Layer(head, "head", "decoder", (head,)))
         self.has_dropout = has_dropout(self.reference)
-        self._streams = {block: stack.form.streams for stack in self.stacks for block in stack.blocks}
-        self._streams |= {name: shape[2:-1] for name, shape in observation.inputs.items()}
+        #: What each layer receives, by its first module; sizes are the tiny clone's.
+        self._given = {block: stack.form.hidden for stack in self.stacks for block in stack.blocks} | observation.inputs
+        blocks = [block for stack in self.stacks for block in stack.blocks]
+        self.routers = find_routers(self.reference, blocks, observation)
         self._num_block_outputs = {block: stack.form.num_outputs for stack in self.stacks for block in stack.blocks}
         self._embeddings = observation.embeddings
         #: For each stack the modules of its first block that its other blocks use too.
@@ -121,7 +124,13 @@ class Adapter(ABC):
 
     def hidden_shape(self, boundary: int, ids: torch.Tensor) -> tuple[int, ...]:
         """Shape of the hidden states that layer `boundary` receives for ids (B, T): (B, T, D) in most models."""
-        return (*ids.shape, *self._streams[self.layers[boundary].modules[0]], self._width(boundary))
+        return (*ids.shape, *self._given[self.layers[boundary].modules[0]].streams, self._width(boundary))
+
+    def carry_dtype(self, boundary: int, name: str) -> torch.dtype:
+        """Type of a tensor that layer `boundary` receives: some models keep hidden states in float32 among half ones."""
+        if name == "hidden":
+            return self._given[self.layers[boundary].modules[0]].dtype
+        return next((router.dtype for router in self.routers if router.name == name), self.dtype)
 
     def _width(self, boundary: int) -> int:
         layer = self.layers[boundary]
@@ -133,8 +142,8 @@ class Adapter(ABC):
     def stack_width(self, stack: StackName) -> int:
         """Width of the hidden states between a stack's blocks."""
         part = getattr(self.config, stack, None)
-        config = part if isinstance(part, PreTrainedConfig) else self.config.get_text_config()
-        return config.hidden_size
+        config = part if isinstance(part, PreTrainedConfig) else self.config
+        return config.get_text_config().hidden_size
 
     @abstractmethod
     def targets(self, inputs: Tensors) -> torch.Tensor:
@@ -150,7 +159,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def run(self, stage: StageModel, inputs: Inputs, carry: Tensors) -> dict[str, torch.Tensor]:
-        """Run a stage's layers: the carry of the next boundary, or {"logits": (B, T, V)} on the last stage.
+        """Run a stage's layers: the carry of the next boundary, or on the last stage what `StageModel` returns there.
 
         No cache is kept unless `inputs` brings one, as in generation: `past_key_values` and `use_cache`.
         """
@@ -168,6 +177,7 @@ class StageModel:
         self.start, self.stop = start, stop
         self.model = adapter.skeleton()
         self.port = Port()
+        self.router_port = RouterPort(is_last=self.is_last)
         self._pending: dict[str, nn.Module] = {}
         self._strip()
 
@@ -271,6 +281,8 @@ class StageModel:
             for position, name in enumerate(layer.modules):
                 is_entrance = layer is self.layers[0] and layer.kind != "embedding" and position == 0
                 admit(self.model.get_submodule(name), name, self.port, is_entrance=is_entrance)
+        if self.adapter.routers:
+            complete(self.model.get_submodule(self.adapter.stacks[-1].path), self.router_port)
         self.device = device
         self._generator = default_generator(device)
         self._layer_keys = {name: key(name) for layer in self.layers for name in layer.modules}
@@ -310,15 +322,18 @@ class StageModel:
             micro_batch_seed: seed of dropout for this micro-batch and step; None leaves the generator alone.
 
         Returns:
-            The carry for the next stage, or {"logits": (B, T, V)} on the last stage.
+            The carry for the next stage. On the last stage {"logits": (B, T, V)}, and from a mixture of experts with an
+            auxiliary loss {"auxiliary_loss": ()}, times its coefficient.
         """
         self.port.received = carry.get("hidden")
+        self.router_port.open(self.adapter.routers, carry)
         if micro_batch_seed is not None and self.adapter.has_dropout and self.model.training:
             self.port.seeds = DropoutSeeds(self._generator, self._layer_keys, micro_batch_seed)
         try:
             return self.adapter.run(self, inputs, carry)
         finally:
             self.port.close()
+            self.router_port.close()
 
     def captured(self) -> torch.Tensor:
         """The hidden states (B, T, D) at the end of the stage."""

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, Inputs, StageModel, Tensors
 from hf_gpipe.adapters.layers import Layer
+from hf_gpipe.adapters.routers import Router, auxiliary_loss
 
 
 class DecoderOnly(Adapter):
@@ -24,12 +25,34 @@ class DecoderOnly(Adapter):
         return F.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
 
     def carry_shapes(self, boundary: int, inputs: Inputs) -> dict[str, tuple[int, ...]]:
-        return {"hidden": self.hidden_shape(boundary, inputs["input_ids"])}
+        shapes = {"hidden": self.hidden_shape(boundary, inputs["input_ids"])}
+        if self._has_auxiliary_loss(inputs):
+            sent = self._routers_before(boundary)
+            shapes |= {router.name: (inputs["input_ids"].numel(), router.num_experts) for router in sent}
+        return shapes
 
     def sources(self, boundary: int) -> dict[str, tuple[Layer, ...]]:
-        return {"hidden": self.layers[:boundary]}
+        number = {layer.name: i for i, layer in enumerate(self.layers)}
+        routers = {router.name: self.layers[: number[router.block] + 1] for router in self._routers_before(boundary)}
+        return {"hidden": self.layers[:boundary], **routers}
+
+    def _routers_before(self, boundary: int) -> list[Router]:
+        before = {layer.name for layer in self.layers[:boundary]}
+        return [router for router in self.routers if router.block in before]
+
+    def _has_auxiliary_loss(self, inputs: Inputs) -> bool:
+        """Only where there is a loss at all: not in generation."""
+        return bool(self.routers) and "labels" in inputs
 
     def run(self, stage: StageModel, inputs: Inputs, carry: Tensors) -> dict[str, torch.Tensor]:
         forward = {name: value for name, value in inputs.items() if name not in self.loss_keys}
+        has_auxiliary_loss = self._has_auxiliary_loss(inputs)
+        if self.routers:
+            forward["output_router_logits"] = has_auxiliary_loss
         output = stage.model(**{"use_cache": False, **forward})
-        return {"logits": output.logits} if stage.is_last else {"hidden": stage.captured()}
+        if stage.is_last:
+            loss = {"auxiliary_loss": auxiliary_loss(stage.model, output)} if has_auxiliary_loss else {}
+            return {"logits": output.logits, **loss}
+        routers = self._routers_before(stage.stop) if has_auxiliary_loss else []
+        logits = zip(routers, stage.router_port.logits, strict=True)
+        return {"hidden": stage.captured()} | {router.name: tensor for router, tensor in logits}

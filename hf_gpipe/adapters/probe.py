@@ -22,21 +22,38 @@ BATCH, SOURCE_LENGTH, TARGET_LENGTH = 2, 6, 5
 
 
 @dataclass(frozen=True)
-class BlockForm:
-    """How the blocks of a stack return hidden states.
+class Given:
+    """Hidden states for ids (BATCH, SOURCE_LENGTH or TARGET_LENGTH) of the tiny clone."""
 
-    Attributes:
-        num_outputs: length of the tuple or list that is returned, hidden states first; None: they are returned alone.
-        shape: shape of the hidden states for (BATCH, SOURCE_LENGTH or TARGET_LENGTH).
-    """
-
-    num_outputs: int | None
     shape: tuple[int, ...]
+    dtype: torch.dtype
 
     @property
     def streams(self) -> tuple[int, ...]:
         """Dimensions between the length and the width: of models that keep several residual streams."""
         return self.shape[2:-1]
+
+
+@dataclass(frozen=True)
+class BlockForm:
+    """How the blocks of a stack return hidden states.
+
+    Attributes:
+        num_outputs: length of the tuple or list that is returned, hidden states first; None: they are returned alone.
+        hidden: the hidden states that are returned.
+    """
+
+    num_outputs: int | None
+    hidden: Given
+
+
+@dataclass(frozen=True)
+class ObservedRouter:
+    """A router of a mixture of experts: its path inside of a block, its class and the type of its logits."""
+
+    path: str
+    class_name: str
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -59,14 +76,16 @@ class Observation:
         head: the module that ran last.
         embeddings: those modules before the blocks that make hidden states out of something else.
         idle: modules with weights that a forward on ids alone does not call, such as an image encoder.
-        inputs: shape of the first tensor that each module outside of the blocks was given.
+        inputs: the first tensor that each module outside of the blocks, and each stack's first block, was given.
+        routers: those whose logits make the auxiliary loss of a mixture of experts; none where there is no such loss.
     """
 
     stacks: tuple[ObservedStack, ...]
     head: str
     embeddings: frozenset[str]
     idle: tuple[str, ...]
-    inputs: dict[str, tuple[int, ...]]
+    inputs: dict[str, Given]
+    routers: tuple[ObservedRouter, ...]
 
 
 @dataclass
@@ -76,8 +95,10 @@ class _Calls:
     entered: dict[str, list[int]] = field(default_factory=dict)
     left: dict[str, list[int]] = field(default_factory=dict)
     forms: dict[str, BlockForm | None] = field(default_factory=dict)
-    inputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    inputs: dict[str, Given] = field(default_factory=dict)
     outputs: dict[str, type] = field(default_factory=dict)
+    tensors: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    result: Any = None
     clock: int = 0
 
     def tick(self) -> int:
@@ -89,15 +110,20 @@ _observations: dict[str, Observation] = {}
 
 
 def observe_family(
-    config: PreTrainedConfig, model_class: type[PreTrainedModel] | None = None, *, trust_remote_code: bool = False
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    model_class: type[PreTrainedModel] | None = None,
+    *,
+    trust_remote_code: bool = False,
 ) -> Observation:
     """`observe` for a tiny clone of a configuration; clones that are alike are observed once."""
     tiny = tiny_config(config)
-    identity = f"{model_class} {type(config).__name__} {tiny.to_json_string(use_diff=False)}"
+    tiny._experts_implementation = "eager"  # the grouped products of experts do not know every type
+    identity = f"{model_class} {type(config).__name__} {dtype} {tiny.to_json_string(use_diff=False)}"
     if identity not in _observations:
         try:
             with torch.random.fork_rng(devices=[]):
-                clone = build(tiny, torch.float32, None, model_class, trust_remote_code=trust_remote_code)
+                clone = build(tiny, dtype, None, model_class, trust_remote_code=trust_remote_code)
         except Exception as error:
             raise UnsupportedModelError(
                 f"{config.model_type}: a tiny clone of the model cannot be built: {type(error).__name__}: {error}"
@@ -147,8 +173,8 @@ def observe(model: PreTrainedModel) -> Observation:
         stacks.append(ObservedStack(name, form, tuple(before[i]), tuple(after[i]), calls.outputs[parents[i]]))
     embeddings = {name for units_before in before for name in units_before if calls.forms[name] is None}
     idle = tuple(name for name in units if name not in calls.entered)
-    inputs = {name: calls.inputs[name] for name in units if name in calls.inputs}
-    return Observation(tuple(stacks), head, frozenset(embeddings), idle, inputs)
+    inputs = {name: calls.inputs[name] for name in (*units, *(f"{one}.0" for one in lists)) if name in calls.inputs}
+    return Observation(tuple(stacks), head, frozenset(embeddings), idle, inputs, _routers(model, calls, lists))
 
 
 def tiny_batch(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -171,7 +197,7 @@ def _run(model: PreTrainedModel) -> _Calls:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             calls.entered.setdefault(name, []).append(calls.tick())
             if (given := _first_tensor(args, kwargs)) is not None:
-                calls.inputs.setdefault(name, tuple(given.shape))
+                calls.inputs.setdefault(name, Given(tuple(given.shape), given.dtype))
 
         return hook
 
@@ -180,6 +206,8 @@ def _run(model: PreTrainedModel) -> _Calls:
             calls.left.setdefault(name, []).append(calls.tick())
             calls.forms[name] = _form(args, kwargs, output)
             calls.outputs[name] = type(output)
+            returned = output if isinstance(output, tuple) else (output,)
+            calls.tensors[name] = [tensor for tensor in returned if isinstance(tensor, torch.Tensor)]
 
         return hook
 
@@ -189,7 +217,7 @@ def _run(model: PreTrainedModel) -> _Calls:
             handles.append(module.register_forward_hook(leave(name), with_kwargs=True))
     try:
         with torch.no_grad():
-            model.eval()(**tiny_batch(model), use_cache=False)
+            calls.result = model.eval()(**tiny_batch(model), use_cache=False)
     except Exception as error:
         raise UnsupportedModelError(
             f"{model.config.model_type}: a tiny clone of the model does not run on ids alone: "
@@ -208,7 +236,7 @@ def _form(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> BlockFo
     returned = output[0] if several else output
     if hidden is None or not isinstance(returned, torch.Tensor) or hidden.shape != returned.shape:
         return None
-    return BlockForm(len(output) if several else None, tuple(hidden.shape))
+    return BlockForm(len(output) if several else None, Given(tuple(returned.shape), returned.dtype))
 
 
 def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -238,6 +266,27 @@ def _block_lists(model: PreTrainedModel, calls: _Calls) -> list[str]:
         if all(earlier[1] < later[0] for earlier, later in pairwise(spans)):
             found.append(name)
     return found
+
+
+def _routers(model: PreTrainedModel, calls: _Calls, lists: list[str]) -> tuple[ObservedRouter, ...]:
+    """The modules inside of the blocks whose outputs are the router logits of an auxiliary loss."""
+    if getattr(calls.result, "aux_loss", None) is None:
+        return ()
+    seen: dict[str, ObservedRouter] = {}
+    for logits in calls.result.router_logits:
+        makers = [name for name, tensors in calls.tensors.items() if any(tensor is logits for tensor in tensors)]
+        router = model.get_submodule(makers[0]) if makers else None
+        inside = [
+            makers[0].removeprefix(f"{one}.").partition(".")[2] for one in lists if makers and makers[0].startswith(one)
+        ]
+        experts = getattr(router, "weight", torch.empty(0)).shape[0]
+        if router is None or not inside or tuple(logits.shape) != (BATCH * SOURCE_LENGTH, experts):
+            raise UnsupportedModelError(
+                f"{model.config.model_type}: the logits of the experts' routers cannot be followed from stage to stage; "
+                "set output_router_logits to false in the model's configuration"
+            )
+        seen.setdefault(inside[0], ObservedRouter(inside[0], type(router).__name__, logits.dtype))
+    return tuple(seen.values())
 
 
 def _units(model: PreTrainedModel, lists: list[str]) -> list[str]:

@@ -46,7 +46,9 @@ _FEED_FORWARD = _names(
     *("intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"),
     *("shared_expert_intermediate_size", "shared_intermediate_size", "intermediate_size_mlp"),
 )
-_EXPERTS = _names(4, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_num_primary_experts")
+_EXPERTS = _names(
+    4, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_num_primary_experts"
+)
 _OTHER = {
     "vocab_size": VOCABULARY,
     "decoder_vocab_size": VOCABULARY,

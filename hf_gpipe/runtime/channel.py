@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -74,14 +74,19 @@ class RemoteChannel(Channel):
         tag: number of this channel, which keeps channels between the same two processes apart on gloo.
         group: the channel's own two-rank communicator on NCCL; None: the default group.
         device: where tensors are received.
-        dtype: type of the carried tensors.
+        dtype_of: type of a carried tensor by its name.
     """
 
     def __init__(
-        self, peer: int, tag: int, group: dist.ProcessGroup | None, device: torch.device, dtype: torch.dtype
+        self,
+        peer: int,
+        tag: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        dtype_of: Callable[[str], torch.dtype],
     ) -> None:
         self._peer, self._tag, self._group = peer, tag, group
-        self._device, self._dtype = device, dtype
+        self._device, self._dtype_of = device, dtype_of
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._expected: dict[int, list[tuple[str, torch.Tensor, dist.Work]]] = {}
 
@@ -91,6 +96,8 @@ class RemoteChannel(Channel):
             self._sent.popleft()
         for name in shapes:
             tensor = tensors[name].contiguous()
+            if tensor.dtype != self._dtype_of(name):
+                raise HfGpipeError(f"{name!r} is {tensor.dtype}; the other stage expects {self._dtype_of(name)}")
             work = dist.isend(tensor, self._peer, group=self._group, tag=self._tag)
             assert work is not None, "this process is no end of the channel"
             # The tensor must live until it has left.
@@ -99,7 +106,7 @@ class RemoteChannel(Channel):
     def expect(self, micro_batch: int, shapes: Shapes) -> None:
         message = []
         for name, shape in shapes.items():
-            buffer = torch.empty(shape, dtype=self._dtype, device=self._device)
+            buffer = torch.empty(shape, dtype=self._dtype_of(name), device=self._device)
             work = dist.irecv(buffer, self._peer, group=self._group, tag=self._tag)
             assert work is not None, "this process is no end of the channel"
             message.append((name, buffer, work))

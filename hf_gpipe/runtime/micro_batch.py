@@ -23,12 +23,14 @@ class MicroBatch:
         inputs: what `Adapter.prepare` made of its rows.
         seed: its seed for dropout, from (seed, step, index).
         num_target_tokens: target tokens of the whole mini-batch, by which the loss is divided.
+        num_micro_batches: of the step; an auxiliary loss is the mean over them.
     """
 
     index: int
     inputs: Mapping[str, torch.Tensor]
     seed: int
     num_target_tokens: int
+    num_micro_batches: int
 
 
 @dataclass(frozen=True)
@@ -76,4 +78,4 @@ def make_micro_batches(
     """
     inputs = [adapter.prepare(rows) for batch in batches for rows in split_rows(batch, num_micro_batches)]
     count = sum(int((adapter.targets(one) != IGNORED_LABEL).sum()) for one in inputs)
-    return [MicroBatch(i, one, mix(seed, step, i), max(count, 1)) for i, one in enumerate(inputs)]
+    return [MicroBatch(i, one, mix(seed, step, i), max(count, 1), len(inputs)) for i, one in enumerate(inputs)]

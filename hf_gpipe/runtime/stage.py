@@ -153,7 +153,10 @@ class Stage:
         if self.model.is_last:
             targets = self.model.adapter.targets(micro_batch.inputs)
             losses = _token_losses(outputs["logits"], targets, self.label_smoothing)
-            outputs = {"loss": losses.sum() / micro_batch.num_target_tokens}
+            loss = losses.sum() / micro_batch.num_target_tokens
+            if (auxiliary := outputs.get("auxiliary_loss")) is not None:
+                loss = loss + auxiliary / micro_batch.num_micro_batches
+            outputs = {"loss": loss}
         return received, outputs
 
 

@@ -1,0 +1,97 @@
+"""The auxiliary loss of a mixture of experts, whose routers sit on all stages and whose loss is made on the last.
+
+With `output_router_logits` in its configuration a model adds a loss that balances its experts, from the logits of all
+its routers (Switch Transformers, arXiv 2101.03961, section 2.2). Each stage sends its routers' logits on, beside the
+hidden states, and the model's own forward on the last stage makes the loss of the complete list. The gradients of the
+logits travel back the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_gpipe.adapters.probe import Observation
+from hf_gpipe.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class Router:
+    """A router: the block that it is in, under which name its logits travel, and how many experts it chooses from."""
+
+    block: str
+    name: str
+    num_experts: int
+    dtype: torch.dtype
+
+
+def find_routers(model: PreTrainedModel, blocks: Sequence[str], observation: Observation) -> tuple[Router, ...]:
+    """The routers whose logits the model's auxiliary loss is made of, in their order of call; none without the loss.
+
+    Raises UnsupportedModelError where the loss's coefficient is not known.
+    """
+    routers = []
+    for block in blocks:
+        for seen in observation.routers:
+            try:
+                module = model.get_submodule(f"{block}.{seen.path}")
+            except AttributeError:
+                continue
+            if type(module).__name__ == seen.class_name:
+                routers.append(Router(block, f"router_logits.{len(routers)}", module.weight.shape[0], seen.dtype))
+    if routers and _coefficient(model) is None:
+        raise UnsupportedModelError(
+            f"{model.config.model_type}: the coefficient of the experts' auxiliary loss is not known; set "
+            "output_router_logits to false in the model's configuration"
+        )
+    return tuple(routers)
+
+
+def auxiliary_loss(model: PreTrainedModel, output: Any) -> torch.Tensor:
+    """A micro-batch's auxiliary loss, as the model adds it to the loss of the tokens: times its coefficient."""
+    return _coefficient(model) * output.aux_loss
+
+
+def _coefficient(model: PreTrainedModel) -> float | None:
+    config = model.config.get_text_config()
+    return getattr(model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", None))
+
+
+class RouterPort:
+    """The router logits of one forward of a stage: received from earlier stages, then those of own blocks."""
+
+    def __init__(self, *, is_last: bool) -> None:
+        self.is_last = is_last
+        self.logits: tuple[torch.Tensor, ...] = ()
+
+    def open(self, routers: Sequence[Router], carry: Mapping[str, torch.Tensor]) -> None:
+        self.logits = tuple(carry[router.name] for router in routers if router.name in carry)
+
+    def close(self) -> None:
+        self.logits = ()
+
+
+class _Complete:
+    """Mixed into the class of the module around the blocks: see `complete`."""
+
+    _router_port: RouterPort
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().__call__(*args, **kwargs)  # type: ignore[misc]  # the module's own class follows in the MRO
+        port = self._router_port
+        port.logits += tuple(getattr(output, "router_logits", None) or ())
+        # Before the last stage nobody needs a loss, and one of some of the routers would be wrong.
+        output.router_logits = port.logits if port.is_last else None
+        return output
+
+
+def complete(module: nn.Module, port: RouterPort) -> None:
+    """Let the output of the module around the blocks have the router logits of all stages so far."""
+    cls = type(module)
+    module._router_port = port  # type: ignore[assignment]
+    module.__class__ = type(cls.__name__, (_Complete, cls), {"__module__": cls.__module__})
