@@ -74,6 +74,8 @@ def _work(recipe: Recipe) -> int:
 
 def _check(recipe: Recipe) -> None:
     """Find what is wrong before any process starts. Raises UserError."""
+    import torch
+
     from hf_gpipe.checkpoint.save import make_directory
     from hf_gpipe.training.from_recipe import check_model
 
@@ -81,6 +83,8 @@ def _check(recipe: Recipe) -> None:
     if data.kind == "jsonl" and data.path is not None and not Path(data.path).is_file():
         raise DataError(f"data.path: there is no file {data.path} (looked in {Path.cwd()}); correct the path")
     make_directory(Path(recipe.training.output_dir))
+    if recipe.pipeline.device == "cuda" and not torch.cuda.is_available():
+        raise RecipeError("pipeline.device is cuda and torch finds no GPU; use auto or cpu")
     check_model(recipe)
 
 

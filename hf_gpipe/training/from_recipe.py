@@ -27,6 +27,10 @@ TOKENIZER_FOLDER = "tokenizer"
 
 #: Families whose decoder starts with the padding token; the others' start with the end-of-sequence token.
 _STARTS_WITH_PADDING = ("marian", "pegasus", "t5", "mt5", "umt5")
+#: Fields of a configuration that name a token.
+_TOKENS = ("pad_token_id", "eos_token_id", "bos_token_id", "forced_eos_token_id", "decoder_start_token_id")
+#: Of these, the recipe's to choose: which token a decoder starts with, and whether one is forced at the end.
+_FREE_TOKENS = ("forced_eos_token_id", "decoder_start_token_id")
 #: Keys of the data section that are not about which pairs there are.
 _NOT_OF_THE_CORPUS = ("max_source_tokens", "max_target_tokens")
 
@@ -120,7 +124,10 @@ def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> P
     for name in given:
         if name not in known:
             raise RecipeError(f"model.config.{name} is not a field of a {family} configuration{nearest(name, known)}")
-    if tokenizer is not None:
+    if tokenizer is None:
+        # Any token does that is in the vocabulary, as the family's own defaults may not be.
+        given = dict.fromkeys(set(_TOKENS) & known, 0) | given
+    else:
         given = _with_tokenizer(given, tokenizer, defaults)
     try:
         return AutoConfig.for_model(family, **given)
@@ -133,26 +140,19 @@ def _with_tokenizer(
 ) -> dict[str, Any]:
     """A configuration's values completed by the tokenizer's."""
     starts_with_padding = defaults.model_type in _STARTS_WITH_PADDING
-    ids = {
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-        "forced_eos_token_id": tokenizer.eos_token_id,
-    }
-    if defaults.is_encoder_decoder:
-        ids["decoder_start_token_id"] = tokenizer.pad_token_id if starts_with_padding else tokenizer.eos_token_id
+    start = tokenizer.pad_token_id if starts_with_padding else tokenizer.eos_token_id
+    tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, start)
+    # A decoder's start is no declared field of some families, and each of them reads it.
+    fields = {*defaults.to_dict(), *(["decoder_start_token_id"] if defaults.is_encoder_decoder else [])}
     values = dict(given)
-    for name, token in ids.items():
-        if token is None or (name not in defaults.to_dict() and name != "decoder_start_token_id"):
+    for name, token in zip(_TOKENS, tokens, strict=True):
+        if token is None or name not in fields:
             continue
-        # Which token a decoder starts with, and whether one is forced at the end, is the recipe's to choose.
-        is_free = name in ("decoder_start_token_id", "forced_eos_token_id")
-        if name in given and given[name] != token and not is_free:
+        if values.setdefault(name, token) != token and name not in _FREE_TOKENS:
             raise RecipeError(
                 f"model.config.{name} is {given[name]} and the tokenizer's is {token}; leave it out, it is taken from "
                 "the tokenizer"
             )
-        values.setdefault(name, token)
     if values.setdefault("vocab_size", len(tokenizer)) < len(tokenizer):
         raise RecipeError(
             f"model.config.vocab_size is {values['vocab_size']} and the tokenizer has {len(tokenizer)} tokens; leave "

@@ -96,16 +96,18 @@ def _prepare(recipe: Recipe, output_dir: Path) -> _Prepared:
     corpus = corpus_of(recipe)
     tokenizer = tokenizer_of(recipe, corpus, checkpoint)
     config = model_config(recipe, tokenizer)
+    if recipe.training.resume == "never":
+        # Left there, a later start would resume from them.
+        for path in checkpoints(output_dir):
+            shutil.rmtree(path)
+            summary.say(f"deleted {path}, because training.resume is never")
     (output_dir / RECIPE_FILE).write_text(recipe.to_yaml())
     return _Prepared(corpus, tokenizer, config, checkpoint)
 
 
 def _checkpoint_of(recipe: Recipe, output_dir: Path) -> Path | None:
-    """The checkpoint to resume from. Without resuming, an earlier run's are deleted, or they would be resumed later."""
+    """The checkpoint to resume from."""
     if recipe.training.resume == "never":
-        for path in checkpoints(output_dir):
-            shutil.rmtree(path)
-            summary.say(f"deleted {path}, for training.resume is never")
         return None
     checkpoint = last_checkpoint(output_dir)
     if checkpoint is not None and (output_dir / RECIPE_FILE).exists():

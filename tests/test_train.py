@@ -1,0 +1,367 @@
+"""The command: one recipe trains over several processes, resumes, and says in one line what is wrong."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_gpipe.recipe import load_recipe
+from hf_gpipe.train import main
+
+REPOSITORY = Path(__file__).parents[1]
+TLDR = Path(os.environ.get("HF_GPIPE_TLDR", REPOSITORY.parent / "shared/data/tldr/tldr.jsonl.gz"))
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+STEPS, SAVED = 150, 60
+
+RECIPE = f"""
+model:
+  config:
+    model_type: marian
+    d_model: 16
+    encoder_layers: 2
+    decoder_layers: 2
+    encoder_attention_heads: 2
+    decoder_attention_heads: 2
+    encoder_ffn_dim: 32
+    decoder_ffn_dim: 32
+    max_position_embeddings: 64
+    dropout: 0.1
+data:
+  kind: cldr
+  languages: [de, fr]
+  templates: [weekday, month_day]
+  examples_per_language: 200
+  test_fraction: 0.1
+tokenizer: {{vocab_size: 320}}
+pipeline: {{num_stages: 2, num_micro_batches: 4, device: cpu}}
+training:
+  output_dir: OUTPUT
+  max_steps: {STEPS}
+  batch_size: 8
+  learning_rate: 1.0e-3
+  logging_steps: 1
+  save_steps: {SAVED}
+evaluation: {{max_examples: 5, max_new_tokens: 8, samples: 2}}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.replace("OUTPUT", str(tmp_path / "out")))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def undo_the_command_s_settings() -> Iterator[None]:
+    """The command silences other packages for good, which a process of its own may do."""
+    environment, logger, filters = dict(os.environ), logging.getLogger("hf_gpipe"), list(warnings.filters)
+    handlers = logger.handlers
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    logger.handlers, logger.propagate = handlers, True
+    warnings.filters[:] = filters
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hf_gpipe.train", *words],
+        cwd=REPOSITORY,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def losses(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """An uninterrupted run of the recipe over two processes."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "recipe.yaml").write_text(RECIPE.replace("OUTPUT", str(folder / "out")))
+    return folder / "out", command(str(folder / "recipe.yaml"))
+
+
+# ---------------------------------------------------------------------- a run
+
+
+def test_a_run_leaves_everything_behind(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    folder, result = finished
+    assert result.returncode == 0, result.stderr
+    for word in ("K = 2 stages", "2 processes", "language", "chrF", "Translations", "timeline.png", str(folder)):
+        assert word in result.stdout
+    others = [line for line in result.stderr.splitlines() if not line.startswith("step ")]
+    assert others == [], "other packages speak up"
+    assert len(losses(folder)) == STEPS
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert {"exact_match", "bleu", "chrf", "chrf_copy", "nll"} <= metrics.keys()
+    assert metrics["per_language"].keys() == {"de", "fr"}
+    assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert load_recipe(folder / "recipe.yaml").training.max_steps == STEPS
+    kept = {"checkpoint-120", "checkpoint-150"}
+    assert {path.name for path in folder.glob("checkpoint-*")} == kept
+    assert not list(folder.glob(".checkpoint*"))
+
+
+def test_plain_transformers_translates_with_the_result(
+    finished: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    program = """
+import sys
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+for folder in sys.argv[1:]:
+    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.config.vocab_size == len(tokenizer) == 320
+    assert model.generation_config.max_new_tokens == 8
+    ids = model.generate(**tokenizer(["3. Mai", "4 juin"], return_tensors="pt", padding=True))
+    assert ids.shape[0] == 2 and ids.shape[1] <= 9 and isinstance(tokenizer.batch_decode(ids)[0], str)
+"""
+    folder, _ = finished
+    folders = [str(folder), str(folder / "checkpoint-120")]
+    subprocess.run([sys.executable, "-c", program, *folders], check=True, timeout=100, cwd="/")
+
+
+@pytest.mark.parametrize("num_stages", [1, 4])
+def test_the_loss_does_not_depend_on_the_stages(
+    num_stages: int,
+    finished: tuple[Path, subprocess.CompletedProcess[str]],
+    recipe: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Dropout is on; one process holds all stages."""
+    folder = recipe.parent / "out"
+    words = [f"pipeline.num_stages={num_stages}", "pipeline.num_processes=1", "pipeline.recompute=none"]
+    assert main([str(recipe), *words, "training.save_steps=null"]) == 0
+    assert losses(folder)[:20] == pytest.approx(losses(finished[0])[:20], abs=1e-4)
+    assert "1 process," in capsys.readouterr().out
+
+
+def test_a_killed_run_ends_with_the_same_weights(
+    finished: tuple[Path, subprocess.CompletedProcess[str]], recipe: Path
+) -> None:
+    folder = recipe.parent / "out"
+    with subprocess.Popen(
+        [sys.executable, "-m", "hf_gpipe.train", str(recipe)],
+        cwd=REPOSITORY,
+        env=ENVIRONMENT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as launcher:
+        try:
+            wait_until(lambda: losses_so_far(folder) > SAVED + 5 or launcher.poll() is not None)
+        finally:
+            for process in (*children(launcher.pid), launcher.pid):
+                os.kill(process, signal.SIGKILL)
+    assert not (folder / "metrics.json").exists(), "it had ended before it was killed"
+    assert list(folder.glob("checkpoint-*"))
+    result = command(str(recipe))
+    assert result.returncode == 0, result.stderr
+    assert "resuming   from" in result.stdout
+    expected, found = weights(finished[0]), weights(folder)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name
+    assert losses(folder) == losses(finished[0])
+
+
+def losses_so_far(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return path.read_text().count('"loss"') if path.exists() else 0
+
+
+def wait_until(condition: Any, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def children(process: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def test_a_finished_run_is_only_evaluated(
+    finished: tuple[Path, subprocess.CompletedProcess[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, first = finished
+    before = weights(folder)
+    words = ["pipeline.num_processes=1", "evaluation.samples=0", "pipeline.num_stages=3"]
+    assert main([str(folder.parent / "recipe.yaml"), *words]) == 0
+    out = capsys.readouterr().out
+    assert f"is finished ({STEPS} steps)" in out
+    assert next(line for line in first.stdout.splitlines() if line.startswith("average")) in out
+    after = weights(folder)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+# ---------------------------------------------------------------------- other launchers
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["torch.distributed.run", "--nproc-per-node", "2"],
+        ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"],
+    ],
+)
+def test_other_launchers_jobs_are_joined(launcher: list[str], recipe: Path) -> None:
+    words = ["training.max_steps=2", "training.save_steps=null", "evaluation.max_examples=1"]
+    result = subprocess.run(
+        [sys.executable, "-m", *launcher, "-m", "hf_gpipe.train", str(recipe), *words],
+        cwd=REPOSITORY,
+        env=ENVIRONMENT | {"MASTER_PORT": "0"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "2 processes" in result.stdout
+    assert len(losses(recipe.parent / "out")) == 2
+
+
+# ---------------------------------------------------------------------- real text
+
+
+@pytest.mark.skipif(not TLDR.exists(), reason=f"there is no {TLDR}; HF_GPIPE_TLDR names the file")
+def test_real_text_is_learnt(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"""
+model:
+  config:
+    model_type: m2m_100
+    d_model: 32
+    encoder_layers: 1
+    decoder_layers: 1
+    encoder_attention_heads: 2
+    decoder_attention_heads: 2
+    encoder_ffn_dim: 64
+    decoder_ffn_dim: 64
+    encoder_layerdrop: 0.0
+    decoder_layerdrop: 0.0
+    max_position_embeddings: 128
+data:
+  kind: jsonl
+  path: {TLDR}
+  source_field: src
+  target_field: tgt
+  language_field: tgt_lang
+  languages: [de, es, ko]
+  target_tag: true
+  max_examples: 3000
+  max_source_tokens: 48
+  max_target_tokens: 48
+tokenizer: {{vocab_size: 2000}}
+pipeline: {{num_stages: 2, num_micro_batches: 2, num_processes: 1, schedule: gpipe_fused}}
+training: {{output_dir: {tmp_path / "out"}, max_steps: 100, batch_size: 16, learning_rate: 3.0e-3, save_steps: null}}
+evaluation: {{max_examples: 4, max_new_tokens: 24}}
+""")
+    assert main([str(path)]) == 0
+    values = losses(tmp_path / "out")
+    assert len(values) == 11
+    assert values[-1] < values[0] - 1.5
+    assert all(later < earlier + 0.3 for earlier, later in pairwise(values))
+
+
+# ---------------------------------------------------------------------- what is wrong
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.output_dirr=x", "training.output_dirr.*did you mean 'training.output_dir'"),
+        ("pipeline.num_stages=two", "pipeline.num_stages: found 'two'"),
+        ("pipeline.num_stages=99", "num_stages is 99, but the model has 7 layers"),
+        ("pipeline.num_micro_batches=0", "pipeline.num_micro_batches: found 0"),
+        ("pipeline.schedule=gpip", "did you mean 'gpipe'"),
+        ("model.config.model_type=marrian", "no model family 'marrian'; did you mean 'marian'"),
+        ("model.config.d_modle=8", "model.config.d_modle.*did you mean 'd_model'"),
+        ("model.config.d_model=x", "model.config.*'d_model'"),
+        ("model.config.d_model=17", "divisible by num_heads"),
+        ("model.config.vocab_size=100", "model.config.vocab_size is 100 and the tokenizer has 320"),
+        ("model.config.eos_token_id=7", "model.config.eos_token_id is 7 and the tokenizer's is 1"),
+        ("model.path=/nowhere", "model.path: no configuration"),
+        ("data={kind: jsonl, path: nowhere.jsonl}", "data.path: there is no file nowhere.jsonl"),
+        ("data.languages=[de, xx]", "'xx'"),
+        ("data.test_fraction=0", "no test pairs.*data.test_fraction"),
+        ("tokenizer.vocab_size=9999", "vocab_size is 9999"),
+        ("tokenizer.path=/nowhere", "no tokenizer in '/nowhere'"),
+        ("training.output_dir=/proc/nowhere", "cannot write into the directory '/proc/nowhere'"),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    override: str, message: str, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(recipe), override, "pipeline.num_processes=1"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.fullmatch(rf"error: .*{message}.*\n", captured.err), captured.err
+
+
+def test_a_recipe_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "broken.yaml").write_text("model: [1, 2\ndata: }")
+    for name, message in [("missing.yaml", "does not exist"), ("broken.yaml", "line 2")]:
+        assert main([str(tmp_path / name)]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("error: ")
+        assert message in err
+        assert err.count("\n") == 1
+
+
+def test_what_only_a_process_of_the_job_finds_is_told_once(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text('{"source": "a", "target": "b"}\n{"source": "a"}\n')
+    result = command(str(recipe), f"data={{kind: jsonl, path: {tmp_path / 'pairs.jsonl'}}}")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert "pairs.jsonl, line 2: no field 'target'" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_another_training_is_not_resumed(
+    finished: tuple[Path, subprocess.CompletedProcess[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = finished[0].parent / "recipe.yaml"
+    assert main([str(path), "training.learning_rate=0.5", "pipeline.num_processes=1"]) == 2
+    assert "training.learning_rate is 0.5" in capsys.readouterr().err
+
+
+def test_never_resuming_starts_anew(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(recipe), "pipeline.num_processes=1", "training.max_steps=2", "training.save_steps=1"]
+    assert main(words) == 0
+    first = losses(recipe.parent / "out")
+    assert main([*words, "training.resume=never", "training.seed=1"]) == 0
+    assert "deleted" in capsys.readouterr().out
+    assert len(losses(recipe.parent / "out")) == 2
+    assert losses(recipe.parent / "out") != first
+
+
+def test_help_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for key in ("model.path", "pipeline.num_stages", "training.resume", "key=value"):
+        assert key in out
+    assert main([]) == 2
