@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_gpipe.adapters import IGNORED_LABEL, Adapter, StageModel, build_adapter
+from hf_gpipe.adapters import IGNORED_LABEL, Adapter, StageModel, build_adapter, unsupported
 from hf_gpipe.adapters.routers import auxiliary_loss
 from hf_gpipe.adapters.skeleton import build
 from hf_gpipe.adapters.tiny import tiny_config
@@ -23,7 +23,8 @@ from hf_gpipe.checkpoint import hub
 from hf_gpipe.errors import StageError, UnsupportedModelError
 from hf_gpipe.partition import partition
 from hf_gpipe.runtime.channel import LocalChannel
-from hf_gpipe.runtime.executor import Edge, Executor
+from hf_gpipe.runtime.edges import Edge
+from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.micro_batch import make_micro_batches, split_rows
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.ties import share_within_process
@@ -79,6 +80,12 @@ class Comparison:
     def is_exact(self) -> bool:
         return self.difference <= TOLERANCES[self.dtype]
 
+    def __str__(self) -> str:
+        if self.difference == float("inf"):
+            return "a tiny clone has gradients of other parameters than the plain model"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"a tiny clone differs by {self.difference:.0e} of the gradient norm from the plain model in {dtype}"
+
 
 def exact_clone(
     config: PreTrainedConfig,
@@ -109,6 +116,22 @@ def exact_clone(
     return model.train()
 
 
+class CloneError(UnsupportedModelError):
+    """No tiny clone of the plain model can be built and run, so nothing is known of its split."""
+
+
+def verify(
+    config: PreTrainedConfig, model_class: type[PreTrainedModel] | None = None, *, trust_remote_code: bool = False
+) -> None:
+    """Raise UnsupportedModelError unless a tiny clone in stages is exact; arguments as of `compare`."""
+    try:
+        comparison = compare(config, model_class=model_class, trust_remote_code=trust_remote_code)
+    except UnsupportedModelError as error:
+        raise unsupported(config, str(error).removeprefix(f"{config.model_type}: ")) from error
+    if not comparison.is_exact:
+        raise unsupported(config, f"in stages {comparison}")
+
+
 def compare(
     config: PreTrainedConfig,
     num_stages: Sequence[int | None] = (3, None),
@@ -125,10 +148,11 @@ def compare(
         trust_remote_code: whether the configuration may name Python code outside of transformers.
 
     Raises:
-        UnsupportedModelError: the clone cannot be built or does not run, is not made of layers that can be cut, or
-            cutting off columns of padding changes the plain clone's results.
+        CloneError: the plain clone cannot be built or does not run.
+        UnsupportedModelError: the model is not made of layers that can be cut, its stages do not run, or cutting off
+            columns of padding changes the plain clone's results.
     """
-    family = config.model_type
+    family, failure = config.model_type, Exception()
     for dtype in TOLERANCES:
         try:
             model = exact_clone(config, dtype, model_class, trust_remote_code=trust_remote_code)
@@ -136,14 +160,14 @@ def compare(
             untrimmed = plain_step(model, batch)
             break
         except Exception as error:
-            failure = UnsupportedModelError(f"{family}: a tiny clone fails: {type(error).__name__}: {_first(error)}")
-            failure.__cause__ = error
+            failure = error
     else:
-        raise failure
+        what = f"{type(failure).__name__}: {_first(failure)}"
+        raise CloneError(f"{family}: a tiny clone of the plain model fails: {what}") from failure
     adapter = build_adapter(model.config, dtype, "eager", type(model))
     expected = plain_step(model, batch, adapter.prepare)
     if not 0 < expected.norm < float("inf"):
-        raise UnsupportedModelError(f"{family}: the plain model's gradient norm is {expected.norm} on a tiny clone")
+        raise CloneError(f"{family}: the plain model's gradient norm is {expected.norm} on a tiny clone")
     if (difference := untrimmed.difference(expected)) > TRIMMING_TOLERANCE:
         raise UnsupportedModelError(
             f"{family}: columns of padding change the plain model's results (by {difference:.0e} of the gradient norm)"

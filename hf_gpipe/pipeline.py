@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,17 +15,19 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from hf_gpipe.adapters import StageModel, adapter_for
+from hf_gpipe.adapters import StageModel, adapter_for, is_known_exact
 from hf_gpipe.adapters.dropout import default_generator
+from hf_gpipe.adapters.guards import check_model
 from hf_gpipe.adapters.peft import find_peft, make_peft
 from hf_gpipe.checkpoint import hub
 from hf_gpipe.checkpoint.peft import load_adapters, save_adapters
 from hf_gpipe.checkpoint.save import save_model
 from hf_gpipe.errors import CheckpointError, PartitionError, UserError
+from hf_gpipe.exactness import verify
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.runtime.batches import share
-from hf_gpipe.runtime.channel import Channel, LocalChannel, RemoteChannel
-from hf_gpipe.runtime.executor import ActionTime, Edge, Executor
+from hf_gpipe.runtime.edges import connect
+from hf_gpipe.runtime.executor import ActionTime, Executor
 from hf_gpipe.runtime.generation import Generator
 from hf_gpipe.runtime.launch import join
 from hf_gpipe.runtime.micro_batch import Batch, make_micro_batches
@@ -114,6 +116,7 @@ class Pipeline:
         if num_stages < 1:
             raise PartitionError(f"num_stages={num_stages}: expected at least 1")
         model, peft = find_peft(model, peft_config)
+        check_model(model)
         config = _config_of(model, trust_remote_code, config_overrides)
         dtype = dtype or getattr(config, "dtype", None) or torch.float32
         if isinstance(model, PreTrainedModel):
@@ -121,6 +124,8 @@ class Pipeline:
             attn_implementation = attn_implementation or config._attn_implementation
         model_class = type(model) if isinstance(model, PreTrainedModel) else None
         self.adapter = adapter_for(config, dtype, attn_implementation, model_class, trust_remote_code=trust_remote_code)
+        if not is_known_exact(self.adapter):
+            verify(config, model_class, trust_remote_code=trust_remote_code)
         if (generation_config := _generation_config_of(model)) is not None:
             self.adapter.reference.generation_config = generation_config
         self.peft = None if peft is None else make_peft(self.adapter, *peft)
@@ -147,7 +152,9 @@ class Pipeline:
         self.stages = {
             s: self._stage(stage_model, trainable, label_smoothing) for s, stage_model in self.models.items()
         }
-        self._edges = self._connect()
+        self._edges = connect(
+            self.topology, lambda stage, name: self.adapter.carry_dtype(self.partition[stage][0], name)
+        )
         self._executor = Executor(self.stages, self._edges, self.topology.rank, self.topology.device)
 
     # ------------------------------------------------------------------ training and evaluation
@@ -328,29 +335,6 @@ class Pipeline:
             {} if stage_model.is_last else wants_gradient(stage_model.stop),
             label_smoothing,
         )
-
-    def _connect(self) -> dict[int, Edge]:
-        """The edges at the ends of this process's stages. Communicators are made by all processes, in one order."""
-        edges = {}
-        for stage in range(self.num_stages - 1):
-            ends = self.topology.process_of(stage), self.topology.process_of(stage + 1)
-            groups: list[dist.ProcessGroup | None] = [None, None]
-            if ends[0] != ends[1] and self.topology.device.type == "cuda":
-                # Opposing messages on one NCCL communicator wait for each other: each direction has its own.
-                groups = [dist.new_group(list(ends), backend="nccl") for _ in range(2)]
-            if self.topology.rank not in ends:
-                continue
-            channels: list[Channel] = []
-            for direction, group in enumerate(groups):
-                if ends[0] == ends[1]:
-                    channels.append(LocalChannel())
-                    continue
-                peer = ends[1] if self.topology.rank == ends[0] else ends[0]
-                tag = 2 * stage + direction
-                dtype_of = partial(self.adapter.carry_dtype, self.partition[stage + 1][0])
-                channels.append(RemoteChannel(peer, tag, group, self.topology.device, dtype_of))
-            edges[stage] = Edge(*channels)
-        return edges
 
     # ------------------------------------------------------------------ between steps
 

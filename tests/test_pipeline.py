@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_gpipe import Pipeline
-from hf_gpipe.errors import HfGpipeError, PartitionError, ScheduleError, StageError, UserError
+from hf_gpipe.errors import DataError, HfGpipeError, PartitionError, ScheduleError, StageError, UserError
 from tests.gloo import run_gloo
 from tests.oracle import assert_same, padded_batch, plain_model, run_pipeline, run_plain, tiny_config
 
@@ -159,6 +159,15 @@ def test_a_failure_names_the_place_and_leaves_the_pipeline_usable() -> None:
         pipe.train_step(bad)
     pipe.zero_grad()
     assert float(pipe.train_step(batch)) == pytest.approx(float(Pipeline(config, 1, 2).train_step(batch)), rel=1e-5)
+
+
+def test_a_mini_batch_that_cannot_be_trained_on_is_refused() -> None:
+    config = tiny_config("llama")
+    batch, pipe = padded_batch(config), Pipeline(config, 2, 2)
+    with pytest.raises(DataError, match="'labels' is missing"):
+        pipe.train_step({name: tensor for name, tensor in batch.items() if name != "labels"})
+    with pytest.raises(DataError, match="same number of rows"):
+        pipe.train_step(batch | {"labels": batch["labels"][:3]})
 
 
 @pytest.mark.parametrize(

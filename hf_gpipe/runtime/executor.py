@@ -16,6 +16,7 @@ import torch
 
 from hf_gpipe.errors import StageError
 from hf_gpipe.runtime.channel import Channel
+from hf_gpipe.runtime.edges import Edge
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.schedule.actions import Action, ActionKind
@@ -23,14 +24,6 @@ from hf_gpipe.schedule.table import Schedule
 
 #: How many messages are announced ahead of the action that reads them. Each costs one boundary's memory.
 MESSAGES_AHEAD = 2
-
-
-@dataclass(frozen=True)
-class Edge:
-    """The two channels between stage s and stage s + 1."""
-
-    down: Channel
-    up: Channel
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from hf_gpipe.adapters.cache import PipelineCache
 from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.adapters.layers import StackName
 from hf_gpipe.errors import StageError, UserError, nearest
-from hf_gpipe.runtime.executor import Edge
+from hf_gpipe.runtime.edges import Edge
 from hf_gpipe.runtime.topology import Topology
 
 _SECOND_MODEL = "drafts tokens with another model or head, which the pipeline does not have"

@@ -76,6 +76,9 @@ def make_micro_batches(
         seed: the run's seed.
         step: number of this optimizer step.
     """
+    for batch in batches:
+        if missing := [name for name in ("input_ids", "labels") if name not in batch]:
+            raise DataError(f"a mini-batch needs input_ids and labels; {missing[0]!r} is missing, found {list(batch)}")
     inputs = [adapter.prepare(rows) for batch in batches for rows in split_rows(batch, num_micro_batches)]
     count = sum(int((adapter.targets(one) != IGNORED_LABEL).sum()) for one in inputs)
     return [MicroBatch(i, one, mix(seed, step, i), max(count, 1), len(inputs)) for i, one in enumerate(inputs)]

@@ -1,0 +1,66 @@
+"""The edges between neighbouring stages, local or remote, as the placement has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from hf_gpipe.runtime.channel import Channel, LocalChannel, RemoteChannel
+from hf_gpipe.runtime.topology import Topology
+
+
+@dataclass(frozen=True)
+class Edge:
+    """The two channels between stage s and stage s + 1: activations go down, gradients come up."""
+
+    down: Channel
+    up: Channel
+
+
+def connect(topology: Topology, dtype_of: Callable[[int, str], torch.dtype]) -> dict[int, Edge]:
+    """The edges at the ends of this process's stages, by the number of the stage before each.
+
+    Every process of the pipeline calls this: communicators are made together, in one order.
+
+    Args:
+        topology: the processes and which stages they hold.
+        dtype_of: type of a carried tensor, from the number of the stage that receives it and its name.
+    """
+    edges = {}
+    for stage in range(topology.placement.num_stages - 1):
+        ends = topology.process_of(stage), topology.process_of(stage + 1)
+        if ends[0] == ends[1]:
+            if topology.rank == ends[0]:
+                edges[stage] = Edge(LocalChannel(), LocalChannel())
+            continue
+        # Opposing messages on one NCCL communicator wait for each other, so each direction has its own.
+        groups = [_communicator(topology, sender, receiver) for sender, receiver in (ends, ends[::-1])]
+        if topology.rank in ends:
+            peer = ends[1] if topology.rank == ends[0] else ends[0]
+            dtypes = partial(dtype_of, stage + 1)
+            channels = [
+                RemoteChannel(peer, 2 * stage + direction, group, topology.device, dtypes)
+                for direction, group in enumerate(groups)
+            ]
+            edges[stage] = Edge(*channels)
+    return edges
+
+
+def _communicator(topology: Topology, sender: int, receiver: int) -> dist.ProcessGroup | None:
+    """A communicator of two on NCCL, ready to use; None on gloo, where tags keep the channels apart."""
+    if topology.device.type != "cuda":
+        return None
+    group = dist.new_group(sorted((sender, receiver)), backend="nccl")
+    if topology.rank in (sender, receiver):
+        # The first message sets the communicator up and waits for its peer. Left to a step, a receive announced ahead
+        # would wait for a peer that waits for this process.
+        token = torch.zeros(1, device=topology.device)
+        if topology.rank == sender:
+            dist.send(token, receiver, group=group)
+        else:
+            dist.recv(token, sender, group=group)
+    return group
