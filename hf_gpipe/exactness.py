@@ -6,7 +6,7 @@ plain model looped over the same micro-batches: in float64 to 1e-10 of the globa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,12 +69,21 @@ class Comparison:
     """What a comparison of a tiny clone in stages with the plain clone gave.
 
     Attributes:
-        difference: the largest one, see `Step.difference`.
+        model_class: the class of the clones.
+        differences: by number of stages, see `Step.difference`.
+        num_gradients: number of parameters that had a gradient.
         dtype: what the clones computed in: float64, or float32 where the plain model's own code fails in float64.
     """
 
-    difference: float
+    model_class: str
+    differences: Mapping[int, float]
+    num_gradients: int
     dtype: torch.dtype
+
+    @property
+    def difference(self) -> float:
+        """The largest one."""
+        return max(self.differences.values())
 
     @property
     def is_exact(self) -> bool:
@@ -172,19 +181,21 @@ def compare(
         raise UnsupportedModelError(
             f"{family}: columns of padding change the plain model's results (by {difference:.0e} of the gradient norm)"
         )
-    differences = []
+    differences = {}
     for number in num_stages:
+        count = min(number or len(adapter.layers), len(adapter.layers))
         model.zero_grad()
         try:
-            found = split_step(model, adapter, batch, number)
+            found = split_step(model, adapter, batch, count)
         except StageError as error:
             raise UnsupportedModelError(f"{family}: a tiny clone in stages fails: {_first(error)}") from error
-        differences.append(found.difference(expected))
-    return Comparison(max(differences), dtype)
+        differences[count] = found.difference(expected)
+    return Comparison(type(model).__name__, differences, len(expected.gradients), dtype)
 
 
 def _first(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:200]
+    text = " ".join(str(error).split())
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def padded_batch(model: PreTrainedModel) -> Batch:
@@ -230,8 +241,9 @@ def plain_step(model: PreTrainedModel, batch: Batch, prepare: Callable[[Batch], 
             auxiliary = auxiliary_loss(model, output)
             loss = loss + auxiliary / MICRO_BATCHES
             # The model's own loss computes in float32.
-            own = model(**rows, use_cache=False).loss - losses.sum() / (targets != IGNORED_LABEL).sum()
-            if abs(float(own - auxiliary)) > 1e-4 * max(1.0, abs(float(own))):
+            mean = losses.sum() / (targets != IGNORED_LABEL).sum()
+            own = (model(**rows, use_cache=False).loss - mean).detach()
+            if abs(float(own - auxiliary.detach())) > 1e-4 * max(1.0, abs(float(own))):
                 raise UnsupportedModelError(f"{model.config.model_type}: the auxiliary loss's coefficient is not known")
         loss.backward()
         total = total + loss.detach()
@@ -240,9 +252,8 @@ def plain_step(model: PreTrainedModel, batch: Batch, prepare: Callable[[Batch], 
     return Step(float(total), gradients)
 
 
-def split_step(model: PreTrainedModel, adapter: Adapter, batch: Batch, num_stages: int | None) -> Step:
+def split_step(model: PreTrainedModel, adapter: Adapter, batch: Batch, num_stages: int) -> Step:
     """The same step in stages, all of them in this process, with recomputation."""
-    num_stages = min(num_stages or len(adapter.layers), len(adapter.layers))
     cpu = torch.device("cpu")
     models: dict[int, StageModel] = {}
     for number, layers in enumerate(partition(len(adapter.layers), num_stages, "count")):

@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime",),
     ("checkpoint",),
     ("exactness",),
+    ("exactness",),
     ("pipeline",),
     ("planner",),
     ("data",),

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import torch
+import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, StageModel
 from hf_gpipe.adapters.decoder_only import DecoderOnly
 from hf_gpipe.adapters.encoder_decoder import EncoderDecoder
+from hf_gpipe.adapters.families import EXACT, REFUSED, VERIFIED_VERSIONS
+from hf_gpipe.errors import UnsupportedModelError
+
+_WELL_KNOWN = ("llama", "mistral", "qwen3", "gemma3", "gpt2", "mixtral", "t5", "mt5", "bart", "m2m_100", "marian")
 
 
-def build_adapter(
+def adapter_for(
     config: PreTrainedConfig,
     dtype: torch.dtype = torch.float32,
     attn_implementation: str | None = None,
@@ -18,10 +23,49 @@ def build_adapter(
     *,
     trust_remote_code: bool = False,
 ) -> Adapter:
+    """The adapter of a model; arguments as of `Adapter`.
+
+    Raises UnsupportedModelError for a family that cannot be split exactly, with the reason.
+    """
+    if (reason := REFUSED.get(config.model_type)) is not None:
+        raise unsupported(config, reason)
+    return build_adapter(config, dtype, attn_implementation, model_class, trust_remote_code=trust_remote_code)
+
+
+def build_adapter(
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    attn_implementation: str | None = None,
+    model_class: type[PreTrainedModel] | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> Adapter:
+    """`adapter_for` without a look at the lists of families."""
     kind = EncoderDecoder if config.is_encoder_decoder else DecoderOnly
     return kind(config, dtype, attn_implementation, model_class, trust_remote_code=trust_remote_code)
 
 
-adapter_for = build_adapter
+def is_known_exact(adapter: Adapter) -> bool:
+    """Whether the model is of transformers' own code, of a family and version on which its split was verified."""
+    is_own_code = type(adapter.reference).__module__.startswith("transformers.")
+    is_verified = ".".join(transformers.__version__.split(".")[:2]) in VERIFIED_VERSIONS
+    return is_own_code and is_verified and adapter.given_config.model_type in EXACT
 
-__all__ = ["IGNORED_LABEL", "Adapter", "StageModel", "adapter_for"]
+
+def unsupported(config: PreTrainedConfig, reason: str) -> UnsupportedModelError:
+    """The refusal of a family."""
+    return UnsupportedModelError(
+        f"the model family {config.model_type!r} is not supported: {reason}; among the {len(EXACT)} families that are: "
+        f"{', '.join(_WELL_KNOWN)}"
+    )
+
+
+__all__ = [
+    "IGNORED_LABEL",
+    "Adapter",
+    "StageModel",
+    "adapter_for",
+    "build_adapter",
+    "is_known_exact",
+    "unsupported",
+]

@@ -15,14 +15,19 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters.dropout import DropoutSeeds, default_generator, has_dropout, key
+from hf_gpipe.adapters.families import PADDING_MATTERS
 from hf_gpipe.adapters.layers import Layer, StackName, stacks_of
 from hf_gpipe.adapters.position_tables import hollow, lend_tables, shared_tables
 from hf_gpipe.adapters.probe import observe_family
 from hf_gpipe.adapters.routers import RouterPort, complete, find_routers
 from hf_gpipe.adapters.skeleton import build_skeleton
 from hf_gpipe.adapters.stubs import EmbeddingStub, HeadStub, PassThrough, Port, admit, resemble
+from hf_gpipe.errors import DataError
 
 IGNORED_LABEL = -100
+
+#: Beginnings of the names of a batch's tensors that would take the place of ids, or stand beside them.
+_NOT_TEXT = ("inputs_embeds", "decoder_inputs_embeds", "pixel_values", "image_", "video_", "input_features", "audio_")
 
 Tensors = Mapping[str, torch.Tensor]
 #: What a model's forward is given: tensors in training; in generation also the cache and what else `generate` passes.
@@ -60,6 +65,8 @@ class Adapter(ABC):
         self.reference = self.skeleton()
         #: Of the model itself: the text part, where the configuration is of a model of images and text.
         self.config: PreTrainedConfig = self.reference.config
+        # A choice of the top k breaks ties by what else is in memory.
+        self._padding_matters = self.config.model_type in PADDING_MATTERS or hasattr(self.config, "index_topk")
         observation = observe_family(config, dtype, model_class, trust_remote_code=trust_remote_code)
         self.stacks = stacks_of(self.reference, observation)
         stack_layers = [layer for stack in self.stacks for layer in stack.layers()]
@@ -101,13 +108,25 @@ class Adapter(ABC):
                 return index
         return 0 if "." in parameter else len(self.layers) - 1
 
-    @abstractmethod
     def prepare(self, micro_batch: Tensors) -> dict[str, torch.Tensor]:
-        """The inputs of a micro-batch's forward on any stage, from what the collator gave."""
+        """The inputs of a micro-batch's forward on any stage, from what the collator gave.
 
-    @staticmethod
-    def _trimmed(group: Mapping[str, torch.Tensor], is_used: torch.Tensor) -> dict[str, torch.Tensor]:
+        Columns at the end that only pad are cut off, unless the family's results depend on them.
+
+        Raises DataError for inputs that are not text.
+        """
+        if foreign := [name for name in micro_batch if name.startswith(_NOT_TEXT)]:
+            raise DataError(f"the batch has {foreign[0]!r}; a pipeline takes token ids only")
+        return self._prepared(dict(micro_batch))
+
+    @abstractmethod
+    def _prepared(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """`prepare` for text."""
+
+    def _trimmed(self, group: Mapping[str, torch.Tensor], is_used: torch.Tensor) -> dict[str, torch.Tensor]:
         """Cut the columns at the end that no row of a micro-batch uses; `group` has the shape of `is_used` (B, T)."""
+        if self._padding_matters:
+            return dict(group)
         used = is_used.any(dim=0).nonzero()
         length = int(used[-1]) + 1 if len(used) else 1
         return {name: tensor[:, :length] for name, tensor in group.items()}
@@ -127,7 +146,7 @@ class Adapter(ABC):
         return (*ids.shape, *self._given[self.layers[boundary].modules[0]].streams, self._width(boundary))
 
     def carry_dtype(self, boundary: int, name: str) -> torch.dtype:
-        """Type of a tensor that layer `boundary` receives: some models keep hidden states in float32 among half ones."""
+        """Type of a tensor that layer `boundary` receives: some models keep hidden states in float32."""
         if name == "hidden":
             return self._given[self.layers[boundary].modules[0]].dtype
         return next((router.dtype for router in self.routers if router.name == name), self.dtype)

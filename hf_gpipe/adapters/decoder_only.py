@@ -13,8 +13,7 @@ from hf_gpipe.adapters.routers import Router, auxiliary_loss
 class DecoderOnly(Adapter):
     """Llama and its kin: embedding, blocks, norm, head."""
 
-    def prepare(self, micro_batch: Tensors) -> dict[str, torch.Tensor]:
-        inputs = dict(micro_batch)
+    def _prepared(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if (mask := inputs.get("attention_mask")) is None or mask.dim() != 2:
             return inputs
         is_used = mask.bool() | (inputs["labels"] != IGNORED_LABEL) if "labels" in inputs else mask.bool()

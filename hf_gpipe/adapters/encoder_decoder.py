@@ -10,6 +10,7 @@ import torch
 
 from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, Inputs, StageModel, Tensors
 from hf_gpipe.adapters.layers import Layer
+from hf_gpipe.errors import UnsupportedModelError
 
 _DECODER_SIDE = ("labels", "decoder_input_ids", "decoder_attention_mask")
 
@@ -17,8 +18,7 @@ _DECODER_SIDE = ("labels", "decoder_input_ids", "decoder_attention_mask")
 class EncoderDecoder(Adapter):
     """Marian, BART and M2M100: a stack of encoder blocks, a stack of decoder blocks with cross-attention, a head."""
 
-    def prepare(self, micro_batch: Tensors) -> dict[str, torch.Tensor]:
-        inputs = dict(micro_batch)
+    def _prepared(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if (mask := inputs.get("attention_mask")) is not None and mask.dim() == 2:
             source = {name: inputs[name] for name in ("input_ids", "attention_mask")}
             inputs |= self._trimmed(source, mask.bool())
@@ -32,6 +32,11 @@ class EncoderDecoder(Adapter):
     def _shift_right(self, labels: torch.Tensor) -> torch.Tensor:
         """The decoder's inputs, as the model itself would make them from the labels (B, T)."""
         model = self.reference
+        if getattr(self.config, "decoder_start_token_id", None) is None:
+            raise UnsupportedModelError(
+                f"{self.config.model_type}: the configuration has no decoder_start_token_id, with which the decoder's "
+                "inputs begin; set it (T5 uses the pad_token_id)"
+            )
         if hasattr(model, "prepare_decoder_input_ids_from_labels"):
             return model.prepare_decoder_input_ids_from_labels(labels)
         shift = sys.modules[type(model).__module__].shift_tokens_right

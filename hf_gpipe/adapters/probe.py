@@ -274,18 +274,16 @@ def _routers(model: PreTrainedModel, calls: _Calls, lists: list[str]) -> tuple[O
         return ()
     seen: dict[str, ObservedRouter] = {}
     for logits in calls.result.router_logits:
-        makers = [name for name, tensors in calls.tensors.items() if any(tensor is logits for tensor in tensors)]
-        router = model.get_submodule(makers[0]) if makers else None
-        inside = [
-            makers[0].removeprefix(f"{one}.").partition(".")[2] for one in lists if makers and makers[0].startswith(one)
-        ]
-        experts = getattr(router, "weight", torch.empty(0)).shape[0]
-        if router is None or not inside or tuple(logits.shape) != (BATCH * SOURCE_LENGTH, experts):
+        name = next((n for n, tensors in calls.tensors.items() if any(t is logits for t in tensors)), "")
+        block_list = next((one for one in lists if name.startswith(f"{one}.")), None)
+        weight = getattr(model.get_submodule(name), "weight", None)
+        if block_list is None or weight is None or tuple(logits.shape) != (BATCH * SOURCE_LENGTH, weight.shape[0]):
             raise UnsupportedModelError(
-                f"{model.config.model_type}: the logits of the experts' routers cannot be followed from stage to stage; "
-                "set output_router_logits to false in the model's configuration"
+                f"{model.config.model_type}: the logits of the experts' routers cannot be followed from stage to "
+                "stage; set output_router_logits to false in the model's configuration"
             )
-        seen.setdefault(inside[0], ObservedRouter(inside[0], type(router).__name__, logits.dtype))
+        path = name.removeprefix(f"{block_list}.").partition(".")[2]
+        seen.setdefault(path, ObservedRouter(path, type(model.get_submodule(name)).__name__, logits.dtype))
     return tuple(seen.values())
 
 

@@ -35,7 +35,7 @@ def find_routers(model: PreTrainedModel, blocks: Sequence[str], observation: Obs
 
     Raises UnsupportedModelError where the loss's coefficient is not known.
     """
-    routers = []
+    routers: list[Router] = []
     for block in blocks:
         for seen in observation.routers:
             try:

@@ -1,4 +1,4 @@
-"""The whole Hugging Face model without memory, and the guards that refuse what a pipeline cannot run exactly."""
+"""The whole Hugging Face model without memory, or a model with random weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import copy
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
-from hf_gpipe.errors import UnsupportedModelError
+from hf_gpipe.adapters.guards import check_config
 
 
 def build_skeleton(
@@ -22,12 +22,7 @@ def build_skeleton(
 
     Raises UnsupportedModelError where the configuration asks for something that differs between splits.
     """
-    for rate in ("encoder_layerdrop", "decoder_layerdrop", "layerdrop"):
-        if getattr(config, rate, 0.0):
-            raise UnsupportedModelError(
-                f"{config.model_type}: {rate} is {getattr(config, rate)}, and a layer left out at random cannot "
-                f"be the same on every split; set {rate} to 0.0 in the model's configuration"
-            )
+    check_config(config)
     with torch.device("meta"):
         return build(config, dtype, attn_implementation, model_class, trust_remote_code=trust_remote_code)
 

@@ -100,6 +100,9 @@ def resemble(stub: nn.Module, replaced: nn.Module) -> None:
     for name, value in vars(replaced).items():
         if not name.startswith("_") and name not in vars(stub) and not isinstance(value, torch.Tensor):
             stub.__dict__[name] = value
+    for name in dir(type(replaced)):
+        if isinstance(getattr(type(replaced), name), property) and not hasattr(nn.Module, name):
+            stub.__dict__[name] = getattr(replaced, name)
     for name, parameter in replaced.named_parameters(recurse=False):
         stub.__dict__[name] = parameter.data
 

@@ -46,9 +46,7 @@ _FEED_FORWARD = _names(
     *("intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"),
     *("shared_expert_intermediate_size", "shared_intermediate_size", "intermediate_size_mlp"),
 )
-_EXPERTS = _names(
-    4, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_num_primary_experts"
-)
+_EXPERTS = _names(4, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _OTHER = {
     "vocab_size": VOCABULARY,
     "decoder_vocab_size": VOCABULARY,
@@ -81,13 +79,22 @@ _OTHER = {
     "index_head_dim": HEAD_WIDTH,
     "index_n_heads": 2,
     "index_topk": 4,
+    "linear_head_dim": HEAD_WIDTH,
+    "mamba_head_dim": HEAD_WIDTH,
+    "moe_shared_expert_intermediate_size": 16,
+    "pronunciation_embed_dim": 16,
+    "shape_embed_dim": 16,
+    "linear_num_heads": HEADS,
+    "shape_vocab_size": VOCABULARY,
+    "pronunciation_vocab_size": VOCABULARY,
+    "encoder_hash_byte_group_vocab": VOCABULARY,
     "chunk_size": 4,
     "block_size": 4,
 }
 _SIZES: dict[str, int] = {**_BLOCKS, **_WIDTHS, **_HEADS, **_HEAD_WIDTHS, **_FEED_FORWARD, **_EXPERTS, **_OTHER}
+_GROUPED = ("num_key_value_heads", "swa_num_key_value_heads", "num_kv_heads")
 _AT_MOST = {
-    "num_key_value_heads": HEADS,
-    "swa_num_key_value_heads": HEADS,
+    **dict.fromkeys(_GROUPED, HEADS),
     "num_experts_per_tok": 2,
     "num_experts_per_token": 2,
     "moe_topk": 2,
@@ -103,6 +110,17 @@ _AT_MOST = {
 _DERIVED = ("layer_types", "mlp_layer_types", "attention_layers", "sparse_layers", "per_layer_config")
 #: What the rules above cannot know of a family: sizes that have to fit each other.
 _FAMILIES: dict[str, dict[str, Any]] = {
+    "zamba": {"attention_hidden_size": 2 * WIDTH, "attention_head_dim": 2 * WIDTH // HEADS},
+    "zamba2": {
+        "attention_hidden_size": 2 * WIDTH,
+        "attention_head_dim": 2 * WIDTH // HEADS,
+        "mamba_headdim": HEAD_WIDTH,
+        "adapter_rank": 4,
+        "n_mamba_heads": 2 * WIDTH // HEAD_WIDTH,
+        "mamba_ngroups": 1,
+        "hybrid_layer_ids": [1, 3],
+    },
+    "xlstm": {"embedding_dim": WIDTH, "num_blocks": NUM_BLOCKS},
     "falcon_h1": {"mamba_d_ssm": 2 * WIDTH, "mamba_n_heads": HEADS, "mamba_d_head": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], NUM_BLOCKS // 2]]},
     "mamba2": {"num_heads": 2 * WIDTH // HEAD_WIDTH},
@@ -118,7 +136,16 @@ def tiny_config(config: PreTrainedConfig) -> PreTrainedConfig:
         values["decoder_start_token_id"] = _TOKENS["decoder_start_token_id"]
     if getattr(config, "pad_token_id", None) is None:
         values["pad_token_id"] = _TOKENS["pad_token_id"]
-    return type(config).from_dict(values)
+    tiny = type(config).from_dict(values)
+    if by_block := tiny.to_dict().get("per_layer_config"):
+        # Some families derive other sizes for some of their blocks.
+        sizes = _SIZES | {"num_key_value_heads": HEADS}
+        values["per_layer_config"] = {
+            block: {name: sizes.get(name, value) if _is_size(value) else value for name, value in entries.items()}
+            for block, entries in by_block.items()
+        }
+        tiny = type(config).from_dict(values)
+    return tiny
 
 
 def _shrink(values: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
@@ -130,11 +157,14 @@ def _shrink(values: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
     for name, size in names.items():
         if _is_size(full.get(name)):
             shrunk[name] = size
+    for name in ("word_embed_proj_dim", "embedding_size"):
+        if _is_size(full.get(name)) and full[name] != config.hidden_size:
+            shrunk[name] = WIDTH // 2
     if _is_size(full.get("head_dim")) and full["head_dim"] == full.get("qk_rope_head_dim"):
         shrunk["head_dim"] = _SIZES["qk_rope_head_dim"]
     for name, limit in _AT_MOST.items():
         if _is_size(full.get(name)):
-            shrunk[name] = _fewer_key_value_heads(full) if "key_value_heads" in name else min(full[name], limit)
+            shrunk[name] = _fewer_key_value_heads(full, name) if name in _GROUPED else min(full[name], limit)
     for name, token in _TOKENS.items():
         if (_is_size(full.get(name)) and full[name] >= VOCABULARY) or isinstance(full.get(name), list):
             shrunk[name] = token
@@ -157,13 +187,12 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _fewer_key_value_heads(values: dict[str, Any]) -> int:
+def _fewer_key_value_heads(values: dict[str, Any], name: str) -> int:
     """Keep grouped-query and multi-query attention what they are."""
     heads = values.get("num_attention_heads") or values.get("n_head") or HEADS
-    key_values = values.get("num_key_value_heads", HEADS)
-    if key_values == 1:
+    if values[name] == 1:
         return 1
-    return HEADS if key_values >= heads else HEADS // 2
+    return HEADS if values[name] >= heads else HEADS // 2
 
 
 def _spread(kinds: list[Any], count: int) -> list[Any]:

@@ -1,0 +1,82 @@
+"""python -m hf_gpipe.check recipe.yaml | model: is this model exact in stages? A tiny clone of it is compared."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from hf_gpipe.errors import CheckpointError, UnsupportedModelError, UserError
+from hf_gpipe.recipe import load_recipe
+
+USAGE = """\
+usage: python -m hf_gpipe.check recipe.yaml [key=value ...]
+       python -m hf_gpipe.check MODEL [--trust-remote-code]
+
+Makes a tiny clone of a model's configuration, runs it in stages, and compares the loss and every gradient with the
+plain transformers model. No weights are read. Exit code: 0 exact, 1 not exact, 2 an error that you can correct.
+
+  recipe.yaml           a recipe; its number of stages is tried, and one stage a layer
+  key=value             replaces a value of the recipe, for example pipeline.num_stages=4
+  MODEL                 a Hub id or a directory with a config.json; 3 stages are tried, and one stage a layer
+  --trust-remote-code   run the Python code that comes with the model
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or {"-h", "--help"} & set(args):
+        print(USAGE)
+        return 0 if args else 2
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    warnings.filterwarnings("ignore")
+    try:
+        return _check(args)
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _check(args: Sequence[str]) -> int:
+    import transformers
+    from transformers import AutoConfig
+
+    from hf_gpipe.exactness import CloneError, compare
+
+    if args[0].endswith((".yaml", ".yml")):
+        from hf_gpipe.training.from_recipe import model_config
+
+        recipe = load_recipe(args[0], args[1:])
+        config, num_stages = model_config(recipe, None), recipe.pipeline.num_stages
+        trust_remote_code = recipe.model.trust_remote_code
+    else:
+        trust_remote_code, num_stages = "--trust-remote-code" in args, 3
+        if unknown := [arg for arg in args[1:] if arg != "--trust-remote-code"]:
+            raise UserError(f"{unknown[0]!r} is not understood; key=value goes with a recipe, a file named *.yaml")
+        source = str(Path(args[0]).parent) if Path(args[0]).name == "config.json" else args[0]
+        try:
+            config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"cannot read a model's configuration at {source!r}: {error}") from error
+    print(f"model      {config.model_type}, transformers {transformers.__version__}")
+    try:
+        comparison = compare(config, (num_stages, None), trust_remote_code=trust_remote_code)
+    except CloneError:
+        raise
+    except UnsupportedModelError as error:
+        print(f"verdict    not exact: {error}")
+        return 1
+    dtype = str(comparison.dtype).removeprefix("torch.")
+    print(f"clone      {comparison.model_class} with small sizes and random weights, in {dtype}")
+    print(f"compared   loss and {comparison.num_gradients} gradients; padded rows, 2 micro-batches, recomputation")
+    for count, difference in comparison.differences.items():
+        print(f"{count:2} stages  largest difference {difference:.1e} of the plain model's gradient norm")
+    print(f"verdict    {'exact' if comparison.is_exact else f'not exact: {comparison}'}")
+    return 0 if comparison.is_exact else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""Tries every causal and sequence-to-sequence architecture of transformers in stages and writes docs/families.md.
+
+    python scripts/families.py                  all of them, docs/families.md is written
+    python scripts/families.py llama t5         these only, nothing is written
+    python scripts/families.py --check          all, and whether hf_gpipe/adapters/families.py says the same
+
+A tiny model of the architecture's default configuration, in 3 stages and in one stage a layer, with 2 micro-batches,
+is compared with the plain model: see hf_gpipe/exactness.py. A mixture of experts that has an auxiliary loss is compared
+with and without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
+
+from hf_gpipe.adapters.families import EXACT, REFUSED
+from hf_gpipe.errors import UnsupportedModelError
+from hf_gpipe.exactness import CloneError, compare
+
+REPORT = Path(__file__).parents[1] / "docs" / "families.md"
+
+#: What every checkpoint of a family has in its configuration and the default configuration lacks.
+MISSING_DEFAULTS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 4, "moe_topk": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the report; `verdict` is "exact", "refused" or "not buildable"."""
+
+    name: str
+    model_class: str
+    verdict: str
+    detail: str
+    difference: float | None = None
+
+
+def architectures() -> dict[str, str]:
+    """Model type -> name of its class, of transformers' causal and sequence-to-sequence auto mappings."""
+    found = {}
+    for mapping in (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        for name, model_class in mapping.items():
+            found.setdefault(name, model_class if isinstance(model_class, str) else model_class[0])
+    return dict(sorted(found.items()))
+
+
+def default_config(name: str) -> PreTrainedConfig:
+    """The default configuration of a family, completed where no model can be built from it."""
+    return CONFIG_MAPPING[name](**MISSING_DEFAULTS.get(name, {}))
+
+
+def variants(name: str) -> Iterator[PreTrainedConfig]:
+    """The default configuration, and for a mixture of experts the same with its auxiliary loss."""
+    config = default_config(name)
+    if getattr(config, "output_router_logits", None):
+        config.output_router_logits = False
+    yield config
+    has_loss = hasattr(config, "output_router_logits") and getattr(config, "router_aux_loss_coef", 0)
+    if has_loss and not config.is_encoder_decoder:
+        config = default_config(name)
+        config.output_router_logits = True
+        yield config
+
+
+def examine(name: str, model_class: str) -> Row:
+    """Build a tiny model of a family and compare it with its stages."""
+    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not default_config(name).is_encoder_decoder:
+        return Row(name, model_class, "not buildable", "not a causal or sequence-to-sequence model of text alone")
+    try:
+        differences = []
+        for config in variants(name):
+            comparison = compare(config)
+            if not comparison.is_exact:
+                return Row(name, model_class, "refused", REFUSED.get(name, str(comparison)))
+            differences.append(comparison.difference)
+        precision = "" if comparison.dtype == torch.float64 else ", in float32: the plain model fails in float64"
+        losses = ", also with the auxiliary loss" if len(differences) > 1 else ""
+        return Row(name, model_class, "exact", f"{max(differences):.1e}{precision}{losses}", max(differences))
+    except CloneError as error:
+        return Row(name, model_class, "not buildable", _reason(error, name))
+    except UnsupportedModelError as error:
+        return Row(name, model_class, "refused", REFUSED.get(name, _reason(error, name)))
+    except Exception as error:  # the default configuration itself
+        return Row(name, model_class, "not buildable", f"the default configuration fails: {_first_line(error)}")
+
+
+def _reason(error: Exception, name: str) -> str:
+    return _first_line(error).removeprefix(f"{name}: ")
+
+
+def _first_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+def write_report(rows: Sequence[Row]) -> None:
+    """Write docs/families.md."""
+    groups = {verdict: [row for row in rows if row.verdict == verdict] for verdict in _TITLES}
+    counts = ", ".join(f"{len(groups[verdict])} {verdict}" for verdict in _TITLES)
+    lines = [
+        "# Families",
+        "",
+        f"transformers {transformers.__version__}, torch {torch.__version__}: {len(rows)} architectures, {counts}.",
+        "",
+        "Written by `python scripts/families.py`. A tiny model of each architecture's default configuration runs in",
+        "3 stages and in one stage a layer, with 2 micro-batches. Its loss (relative) and every gradient (relative to",
+        "the global gradient norm) are compared with the plain model's, in float64 with a tolerance of 1e-10. A family",
+        "that is not listed as exact is compared in the same way before a pipeline of it is made, and refused with the",
+        "reason if it is not exact. `python -m hf_gpipe.check` does this for a configuration of your own.",
+    ]
+    for verdict, (title, column) in _TITLES.items():
+        lines += ["", f"## {title}", "", f"| architecture | class | {column} |", "|---|---|---|"]
+        lines += [f"| {row.name} | {row.model_class} | {row.detail.replace('|', '/')} |" for row in groups[verdict]]
+    REPORT.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+_TITLES = {
+    "exact": ("Exact", "largest difference"),
+    "refused": ("Refused", "reason"),
+    "not buildable": ("Not buildable tiny", "reason"),
+}
+
+
+def disagreements(rows: Sequence[Row]) -> list[str]:
+    """Where hf_gpipe/adapters/families.py says something else, one line each."""
+    complaints = []
+    for row in rows:
+        if (row.verdict == "exact") != (row.name in EXACT):
+            complaints.append(f"{row.name} is {row.verdict} ({row.detail}), which EXACT does not say")
+        if row.name in REFUSED and row.verdict == "exact":
+            complaints.append(f"{row.name} is exact and stands in REFUSED")
+    return complaints
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="architecture")
+    parser.add_argument("--check", action="store_true", help="compare with hf_gpipe/adapters/families.py; exit code 1")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    known = architectures()
+    if unknown := [name for name in arguments.names if name not in known]:
+        parser.error(f"not in transformers' causal or sequence-to-sequence mappings: {', '.join(unknown)}")
+    rows = []
+    for name in arguments.names or known:
+        start = time.perf_counter()
+        rows.append(examine(name, known[name]))
+        seconds = time.perf_counter() - start
+        print(f"{name:28} {rows[-1].verdict:14} {rows[-1].detail} ({seconds:.1f} s)", flush=True)
+    if not arguments.names and not arguments.check:
+        write_report(rows)
+    complaints = disagreements(rows) if arguments.check else []
+    print(*complaints, sep="\n", end="\n" if complaints else "")
+    return 1 if complaints else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
