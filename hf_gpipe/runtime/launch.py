@@ -46,7 +46,7 @@ def join(timeout_seconds: float = 600.0, threads: int | None = None) -> None:
         timeout_seconds: how long a process waits for another one before the run fails.
         threads: CPU threads of this process; None: OMP_NUM_THREADS, or its share of this machine's cores.
 
-    The process ends at once when its launcher is gone, and on SIGTERM and SIGINT, even while it waits for a message.
+    The process ends at once when its launcher is gone, and on SIGINT, even while it waits for a message.
     """
     if dist.is_initialized() or not in_job():
         if threads is not None:
@@ -57,10 +57,10 @@ def join(timeout_seconds: float = 600.0, threads: int | None = None) -> None:
         threads = max(1, available_cores() // local_processes)
     if threads is not None:
         torch.set_num_threads(threads)
-    if threading.current_thread() is threading.main_thread():
-        # Python runs its handlers between two of its own instructions, so never while gloo or NCCL waits.
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Python's handler runs between two of its own instructions, so never while gloo or NCCL waits.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _end_with(int(os.environ.get(LAUNCHER_PID) or os.getppid()))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))

@@ -70,6 +70,8 @@ def run(recipe: Recipe) -> None:
     if prepared is not None and checkpoint is not None and output.global_step == start:
         summary.say(f"the training in {output_dir} is finished ({start} steps); nothing is left to train")
     trainer.save_model()
+    if prepared is not None:
+        summary.say(f"translating pairs of the {recipe.evaluation.split} split")
     report = evaluate_translation(
         pipe,
         prepared.tokenizer if prepared is not None else None,
@@ -92,6 +94,7 @@ def run(recipe: Recipe) -> None:
 
 def _prepare(recipe: Recipe, output_dir: Path) -> _Prepared:
     make_directory(output_dir)
+    summary.say("preparing the corpus and the tokenizer")
     checkpoint = _checkpoint_of(recipe, output_dir)
     corpus = corpus_of(recipe)
     tokenizer = tokenizer_of(recipe, corpus, checkpoint)
