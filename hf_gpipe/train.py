@@ -83,6 +83,8 @@ def _check(recipe: Recipe) -> None:
     if data.kind == "jsonl" and data.path is not None and not Path(data.path).is_file():
         raise DataError(f"data.path: there is no file {data.path} (looked in {Path.cwd()}); correct the path")
     make_directory(Path(recipe.training.output_dir))
+    # An earlier run's fault is not this one's.
+    _traceback_file(recipe).unlink(missing_ok=True)
     if recipe.pipeline.device == "cuda" and not torch.cuda.is_available():
         raise RecipeError("pipeline.device is cuda and torch finds no GPU; use auto or cpu")
     check_model(recipe)

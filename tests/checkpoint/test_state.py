@@ -197,11 +197,11 @@ def test_state_round_trip_is_exact(tmp_path: Path) -> None:
 
     optimizer = make()
     pipe.train_step(padded_batch(tiny_config("marian")))
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=10)
     optimizer.step()
+    scheduler.step()
     first = next(iter(parameters.values()))
     optimizer.state[first]["scalar"] = 0.1
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=10)
-    scheduler.step()
     save_state(tmp_path, parameters, pipe.ties.owner_stage, optimizer, scheduler, {"a": [1, None]}, pipe.topology)
     assert load_progress(tmp_path) == {"a": [1, None]}
     other = make()
