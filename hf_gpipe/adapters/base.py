@@ -153,9 +153,9 @@ class Adapter(ABC):
 
     def _width(self, boundary: int) -> int:
         layer = self.layers[boundary]
-        before = self.reference.get_submodule(self.layers[boundary - 1].modules[-1])
-        if layer.kind == "head" and isinstance(before, nn.Linear):  # such as OPT's `project_out`
-            return before.out_features
+        head = self.reference.get_submodule(layer.modules[0])
+        if layer.kind == "head" and isinstance(head, nn.Linear):  # narrower than the blocks after OPT's `project_out`
+            return head.in_features
         return self.stack_width(layer.stack)
 
     def stack_width(self, stack: StackName) -> int:

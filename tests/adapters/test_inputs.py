@@ -1,0 +1,76 @@
+"""What a batch may bring: packed sequences, a cache that nobody needs, inputs that are not text."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_gpipe import Pipeline
+from hf_gpipe.errors import StageError, UserError
+from hf_gpipe.exactness import MICRO_BATCHES, exact_clone, plain_step
+from scripts.families import default_config
+from tests.adapters.test_families import TOLERANCE, in_stages
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_packed_sequences(family: str) -> None:
+    """Position ids that start again and no mask: the models keep the sequences of a row apart, on every stage."""
+    model = exact_clone(default_config(family), torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 60, (4, 9), generator=generator)
+    positions = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4]).repeat(4, 1)
+    packed = {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
+    expected = plain_step(model, packed)
+    whole = plain_step(model, packed | {"position_ids": torch.arange(9).repeat(4, 1)})
+    assert expected.difference(whole) > 1e-3, "the sequences were not kept apart"
+    for num_stages in (2, None):
+        model.zero_grad()
+        assert in_stages(model, num_stages, "stage", packed).difference(expected) <= TOLERANCE
+
+
+def test_a_cache_in_the_configuration_is_not_used_in_training() -> None:
+    config = default_config("llama")
+    config.use_cache = True
+    model = exact_clone(config, torch.float64)
+    assert model.config.use_cache
+    ids = torch.arange(3, 21).view(2, 9)
+    expected = plain_step(model, {"input_ids": ids, "labels": ids})
+    model.zero_grad()
+    assert in_stages(model, 2, "none", {"input_ids": ids, "labels": ids}).difference(expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["pixel_values", "inputs_embeds", "input_features"])
+def test_inputs_that_are_not_text(name: str) -> None:
+    pipe = Pipeline(exact_clone(default_config("llama"), torch.float64), 2, MICRO_BATCHES)
+    ids = torch.ones(2, 5, dtype=torch.long)
+    with pytest.raises((UserError, StageError), match=name):
+        pipe.train_step({"input_ids": ids, "labels": ids, name: torch.zeros(2, 5, 8)})
+
+
+def test_an_encoder_decoder_without_a_first_token() -> None:
+    config = default_config("t5")
+    model = exact_clone(config, torch.float64)
+    model.config.decoder_start_token_id = None
+    with pytest.raises(UserError, match="decoder_start_token_id"):
+        Pipeline(model, 2).train_step(
+            {"input_ids": torch.ones(2, 5, dtype=torch.long), "labels": torch.ones(2, 5).long()}
+        )
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba", "mixtral", "t5"])
+def test_bfloat16_is_that_of_the_plain_model(family: str) -> None:
+    """Some families keep hidden states in float32 between half-precision blocks."""
+    config = default_config(family)
+    config.output_router_logits = family == "mixtral"
+    model = exact_clone(config, torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 60, (4, 9), generator=generator)
+    batch = {"input_ids": ids, "labels": ids}
+    adapter = Pipeline(model, 1).adapter
+    if family == "mamba":
+        assert adapter.carry_dtype(2, "hidden") == torch.float32
+        assert adapter.carry_dtype(1, "hidden") == torch.bfloat16
+    expected = plain_step(model, batch, adapter.prepare)
+    model.zero_grad()
+    # A tie's gradients are summed in another order, which bfloat16 rounds.
+    assert in_stages(model, 3, "stage", batch).difference(expected) < 1e-2

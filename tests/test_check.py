@@ -1,0 +1,128 @@
+"""`python -m hf_gpipe.check`: the verdict, the exit code, and that a pipeline makes the same comparison by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GraniteConfig, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, T5Config, ZambaConfig
+
+from hf_gpipe import Pipeline, check
+from hf_gpipe.adapters import families, stubs
+from hf_gpipe.errors import UnsupportedModelError, UserError
+from hf_gpipe.exactness import compare
+
+RECIPE = """
+model:
+  config: {{model_type: {family}}}
+data: {{kind: cldr, languages: [de]}}
+tokenizer: {{vocab_size: 300}}
+pipeline: {{num_stages: 2}}
+training: {{output_dir: {output}}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def test_an_exact_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    GraniteConfig(embedding_multiplier=3.0).save_pretrained(tmp_path)
+    assert check.main([str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 24
+    assert lines[0].startswith("model      granite, transformers")
+    assert lines[-1] == "verdict    exact"
+    assert any(line.startswith(" 3 stages") for line in lines)
+    assert any(line.startswith(" 7 stages") for line in lines)
+
+
+def test_a_recipe_and_its_number_of_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.format(family="marian", output=tmp_path / "out"))
+    assert check.main([str(path), "pipeline.num_stages=4"]) == 0
+    assert " 4 stages" in capsys.readouterr().out
+
+
+def test_a_model_that_is_not_exact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ZambaConfig().save_pretrained(tmp_path)
+    assert check.main([str(tmp_path)]) == 1
+    assert "not exact: a tiny clone differs by" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no/such-model"], "no/such-model"),
+        (["missing.yaml"], "missing.yaml"),
+        (["x", "pipeline.num_stages=2"], "num_stages"),
+    ],
+)
+def test_what_the_user_can_correct(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_an_unlisted_family_is_compared_before_a_pipeline_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=50
+    )
+    monkeypatch.setattr("hf_gpipe.adapters.EXACT", frozenset())
+    Pipeline(config, 2)
+    # What is lost between two stages must be seen.
+    monkeypatch.setattr(stubs.PassThrough, "forward", _loses_a_little)
+    with pytest.raises(UnsupportedModelError, match=r"'llama' is not supported: .* differs by"):
+        Pipeline(config, 2)
+
+
+def _loses_a_little(self: stubs.PassThrough, *args: Any, **kwargs: Any) -> Any:
+    hidden = args[0] * 1.000001
+    if self.port is not None:
+        self.port.captured = hidden
+    return hidden if self.num_outputs is None else (hidden, *[None] * (self.num_outputs - 1))
+
+
+def test_a_refused_family_is_named_with_the_reason() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"'zamba' is not supported: .*share weights.*: llama"):
+        Pipeline(ZambaConfig(), 2)
+    assert "zamba" in families.REFUSED
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (LlamaConfig(output_hidden_states=True), "output_hidden_states is set"),
+        (LlamaConfig(output_attentions=True, attn_implementation="eager"), "output_attentions is set"),
+        (LlamaConfig(quantization_config={"quant_method": "awq", "bits": 4}), "quantised"),
+        (T5Config(output_router_logits=True), "output_router_logits is set"),
+    ],
+)
+def test_what_a_configuration_may_not_ask_for(config: PreTrainedConfig, message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        Pipeline(config, 1)
+
+
+def test_models_that_something_is_wrapped_around() -> None:
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=50
+    )
+    model = LlamaForCausalLM(config)
+    with pytest.raises(UserError, match="DataParallel"):
+        Pipeline(nn.DataParallel(model), 2)
+    model.hf_device_map = {"model": 0, "lm_head": 1}
+    with pytest.raises(UserError, match="device_map"):
+        Pipeline(model, 2)
+
+
+def test_a_difference_of_float32_size_is_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stubs.PassThrough, "forward", _loses_a_little)
+    comparison = compare(LlamaConfig())
+    assert comparison.dtype == torch.float64
+    assert not comparison.is_exact
