@@ -83,14 +83,14 @@ class Executor:
                 if self._reads_message(action):
                     received = self._channel(action).receive(_index(action))
                     announced -= 1
-                start = time.perf_counter() if times is not None else 0.0
+                start = self._now() if times is not None else 0.0
                 if action.kind == ActionKind.UPDATE:
                     if on_update is not None:
                         on_update(action.stage)
                 else:
                     self._perform(schedule, action, micro_batches[_index(action)], received)
                 if times is not None:
-                    times.append(ActionTime(action, start, time.perf_counter()))
+                    times.append(ActionTime(action, start, self._now()))
             for edge in self._edges.values():
                 edge.down.flush()
                 edge.up.flush()
@@ -145,6 +145,12 @@ class Executor:
             return micro_batch
         inputs = {name: t.to(self._device, non_blocking=True) for name, t in micro_batch.inputs.items()}
         return replace(micro_batch, inputs=inputs)
+
+    def _now(self) -> float:
+        """The time, once the device has done what it was given; only a step that is measured asks for it."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
 
     def _reset(self) -> None:
         """Leave nothing of a failed step behind: its messages and micro-batches would meet the next one's."""
