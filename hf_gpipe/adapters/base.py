@@ -15,7 +15,6 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters.dropout import DropoutSeeds, default_generator, has_dropout, key
-from hf_gpipe.adapters.families import PADDING_MATTERS
 from hf_gpipe.adapters.layers import Layer, StackName, stacks_of
 from hf_gpipe.adapters.position_tables import hollow, lend_tables, shared_tables
 from hf_gpipe.adapters.probe import observe_family
@@ -66,7 +65,7 @@ class Adapter(ABC):
         #: Of the model itself: the text part, where the configuration is of a model of images and text.
         self.config: PreTrainedConfig = self.reference.config
         # A choice of the top k breaks ties by what else is in memory.
-        self._padding_matters = self.config.model_type in PADDING_MATTERS or hasattr(self.config, "index_topk")
+        self._padding_matters = hasattr(self.config, "index_topk")
         observation = observe_family(config, dtype, model_class, trust_remote_code=trust_remote_code)
         self.stacks = stacks_of(self.reference, observation)
         stack_layers = [layer for stack in self.stacks for layer in stack.layers()]
@@ -111,7 +110,7 @@ class Adapter(ABC):
     def prepare(self, micro_batch: Tensors) -> dict[str, torch.Tensor]:
         """The inputs of a micro-batch's forward on any stage, from what the collator gave.
 
-        Columns at the end that only pad are cut off, unless the family's results depend on them.
+        Columns at the end that only pad are cut off, unless the family's results could depend on them.
 
         Raises DataError for inputs that are not text.
         """

@@ -187,9 +187,12 @@ REFUSED = {
     "bigbird_pegasus": "all its blocks change their kind of attention with the length of the batch",
     "cpmant": "it puts prompts of its own before the ids, so that hidden states are longer than the ids",
     "ctrl": "it scales the embeddings in place",
+    "encoder-decoder": "it masks the decoder's inputs only where it makes them itself, from labels",
     "hrm_text": "its blocks run several times in a forward",
     "hy_v4": "some of its blocks attend to what earlier blocks have chosen",
+    "inkling2_text": "its forward reads the kind of attention of every block off the block",
     "led": "it embeds a second input, its padding, in the middle of a forward",
+    "mllama": "it skips blocks where there is no image",
     "openai-gpt": "every stage would need a weight of a block to choose the type of its mask",
     "pegasus_x": "it lengthens hidden states to a multiple of its block size",
     "roformer": "its blocks share a table of positions whose form is its own",
@@ -199,6 +202,3 @@ REFUSED = {
     "zamba2": "some of its blocks share weights and read the embeddings again",
     "zaya": "it has weights outside of any layer (input_hidden_states_scale)",
 }
-
-#: Families whose results depend on columns that only pad: these columns are not cut off.
-PADDING_MATTERS = frozenset({"encoder-decoder"})

@@ -40,7 +40,7 @@ def check_config(config: PreTrainedConfig) -> None:
         ("hidden_size_per_layer_input", "an embedding that every block reads"),
     ):
         if getattr(text, name, 0):
-            raise UnsupportedModelError(f"{family}: {name} is {getattr(text, name)}: {what} cannot be on another stage")
+            raise UnsupportedModelError(f"{family}: {name} is above 0, and {what} cannot be on another stage")
 
 
 def check_model(model: Any) -> None:
