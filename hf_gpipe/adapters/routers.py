@@ -4,6 +4,9 @@ With `output_router_logits` in its configuration a model adds a loss that balanc
 its routers (Switch Transformers, arXiv 2101.03961, section 2.2). Each stage sends its routers' logits on, beside the
 hidden states, and the model's own forward on the last stage makes the loss of the complete list. The gradients of the
 logits travel back the same way.
+
+The loss does not add up over tokens: that of a mini-batch is the mean of its micro-batches' auxiliary losses, added to
+the sum of the tokens' losses over their number. With one micro-batch it is the plain model's.
 """
 
 from __future__ import annotations
