@@ -43,13 +43,15 @@ def written_whole(final: Path, topology: Topology) -> Iterator[Path]:
     Killed before, it leaves nothing under the name `final` that was not there already.
 
     Raises:
-        CheckpointError: on the main process, where the directory cannot be written.
+        CheckpointError: on every process, where the main one cannot write into the directory.
     """
     temporary = final.with_name(f".{final.name}.tmp")
-    if topology.is_main:
+
+    def prepare() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         make_directory(temporary)
-    topology.barrier()
+
+    topology.from_main(prepare)
     yield temporary
     topology.barrier()
     if topology.is_main:

@@ -29,14 +29,16 @@ def save_adapters(
     """Write the adapters of all stages into one file; all processes call this, the main one writes.
 
     The tensors are gathered: PEFT knows no sharded adapters, and they are small.
+
+    Raises CheckpointError, on every process, where the main one cannot write into the directory.
     """
+    topology.from_main(lambda: make_directory(directory))
     mine: dict[str, torch.Tensor] = {}
     for stage, model in models.items():
         owned = {name: p.detach().cpu() for name, p in model.parameters.items() if owner_stage[name] == stage}
         mine |= peft.tensors(model.model, owned)
     parts = topology.gather_objects(mine)
     if topology.is_main:
-        make_directory(directory)
         tensors = {name: tensor.contiguous() for part in parts for name, tensor in part.items()}
         config = copy.deepcopy(peft.config)
         config.inference_mode = True

@@ -33,11 +33,10 @@ def save_model(
         topology: the processes; all of them call this.
 
     Raises:
-        CheckpointError: on the main process, where the directory cannot be written.
+        CheckpointError: on every process, where the main one cannot write into the directory.
     """
     num_stages = topology.placement.num_stages
-    if topology.is_main:
-        make_directory(directory)
+    topology.from_main(lambda: make_directory(directory))
     taken = topology.is_main and any(directory.glob("model-*-of-*.safetensors"))
     tag = topology.gather_objects(f"-{uuid4().hex[:8]}" if taken else "")[0]
     written: dict[str, dict[str, tuple[int, int]]] = {}

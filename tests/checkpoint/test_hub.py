@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrained
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import StageModel, adapter_for
 from hf_gpipe.checkpoint import hub, save
+from hf_gpipe.checkpoint.directory import written_whole
+from hf_gpipe.checkpoint.peft import save_adapters
 from hf_gpipe.errors import CheckpointError
 from tests.gloo import run_gloo
 from tests.oracle import plain_model, tiny_config
@@ -227,3 +229,28 @@ def test_two_processes_save_one_checkpoint(tmp_path: Path) -> None:
     loaded = load_plain(tmp_path)
     for name, tensor in {**parts[0], **parts[1]}.items():
         assert torch.equal(loaded.get_parameter(name), tensor)
+
+
+def _fail_then_save(blocked: str, directory: str) -> list[str]:
+    pipe = Pipeline(tiny_config("llama"), 2)
+    told = []
+    with pytest.raises(CheckpointError) as error:
+        pipe.save_pretrained(blocked)
+    told.append(str(error.value))
+    with pytest.raises(CheckpointError) as error, written_whole(Path(blocked) / "checkpoint-1", pipe.topology):
+        pass
+    told.append(str(error.value))
+    with pytest.raises(CheckpointError) as error:
+        save_adapters(Path(blocked), pipe.models, pipe.ties.owner_stage, pipe.topology, peft=None)
+    told.append(str(error.value))
+    pipe.save_pretrained(directory)
+    return told
+
+
+def test_every_process_learns_that_a_directory_cannot_be_written(tmp_path: Path) -> None:
+    """Only the main process raised, and the others waited for it in the next exchange."""
+    (tmp_path / "file").touch()
+    first, second = run_gloo(_fail_then_save, 2, str(tmp_path / "file"), str(tmp_path / "model"))
+    assert first == second
+    assert all("cannot write into the directory" in text for text in first)
+    load_plain(tmp_path / "model")
