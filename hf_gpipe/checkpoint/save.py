@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,9 @@ from hf_gpipe.adapters import StageModel
 from hf_gpipe.checkpoint import hub
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.runtime.topology import Topology
+
+#: The names of transformers' shards and of this module's. Other files called model-something belong to the user.
+_SHARD = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
 
 
 def save_model(
@@ -37,7 +41,7 @@ def save_model(
     """
     num_stages = topology.placement.num_stages
     topology.from_main(lambda: make_directory(directory))
-    taken = topology.is_main and any(directory.glob("model-*-of-*.safetensors"))
+    taken = topology.is_main and any(_SHARD.fullmatch(path.name) for path in directory.iterdir())
     tag = topology.gather_objects(f"-{uuid4().hex[:8]}" if taken else "")[0]
     written: dict[str, dict[str, tuple[int, int]]] = {}
     for stage, model in models.items():
@@ -90,7 +94,8 @@ def _publish(directory: Path, shards: Mapping[str, Mapping[str, tuple[int, int]]
     reference.config.save_pretrained(directory)
     if reference.can_generate():
         reference.generation_config.save_pretrained(directory)
-    outdated = {p for p in directory.glob("model*.safetensors") if p.name not in shards}
+    weights = {p for p in directory.iterdir() if p.name == SAFE_WEIGHTS_NAME or _SHARD.fullmatch(p.name)}
+    outdated = {p for p in weights if p.name not in shards}
     index = directory / SAFE_WEIGHTS_INDEX_NAME
     if len(shards) == 1:
         (directory / next(iter(shards))).replace(directory / SAFE_WEIGHTS_NAME)

@@ -181,6 +181,18 @@ def test_saving_over_an_older_checkpoint_leaves_only_the_new_one(tmp_path: Path)
     assert (tmp_path / "notes.txt").exists()
 
 
+def test_files_with_similar_names_stay(tmp_path: Path) -> None:
+    """Every model*.safetensors was taken for an old shard and deleted."""
+    own = ["model_ema.safetensors", "model-ema-of-2.safetensors", "model-00001-of-00002.safetensors.bak"]
+    for name in own:
+        (tmp_path / name).touch()
+    for num_stages in (2, 1, 2):
+        Pipeline(tiny_config("llama"), num_stages).save_pretrained(tmp_path)
+        # Nothing was there to be kept apart from, so the shards have the names that transformers gives.
+        assert len(list(tmp_path.glob("model-0*.safetensors"))) == (num_stages if num_stages > 1 else 0)
+        assert all((tmp_path / name).exists() for name in own)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
