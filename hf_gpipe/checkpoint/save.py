@@ -91,9 +91,14 @@ def _publish(directory: Path, shards: Mapping[str, Mapping[str, tuple[int, int]]
     reference = model.adapter.reference
     reference.config.architectures = [type(reference).__name__]
     reference.config.dtype = str(model.adapter.dtype).removeprefix("torch.")
-    reference.config.save_pretrained(directory)
+    temporary = directory / ".config.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    reference.config.save_pretrained(temporary)
     if reference.can_generate():
-        reference.generation_config.save_pretrained(directory)
+        reference.generation_config.save_pretrained(temporary)
+    for path in temporary.iterdir():
+        path.replace(directory / path.name)
+    temporary.rmdir()
     weights = {p for p in directory.iterdir() if p.name == SAFE_WEIGHTS_NAME or _SHARD.fullmatch(p.name)}
     outdated = {p for p in weights if p.name not in shards}
     index = directory / SAFE_WEIGHTS_INDEX_NAME
@@ -107,8 +112,8 @@ def _publish(directory: Path, shards: Mapping[str, Mapping[str, tuple[int, int]]
             "metadata": {"total_parameters": sum(n for n, _ in sizes), "total_size": sum(b for _, b in sizes)},
             "weight_map": {name: file for file, tensors in sorted(shards.items()) for name in tensors},
         }
-        temporary = directory / f".{SAFE_WEIGHTS_INDEX_NAME}.tmp"
-        temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-        temporary.replace(index)
+        new_index = directory / f".{SAFE_WEIGHTS_INDEX_NAME}.tmp"
+        new_index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        new_index.replace(index)
     for path in outdated:
         path.unlink()

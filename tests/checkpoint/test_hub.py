@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import StageModel, adapter_for
@@ -155,6 +161,29 @@ def test_a_crash_during_a_save_leaves_the_old_checkpoint(tmp_path: Path, monkeyp
 
 def _crash(*args: object, **options: object) -> None:
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("victim", [PreTrainedConfig, GenerationConfig])
+def test_a_crash_leaves_no_configuration_cut_short(
+    victim: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files of the old checkpoint were written over in place."""
+    pipe = Pipeline(tiny_config("llama"), 2)
+    pipe.save_pretrained(tmp_path)
+    names = ("config.json", "generation_config.json")
+    before = [(tmp_path / name).read_bytes() for name in names]
+
+    def cut_short(config: object, path: str, *args: object, **options: object) -> None:
+        Path(path).write_text("{")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(victim, "to_json_file", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        pipe.save_pretrained(tmp_path)
+    monkeypatch.undo()
+    assert [(tmp_path / name).read_bytes() for name in names] == before
+    pipe.save_pretrained(tmp_path)
+    assert not list(tmp_path.glob(".*")), "what the crash left is gone"
 
 
 def test_a_model_in_memory_shares_its_weights() -> None:
