@@ -358,6 +358,18 @@ def test_never_resuming_starts_anew(recipe: Path, capsys: pytest.CaptureFixture[
     assert losses(recipe.parent / "out") != first
 
 
+def test_a_checkpoint_that_was_being_replaced_is_resumed_from(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command looked for a checkpoint before it gave back the one that was moved aside."""
+    words = [str(recipe), "pipeline.num_processes=1", "training.max_steps=2", "training.save_steps=1"]
+    assert main(words) == 0
+    out = recipe.parent / "out"
+    (out / "checkpoint-2").rename(out / ".checkpoint-2.old-0a1b2c3d")
+    assert main(words) == 0
+    assert "is finished (2 steps)" in capsys.readouterr().out
+
+
 def test_help_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     out = capsys.readouterr().out

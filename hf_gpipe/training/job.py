@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from hf_gpipe.checkpoint.directory import checkpoints, last_checkpoint
+from hf_gpipe.checkpoint.directory import checkpoints, last_checkpoint, remove_leftovers
 from hf_gpipe.checkpoint.save import make_directory
 from hf_gpipe.data import Corpus, PairCollator, TokenizedPairs
 from hf_gpipe.errors import RecipeError
@@ -95,6 +95,8 @@ def run(recipe: Recipe) -> None:
 def _prepare(recipe: Recipe, output_dir: Path) -> _Prepared:
     make_directory(output_dir)
     summary.say("preparing the corpus and the tokenizer")
+    # First, for it gives back a checkpoint that was being replaced.
+    remove_leftovers(output_dir)
     checkpoint = _checkpoint_of(recipe, output_dir)
     corpus = corpus_of(recipe)
     tokenizer = tokenizer_of(recipe, corpus, checkpoint)

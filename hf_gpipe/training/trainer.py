@@ -83,6 +83,9 @@ class PipelineTrainer(EvaluatingTrainer):
         start_time = time.time()
         batches = self.train_batches()
         plan = Plan.make(self.args, self._shared(batches.count() if batches is not None else None))
+        if self.topology.is_main:
+            # First, for it gives back a checkpoint that was being replaced.
+            remove_leftovers(self._output_dir)
         checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
         if self.optimizer is None:
             self.optimizer = make_optimizer(self.pipe, self.args, self._optimizer_cls_and_kwargs)
@@ -96,8 +99,6 @@ class PipelineTrainer(EvaluatingTrainer):
             self._resume(checkpoint)
         self.state.compute_steps(self.args, plan.max_steps)
         self.state.max_steps, self.state.num_train_epochs = plan.max_steps, plan.num_epochs
-        if self.topology.is_main:
-            remove_leftovers(self._output_dir)
         first_step = self._last_logged_step = self.state.global_step
         self._loss_since_log = self._loss_logged = 0.0
         self.pipe.zero_grad()

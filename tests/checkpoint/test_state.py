@@ -278,6 +278,16 @@ def test_leftovers_of_a_killed_run_go(tmp_path: Path) -> None:
     remove_leftovers(tmp_path / "nowhere")
 
 
+def test_a_checkpoint_that_was_being_replaced_is_resumed_from(tmp_path: Path) -> None:
+    """The training looked for a checkpoint before it gave back the one that was moved aside."""
+    trainer(tmp_path, **SAVE).train()
+    (tmp_path / "checkpoint-9").rename(tmp_path / ".checkpoint-9.old-0a1b2c3d")
+    recorder = Recorder()
+    made = trainer(tmp_path, callbacks=[recorder], **SAVE)
+    assert made.train(resume_from_checkpoint=True).global_step == 9
+    assert recorder.losses == []
+
+
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
