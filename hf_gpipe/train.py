@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code: 0, 2 for an error that the user can correct, 1 for a fault."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or {"-h", "--help"} & set(args):
-        print(f"{USAGE}\n{recipe_help()}")
+        _print_help()
         return 0 if args else 2
     _be_quiet()
     try:
@@ -47,6 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     threads = recipe.pipeline.threads_per_process
     return launch("hf_gpipe.train", args, num_processes, _traceback_file(recipe), threads=threads)
+
+
+def _print_help() -> None:
+    try:
+        print(f"{USAGE}\n{recipe_help()}", flush=True)
+    except BrokenPipeError:
+        # A reader such as head has seen enough. What is still buffered must not fail at the interpreter's end either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _work(recipe: Recipe) -> int:

@@ -370,6 +370,23 @@ def test_a_checkpoint_that_was_being_replaced_is_resumed_from(
     assert "is finished (2 steps)" in capsys.readouterr().out
 
 
+def test_a_reader_of_the_help_may_stop_early() -> None:
+    """Piped into head, the help ended in a traceback."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        result = subprocess.run(
+            [sys.executable, "-m", "hf_gpipe.train", "--help"],
+            cwd=REPOSITORY,
+            stdout=write,
+            stderr=subprocess.PIPE,
+            timeout=60,
+        )
+    finally:
+        os.close(write)
+    assert (result.returncode, result.stderr) == (0, b"")
+
+
 def test_help_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
