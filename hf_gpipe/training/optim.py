@@ -29,8 +29,10 @@ def make_optimizer(
         cls_and_kwargs: another class and its arguments, in place of `args.optim`.
     """
     cls, kwargs = cls_and_kwargs or Trainer.get_optimizer_cls_and_kwargs(args, None)
-    # Asked of the whole model, for a module's place in it decides as well as its parameter's name.
-    decays = set(Trainer.get_decay_parameter_names(None, pipe.adapter.reference))
+    # Asked of the models themselves, for the kind of a module decides as well as its parameter's name, and a stage's
+    # model has the modules that PEFT has put there.
+    models = [stage.model for stage in pipe.models.values()]
+    decays = {name for model in models for name in Trainer.get_decay_parameter_names(None, model)}
     trainable = [(name, p) for name, p in pipe.named_parameters() if p.requires_grad]
     groups = [
         {"params": [p for name, p in trainable if name in decays], "weight_decay": args.weight_decay},

@@ -23,6 +23,7 @@ from transformers import (
 from hf_gpipe import Pipeline, PipelineTrainer
 from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.training.optim import make_optimizer
 from tests.gloo import run_gloo
 from tests.oracle import plain_model, tiny_config
 from tests.training.toy import CausalRows, Recorder, Rows, Stream, arguments, trainer, weights
@@ -354,6 +355,27 @@ def test_an_optimizer_of_one_s_own(tmp_path: Path) -> None:
         trainer(tmp_path, model=pipe, num_stages=3, optimizers=(other, None))
     with pytest.raises(UserError, match="num_stages=2, but the given Pipeline has 3"):
         trainer(tmp_path, model=pipe, num_stages=2)
+
+
+@pytest.mark.parametrize("family", ["llama", "marian", "llama with LoRA"])
+def test_weight_decay_spares_what_the_plain_trainer_spares(family: str, tmp_path: Path) -> None:
+    """PEFT's layers were not asked for, so their parameters got no weight decay."""
+    model = plain_model(tiny_config(family.split()[0]))
+    if "LoRA" in family:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    plain = Trainer(model, TrainingArguments(str(tmp_path), weight_decay=0.1, use_cpu=True, report_to="none"))
+    pipe = Pipeline(model, 2)
+    made = make_optimizer(pipe, arguments(tmp_path, weight_decay=0.1))
+
+    def groups(optimizer: torch.optim.Optimizer, named: Any) -> list[tuple[float, set[str]]]:
+        name_of = {parameter: name.removeprefix("base_model.model.") for name, parameter in named}
+        return [(group["weight_decay"], {name_of[p] for p in group["params"]}) for group in optimizer.param_groups]
+
+    found, expected = groups(made, pipe.named_parameters()), groups(plain.create_optimizer(), model.named_parameters())
+    assert found == expected
+    assert found[0][0] == 0.1
+    assert found[0][1]
 
 
 def _train_with_a_head_alone(folder: str) -> tuple[int, list[str]]:
