@@ -77,6 +77,7 @@ _COMPILE = "stages are not compiled"
 _LIGER = "stages keep transformers' own layers"
 _REPLICAS = "a pipeline has one replica of each stage"
 _OTHER_ENGINE = "it is another way to spread a model over devices"
+_LOG_LEVEL = "call transformers.logging.set_verbosity instead"
 
 #: Field -> why it cannot be honoured, or what to use instead.
 REFUSED = {
@@ -114,6 +115,8 @@ REFUSED = {
     "fsdp": _OTHER_ENGINE,
     "fsdp_config": _OTHER_ENGINE,
     "deepspeed": _OTHER_ENGINE,
+    "log_level": _LOG_LEVEL,
+    "log_level_replica": _LOG_LEVEL,
     "debug": "its tools look into one whole model",
     "skip_memory_metrics": "memory is not tracked",
 }
@@ -128,8 +131,6 @@ IRRELEVANT = {
     "eval_accumulation_steps": "predictions go to the CPU after every mini-batch",
     "dataloader_persistent_workers": "it saves only the time to start the loader's workers in each epoch",
     "dataloader_pin_memory": "mini-batches travel between processes and are copied to each device from there",
-    "log_level": "transformers' own log stays as the program has set it",
-    "log_level_replica": "transformers' own log stays as the program has set it",
     "log_on_each_node": _MAIN,
     "hub_model_id": _HUB,
     "hub_strategy": _HUB,

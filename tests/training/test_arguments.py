@@ -23,6 +23,8 @@ OTHER_VALUES: dict[str, Any] = {
     "fsdp": "full_shard",
     "fsdp_config": {"version": 2},
     "debug": "underflow_overflow",
+    "log_level": "debug",
+    "log_level_replica": "debug",
     "neftune_noise_alpha": 5.0,
     "label_names": ["targets"],
     "optim_target_modules": ["q_proj"],
