@@ -24,6 +24,7 @@ from hf_gpipe.recipe import load_recipe
 from hf_gpipe.train import main
 
 REPOSITORY = Path(__file__).parents[1]
+# A corpus beside the checkout; where there is none, its test is skipped.
 TLDR = Path(os.environ.get("HF_GPIPE_TLDR", REPOSITORY.parent / "shared/data/tldr/tldr.jsonl.gz"))
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 STEPS, SAVED = 150, 60
@@ -358,9 +359,7 @@ def test_never_resuming_starts_anew(recipe: Path, capsys: pytest.CaptureFixture[
     assert losses(recipe.parent / "out") != first
 
 
-def test_a_checkpoint_that_was_being_replaced_is_resumed_from(
-    recipe: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_that_was_being_replaced_is_resumed_from(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command looked for a checkpoint before it gave back the one that was moved aside."""
     words = [str(recipe), "pipeline.num_processes=1", "training.max_steps=2", "training.save_steps=1"]
     assert main(words) == 0

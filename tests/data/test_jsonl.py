@@ -149,10 +149,11 @@ def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
     assert len(everything(jsonl_corpus(path=tmp_path / "bom.jsonl", **FIELDS))) == 3
 
 
+# A corpus beside the checkout; where there is none, the test is skipped.
 TLDR = Path(os.environ.get("HF_GPIPE_TLDR", Path(__file__).parents[2] / "../shared/data/tldr/tldr.jsonl.gz"))
 
 
-@pytest.mark.skipif(not TLDR.exists(), reason="the tldr corpus is not here; HF_GPIPE_TLDR may name it")
+@pytest.mark.skipif(not TLDR.exists(), reason=f"there is no {TLDR}; HF_GPIPE_TLDR names the file")
 def test_real_text_with_recurring_english():
     corpus = jsonl_corpus(
         path=TLDR, source_field="src", target_field="tgt", language_field="tgt_lang", split_by="source", target_tag=True
