@@ -17,7 +17,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from hf_gpipe.adapters import StageModel, adapter_for, is_known_exact
 from hf_gpipe.adapters.dropout import default_generator
-from hf_gpipe.adapters.guards import check_model
+from hf_gpipe.adapters.guards import check_as_configured, check_model
 from hf_gpipe.adapters.peft import find_peft, make_peft
 from hf_gpipe.checkpoint import hub
 from hf_gpipe.checkpoint.peft import load_adapters, save_adapters
@@ -117,11 +117,17 @@ class Pipeline:
             raise PartitionError(f"num_stages={num_stages}: expected at least 1")
         model, peft = find_peft(model, peft_config)
         check_model(model)
+        if not 0 <= label_smoothing < 1:
+            raise UserError(f"label_smoothing={label_smoothing!r}: expected at least 0 and below 1")
+        if config_overrides and not isinstance(model, str | os.PathLike):
+            raise UserError("config_overrides go with a Hub id or directory; change the configuration that you give")
         config = _config_of(model, trust_remote_code, config_overrides)
-        dtype = dtype or getattr(config, "dtype", None) or torch.float32
         if isinstance(model, PreTrainedModel):
+            if dtype not in (None, model.dtype):
+                raise UserError(f"dtype={dtype}: the given model is {model.dtype}; convert it before, with model.to")
             dtype = model.dtype
             attn_implementation = attn_implementation or config._attn_implementation
+        dtype = dtype or getattr(config, "dtype", None) or torch.float32
         model_class = type(model) if isinstance(model, PreTrainedModel) else None
         self.adapter = adapter_for(config, dtype, attn_implementation, model_class, trust_remote_code=trust_remote_code)
         if not is_known_exact(self.adapter):
@@ -129,6 +135,12 @@ class Pipeline:
         if (generation_config := _generation_config_of(model)) is not None:
             self.adapter.reference.generation_config = generation_config
         self.peft = None if peft is None else make_peft(self.adapter, *peft)
+        self._has_peft_layers = bool(getattr(model, "peft_config", None))
+        if isinstance(model, PreTrainedModel):
+            expected = self.adapter.skeleton()
+            if self.peft is not None and self._has_peft_layers:
+                self.peft.inject(expected)
+            check_as_configured(model, expected)
         self.partition = cut(len(self.adapter.layers), num_stages, partition)
         self.num_stages = num_stages
         self.num_micro_batches = num_micro_batches
@@ -147,7 +159,8 @@ class Pipeline:
             for stage_model in self.models.values():
                 stage_model.checkpoint_blocks()
         self.ties = Ties(self.models, self.topology)
-        self._copies_are_stale = False
+        self._holds_weights = self._copies_are_fresh = False
+        self._was_trainable = {name: p.requires_grad for m in self.models.values() for name, p in m.parameters.items()}
         trainable = self._trainable_layers()
         self.stages = {
             s: self._stage(stage_model, trainable, label_smoothing) for s, stage_model in self.models.items()
@@ -177,6 +190,7 @@ class Pipeline:
 
     def train_on(self, batches: Sequence[Batch], times: list[ActionTime] | None = None) -> torch.Tensor:
         """`train_step` for mini-batches that every process already has."""
+        self._check_trainable()
         self._refresh_copies()
         micro_batches = make_micro_batches(self.adapter, batches, self.num_micro_batches, self.seed, self.step)
         remaining = set(self.stages)
@@ -187,12 +201,10 @@ class Pipeline:
                 self.ties.reduce_gradients()
 
         generator = default_generator(self.topology.device)
-        state = generator.get_state() if self.adapter.has_dropout else None
+        state = generator.get_state()
         self._executor.run(self.schedule(len(micro_batches)), micro_batches, on_update, times)
-        if state is not None:
-            generator.set_state(state)
+        generator.set_state(state)
         self.step += 1
-        self._copies_are_stale = True
         return self._from_last_stage(self._take_loss())
 
     def eval_step(self, batch: Batch | None) -> Evaluation:
@@ -297,16 +309,15 @@ class Pipeline:
         stage_model = StageModel(self.adapter, layers[0], layers[-1] + 1)
         device = self.topology.device
         if isinstance(source, PreTrainedModel):
-            if self.peft is not None:
+            if self.peft is not None and self._has_peft_layers:
                 self.peft.inject(stage_model.model)
             hub.take(stage_model, source, device)
+        elif isinstance(source, str | os.PathLike):
+            hub.load(stage_model, source, device, self.seed)
         else:
-            if isinstance(source, str | os.PathLike):
-                hub.load(stage_model, source, device, self.seed)
-            else:
-                hub.initialise(stage_model, device, self.seed)
-            if self.peft is not None:
-                hub.add_peft(stage_model, self.peft, device, self.seed)
+            hub.initialise(stage_model, device, self.seed)
+        if self.peft is not None and not self._has_peft_layers:
+            hub.add_peft(stage_model, self.peft, device, self.seed)
         stage_model.seal(device)
         return stage_model
 
@@ -338,11 +349,30 @@ class Pipeline:
 
     # ------------------------------------------------------------------ between steps
 
+    @contextmanager
+    def holding_weights(self) -> Iterator[None]:
+        """A scope in which no weight changes, such as an evaluation: copies of tied parameters are sent once."""
+        self._holds_weights, self._copies_are_fresh = True, False
+        try:
+            yield
+        finally:
+            self._holds_weights = False
+
     def _refresh_copies(self) -> None:
-        """Give copies of tied parameters their owner's value if a step may have changed it since."""
-        if self._copies_are_stale:
+        """Give copies of tied parameters their owner's value, which anything may have changed since."""
+        if not (self._holds_weights and self._copies_are_fresh):
             self.ties.send_values()
-            self._copies_are_stale = False
+            self._copies_are_fresh = True
+
+    def _check_trainable(self) -> None:
+        """Which gradients are sent was agreed when the pipeline was made. Raises UserError where it no longer holds."""
+        for model in self.models.values():
+            for name, parameter in model.parameters.items():
+                if parameter.requires_grad != self._was_trainable[name]:
+                    raise UserError(
+                        f"{name}: requires_grad was {self._was_trainable[name]} when the Pipeline was made and is "
+                        f"{parameter.requires_grad} now; freeze or unfreeze parameters before, and make it anew"
+                    )
 
     def _take_loss(self) -> torch.Tensor:
         last = self.stages.get(self.num_stages - 1)
@@ -388,7 +418,6 @@ class Pipeline:
             with torch.no_grad():
                 for name, tensor in {**loaded.parameters, **loaded.buffers}.items():
                     current[name].copy_(tensor)
-        self._copies_are_stale = False
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write the model in Hub format; `from_pretrained` of plain transformers loads it.

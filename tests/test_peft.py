@@ -74,6 +74,17 @@ def test_new_adapters_do_not_depend_on_the_split() -> None:
             assert parameter.requires_grad == ("lora_" in name)
 
 
+def test_new_adapters_on_a_model_in_memory() -> None:
+    plain = plain_model(tiny_config("llama"))
+    batch = padded_batch(plain.config)
+    expected = run_plain(copy.deepcopy(plain), batch, 2).loss
+    pipe = Pipeline(plain, 2, 2, peft_config=lora())
+    found = run_pipeline(pipe, batch)
+    assert found.loss == pytest.approx(expected, rel=1e-10), "new adapters change nothing yet"
+    assert found.gradients
+    assert all("lora_" in name for name in found.gradients)
+
+
 def test_adapters_are_saved_in_the_format_of_peft(tmp_path: Path) -> None:
     reference = adapted_model()
     reference.save_pretrained(tmp_path / "plain")

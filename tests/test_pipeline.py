@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
+from transformers import Gemma3Config, LlamaForSequenceClassification, PreTrainedModel
 
 from hf_gpipe import Pipeline
-from hf_gpipe.errors import DataError, HfGpipeError, PartitionError, ScheduleError, StageError, UserError
+from hf_gpipe.errors import (
+    DataError,
+    HfGpipeError,
+    PartitionError,
+    ScheduleError,
+    StageError,
+    UnsupportedModelError,
+    UserError,
+)
 from tests.gloo import run_gloo
-from tests.oracle import assert_same, padded_batch, plain_model, run_pipeline, run_plain, tiny_config
+from tests.oracle import VOCABULARY, assert_same, padded_batch, plain_model, run_pipeline, run_plain, tiny_config
 
 FAMILIES = ("llama", "marian", "m2m_100", "bart")
 
@@ -166,6 +176,10 @@ def test_a_mini_batch_that_cannot_be_trained_on_is_refused() -> None:
     batch, pipe = padded_batch(config), Pipeline(config, 2, 2)
     with pytest.raises(DataError, match="'labels' is missing"):
         pipe.train_step({name: tensor for name, tensor in batch.items() if name != "labels"})
+    with pytest.raises(DataError, match="no mini-batch"):
+        pipe.train_step(None)
+    with pytest.raises(DataError, match=r"labels have the shape \(2, 9\) and input_ids \(2, 10\)"):
+        Pipeline(config, 1, 3).train_step(batch | {"labels": batch["labels"][:, 1:]})
     with pytest.raises(DataError, match="same number of rows"):
         pipe.train_step(batch | {"labels": batch["labels"][:3]})
 
@@ -180,6 +194,9 @@ def test_a_mini_batch_that_cannot_be_trained_on_is_refused() -> None:
         ({"recompute": "all"}, UserError, "recompute='all'"),
         ({"partition": [1, 1]}, PartitionError, "6"),
         ({"device": "cuda"}, UserError, "CUDA"),
+        ({"device": "gpu"}, UserError, "'gpu'"),
+        ({"label_smoothing": 1.5}, UserError, "label_smoothing=1.5"),
+        ({"config_overrides": {"rms_norm_eps": 1.0}}, UserError, "config_overrides"),
     ],
 )
 def test_arguments_that_cannot_be_honoured(arguments: dict, error: type[HfGpipeError], message: str) -> None:
@@ -187,6 +204,93 @@ def test_arguments_that_cannot_be_honoured(arguments: dict, error: type[HfGpipeE
         pytest.skip("there is a CUDA device")
     with pytest.raises(error, match=message):
         Pipeline(tiny_config("llama"), **{"num_stages": 2} | arguments)
+
+
+def test_nested_dropout_does_not_depend_on_the_split_or_on_recomputation() -> None:
+    """The rate of a composite configuration stands inside its text configuration."""
+    text = {
+        **{"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "attention_dropout": 0.5},
+    }
+    config = Gemma3Config(text_config=text, vision_config={"hidden_size": 12, "num_hidden_layers": 1})
+    batch = padded_batch(tiny_config("llama"))
+    results = [
+        run_pipeline(Pipeline(config, k, 3, recompute=mode, dtype=torch.float64, attn_implementation="eager"), batch)
+        for k, mode in [(1, "none"), (2, "stage"), (3, "block")]
+    ]
+    for result in results[1:]:
+        assert_same(result, results[0])
+
+
+def _changed(change: Callable[[PreTrainedModel], object]) -> PreTrainedModel:
+    model = plain_model(tiny_config("llama", tied=True))
+    change(model)
+    return model
+
+
+class _Doubled(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: setattr(m.config, "rms_norm_eps", 0.1), "variance_epsilon=1e-06 and its configuration makes 0.1"),
+        (lambda m: setattr(m.model.layers[0].mlp.down_proj, "__class__", _Doubled), "is a _Doubled"),
+        (lambda m: m.model.norm.register_forward_hook(lambda *call: None), "forward hooks"),
+        (lambda m: setattr(m.model.layers[0].mlp, "extra", torch.nn.Linear(2, 2)), "mlp.extra"),
+        (lambda m: setattr(m.lm_head, "bias", torch.nn.Parameter(torch.zeros(VOCABULARY))), "lm_head.bias"),
+        (lambda m: setattr(m.lm_head, "weight", torch.nn.Parameter(torch.zeros(VOCABULARY, 16))), "tie"),
+    ],
+)
+def test_a_model_that_is_not_its_configuration_is_refused(
+    change: Callable[[PreTrainedModel], object], message: str
+) -> None:
+    """Stages are built from the configuration: a change of the modules alone would be lost without a word."""
+    with pytest.raises(UserError, match=message):
+        Pipeline(_changed(change), 2)
+
+
+def test_resized_embeddings_are_taken() -> None:
+    model = plain_model(tiny_config("llama"))
+    model.resize_token_embeddings(VOCABULARY + 7)
+    batch = padded_batch(model.config)
+    assert_same(run_pipeline(Pipeline(model, 2, 2), batch), run_plain(model, batch, 2))
+
+
+def test_freezing_after_the_pipeline_was_made_is_refused() -> None:
+    config = tiny_config("llama")
+    batch, pipe = padded_batch(config), Pipeline(config, 2, 2)
+    next(pipe.parameters()).requires_grad_(False)
+    with pytest.raises(UserError, match="requires_grad was True when the Pipeline was made"):
+        pipe.train_step(batch)
+
+
+def test_other_heads_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="LlamaForSequenceClassification is no causal"):
+        Pipeline(LlamaForSequenceClassification(tiny_config("llama")), 2)
+
+
+def _stale_copies() -> tuple[float, float]:
+    """Weights change between two evaluations."""
+    config = tiny_config("llama", tied=True)
+    batch, pipe = padded_batch(config), Pipeline(plain_model(config), 2, 2)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
+    pipe.train_step(batch)
+    before = pipe.eval_step(batch).loss
+    optimizer.step()
+    return before, pipe.eval_step(batch).loss
+
+
+def test_copies_of_tied_weights_are_never_stale() -> None:
+    config = tiny_config("llama", tied=True)
+    batch, plain = padded_batch(config), plain_model(config)
+    before = run_plain(plain, batch, 1).loss
+    torch.optim.SGD(plain.parameters(), lr=0.5).step()
+    after = run_plain(plain, batch, 1).loss
+    for losses in run_gloo(_stale_copies, 2):
+        assert losses == pytest.approx((before, after), rel=1e-9)
 
 
 def _on_two_processes(family: str, tied: bool) -> list[tuple[int, int, object]]:

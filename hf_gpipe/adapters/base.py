@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_gpipe.adapters.dropout import DropoutSeeds, default_generator, has_dropout, key
+from hf_gpipe.adapters.dropout import DropoutSeeds, default_generator, key
 from hf_gpipe.adapters.layers import Layer, StackName, stacks_of
 from hf_gpipe.adapters.position_tables import hollow, lend_tables, shared_tables
 from hf_gpipe.adapters.probe import observe_family
@@ -71,7 +71,6 @@ class Adapter(ABC):
         stack_layers = [layer for stack in self.stacks for layer in stack.layers()]
         head = observation.head
         self.layers: tuple[Layer, ...] = (*stack_layers, Layer(head, "head", "decoder", (head,)))
-        self.has_dropout = has_dropout(self.reference)
         #: What each layer receives, by its first module; sizes are the tiny clone's.
         self._given = {block: stack.form.hidden for stack in self.stacks for block in stack.blocks} | observation.inputs
         blocks = [block for stack in self.stacks for block in stack.blocks]
@@ -345,7 +344,7 @@ class StageModel:
         """
         self.port.received = carry.get("hidden")
         self.router_port.open(self.adapter.routers, carry)
-        if micro_batch_seed is not None and self.adapter.has_dropout and self.model.training:
+        if micro_batch_seed is not None and self.model.training:
             self.port.seeds = DropoutSeeds(self._generator, self._layer_keys, micro_batch_seed)
         try:
             return self.adapter.run(self, inputs, carry)

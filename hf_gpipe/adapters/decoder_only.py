@@ -8,12 +8,16 @@ from torch.nn import functional as F
 from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, Inputs, StageModel, Tensors
 from hf_gpipe.adapters.layers import Layer
 from hf_gpipe.adapters.routers import Router, auxiliary_loss
+from hf_gpipe.errors import DataError
 
 
 class DecoderOnly(Adapter):
     """Llama and its kin: embedding, blocks, norm, head."""
 
     def _prepared(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if "labels" in inputs and inputs["labels"].shape != inputs["input_ids"].shape:
+            shapes = tuple(inputs["labels"].shape), tuple(inputs["input_ids"].shape)
+            raise DataError(f"labels have the shape {shapes[0]} and input_ids {shapes[1]}; a decoder's are the same")
         if (mask := inputs.get("attention_mask")) is None or mask.dim() != 2:
             return inputs
         is_used = mask.bool() | (inputs["labels"] != IGNORED_LABEL) if "labels" in inputs else mask.bool()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 
 import torch
-from torch import nn
 
 _MASK = (1 << 64) - 1
 
@@ -52,16 +51,3 @@ class DropoutSeeds:
 
     def plant(self, layer_name: str) -> None:
         self._generator.manual_seed(mix(self._micro_batch_seed, self._layer_keys[layer_name]))
-
-
-def has_dropout(model: nn.Module) -> bool:
-    """Whether any random number is drawn in training: a module or a value of the configuration with a rate above 0."""
-    if any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules()):
-        return True
-    config = getattr(model, "config", None)
-    values = config.to_dict() if config is not None else {}
-    return any(
-        isinstance(value, int | float) and value > 0
-        for name, value in values.items()
-        if any(word in name for word in ("drop", "pdrop", "noise", "jitter"))
-    )

@@ -6,6 +6,10 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from hf_gpipe.errors import UnsupportedModelError, UserError
 
@@ -43,8 +47,67 @@ def check_config(config: PreTrainedConfig) -> None:
             raise UnsupportedModelError(f"{family}: {name} is above 0, and {what} cannot be on another stage")
 
 
+def check_as_configured(model: PreTrainedModel, expected: PreTrainedModel) -> None:
+    """Raise UserError where a model in memory is not what its configuration makes.
+
+    Stages are built from the configuration; what was changed on the modules alone would be lost without a word.
+
+    Args:
+        model: the model in memory.
+        expected: the same model built from its configuration, on any device.
+    """
+    family = model.config.model_type
+    found, wanted = dict(model.named_modules()), dict(expected.named_modules())
+    for name in found.keys() ^ wanted.keys():
+        where = "not made by its configuration" if name in found else "in its configuration alone"
+        raise UserError(f"{family}: the model's module {name!r} is {where}, from which the stages are built")
+    for name, module in found.items():
+        what = f"{family}: the module {name or 'at the root'!r}"
+        if type(module).__qualname__ != type(wanted[name]).__qualname__:
+            kinds = type(module).__qualname__, type(wanted[name]).__qualname__
+            raise UserError(f"{what} is a {kinds[0]} where the configuration makes a {kinds[1]}")
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        # The library leaves some of its own once outputs have been recorded; they do nothing in a pipeline.
+        if any(not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks):
+            raise UserError(f"{what} has forward hooks, which stages would not run; remove them")
+        for attribute, value in _scalars(wanted[name]).items():
+            if name and (own := vars(module).get(attribute)) != value:
+                raise UserError(
+                    f"{what} has {attribute}={own!r} and its configuration makes {value!r}; change the configuration, "
+                    "and make the model from it"
+                )
+    names = {n for n, _ in expected.named_parameters(remove_duplicate=False)}
+    if extra := {n for n, _ in model.named_parameters(remove_duplicate=False)} ^ names:
+        raise UserError(f"{family}: the parameter {sorted(extra)[0]!r} and the model's configuration do not agree")
+    if odd := _aliases(model) ^ _aliases(expected):
+        raise UserError(
+            f"{family}: the model and its configuration do not tie the same weights: {', '.join(sorted(odd.pop()))}; "
+            "set tie_word_embeddings in the configuration to what the model does"
+        )
+
+
+def _scalars(module: nn.Module) -> dict[str, Any]:
+    """What a module was configured with, without what it remembers of a forward or of its size before a resize."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str)
+        and not name.startswith("_")
+        and name not in ("training", "gradient_checkpointing", "vocab_size")
+        and "cached" not in name
+    }
+
+
+def _aliases(model: PreTrainedModel) -> set[frozenset[str]]:
+    """The names of each parameter that has several."""
+    names: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    return {frozenset(group) for group in names.values() if len(group) > 1}
+
+
 def check_model(model: Any) -> None:
-    """Raise UserError where a model in memory is not one plain transformers model."""
+    """Raise UserError where a model in memory is not one plain transformers model for text."""
     if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
         raise UserError(
             f"the model is a {type(model).__name__}, not a transformers model; give the model itself, before anything "
@@ -52,6 +115,13 @@ def check_model(model: Any) -> None:
         )
     if not isinstance(model, PreTrainedModel):
         return
+    heads = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()}
+    ours = [c for c in type(model).__mro__ if c.__module__.startswith("transformers.models.")]
+    if ours and not any(c.__name__ in heads for c in ours):
+        raise UnsupportedModelError(
+            f"{model.config.model_type}: {type(model).__name__} is no causal or sequence-to-sequence language model; "
+            "give one of transformers' ...ForCausalLM or ...ForConditionalGeneration"
+        )
     if getattr(model, "is_quantized", False):
         raise UnsupportedModelError(
             f"{model.config.model_type}: the model's weights are quantised; load it without quantisation"

@@ -76,6 +76,8 @@ def make_micro_batches(
         seed: the run's seed.
         step: number of this optimizer step.
     """
+    if not batches:
+        raise DataError("there is no mini-batch to run on")
     for batch in batches:
         if missing := [name for name in ("input_ids", "labels") if name not in batch]:
             raise DataError(f"a mini-batch needs input_ids and labels; {missing[0]!r} is missing, found {list(batch)}")

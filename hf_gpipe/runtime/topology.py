@@ -96,7 +96,10 @@ def pick_device(device: torch.device | str | None) -> torch.device:
     """
     if device is None or str(device) == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = torch.device(device)
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise UserError(f"device {str(device)!r} is not one of torch's; use cpu or cuda") from error
     if chosen.type != "cuda":
         return chosen
     if not torch.cuda.is_available():

@@ -145,18 +145,19 @@ def evaluate_translation(
 
     num_batches = pipe.topology.from_main(prepare)
     outcomes: dict[int, _Outcome] = {}
-    for number in range(num_batches):
-        batch = work.batches[number] if pipe.topology.is_main else _Batch([], {}, {})
-        evaluation = pipe.eval_step(batch.with_targets)
-        options = {"max_new_tokens": max_new_tokens, "num_beams": 1, "do_sample": False, "num_return_sequences": 1}
-        ids = pipe.generate(**batch.prompts, **options)
-        if not pipe.topology.is_main:
-            continue
-        prompt_tokens = 0 if pipe.adapter.config.is_encoder_decoder else batch.prompts["input_ids"].shape[1]
-        texts = tokenizer.batch_decode(ids[:, prompt_tokens:], skip_special_tokens=True)
-        sums, counts = evaluation.row_nll.tolist(), evaluation.row_tokens.tolist()
-        for index, text, nll, num_tokens in zip(batch.indices, texts, sums, counts, strict=True):
-            outcomes[index] = _Outcome(text.strip(), nll, num_tokens)
+    with pipe.holding_weights():
+        for number in range(num_batches):
+            batch = work.batches[number] if pipe.topology.is_main else _Batch([], {}, {})
+            evaluation = pipe.eval_step(batch.with_targets)
+            options = {"max_new_tokens": max_new_tokens, "num_beams": 1, "do_sample": False, "num_return_sequences": 1}
+            ids = pipe.generate(**batch.prompts, **options)
+            if not pipe.topology.is_main:
+                continue
+            prompt_tokens = 0 if pipe.adapter.config.is_encoder_decoder else batch.prompts["input_ids"].shape[1]
+            texts = tokenizer.batch_decode(ids[:, prompt_tokens:], skip_special_tokens=True)
+            sums, counts = evaluation.row_nll.tolist(), evaluation.row_tokens.tolist()
+            for index, text, nll, num_tokens in zip(batch.indices, texts, sums, counts, strict=True):
+                outcomes[index] = _Outcome(text.strip(), nll, num_tokens)
     return pipe.topology.from_main(lambda: _report(work.pairs, outcomes, num_samples))
 
 

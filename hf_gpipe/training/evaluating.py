@@ -63,13 +63,14 @@ class EvaluatingTrainer(TrainerBase):
         if dataset is not None:
             batches = self._batches(dataset, self.args.per_device_eval_batch_size)
         self.callback_handler.eval_dataloader = batches
-        scores = score(
-            self.pipe,
-            batches,
-            with_predictions=with_predictions,
-            preprocess=self.preprocess_logits_for_metrics,
-            on_batch=lambda: self._fire("on_prediction_step"),
-        )
+        with self.pipe.holding_weights():
+            scores = score(
+                self.pipe,
+                batches,
+                with_predictions=with_predictions,
+                preprocess=self.preprocess_logits_for_metrics,
+                on_batch=lambda: self._fire("on_prediction_step"),
+            )
         metrics: dict[str, Any] = {"loss": scores.loss}
         if with_predictions and self.compute_metrics is not None:
             metrics |= self._shared(self._computed(scores), self._last_process)
