@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,9 @@ class _Parrot:
         self.adapter = type("Adapter", (), {"config": tiny_config("marian")})
         self._tokenizer, self._dictionary = tokenizer, dictionary
         self.num_tokens = 0
+
+    def holding_weights(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def eval_step(self, batch: dict[str, torch.Tensor]) -> Evaluation:
         rows = batch["input_ids"].shape[0]
