@@ -23,12 +23,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime",),
     ("checkpoint",),
     ("exactness",),
-    ("exactness",),
     ("pipeline",),
-    ("planner",),
     ("data",),
     ("training",),
-    ("plan", "check", "train"),
+    ("check", "train"),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 WITHOUT_TORCH = ("errors", "schedule", "partition", "recipe")
