@@ -24,9 +24,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("exactness",),
     ("pipeline",),
+    ("planner",),
     ("data",),
     ("training",),
-    ("check", "train"),
+    ("plan", "check", "train"),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 WITHOUT_TORCH = ("errors", "schedule", "partition", "recipe")
