@@ -11,6 +11,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from safetensors.torch import save_file
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_gpipe.adapters import StageModel
@@ -93,6 +94,10 @@ def _publish(directory: Path, shards: Mapping[str, Mapping[str, tuple[int, int]]
     reference.config.dtype = str(model.adapter.dtype).removeprefix("torch.")
     temporary = directory / ".config.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    if reference.is_remote_code():
+        # The model's own Python code goes with it, as in its own save_pretrained.
+        custom_object_save(reference, temporary, config=reference.config)
     reference.config.save_pretrained(temporary)
     if reference.can_generate():
         reference.generation_config.save_pretrained(temporary)
