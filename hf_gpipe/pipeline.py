@@ -137,8 +137,9 @@ class Pipeline:
         self.peft = None if peft is None else make_peft(self.adapter, *peft)
         self._has_peft_layers = bool(getattr(model, "peft_config", None))
         if isinstance(model, PreTrainedModel):
-            expected = self.adapter.skeleton()
+            expected = self.adapter.reference
             if self.peft is not None and self._has_peft_layers:
+                expected = self.adapter.skeleton()
                 self.peft.inject(expected)
             check_as_configured(model, expected)
         self.partition = cut(len(self.adapter.layers), num_stages, partition)

@@ -210,9 +210,6 @@ class StageModel:
     def is_last(self) -> bool:
         return self.stop == len(self.adapter.layers)
 
-    def owns(self, kind: str, stack: str) -> bool:
-        return any(layer.kind == kind and layer.stack == stack for layer in self.layers)
-
     def runs(self, stack: str) -> bool:
         """Whether any own layer, the head included, lies in this stack."""
         return any(layer.stack == stack for layer in self.layers)

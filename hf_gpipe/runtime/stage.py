@@ -61,11 +61,6 @@ class Stage:
         self.on_logits: LogitsCallback | None = None
         self._live: dict[int, _Live] = {}
 
-    @property
-    def num_live(self) -> int:
-        """Micro-batches between F and B."""
-        return len(self._live)
-
     def forward(self, context: Context, *, keep_graph: bool) -> Tensors:
         """F of a training table: run the stage; returns the tensors for the next stage, none on the last.
 
