@@ -5,7 +5,7 @@
 """
 
 from hf_gpipe.schedule.actions import Action, ActionKind, Placement
-from hf_gpipe.schedule.builders import RECOMPUTE_MODES, SCHEDULES, build
+from hf_gpipe.schedule.builders import RECOMPUTE_MODES, SCHEDULES, build, placement_for
 from hf_gpipe.schedule.draw import draw_png, draw_text
 from hf_gpipe.schedule.simulate import Costs, Span, Timeline, simulate
 from hf_gpipe.schedule.table import Schedule
@@ -23,5 +23,6 @@ __all__ = [
     "build",
     "draw_png",
     "draw_text",
+    "placement_for",
     "simulate",
 ]

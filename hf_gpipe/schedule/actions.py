@@ -147,6 +147,20 @@ class Placement:
         base, extra = divmod(num_stages, num_processes)
         return cls(tuple(p for p in range(num_processes) for _ in range(base + (p < extra))))
 
+    @classmethod
+    def interleaved(cls, num_stages: int, num_processes: int) -> Placement:
+        """Stages dealt out in turn: stage s in process s % num_processes, the same number in each.
+
+        Raises:
+            ScheduleError: no process, or a number of stages that is no multiple of the number of processes.
+        """
+        if num_processes < 1 or num_stages < 1 or num_stages % num_processes:
+            raise ScheduleError(
+                f"{num_stages} stages cannot be interleaved over {num_processes} processes: every process holds the "
+                "same number of them. Let num_stages be a multiple of the number of processes."
+            )
+        return cls(tuple(stage % num_processes for stage in range(num_stages)))
+
     @property
     def num_stages(self) -> int:
         return len(self.processes)

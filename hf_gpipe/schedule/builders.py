@@ -1,8 +1,9 @@
 """The schedules by name, each a small function that writes a table.
 
-A builder says in which order each stage works; `clock.merge` turns this into the order of each process, which is the
-same thing where a process holds one stage. In the drawings a row is a stage in its own process, a column one tick
-(forward 1, recomputation 1, backward 2 ticks, the second of them "--"), and ".." is idle.
+A builder says in which order each stage works, `with_recomputations` puts the recomputations in, and `clock.merge`
+turns this into the order of each process, which is the same thing where a process holds one stage. In the drawings a
+row is a stage, in its own process where nothing else is said, a column one tick (forward 1, recomputation 1, backward 2
+ticks, the second of them "--"), and ".." is idle.
 
 Every table can be run with sends that do not wait. With blocking sends (`Schedule.validate(rendezvous=True)`):
 
@@ -10,8 +11,8 @@ Every table can be run with sends that do not wait. With blocking sends (`Schedu
                                  than stage s); naive runs with any placement
     gpipe_fused                  deadlocks for M > 1 wherever the last stage is alone in its process: it sends its
                                  first gradient while the stage before it still sends forwards
-    1f1b                         deadlocks for M > 1 wherever each stage is in a process of its own: neighbours send
-                                 to each other at once
+    1f1b, interleaved_1f1b       deadlock for M > 1 wherever there are several processes, for neighbours send to each
+                                 other at once (1f1b: wherever each stage is in a process of its own)
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ from functools import lru_cache
 from hf_gpipe.errors import ScheduleError, nearest
 from hf_gpipe.schedule.actions import Action, ActionKind, Placement
 from hf_gpipe.schedule.clock import merge
+from hf_gpipe.schedule.interleaved import interleaved_orders
+from hf_gpipe.schedule.recompute import Limits, with_recomputations
 from hf_gpipe.schedule.table import Schedule
 
-Builder = Callable[[int, int, Placement, bool], list[list[Action]]]
-"""(num_stages, num_micro_batches, placement, recompute) -> the actions of each process, without the updates."""
+Builder = Callable[[int, int, Placement, Limits], list[list[Action]]]
+"""(num_stages, num_micro_batches, placement, limits of live graphs) -> each process's actions, without the updates."""
 
 RECOMPUTE_MODES = ("stage", "none")
 
 
-def naive(num_stages: int, num_micro_batches: int, placement: Placement, recompute: bool) -> list[list[Action]]:
+def naive(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
     """One micro-batch after another, through all stages and back. It is the pipeline without pipelining.
 
     K = 3, M = 2, without recomputation:
@@ -40,13 +43,13 @@ def naive(num_stages: int, num_micro_batches: int, placement: Placement, recompu
         stage 2  .. .. F0 B0 -- .. .. .. .. .. .. F1 B1 -- .. .. .. ..
     """
     orders = [
-        [action for m in range(num_micro_batches) for action in (_forward(s, m), *_backward(s, m, recompute))]
+        [action for m in range(num_micro_batches) for action in (_forward(s, m), _backward(s, m))]
         for s in range(num_stages)
     ]
-    return merge(orders, placement)
+    return _merge(orders, placement, limits)
 
 
-def gpipe(num_stages: int, num_micro_batches: int, placement: Placement, recompute: bool) -> list[list[Action]]:
+def gpipe(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
     """All forwards, then all backwards in reverse order (GPipe, arXiv 1811.06965, section 2.3 and figure 2c).
 
     K = 3, M = 3, without recomputation and with it:
@@ -63,15 +66,15 @@ def gpipe(num_stages: int, num_micro_batches: int, placement: Placement, recompu
     the fill and the drain of the pipeline: a stage begins it while it waits for its first gradient (see
     `hf_gpipe.schedule.simulate` for the formula).
     """
+    micro_batches = range(num_micro_batches)
     orders = [
-        [_forward(s, m) for m in range(num_micro_batches)]
-        + [action for m in reversed(range(num_micro_batches)) for action in _backward(s, m, recompute)]
+        [_forward(s, m) for m in micro_batches] + [_backward(s, m) for m in reversed(micro_batches)]
         for s in range(num_stages)
     ]
-    return merge(orders, placement)
+    return _merge(orders, placement, limits)
 
 
-def gpipe_fused(num_stages: int, num_micro_batches: int, placement: Placement, recompute: bool) -> list[list[Action]]:
+def gpipe_fused(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
     """GPipe whose last stage runs each micro-batch's backward right after its forward.
 
     The last stage recomputes nothing and keeps one micro-batch's logits. The other stages run all forwards first; the
@@ -85,18 +88,15 @@ def gpipe_fused(num_stages: int, num_micro_batches: int, placement: Placement, r
     """
     last = num_stages - 1
     orders = [
-        [_forward(s, m) for m in range(num_micro_batches)]
-        + [action for m in range(num_micro_batches) for action in _backward(s, m, recompute)]
+        [_forward(s, m) for m in range(num_micro_batches)] + [_backward(s, m) for m in range(num_micro_batches)]
         for s in range(last)
     ]
-    orders.append(
-        [action for m in range(num_micro_batches) for action in (_forward(last, m), *_backward(last, m, False))]
-    )
-    return merge(orders, placement)
+    orders.append([action for m in range(num_micro_batches) for action in (_forward(last, m), _backward(last, m))])
+    return _merge(orders, placement, _fused_last(limits))
 
 
 def one_forward_one_backward(
-    num_stages: int, num_micro_batches: int, placement: Placement, recompute: bool
+    num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits
 ) -> list[list[Action]]:
     """1F1B: a stage alternates one forward and one backward (PipeDream, arXiv 1806.03377), here with the flush that
     keeps GPipe's semantics (PipeDream-Flush, arXiv 2006.09503).
@@ -117,17 +117,44 @@ def one_forward_one_backward(
     orders = []
     for s in range(num_stages):
         ahead = min(num_stages - s - 1, num_micro_batches)
-        recomputes = recompute and s < num_stages - 1
         order = [_forward(s, m) for m in range(ahead)]
         for m in range(num_micro_batches):
             if m + ahead < num_micro_batches:
                 order.append(_forward(s, m + ahead))
-            order += _backward(s, m, recomputes)
+            order.append(_backward(s, m))
         orders.append(order)
-    return merge(orders, placement)
+    return _merge(orders, placement, _fused_last(limits))
 
 
-def forward_only(num_stages: int, num_micro_batches: int, placement: Placement, recompute: bool) -> list[list[Action]]:
+def interleaved_1f1b(
+    num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits
+) -> list[list[Action]]:
+    """1F1B with v = K/P stages a process, dealt out in turn: stage s is on process s % P (Megatron-LM, Narayanan et al.
+    2021, arXiv 2104.04473, section 2.2 and figure 4).
+
+    A micro-batch passes every process v times, each time through a v-th of its layers, so the pipeline fills and drains
+    v times as fast: with equal stages and free transfers the bubble is (P-1)/(vM+P-1) where P divides M, against
+    (P-1)/(M+P-1) in 1f1b. The price is v times the messages, and more micro-batches between forward and backward.
+
+    K must be a multiple of P. With one stage a process it is 1f1b, and one process alone has no bubble to shorten and
+    takes one micro-batch after another. `hf_gpipe.schedule.interleaved` has the order.
+
+    K = 4, M = 4 on P = 2 processes, without recomputation:
+
+        stage 0  F0 F1 .. .. F2 .. .. .. F3 .. .. .. B0 -- .. B1 -- .. .. .. .. .. .. B2 -- B3 --
+        stage 1  .. F0 F1 .. .. .. .. .. .. F2 B0 -- F3 B1 -- .. .. .. .. .. .. B2 -- B3 -- .. ..
+        stage 2  .. .. F0 F1 .. .. B0 -- .. B1 -- F2 .. .. F3 .. .. .. B2 -- .. B3 -- .. .. .. ..
+        stage 3  .. .. .. F0 B0 -- F1 B1 -- .. .. .. .. .. .. F2 B2 -- F3 B3 -- .. .. .. .. .. ..
+    """
+    if placement.num_processes == 1:
+        return naive(num_stages, num_micro_batches, placement, _fused_last(limits))
+    if placement.num_processes == num_stages:
+        return one_forward_one_backward(num_stages, num_micro_batches, placement, limits)
+    orders = interleaved_orders(num_stages, num_micro_batches, placement)
+    return [with_recomputations(order, _fused_last(limits)) for order in orders]
+
+
+def forward_only(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
     """Evaluation: forwards only, no update. `recompute` has nothing to act on.
 
     K = 3, M = 3:
@@ -136,7 +163,8 @@ def forward_only(num_stages: int, num_micro_batches: int, placement: Placement, 
         stage 1  .. F0 F1 F2 ..
         stage 2  .. .. F0 F1 F2
     """
-    return merge([[_forward(s, m) for m in range(num_micro_batches)] for s in range(num_stages)], placement)
+    orders = [[_forward(s, m) for m in range(num_micro_batches)] for s in range(num_stages)]
+    return _merge(orders, placement, limits)
 
 
 SCHEDULES: dict[str, Builder] = {
@@ -144,8 +172,21 @@ SCHEDULES: dict[str, Builder] = {
     "gpipe": gpipe,
     "gpipe_fused": gpipe_fused,
     "1f1b": one_forward_one_backward,
+    "interleaved_1f1b": interleaved_1f1b,
     "forward_only": forward_only,
 }
+
+
+def placement_for(name: str, num_stages: int, num_processes: int) -> Placement:
+    """Where a schedule wants its stages: dealt out in turn for interleaved_1f1b, consecutive for every other.
+
+    Raises:
+        ScheduleError: an unknown name, or numbers of stages and processes that do not fit each other.
+    """
+    _check_name(name)
+    if name == "interleaved_1f1b":
+        return Placement.interleaved(num_stages, num_processes)
+    return Placement.spread(num_stages, num_processes)
 
 
 def build(
@@ -153,7 +194,7 @@ def build(
     num_stages: int,
     num_micro_batches: int,
     placement: Placement | None = None,
-    recompute: str = "stage",
+    recompute: str | tuple[int | None, ...] = "stage",
 ) -> Schedule:
     """The validated table of a schedule. Equal arguments give the same object.
 
@@ -162,20 +203,16 @@ def build(
         num_stages: K, at least 1.
         num_micro_batches: M, at least 1; it may be smaller than K.
         placement: where the stages are; None: each in its own process.
-        recompute: "stage": a backward is preceded by a recomputation R of its stage; "none": no R.
+        recompute: "stage": a backward is preceded by a recomputation R of its stage, but for the last stage of
+            gpipe_fused, 1f1b and interleaved_1f1b; "none": no R; or for each stage the most autograd graphs that it may
+            keep alive at once (at least 1; None: any number), with as few R as this allows: see
+            `hf_gpipe.schedule.recompute`.
 
     Raises:
-        ScheduleError: an unknown name or mode, K or M below 1, or a placement of another number of stages.
+        ScheduleError: an unknown name or mode, K or M below 1, limits that do not fit the stages, or a placement of
+            another number of stages or that the schedule cannot use.
     """
-    if name not in SCHEDULES:
-        raise ScheduleError(
-            f"schedule {name!r} is unknown; use one of {', '.join(SCHEDULES)}{nearest(name, SCHEDULES)}"
-        )
-    if recompute not in RECOMPUTE_MODES:
-        raise ScheduleError(
-            f"recompute {recompute!r} is unknown to schedule {name!r}; use one of {', '.join(RECOMPUTE_MODES)}"
-            f"{nearest(recompute, RECOMPUTE_MODES)}"
-        )
+    _check_name(name)
     if num_stages < 1 or num_micro_batches < 1:
         raise ScheduleError(
             f"schedule {name!r}: num_stages is {num_stages} and num_micro_batches is {num_micro_batches}; "
@@ -186,12 +223,12 @@ def build(
         raise ScheduleError(
             f"schedule {name!r}: num_stages is {num_stages}, but the placement is of {placement.num_stages} stages."
         )
-    return _build(name, num_stages, num_micro_batches, placement, recompute)
+    return _build(name, num_stages, num_micro_batches, placement, _limits(name, num_stages, recompute))
 
 
 @lru_cache(maxsize=256)
-def _build(name: str, num_stages: int, num_micro_batches: int, placement: Placement, recompute: str) -> Schedule:
-    orders = SCHEDULES[name](num_stages, num_micro_batches, placement, recompute == "stage")
+def _build(name: str, num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> Schedule:
+    orders = SCHEDULES[name](num_stages, num_micro_batches, placement, limits)
     # The updates of a process stand at its end, where every gradient is complete: see `validate`.
     if any(action.kind == ActionKind.BACKWARD for order in orders for action in order):
         for process, order in enumerate(orders):
@@ -201,11 +238,47 @@ def _build(name: str, num_stages: int, num_micro_batches: int, placement: Placem
     return schedule
 
 
+def _check_name(name: str) -> None:
+    if name not in SCHEDULES:
+        raise ScheduleError(
+            f"schedule {name!r} is unknown; use one of {', '.join(SCHEDULES)}{nearest(name, SCHEDULES)}"
+        )
+
+
+def _limits(name: str, num_stages: int, recompute: str | tuple[int | None, ...]) -> Limits:
+    """How many graphs each stage may keep alive under a mode of `build`."""
+    if isinstance(recompute, str):
+        if recompute not in RECOMPUTE_MODES:
+            raise ScheduleError(
+                f"recompute {recompute!r} is unknown to schedule {name!r}; use one of {', '.join(RECOMPUTE_MODES)}, or "
+                f"for each stage its most live graphs{nearest(recompute, RECOMPUTE_MODES)}"
+            )
+        return (0 if recompute == "stage" else None,) * num_stages
+    if len(recompute) != num_stages:
+        raise ScheduleError(
+            f"recompute of schedule {name!r} has {len(recompute)} limits for {num_stages} stages; give one for each."
+        )
+    for stage, limit in enumerate(recompute):
+        if limit is not None and limit < 1:
+            raise ScheduleError(
+                f"recompute of schedule {name!r}: stage {stage} may keep {limit} graphs alive, but a backward needs "
+                "one; give at least 1, or None for no limit."
+            )
+    return tuple(recompute)
+
+
+def _fused_last(limits: Limits) -> Limits:
+    """The last stage's gradient is at hand when its forward ends: under "stage" too it keeps that graph for it."""
+    return (*limits[:-1], 1 if limits[-1] == 0 else limits[-1])
+
+
+def _merge(orders: list[list[Action]], placement: Placement, limits: Limits) -> list[list[Action]]:
+    return merge([with_recomputations(order, limits) for order in orders], placement)
+
+
 def _forward(stage: int, micro_batch: int) -> Action:
     return Action(ActionKind.FORWARD, stage, micro_batch)
 
 
-def _backward(stage: int, micro_batch: int, recompute: bool) -> list[Action]:
-    """The backward, preceded by its recomputation where there is one."""
-    backward = Action(ActionKind.BACKWARD, stage, micro_batch)
-    return [Action(ActionKind.RECOMPUTE, stage, micro_batch), backward] if recompute else [backward]
+def _backward(stage: int, micro_batch: int) -> Action:
+    return Action(ActionKind.BACKWARD, stage, micro_batch)

@@ -1,0 +1,70 @@
+"""The order of interleaved 1F1B: several stages a process, dealt out in turn (Megatron-LM, Narayanan et al. 2021,
+arXiv 2104.04473, section 2.2).
+
+The micro-batches go in groups. A process takes a whole group forward through its first stage, then through its second,
+and so on; a group of at least P micro-batches is long enough that its first one is back from the other processes when
+the process turns to its next stage. Backwards take the same groups through the stages in reverse. A process starts
+with forwards alone and then alternates one forward and one backward:
+
+- the last process starts each micro-batch's backward on the last stage right after its forward;
+- a process that is d processes before the last one is 2d forwards further ahead, as in the published order. Half of
+  that would fill the pipeline where transfers are free; the other half is the time in which messages travel.
+
+The published order takes groups of P and so needs M to be a multiple of P. Here the M // P groups are of equal size or
+differ by one, none below P; M < P is one group. For a multiple of P this is the published order. The smaller groups
+come first, for a process that went over to smaller ones would run backwards while others wait for its forwards.
+"""
+
+from __future__ import annotations
+
+from hf_gpipe.errors import ScheduleError
+from hf_gpipe.schedule.actions import Action, ActionKind, Placement
+
+
+def interleaved_orders(num_stages: int, num_micro_batches: int, placement: Placement) -> list[list[Action]]:
+    """The forwards and backwards of each process.
+
+    Raises:
+        ScheduleError: the stages are not dealt out in turn.
+    """
+    num_processes = placement.num_processes
+    if placement.processes != Placement.interleaved(num_stages, num_processes).processes:
+        raise ScheduleError(
+            f"schedule 'interleaved_1f1b' wants stage s in process s % {num_processes}, but the placement is "
+            f"{' '.join(map(str, placement.processes))}; use Placement.interleaved({num_stages}, {num_processes})."
+        )
+    stages_each = num_stages // num_processes
+    forwards: list[tuple[int, int]] = []
+    backwards: list[tuple[int, int]] = []
+    ahead: list[int] = []
+    for group in _groups(num_micro_batches, num_processes):
+        forwards += [(turn, m) for turn in range(stages_each) for m in group]
+        backwards += [(turn, m) for turn in reversed(range(stages_each)) for m in group]
+        # Of all forwards of the group, those of its last turn alone may still be to come at its first backward.
+        ahead += [(stages_each - 1) * len(group)] * (stages_each * len(group))
+    orders = []
+    for process in range(num_processes):
+        further = 2 * (num_processes - 1 - process)
+        order: list[Action] = []
+        done = 0
+        for index, (turn, m) in enumerate(backwards):
+            until = max(done, index + 1 + ahead[index] + further)
+            order += [
+                Action(ActionKind.FORWARD, earlier * num_processes + process, micro_batch)
+                for earlier, micro_batch in forwards[done:until]
+            ]
+            order.append(Action(ActionKind.BACKWARD, turn * num_processes + process, m))
+            done = until
+        orders.append(order)
+    return orders
+
+
+def _groups(num_micro_batches: int, num_processes: int) -> list[range]:
+    """Consecutive micro-batches, at least `num_processes` in each group where M allows it; the smaller groups first."""
+    count = max(1, num_micro_batches // num_processes)
+    size, extra = divmod(num_micro_batches, count)
+    groups: list[range] = []
+    for index in range(count):
+        start = groups[-1].stop if groups else 0
+        groups.append(range(start, start + size + (index >= count - extra)))
+    return groups

@@ -1,0 +1,66 @@
+"""Which micro-batches a stage recomputes, so that it never keeps more autograd graphs alive than a limit.
+
+A graph lives from the start of the forward that keeps it, or of the recomputation R that makes it anew, to the end of
+its backward B. Every backward needs its graph, so each one takes one place among those that the limit allows; a forward
+that keeps its graph holds a place from then on. An R stands directly before its B in the order of its stage, so it
+holds a place for no other action's length.
+
+Where a stage reaches its limit, one of the kept graphs has to go, and the best is the one whose backward comes last: it
+would hold its place longest. Chosen so from the first action to the last, the recomputations are the fewest possible
+(it is the greedy choice for the largest set of intervals of which at most a given number overlap; Faigle and Nawijn,
+Discrete Applied Mathematics 58, 1995).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from hf_gpipe.schedule.actions import Action, ActionKind
+
+Limits: TypeAlias = tuple[int | None, ...]
+"""For each stage the most graphs alive at once. None: no limit, so no R; 0: R before every B, needed or not."""
+
+
+def with_recomputations(order: Sequence[Action], limits: Limits) -> list[Action]:
+    """The order of a stage, or of a process with several stages, with each R that the stages' limits ask for.
+
+    Args:
+        order: forwards and backwards.
+        limits: one for each stage of the pipeline; it holds for each stage by itself.
+    """
+    recomputed: dict[int, frozenset[int | None]] = {}
+    for stage in {action.stage for action in order}:
+        recomputed[stage] = _recomputed([action for action in order if action.stage == stage], limits[stage])
+    result: list[Action] = []
+    for action in order:
+        if action.kind == ActionKind.BACKWARD and action.micro_batch in recomputed[action.stage]:
+            result.append(Action(ActionKind.RECOMPUTE, action.stage, action.micro_batch))
+        result.append(action)
+    return result
+
+
+def _recomputed(order: Sequence[Action], limit: int | None) -> frozenset[int | None]:
+    """The micro-batches of one stage whose forward keeps no graph."""
+    backward_at = {action.micro_batch: at for at, action in enumerate(order) if action.kind == ActionKind.BACKWARD}
+    if limit is None:
+        return frozenset()
+    if limit == 0:
+        return frozenset(backward_at)
+    kept: set[int | None] = set()
+    dropped: set[int | None] = set()
+    for action in order:
+        if action.kind == ActionKind.FORWARD:
+            if action.micro_batch not in backward_at:
+                continue
+            kept.add(action.micro_batch)
+            places = limit
+        else:
+            kept.discard(action.micro_batch)
+            places = limit - 1  # The backward's own graph takes one.
+        if len(kept) > places:
+            # One action adds at most one graph or takes one place, so dropping one is enough.
+            last = max(kept, key=lambda micro_batch: backward_at[micro_batch])
+            kept.remove(last)
+            dropped.add(last)
+    return frozenset(dropped)
