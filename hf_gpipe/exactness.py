@@ -269,7 +269,7 @@ def split_step(model: PreTrainedModel, adapter: Adapter, batch: Batch, num_stage
     edges = {number: Edge(LocalChannel(), LocalChannel()) for number in range(num_stages - 1)}
     micro_batches = make_micro_batches(adapter, [batch], MICRO_BATCHES, 0, 0)
     table = build_schedule("gpipe", num_stages, MICRO_BATCHES, Placement.spread(num_stages, 1), recompute="stage")
-    Executor(stages, edges, 0, cpu).run(table, micro_batches)
+    Executor(stages, edges, 0).run(table, micro_batches)
     loss = stages[num_stages - 1].loss_sum
     assert loss is not None
     parameters = {name: p for one in models.values() for name, p in one.parameters.items()}

@@ -2,46 +2,39 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from hf_gpipe.adapters import StageModel, adapter_for, is_known_exact
+from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.adapters.dropout import default_generator
-from hf_gpipe.adapters.guards import check_as_configured, check_model
-from hf_gpipe.adapters.peft import find_peft, make_peft
-from hf_gpipe.checkpoint import hub
+from hf_gpipe.building import ModelSource, Source, make_stages
 from hf_gpipe.checkpoint.peft import load_adapters, save_adapters
 from hf_gpipe.checkpoint.save import save_model
-from hf_gpipe.errors import CheckpointError, PartitionError, UserError
-from hf_gpipe.exactness import verify
+from hf_gpipe.errors import PartitionError, UserError
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.edges import connect
-from hf_gpipe.runtime.executor import ActionTime, Executor
+from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.generation import Generator
 from hf_gpipe.runtime.launch import join
 from hf_gpipe.runtime.micro_batch import Batch, make_micro_batches
-from hf_gpipe.runtime.stage import LogitsCallback, Stage
+from hf_gpipe.runtime.recompute import Recompute
+from hf_gpipe.runtime.stage import LogitsCallback
 from hf_gpipe.runtime.ties import Ties
-from hf_gpipe.runtime.topology import Topology
-from hf_gpipe.schedule.actions import Placement
-from hf_gpipe.schedule.builders import build
+from hf_gpipe.runtime.timing import ActionTime
+from hf_gpipe.runtime.topology import DeviceChoice, Topology
+from hf_gpipe.schedule.builders import build, placement_for
 from hf_gpipe.schedule.table import Schedule
 
-ModelSource: TypeAlias = PreTrainedModel | PreTrainedConfig | str | os.PathLike[str]
-"""A model in memory, a configuration to initialise, or a Hub id or directory to load."""
-
-RECOMPUTE_MODES = ("none", "block", "stage")
+__all__ = ["Evaluation", "ModelSource", "Pipeline"]
 
 
 @dataclass(frozen=True)
@@ -75,7 +68,8 @@ class Pipeline:
         num_micro_batches: M; a mini-batch of n rows is cut into min(M, n) micro-batches.
         schedule: name of a table in hf_gpipe.schedule.builders: "naive", "gpipe", "gpipe_fused" ...
         recompute: "none", "block" (transformers' checkpointing of each block) or "stage" (only a stage's inputs are
-            kept between forward and backward).
+            kept between forward and backward); or a list with one of these for each stage, in which a number stands for
+            the most autograd graphs that the stage may keep alive: what is beyond them is recomputed.
         partition: "count", or the number of layers of each stage.
         seed: of initial weights and dropout.
         dtype: type of the weights; None: the model's own, or float32 for a configuration without one.
@@ -83,9 +77,21 @@ class Pipeline:
         trust_remote_code: whether a Hub model may run Python code of its own.
         config_overrides: values of the configuration to change; only with an id or directory.
         label_smoothing: share of the target's probability spread over the vocabulary.
-        device: where this process computes; None: a CUDA device where there is one, else the CPU.
+        device: where this process computes; None: a CUDA device where there is one, else the CPU. A list, such as
+            ["cuda:0", "cuda:1"], names the devices of this machine: its processes share them out, and a process spreads
+            its stages over its own.
         peft_config: a peft.LoraConfig to add adapters with; all else is frozen. A model that has PEFT adapters
             already, or is a PeftModel, is taken as it is.
+        autocast: torch.bfloat16 or torch.float16: every forward computes under torch.autocast, in training, evaluation
+            and generation; weights and their gradients keep their own type. None: all computes in that type.
+        length_bucketing: whether training sorts the rows of a mini-batch by length before it is cut, and cuts it so
+            that the largest micro-batch has as few tokens, padding included, as possible.
+        torch_compile: whether each block of a stage is compiled by torch.compile; a text names the backend.
+
+    Attributes:
+        step: optimizer steps begun; dropout depends on it.
+        loss_scale: what the loss is multiplied by before backward, and the gradients with it, so that float16 does not
+            lose the small ones (Micikevicius et al. 2018, section 3.2); whoever sets it divides the gradients.
 
     Raises:
         UserError: one of its kinds for each argument that cannot be honoured.
@@ -97,7 +103,7 @@ class Pipeline:
         num_stages: int,
         num_micro_batches: int = 1,
         schedule: str = "gpipe",
-        recompute: str = "stage",
+        recompute: str | Sequence[str | int] = "stage",
         partition: str | Sequence[int] = "count",
         seed: int = 0,
         *,
@@ -106,70 +112,60 @@ class Pipeline:
         trust_remote_code: bool = False,
         config_overrides: Mapping[str, Any] | None = None,
         label_smoothing: float = 0.0,
-        device: torch.device | str | None = None,
+        device: DeviceChoice = None,
         peft_config: Any = None,
+        autocast: torch.dtype | None = None,
+        length_bucketing: bool = False,
+        torch_compile: bool | str = False,
     ) -> None:
-        if recompute not in RECOMPUTE_MODES:
-            raise UserError(f"recompute={recompute!r}: expected one of {', '.join(RECOMPUTE_MODES)}")
         if num_micro_batches < 1:
             raise UserError(f"num_micro_batches={num_micro_batches}: expected at least 1")
         if num_stages < 1:
             raise PartitionError(f"num_stages={num_stages}: expected at least 1")
-        model, peft = find_peft(model, peft_config)
-        check_model(model)
         if not 0 <= label_smoothing < 1:
             raise UserError(f"label_smoothing={label_smoothing!r}: expected at least 0 and below 1")
-        if config_overrides and not isinstance(model, str | os.PathLike):
-            raise UserError("config_overrides go with a Hub id or directory; change the configuration that you give")
-        config = _config_of(model, trust_remote_code, config_overrides)
-        if isinstance(model, PreTrainedModel):
-            if dtype not in (None, model.dtype):
-                raise UserError(f"dtype={dtype}: the given model is {model.dtype}; convert it before, with model.to")
-            dtype = model.dtype
-            attn_implementation = attn_implementation or config._attn_implementation
-        dtype = dtype or getattr(config, "dtype", None) or torch.float32
-        model_class = type(model) if isinstance(model, PreTrainedModel) else None
-        self.adapter = adapter_for(config, dtype, attn_implementation, model_class, trust_remote_code=trust_remote_code)
-        if not is_known_exact(self.adapter):
-            verify(config, model_class, trust_remote_code=trust_remote_code)
-        if (generation_config := _generation_config_of(model)) is not None:
-            self.adapter.reference.generation_config = generation_config
-        self.peft = None if peft is None else make_peft(self.adapter, *peft)
-        self._has_peft_layers = bool(getattr(model, "peft_config", None))
-        if isinstance(model, PreTrainedModel):
-            expected = self.adapter.reference
-            if self.peft is not None and self._has_peft_layers:
-                expected = self.adapter.skeleton()
-                self.peft.inject(expected)
-            check_as_configured(model, expected)
+        self._recompute = Recompute.parse(recompute, num_stages)
+        # A schedule that does not exist is found here, before any weight is read.
+        build(schedule, num_stages, num_micro_batches, recompute=self._recompute.of_table)
+        join()
+        self.topology = Topology.discover(num_stages, device, partial(placement_for, schedule))
+        self._source = Source.open(
+            model,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            config_overrides=config_overrides,
+            peft_config=peft_config,
+            autocast=None if autocast is None else Autocast(autocast, self.topology.device),
+        )
+        self.adapter, self.peft = self._source.adapter, self._source.peft
         self.partition = cut(len(self.adapter.layers), num_stages, partition)
         self.num_stages = num_stages
         self.num_micro_batches = num_micro_batches
         self.schedule_name = schedule
         self.recompute = recompute
         self.seed = seed
-        #: Optimizer steps begun; dropout depends on it.
+        self.length_bucketing = length_bucketing
         self.step = 0
-        # A schedule that does not exist is found here, before any weight is read.
-        self.schedule(num_micro_batches)
+        self.loss_scale = 1.0
 
-        join()
-        self.topology = Topology.discover(num_stages, device)
-        self.models = {s: self._materialise(model, s) for s in self.topology.local_stages}
-        if recompute == "block":
-            for stage_model in self.models.values():
+        self.models = {
+            stage: self._source.stage_model(self.partition[stage], where, seed)
+            for stage, where in self.topology.stage_devices.items()
+        }
+        for stage, stage_model in self.models.items():
+            if stage in self._recompute.block_stages:
                 stage_model.checkpoint_blocks()
+            if torch_compile:
+                stage_model.compile_blocks(torch_compile if isinstance(torch_compile, str) else None)
         self.ties = Ties(self.models, self.topology)
         self._holds_weights = self._copies_are_fresh = False
         self._was_trainable = {name: p.requires_grad for m in self.models.values() for name, p in m.parameters.items()}
-        trainable = self._trainable_layers()
-        self.stages = {
-            s: self._stage(stage_model, trainable, label_smoothing) for s, stage_model in self.models.items()
-        }
+        self.stages = make_stages(self.models, self.adapter, self.topology, label_smoothing)
         self._edges = connect(
             self.topology, lambda stage, name: self.adapter.carry_dtype(self.partition[stage][0], name)
         )
-        self._executor = Executor(self.stages, self._edges, self.topology.rank, self.topology.device)
+        self._executor = Executor(self.stages, self._edges, self.topology.rank)
 
     # ------------------------------------------------------------------ training and evaluation
 
@@ -193,7 +189,16 @@ class Pipeline:
         """`train_step` for mini-batches that every process already has."""
         self._check_trainable()
         self._refresh_copies()
-        micro_batches = make_micro_batches(self.adapter, batches, self.num_micro_batches, self.seed, self.step)
+        micro_batches = make_micro_batches(
+            self.adapter,
+            batches,
+            self.num_micro_batches,
+            self.seed,
+            self.step,
+            length_bucketing=self.length_bucketing,
+        )
+        for stage in self.stages.values():
+            stage.loss_scale = self.loss_scale
         remaining = set(self.stages)
 
         def on_update(stage: int) -> None:
@@ -201,10 +206,11 @@ class Pipeline:
             if not remaining:
                 self.ties.reduce_gradients()
 
-        generator = default_generator(self.topology.device)
-        state = generator.get_state()
+        generators = [default_generator(device) for device in set(self.topology.stage_devices.values())]
+        states = [generator.get_state() for generator in generators]
         self._executor.run(self.schedule(len(micro_batches)), micro_batches, on_update, times)
-        generator.set_state(state)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
         self.step += 1
         return self._from_last_stage(self._take_loss())
 
@@ -260,8 +266,13 @@ class Pipeline:
 
     def schedule(self, num_micro_batches: int, name: str | None = None) -> Schedule:
         """The table that is run for this many micro-batches; by default the training one."""
-        processes = dist.get_world_size() if dist.is_initialized() else 1
-        return _table(name or self.schedule_name, self.num_stages, num_micro_batches, processes, self.recompute)
+        return build(
+            name or self.schedule_name,
+            self.num_stages,
+            num_micro_batches,
+            self.topology.placement,
+            self._recompute.of_table,
+        )
 
     # ------------------------------------------------------------------ parameters and gradients
 
@@ -294,59 +305,20 @@ class Pipeline:
 
     def grad_norm(self) -> torch.Tensor:
         """The 2-norm of the gradient of the whole model, a float64 tensor, the same on every process."""
-        norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in self.parameters() if p.grad is not None]
-        squares = torch.stack(norms).square().sum().cpu() if norms else torch.zeros((), dtype=torch.float64)
+        norms: dict[torch.device, list[torch.Tensor]] = {}
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
+                norms.setdefault(norm.device, []).append(norm)
+        squares = sum(
+            (torch.stack(ones).square().sum().cpu() for ones in norms.values()), torch.zeros((), dtype=torch.float64)
+        )
         # Summed in one fixed order: the norm does not depend on which process adds what.
         parts = torch.zeros(self.topology.num_processes, dtype=torch.float64)
         parts[self.topology.rank] = squares
         if self.topology.num_processes > 1:
             dist.all_reduce(parts)
         return parts.sum().sqrt()
-
-    # ------------------------------------------------------------------ building
-
-    def _materialise(self, source: Any, stage: int) -> StageModel:
-        layers = self.partition[stage]
-        stage_model = StageModel(self.adapter, layers[0], layers[-1] + 1)
-        device = self.topology.device
-        if isinstance(source, PreTrainedModel):
-            if self.peft is not None and self._has_peft_layers:
-                self.peft.inject(stage_model.model)
-            hub.take(stage_model, source, device)
-        elif isinstance(source, str | os.PathLike):
-            hub.load(stage_model, source, device, self.seed)
-        else:
-            hub.initialise(stage_model, device, self.seed)
-        if self.peft is not None and not self._has_peft_layers:
-            hub.add_peft(stage_model, self.peft, device, self.seed)
-        stage_model.seal(device)
-        return stage_model
-
-    def _trainable_layers(self) -> list[bool]:
-        """For each layer of the whole model, whether it has a parameter that wants a gradient."""
-        local: dict[int, bool] = {}
-        for stage_model in self.models.values():
-            for index, layer in enumerate(stage_model.layers, stage_model.start):
-                modules = [stage_model.model.get_submodule(name) for name in layer.modules]
-                local[index] = any(p.requires_grad for module in modules for p in module.parameters())
-        flags: dict[int, bool] = {}
-        for part in self.topology.gather_objects(local):
-            flags.update(part)
-        return [flags[i] for i in range(len(self.adapter.layers))]
-
-    def _stage(self, stage_model: StageModel, trainable: list[bool], label_smoothing: float) -> Stage:
-        flag = dict(zip(self.adapter.layers, trainable, strict=True))
-
-        def wants_gradient(boundary: int) -> dict[str, bool]:
-            sources = self.adapter.sources(boundary)
-            return {name: any(flag[layer] for layer in layers) for name, layers in sources.items()}
-
-        return Stage(
-            stage_model,
-            {} if stage_model.is_first else wants_gradient(stage_model.start),
-            {} if stage_model.is_last else wants_gradient(stage_model.stop),
-            label_smoothing,
-        )
 
     # ------------------------------------------------------------------ between steps
 
@@ -414,7 +386,9 @@ class Pipeline:
             load_adapters(Path(directory), self.models, self.peft)
             return
         for stage, stage_model in self.models.items():
-            loaded = self._materialise(str(directory), stage)
+            loaded = self._source.stage_model(
+                self.partition[stage], self.topology.stage_devices[stage], self.seed, str(directory)
+            )
             current = {**stage_model.parameters, **stage_model.buffers}
             with torch.no_grad():
                 for name, tensor in {**loaded.parameters, **loaded.buffers}.items():
@@ -431,39 +405,3 @@ class Pipeline:
             save_adapters(Path(directory), self.models, self.ties.owner_stage, self.topology, self.peft)
             return
         save_model(Path(directory), self.models, self.ties.owner_stage, self.topology)
-
-
-def _config_of(
-    model: ModelSource,
-    trust_remote_code: bool,
-    overrides: Mapping[str, Any] | None,
-) -> PreTrainedConfig:
-    if isinstance(model, PreTrainedModel):
-        return model.config
-    if isinstance(model, PreTrainedConfig):
-        return model
-    try:
-        return AutoConfig.from_pretrained(str(model), trust_remote_code=trust_remote_code, **(overrides or {}))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read a model's configuration at {str(model)!r}: {error}") from error
-
-
-def _generation_config_of(
-    model: ModelSource,
-) -> GenerationConfig | None:
-    """The defaults of `generate` that come with the model; None: those that its configuration implies."""
-    if isinstance(model, PreTrainedModel):
-        return copy.deepcopy(model.generation_config)
-    if isinstance(model, PreTrainedConfig):
-        return None
-    try:
-        return GenerationConfig.from_pretrained(str(model))
-    except OSError:
-        return None
-
-
-@lru_cache(maxsize=64)
-def _table(name: str, num_stages: int, num_micro_batches: int, num_processes: int, recompute: str) -> Schedule:
-    placement = Placement.spread(num_stages, num_processes)
-    # Recomputation of blocks happens inside B; only that of a whole stage is an action.
-    return build(name, num_stages, num_micro_batches, placement, recompute="stage" if recompute == "stage" else "none")

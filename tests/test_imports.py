@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("exactness",),
     ("planner",),
+    ("building",),
     ("pipeline",),
     ("data",),
     ("training",),

@@ -6,6 +6,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, StageModel
 from hf_gpipe.adapters.decoder_only import DecoderOnly
 from hf_gpipe.adapters.encoder_decoder import EncoderDecoder
@@ -22,6 +23,7 @@ def adapter_for(
     model_class: type[PreTrainedModel] | None = None,
     *,
     trust_remote_code: bool = False,
+    autocast: Autocast | None = None,
 ) -> Adapter:
     """The adapter of a model; arguments as of `Adapter`.
 
@@ -29,7 +31,9 @@ def adapter_for(
     """
     if (reason := REFUSED.get(config.model_type)) is not None:
         raise unsupported(config, reason)
-    return build_adapter(config, dtype, attn_implementation, model_class, trust_remote_code=trust_remote_code)
+    return build_adapter(
+        config, dtype, attn_implementation, model_class, trust_remote_code=trust_remote_code, autocast=autocast
+    )
 
 
 def build_adapter(
@@ -39,10 +43,11 @@ def build_adapter(
     model_class: type[PreTrainedModel] | None = None,
     *,
     trust_remote_code: bool = False,
+    autocast: Autocast | None = None,
 ) -> Adapter:
     """`adapter_for` without a look at the lists of families."""
     kind = EncoderDecoder if config.is_encoder_decoder else DecoderOnly
-    return kind(config, dtype, attn_implementation, model_class, trust_remote_code=trust_remote_code)
+    return kind(config, dtype, attn_implementation, model_class, trust_remote_code=trust_remote_code, autocast=autocast)
 
 
 def is_known_exact(adapter: Adapter) -> bool:
@@ -63,6 +68,7 @@ def unsupported(config: PreTrainedConfig, reason: str) -> UnsupportedModelError:
 __all__ = [
     "IGNORED_LABEL",
     "Adapter",
+    "Autocast",
     "StageModel",
     "adapter_for",
     "build_adapter",

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_gpipe.adapters.autocast import Autocast, scope_of
 from hf_gpipe.adapters.dropout import DropoutSeeds, default_generator, key
 from hf_gpipe.adapters.layers import Layer, StackName, stacks_of
 from hf_gpipe.adapters.position_tables import hollow, lend_tables, shared_tables
@@ -42,6 +43,7 @@ class Adapter(ABC):
         attn_implementation: "eager", "sdpa" ...; None leaves the choice to transformers.
         model_class: class of the model; None: the one that transformers' auto classes choose for the configuration.
         trust_remote_code: whether a configuration may name Python code outside of transformers.
+        autocast: mixed precision of every forward; None: all computes in the type of the weights.
     """
 
     #: Keys of a mini-batch that only the loss reads.
@@ -55,8 +57,10 @@ class Adapter(ABC):
         model_class: type[PreTrainedModel] | None = None,
         *,
         trust_remote_code: bool = False,
+        autocast: Autocast | None = None,
     ) -> None:
         self.given_config = config
+        self.autocast = autocast
         self.model_class = model_class
         self.dtype = dtype
         self.attn_implementation = attn_implementation
@@ -66,7 +70,7 @@ class Adapter(ABC):
         self.config: PreTrainedConfig = self.reference.config
         # A choice of the top k breaks ties by what else is in memory.
         self._padding_matters = hasattr(self.config, "index_topk")
-        observation = observe_family(config, dtype, model_class, trust_remote_code=trust_remote_code)
+        observation = observe_family(config, dtype, model_class, trust_remote_code=trust_remote_code, autocast=autocast)
         self.stacks = stacks_of(self.reference, observation)
         stack_layers = [layer for stack in self.stacks for layer in stack.layers()]
         head = observation.head
@@ -77,6 +81,7 @@ class Adapter(ABC):
         self.routers = find_routers(self.reference, blocks, observation)
         self._num_block_outputs = {block: stack.form.num_outputs for stack in self.stacks for block in stack.blocks}
         self._embeddings = observation.embeddings
+        self._encoder_dtype = observation.encoder_dtype
         #: For each stack the modules of its first block that its other blocks use too.
         self.tables = {stack.name: shared_tables(self.reference, stack.blocks) for stack in self.stacks}
 
@@ -121,6 +126,15 @@ class Adapter(ABC):
     def _prepared(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """`prepare` for text."""
 
+    @abstractmethod
+    def row_lengths(self, batch: Tensors) -> torch.Tensor:
+        """How long each row of a mini-batch is, (N,): its columns up to the last one used, sources and targets."""
+
+    @staticmethod
+    def _used_columns(is_used: torch.Tensor) -> torch.Tensor:
+        """For each row of (N, T), the number of columns up to the last used one."""
+        return (is_used * torch.arange(1, is_used.shape[1] + 1, device=is_used.device)).amax(dim=1)
+
     def _trimmed(self, group: Mapping[str, torch.Tensor], is_used: torch.Tensor) -> dict[str, torch.Tensor]:
         """Cut the columns at the end that no row of a micro-batch uses; `group` has the shape of `is_used` (B, T)."""
         if self._padding_matters:
@@ -144,9 +158,15 @@ class Adapter(ABC):
         return (*ids.shape, *self._given[self.layers[boundary].modules[0]].streams, self._width(boundary))
 
     def carry_dtype(self, boundary: int, name: str) -> torch.dtype:
-        """Type of a tensor that layer `boundary` receives: some models keep hidden states in float32."""
+        """Type of a tensor that layer `boundary` receives.
+
+        It is what was observed on the tiny clone: some models keep hidden states in float32, and under autocast they
+        have one type in one model and another in the next.
+        """
         if name == "hidden":
             return self._given[self.layers[boundary].modules[0]].dtype
+        if name == "encoder_hidden":
+            return self._encoder_dtype or self.dtype
         return next((router.dtype for router in self.routers if router.name == name), self.dtype)
 
     def _width(self, boundary: int) -> int:
@@ -307,6 +327,16 @@ class StageModel:
         """This stage's parameters by Hugging Face name, each tie once, under its source's name."""
         return self._parameters
 
+    def compile_blocks(self, backend: str | None = None) -> None:
+        """Compile each own block by torch.compile. Blocks of one kind share their code, so this costs one compilation.
+
+        Args:
+            backend: torch.compile's; None: its default.
+        """
+        for layer in self.layers:
+            if layer.kind == "block":
+                self.model.get_submodule(layer.name).compile(**({"backend": backend} if backend else {}))
+
     def checkpoint_blocks(self) -> None:
         """Recompute each block's forward within backward: transformers' own checkpointing of every block."""
         # transformers 5.23 renames the method; 5.17 has only the old name.
@@ -344,7 +374,9 @@ class StageModel:
         if micro_batch_seed is not None and self.model.training:
             self.port.seeds = DropoutSeeds(self._generator, self._layer_keys, micro_batch_seed)
         try:
-            return self.adapter.run(self, inputs, carry)
+            # Its cache of converted weights lives as long as the scope, so a weight is never stale.
+            with scope_of(self.adapter.autocast):
+                return self.adapter.run(self, inputs, carry)
         finally:
             self.port.close()
             self.router_port.close()

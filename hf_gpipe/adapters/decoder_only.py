@@ -20,8 +20,14 @@ class DecoderOnly(Adapter):
             raise DataError(f"labels have the shape {shapes[0]} and input_ids {shapes[1]}; a decoder's are the same")
         if (mask := inputs.get("attention_mask")) is None or mask.dim() != 2:
             return inputs
-        is_used = mask.bool() | (inputs["labels"] != IGNORED_LABEL) if "labels" in inputs else mask.bool()
-        return inputs | self._trimmed({n: t for n, t in inputs.items() if t.shape == mask.shape}, is_used)
+        return inputs | self._trimmed({n: t for n, t in inputs.items() if t.shape == mask.shape}, _is_used(inputs))
+
+    def row_lengths(self, batch: Tensors) -> torch.Tensor:
+        mask = batch.get("attention_mask")
+        ids = batch["input_ids"]
+        if mask is None or mask.dim() != 2:
+            return torch.full(ids.shape[:1], ids.shape[1])
+        return self._used_columns(_is_used(batch))
 
     def targets(self, inputs: Tensors) -> torch.Tensor:
         """The next token of each position; the last position has none."""
@@ -59,3 +65,9 @@ class DecoderOnly(Adapter):
         routers = self._routers_before(stage.stop) if has_auxiliary_loss else []
         logits = zip(routers, stage.router_port.logits, strict=True)
         return {"hidden": stage.captured()} | {router.name: tensor for router, tensor in logits}
+
+
+def _is_used(inputs: Tensors) -> torch.Tensor:
+    """Where a row is not padding, (B, T)."""
+    mask = inputs["attention_mask"].bool()
+    return mask | (inputs["labels"] != IGNORED_LABEL) if "labels" in inputs else mask

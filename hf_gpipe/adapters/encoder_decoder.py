@@ -29,6 +29,11 @@ class EncoderDecoder(Adapter):
             inputs["decoder_input_ids"] = self._shift_right(inputs["labels"])
         return inputs
 
+    def row_lengths(self, batch: Tensors) -> torch.Tensor:
+        mask, ids = batch.get("attention_mask"), batch["input_ids"]
+        is_read = mask.bool() if mask is not None and mask.dim() == 2 else torch.ones_like(ids, dtype=torch.bool)
+        return self._used_columns(is_read) + self._used_columns(batch["labels"] != IGNORED_LABEL)
+
     def _shift_right(self, labels: torch.Tensor) -> torch.Tensor:
         """The decoder's inputs, as the model itself would make them from the labels (B, T)."""
         model = self.reference

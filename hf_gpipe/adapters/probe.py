@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_gpipe.adapters.autocast import Autocast, scope_of
 from hf_gpipe.adapters.skeleton import build
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.errors import UnsupportedModelError
@@ -78,6 +79,7 @@ class Observation:
         idle: modules with weights that a forward on ids alone does not call, such as an image encoder.
         inputs: the first tensor that each module outside of the blocks, and each stack's first block, was given.
         routers: those whose logits make the auxiliary loss of a mixture of experts; none where there is no such loss.
+        encoder_dtype: type of the encoder's output; None where there is no encoder.
     """
 
     stacks: tuple[ObservedStack, ...]
@@ -86,6 +88,7 @@ class Observation:
     idle: tuple[str, ...]
     inputs: dict[str, Given]
     routers: tuple[ObservedRouter, ...]
+    encoder_dtype: torch.dtype | None = None
 
 
 @dataclass
@@ -115,11 +118,12 @@ def observe_family(
     model_class: type[PreTrainedModel] | None = None,
     *,
     trust_remote_code: bool = False,
+    autocast: Autocast | None = None,
 ) -> Observation:
     """`observe` for a tiny clone of a configuration; clones that are alike are observed once."""
     tiny = tiny_config(config)
     tiny._experts_implementation = "eager"  # the grouped products of experts do not know every type
-    identity = f"{model_class} {type(config).__name__} {dtype} {tiny.to_json_string(use_diff=False)}"
+    identity = f"{model_class} {type(config).__name__} {dtype} {autocast} {tiny.to_json_string(use_diff=False)}"
     if identity not in _observations:
         try:
             with torch.random.fork_rng(devices=[]):
@@ -128,19 +132,19 @@ def observe_family(
             raise UnsupportedModelError(
                 f"{config.model_type}: a tiny clone of the model cannot be built: {type(error).__name__}: {error}"
             ) from error
-        _observations[identity] = observe(clone)
+        _observations[identity] = observe(clone, autocast)
     return _observations[identity]
 
 
-def observe(model: PreTrainedModel) -> Observation:
-    """Run a tiny model once and read its structure off the calls.
+def observe(model: PreTrainedModel, autocast: Autocast | None = None) -> Observation:
+    """Run a tiny model once, under `autocast` and on its device if given, and read its structure off the calls.
 
     Raises:
         UnsupportedModelError: the forward fails, or is not made of one list of blocks (two for an encoder-decoder)
             that run in order, each once.
     """
     family = model.config.model_type
-    calls = _run(model)
+    calls = _run(model, autocast)
     lists = _block_lists(model, calls)
     expected = 2 if model.config.is_encoder_decoder else 1
     if len(lists) != expected:
@@ -174,7 +178,16 @@ def observe(model: PreTrainedModel) -> Observation:
     embeddings = {name for units_before in before for name in units_before if calls.forms[name] is None}
     idle = tuple(name for name in units if name not in calls.entered)
     inputs = {name: calls.inputs[name] for name in (*units, *(f"{one}.0" for one in lists)) if name in calls.inputs}
-    return Observation(tuple(stacks), head, frozenset(embeddings), idle, inputs, _routers(model, calls, lists))
+    encoded = getattr(calls.result, "encoder_last_hidden_state", None)
+    return Observation(
+        tuple(stacks),
+        head,
+        frozenset(embeddings),
+        idle,
+        inputs,
+        _routers(model, calls, lists),
+        None if encoded is None else encoded.dtype,
+    )
 
 
 def tiny_batch(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -189,7 +202,8 @@ def tiny_batch(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return batch
 
 
-def _run(model: PreTrainedModel) -> _Calls:
+def _run(model: PreTrainedModel, autocast: Autocast | None = None) -> _Calls:
+    device = torch.device("cpu") if autocast is None else autocast.device
     calls = _Calls()
     handles = []
 
@@ -216,8 +230,9 @@ def _run(model: PreTrainedModel) -> _Calls:
             handles.append(module.register_forward_pre_hook(enter(name), with_kwargs=True))
             handles.append(module.register_forward_hook(leave(name), with_kwargs=True))
     try:
-        with torch.no_grad():
-            calls.result = model.eval()(**tiny_batch(model), use_cache=False)
+        batch = {name: tensor.to(device) for name, tensor in tiny_batch(model).items()}
+        with torch.no_grad(), scope_of(autocast):
+            calls.result = model.eval().to(device)(**batch, use_cache=False)
     except Exception as error:
         raise UnsupportedModelError(
             f"{model.config.model_type}: a tiny clone of the model does not run on ids alone: "

@@ -66,6 +66,47 @@ class LocalChannel(Channel):
         self._messages.clear()
 
 
+class DeviceChannel(Channel):
+    """Between two stages of one process on two CUDA devices.
+
+    A message is copied on streams of its own, so that neither device's computation waits for the copy: it begins when
+    the sender's stream has made the tensors, and the receiver's stream waits for it where it uses them.
+    """
+
+    def __init__(self, source: torch.device, target: torch.device) -> None:
+        self._source, self._target = source, target
+        self._streams = torch.cuda.Stream(source), torch.cuda.Stream(target)
+        self._messages: dict[int, tuple[dict[str, torch.Tensor], torch.cuda.Event]] = {}
+
+    def send(self, micro_batch: int, tensors: Tensors, shapes: Shapes) -> None:
+        check_shapes(tensors, shapes)
+        leaving, arriving = self._streams
+        leaving.wait_stream(torch.cuda.current_stream(self._source))
+        with torch.cuda.stream(arriving), torch.cuda.stream(leaving):
+            copies = {name: tensor.to(self._target, non_blocking=True) for name, tensor in tensors.items()}
+        for tensor in tensors.values():
+            # Its memory is not used again before the copy is done.
+            tensor.record_stream(leaving)
+        self._messages[micro_batch] = copies, arriving.record_event()
+
+    def expect(self, micro_batch: int, shapes: Shapes) -> None:
+        pass
+
+    def receive(self, micro_batch: int) -> dict[str, torch.Tensor]:
+        copies, arrived = self._messages.pop(micro_batch)
+        stream = torch.cuda.current_stream(self._target)
+        stream.wait_event(arrived)
+        for copy in copies.values():
+            copy.record_stream(stream)
+        return copies
+
+    def flush(self) -> None:
+        pass
+
+    def reset(self) -> None:
+        self._messages.clear()
+
+
 class RemoteChannel(Channel):
     """Between two processes, by torch.distributed: gloo on the CPU, NCCL on CUDA.
 

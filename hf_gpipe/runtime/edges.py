@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from hf_gpipe.runtime.channel import Channel, LocalChannel, RemoteChannel
+from hf_gpipe.runtime.channel import Channel, DeviceChannel, LocalChannel, RemoteChannel
 from hf_gpipe.runtime.topology import Topology
 
 
@@ -35,31 +35,39 @@ def connect(topology: Topology, dtype_of: Callable[[int, str], torch.dtype]) -> 
         ends = topology.process_of(stage), topology.process_of(stage + 1)
         if ends[0] == ends[1]:
             if topology.rank == ends[0]:
-                edges[stage] = Edge(LocalChannel(), LocalChannel())
+                devices = topology.stage_devices[stage], topology.stage_devices[stage + 1]
+                edges[stage] = Edge(_within(*devices), _within(*devices[::-1]))
             continue
+        is_sender = topology.rank == ends[0]
+        device = topology.stage_devices.get(stage if is_sender else stage + 1, topology.device)
         # Opposing messages on one NCCL communicator wait for each other, so each direction has its own.
-        groups = [_communicator(topology, sender, receiver) for sender, receiver in (ends, ends[::-1])]
+        groups = [_communicator(topology.rank, sender, receiver, device) for sender, receiver in (ends, ends[::-1])]
         if topology.rank in ends:
-            peer = ends[1] if topology.rank == ends[0] else ends[0]
+            peer = ends[1] if is_sender else ends[0]
             dtypes = partial(dtype_of, stage + 1)
             channels = [
-                RemoteChannel(peer, 2 * stage + direction, group, topology.device, dtypes)
+                RemoteChannel(peer, 2 * stage + direction, group, device, dtypes)
                 for direction, group in enumerate(groups)
             ]
             edges[stage] = Edge(*channels)
     return edges
 
 
-def _communicator(topology: Topology, sender: int, receiver: int) -> dist.ProcessGroup | None:
+def _within(source: torch.device, target: torch.device) -> Channel:
+    """A channel between two stages of one process."""
+    return LocalChannel() if source == target else DeviceChannel(source, target)
+
+
+def _communicator(rank: int, sender: int, receiver: int, device: torch.device) -> dist.ProcessGroup | None:
     """A communicator of two on NCCL, ready to use; None on gloo, where tags keep the channels apart."""
-    if topology.device.type != "cuda":
+    if device.type != "cuda":
         return None
     group = dist.new_group(sorted((sender, receiver)), backend="nccl")
-    if topology.rank in (sender, receiver):
+    if rank in (sender, receiver):
         # The first message sets the communicator up and waits for its peer. Left to a step, a receive announced ahead
         # would wait for a peer that waits for this process.
-        token = torch.zeros(1, device=topology.device)
-        if topology.rank == sender:
+        token = torch.zeros(1, device=device)
+        if rank == sender:
             dist.send(token, receiver, group=group)
         else:
             dist.recv(token, sender, group=group)

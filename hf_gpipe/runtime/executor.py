@@ -7,10 +7,9 @@ computes, and no send is waited for before the end of the step.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -19,20 +18,12 @@ from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.edges import Edge
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 from hf_gpipe.runtime.stage import Stage
+from hf_gpipe.runtime.timing import ActionTime, Timer
 from hf_gpipe.schedule.actions import Action, ActionKind
 from hf_gpipe.schedule.table import Schedule
 
 #: How many messages are announced ahead of the action that reads them. Each costs one boundary's memory.
 MESSAGES_AHEAD = 2
-
-
-@dataclass(frozen=True)
-class ActionTime:
-    """When an action ran on this process: `start` is after its message had arrived; seconds of a monotonic clock."""
-
-    action: Action
-    start: float
-    end: float
 
 
 class Executor:
@@ -42,14 +33,13 @@ class Executor:
         stages: the stages of this process, by number.
         edges: the edges at the ends of these stages; `edges[s]` lies between stage s and s + 1.
         rank: number of this process.
-        device: where this process computes.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], edges: Mapping[int, Edge], rank: int, device: torch.device) -> None:
+    def __init__(self, stages: Mapping[int, Stage], edges: Mapping[int, Edge], rank: int) -> None:
         self._stages = stages
         self._edges = edges
         self._rank = rank
-        self._device = device
+        self._devices = {stage.device for stage in stages.values()}
 
     def run(
         self,
@@ -69,13 +59,17 @@ class Executor:
         Raises:
             StageError: an action failed; names the process, the stage, the action and the micro-batch.
         """
-        micro_batches = [self._on_device(micro_batch) for micro_batch in micro_batches]
+        shares = self._on_devices(micro_batches)
         actions = schedule.actions[self._rank]
         messages = deque(action for action in actions if self._reads_message(action))
         announced = 0
+        timer = Timer(self._devices) if times is not None else None
+        mark = timer.mark if timer is not None else _not_measured
         action = None
         try:
             for action in actions:
+                stage = self._stages[action.stage]
+                mark(action, stage.device)
                 while messages and announced < MESSAGES_AHEAD:
                     self._announce(messages.popleft(), micro_batches)
                     announced += 1
@@ -83,14 +77,18 @@ class Executor:
                 if self._reads_message(action):
                     received = self._channel(action).receive(_index(action))
                     announced -= 1
-                start = self._now() if times is not None else 0.0
-                if action.kind == ActionKind.UPDATE:
-                    if on_update is not None:
-                        on_update(action.stage)
-                else:
-                    self._perform(schedule, action, micro_batches[_index(action)], received)
-                if times is not None:
-                    times.append(ActionTime(action, start, self._now()))
+                mark(action, stage.device)
+                message: dict[str, torch.Tensor] = {}
+                if action.kind != ActionKind.UPDATE:
+                    message = self._perform(schedule, action, shares[stage.device][_index(action)], received)
+                elif on_update is not None:
+                    on_update(action.stage)
+                mark(action, stage.device)
+                if message:
+                    self._send(action, message, micro_batches[_index(action)])
+                mark(action, stage.device)
+                # While the process waits for its next message, nothing holds on to the last ones.
+                del received, message
             for edge in self._edges.values():
                 edge.down.flush()
                 edge.up.flush()
@@ -98,32 +96,35 @@ class Executor:
             self._reset()
             where = f"stage {action.stage}, action {action}" if action is not None else "before the first action"
             raise StageError(f"process {self._rank}, {where}: {type(error).__name__}: {error}") from error
+        if timer is not None and times is not None:
+            times.extend(timer.read())
 
     def _perform(
         self, schedule: Schedule, action: Action, micro_batch: MicroBatch, received: dict[str, torch.Tensor]
-    ) -> None:
-        """Do F, R or B and send what it gives."""
-        number, index = action.stage, micro_batch.index
-        stage = self._stages[number]
+    ) -> dict[str, torch.Tensor]:
+        """Do F, R or B; what it gives the neighbouring stage."""
+        stage, index = self._stages[action.stage], micro_batch.index
         if action.kind == ActionKind.RECOMPUTE:
             stage.recompute(index)
-        elif action.kind == ActionKind.FORWARD:
-            context = Context(micro_batch, received)
-            if schedule.is_training:
-                outputs = stage.forward(context, keep_graph=schedule.keeps_graph(number, index))
-            else:
-                outputs = stage.evaluate(context)
-            if not stage.model.is_last:
-                self._edges[number].down.send(index, outputs, stage.output_shapes(micro_batch))
+            return {}
+        if action.kind == ActionKind.BACKWARD:
+            return stage.backward(index, received)
+        context = Context(micro_batch, received)
+        if schedule.is_training:
+            return stage.forward(context, keep_graph=schedule.keeps_graph(action.stage, index))
+        return stage.evaluate(context)
+
+    def _send(self, action: Action, message: dict[str, torch.Tensor], micro_batch: MicroBatch) -> None:
+        stage = self._stages[action.stage]
+        if action.kind == ActionKind.FORWARD:
+            self._edges[action.stage].down.send(micro_batch.index, message, stage.output_shapes(micro_batch))
         else:
-            gradients = stage.backward(index, received)
-            if gradients:
-                self._edges[number - 1].up.send(index, gradients, stage.input_gradient_shapes(micro_batch))
+            self._edges[action.stage - 1].up.send(micro_batch.index, message, stage.input_gradient_shapes(micro_batch))
 
     def _reads_message(self, action: Action) -> bool:
         stage = self._stages[action.stage]
         if action.kind == ActionKind.FORWARD:
-            return not stage.model.is_first
+            return not stage.is_first
         return action.kind == ActionKind.BACKWARD and any(stage.trainable_outputs.values())
 
     def _channel(self, action: Action) -> Channel:
@@ -140,17 +141,9 @@ class Executor:
             shapes = stage.output_gradient_shapes(micro_batch)
         self._channel(action).expect(micro_batch.index, shapes)
 
-    def _on_device(self, micro_batch: MicroBatch) -> MicroBatch:
-        if self._device.type == "cpu":
-            return micro_batch
-        inputs = {name: t.to(self._device, non_blocking=True) for name, t in micro_batch.inputs.items()}
-        return replace(micro_batch, inputs=inputs)
-
-    def _now(self) -> float:
-        """The time, once the device has done what it was given; only a step that is measured asks for it."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+    def _on_devices(self, micro_batches: Sequence[MicroBatch]) -> dict[torch.device, list[MicroBatch]]:
+        """The micro-batches on each device that this process computes on."""
+        return {device: [_on_device(one, device) for one in micro_batches] for device in self._devices}
 
     def _reset(self) -> None:
         """Leave nothing of a failed step behind: its messages and micro-batches would meet the next one's."""
@@ -159,6 +152,17 @@ class Executor:
         for edge in self._edges.values():
             edge.down.reset()
             edge.up.reset()
+
+
+def _not_measured(action: Action, device: torch.device) -> None:
+    """Stands for `Timer.mark` in a step that is not measured."""
+
+
+def _on_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
+    if device.type == "cpu":
+        return micro_batch
+    inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in micro_batch.inputs.items()}
+    return replace(micro_batch, inputs=inputs)
 
 
 def _index(action: Action) -> int:

@@ -143,7 +143,9 @@ class Generator:
         hidden = outputs.get("encoder_hidden")
         if hidden is None:
             shape = (*input_ids.shape, self._adapter.config.hidden_size)
-            hidden = torch.empty(shape, dtype=self._adapter.dtype, device=self.device)
+            # Any layer after the encoder has it for an input of this type.
+            dtype = self._adapter.carry_dtype(-1, "encoder_hidden")
+            hidden = torch.empty(shape, dtype=dtype, device=self.device)
         return BaseModelOutput(last_hidden_state=self._from_last("encoder", hidden))
 
     def decode(self, inputs: dict[str, Any]) -> CausalLMOutputWithPast:

@@ -64,8 +64,56 @@ def split_rows(batch: Batch, num_micro_batches: int) -> list[dict[str, torch.Ten
     return [{name: pieces[i] for name, pieces in parts.items()} for i in range(count)]
 
 
+def split_tokens(batch: Batch, num_micro_batches: int, adapter: Adapter) -> list[dict[str, torch.Tensor]]:
+    """Cut a mini-batch as `split_rows` does, but by tokens: rows of similar length together, the longest first.
+
+    Each of the min(M, n) parts is as long as its longest row; the cut is the one whose largest part has the fewest
+    tokens, padding included, so that no micro-batch holds up the pipeline.
+
+    Args:
+        batch: tensors whose first dimension is the row.
+        num_micro_batches: M.
+        adapter: says how long a row is.
+    """
+    count = len(split_rows(batch, num_micro_batches))
+    lengths = adapter.row_lengths(batch)
+    order = lengths.argsort(descending=True, stable=True)
+    sizes = _even_cut(lengths[order].tolist(), count)
+    pieces = {name: tensor[order.to(tensor.device)].split(sizes) for name, tensor in batch.items()}
+    return [{name: parts[i] for name, parts in pieces.items()} for i in range(count)]
+
+
+def _even_cut(lengths: Sequence[int], count: int) -> list[int]:
+    """The sizes of `count` non-empty runs of rows, given from long to short, whose largest is the smallest possible.
+
+    A run's size in tokens is its number of rows times the length of its first one.
+    """
+
+    def runs(limit: int) -> list[int]:
+        """Runs of at most `limit` tokens, each as long as it may be and leaving a row for each run after it."""
+        sizes: list[int] = []
+        start = 0
+        while start < len(lengths):
+            most = len(lengths) - start - max(0, count - len(sizes) - 1)
+            sizes.append(max(1, min(limit // max(lengths[start], 1), most)))
+            start += sizes[-1]
+        return sizes
+
+    low, high = max(lengths[0], 1), max(lengths[0], 1) * len(lengths)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(runs(middle)) <= count else (middle + 1, high)
+    return runs(low)
+
+
 def make_micro_batches(
-    adapter: Adapter, batches: Sequence[Batch], num_micro_batches: int, seed: int, step: int
+    adapter: Adapter,
+    batches: Sequence[Batch],
+    num_micro_batches: int,
+    seed: int,
+    step: int,
+    *,
+    length_bucketing: bool = False,
 ) -> list[MicroBatch]:
     """The micro-batches of one step: of one mini-batch, or of several whose gradients are accumulated.
 
@@ -75,12 +123,21 @@ def make_micro_batches(
         num_micro_batches: M.
         seed: the run's seed.
         step: number of this optimizer step.
+        length_bucketing: whether a mini-batch is cut by tokens, after its rows have been sorted by length.
     """
     if not batches:
         raise DataError("there is no mini-batch to run on")
     for batch in batches:
         if missing := [name for name in ("input_ids", "labels") if name not in batch]:
             raise DataError(f"a mini-batch needs input_ids and labels; {missing[0]!r} is missing, found {list(batch)}")
-    inputs = [adapter.prepare(rows) for batch in batches for rows in split_rows(batch, num_micro_batches)]
+    inputs = [
+        adapter.prepare(rows)
+        for batch in batches
+        for rows in (
+            split_tokens(batch, num_micro_batches, adapter)
+            if length_bucketing
+            else split_rows(batch, num_micro_batches)
+        )
+    ]
     count = sum(int((adapter.targets(one) != IGNORED_LABEL).sum()) for one in inputs)
     return [MicroBatch(i, one, mix(seed, step, i), max(count, 1), len(inputs)) for i, one in enumerate(inputs)]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
 from hf_gpipe.adapters import IGNORED_LABEL, StageModel
@@ -18,12 +19,24 @@ LogitsCallback = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], None]
 
 
 @dataclass
+class _Graph:
+    """A micro-batch's autograd graph on a stage: the leaves that it starts from, and where backward enters it.
+
+    Backward needs no output's value, only its place in the graph, so the values go as soon as they are sent.
+    """
+
+    inputs: Tensors
+    roots: dict[str, GradientEdge]
+    loss: torch.Tensor | None
+    """On the last stage."""
+
+
+@dataclass
 class _Live:
     """What is kept of a micro-batch between its actions: the context always, a graph only while one is alive."""
 
     context: Context
-    inputs: Tensors | None = None
-    outputs: Tensors | None = None
+    graph: _Graph | None = None
 
 
 @dataclass
@@ -56,10 +69,24 @@ class Stage:
         self.trainable_inputs = trainable_inputs
         self.trainable_outputs = trainable_outputs
         self.label_smoothing = label_smoothing
+        #: See `Pipeline.loss_scale`.
+        self.loss_scale = 1.0
         self.loss_sum: torch.Tensor | None = None
         self.row_losses: dict[int, RowLosses] = {}
         self.on_logits: LogitsCallback | None = None
         self._live: dict[int, _Live] = {}
+
+    @property
+    def is_first(self) -> bool:
+        return self.model.is_first
+
+    @property
+    def is_last(self) -> bool:
+        return self.model.is_last
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
 
     def forward(self, context: Context, *, keep_graph: bool) -> Tensors:
         """F of a training table: run the stage; returns the tensors for the next stage, none on the last.
@@ -70,9 +97,9 @@ class Stage:
         """
         with torch.set_grad_enabled(keep_graph):
             inputs, outputs = self._run(context)
-        graph = (inputs, outputs) if keep_graph else (None, None)
-        self._live[context.micro_batch.index] = _Live(context, *graph)
-        if self.model.is_last:
+        graph = self._graph(inputs, outputs) if keep_graph else None
+        self._live[context.micro_batch.index] = _Live(context, graph)
+        if self.is_last:
             loss = outputs["loss"].detach()
             self.loss_sum = loss if self.loss_sum is None else self.loss_sum + loss
             return {}
@@ -82,22 +109,20 @@ class Stage:
         """R: run the stage's forward again from what F kept, now with gradients. It needs no gradient yet."""
         live = self._live[micro_batch]
         with torch.enable_grad():
-            live.inputs, live.outputs = self._run(live.context)
+            live.graph = self._graph(*self._run(live.context))
 
     def backward(self, micro_batch: int, gradients: Mapping[str, torch.Tensor]) -> Tensors:
         """B: gradients of the outputs in, gradients of the received tensors out; weights accumulate in `.grad`."""
-        live = self._live.pop(micro_batch)
-        assert live.inputs is not None, "backward of a micro-batch without a graph"
-        assert live.outputs is not None
-        if self.model.is_last:
-            if live.outputs["loss"].requires_grad:
-                live.outputs["loss"].backward()
+        graph = self._live.pop(micro_batch).graph
+        assert graph is not None, "backward of a micro-batch without a graph"
+        if graph.loss is not None:
+            if graph.loss.requires_grad:
+                graph.loss.backward(torch.full_like(graph.loss, self.loss_scale))
         elif gradients:
-            roots = [live.outputs[name] for name in gradients]
-            torch.autograd.backward(roots, list(gradients.values()))
+            torch.autograd.backward([graph.roots[name] for name in gradients], list(gradients.values()))
         return {
             name: tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
-            for name, tensor in live.inputs.items()
+            for name, tensor in graph.inputs.items()
             if self.trainable_inputs[name]
         }
 
@@ -106,7 +131,7 @@ class Stage:
         with torch.no_grad():
             inputs = context.micro_batch.inputs
             outputs = self.model(inputs, context.carry)
-            if not self.model.is_last:
+            if not self.is_last:
                 return outputs
             if self.on_logits is not None:
                 self.on_logits(outputs["logits"], inputs)
@@ -138,6 +163,10 @@ class Stage:
         self.row_losses.clear()
         self.loss_sum = None
 
+    def _graph(self, inputs: Tensors, outputs: Tensors) -> _Graph:
+        roots = {n: get_gradient_edge(outputs[n]) for n, is_wanted in self.trainable_outputs.items() if is_wanted}
+        return _Graph(inputs, roots, outputs.get("loss"))
+
     def _run(self, context: Context) -> tuple[Tensors, Tensors]:
         """The received tensors as leaves of this stage's graph, and the stage's outputs."""
         received = {
@@ -145,7 +174,7 @@ class Stage:
         }
         micro_batch = context.micro_batch
         outputs = self.model(micro_batch.inputs, received, micro_batch.seed)
-        if self.model.is_last:
+        if self.is_last:
             targets = self.model.adapter.targets(micro_batch.inputs)
             losses = _token_losses(outputs["logits"], targets, self.label_smoothing)
             loss = losses.sum() / micro_batch.num_target_tokens

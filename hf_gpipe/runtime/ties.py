@@ -1,8 +1,9 @@
 """Parameters that several stages use: one owner, summed gradients, counted once.
 
-Inside a process the stages share one tensor. Between processes each has a copy: the process of the lowest stage is
-the owner. At the update the copies' gradients are summed into the owner's, so that clipping, the optimizer and
-checkpoints see the parameter once; before the next step the owner sends its new value to the others.
+On one device of a process the stages share one tensor. Between processes, and between the devices of a process, each
+has a copy: the lowest stage is the owner. At the update the copies' gradients are summed into the owner's, so that
+clipping, the optimizer and checkpoints see the parameter once; before the next step the owner's new value goes to the
+copies.
 """
 
 from __future__ import annotations
@@ -19,11 +20,19 @@ from hf_gpipe.runtime.topology import Topology
 
 @dataclass(frozen=True)
 class _Tie:
-    """A parameter with copies in several processes; `parameter` is this process's."""
+    """A parameter with copies in several processes; `parameter` is this process's, that of its lowest stage."""
 
     parameter: torch.nn.Parameter
     owner: int
     group: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class _LocalTie:
+    """A parameter with a copy on another device of this process."""
+
+    parameter: torch.nn.Parameter
+    copy: torch.nn.Parameter
 
 
 class Ties:
@@ -35,7 +44,7 @@ class Ties:
     """
 
     def __init__(self, models: Mapping[int, StageModel], topology: Topology) -> None:
-        share_within_process(models)
+        self._local_ties = [_LocalTie(*pair) for pair in share_within_process(models)]
         names_of_stage: dict[int, tuple[str, ...]] = {}
         for part in topology.gather_objects({stage: tuple(model.parameters) for stage, model in models.items()}):
             names_of_stage.update(part)
@@ -47,7 +56,10 @@ class Ties:
         self.owner_stage = {name: stages[0] for name, stages in holders.items()}
         self._ties: list[_Tie] = []
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        local = {name: parameter for model in models.values() for name, parameter in model.parameters.items()}
+        local: dict[str, torch.nn.Parameter] = {}
+        for stage in sorted(models):
+            for name, parameter in models[stage].parameters.items():
+                local.setdefault(name, parameter)
         for name in sorted(holders):
             ranks = tuple(sorted({topology.process_of(stage) for stage in holders[name]}))
             if len(ranks) == 1:
@@ -60,6 +72,11 @@ class Ties:
 
     def reduce_gradients(self) -> None:
         """Sum each tie's gradients into its owner's; the other copies have none afterwards."""
+        for pair in self._local_ties:
+            if pair.copy.grad is not None:
+                gradient = pair.copy.grad.to(pair.parameter.device)
+                pair.parameter.grad = gradient if pair.parameter.grad is None else pair.parameter.grad + gradient
+                pair.copy.grad = None
         for tie in self._ties:
             if not tie.parameter.requires_grad:
                 continue
@@ -73,12 +90,26 @@ class Ties:
         """Give every copy its owner's value."""
         for tie in self._ties:
             dist.broadcast(tie.parameter.data, src=tie.owner, group=tie.group)
+        for pair in self._local_ties:
+            pair.copy.data.copy_(pair.parameter.data)
 
 
-def share_within_process(models: Mapping[int, StageModel]) -> None:
-    """Let stages of one process that use the same parameter hold the same tensor, the lowest stage's."""
+def share_within_process(
+    models: Mapping[int, StageModel],
+) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+    """Let stages on one device that use the same parameter hold the same tensor, the lowest stage's.
+
+    Returns:
+        The copies that stay, because they are on other devices: (the lowest stage's parameter, its copy).
+    """
     first: dict[str, torch.nn.Parameter] = {}
+    on_device: dict[tuple[str, torch.device], torch.nn.Parameter] = {}
+    copies = []
     for stage in sorted(models):
         for name, parameter in list(models[stage].parameters.items()):
-            if first.setdefault(name, parameter) is not parameter:
-                models[stage].replace_parameter(name, first[name])
+            shared = on_device.setdefault((name, models[stage].device), parameter)
+            if shared is not parameter:
+                models[stage].replace_parameter(name, shared)
+            elif first.setdefault(name, parameter) is not parameter:
+                copies.append((first[name], parameter))
+    return copies

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,9 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.schedule.actions import Placement
 
 Value = TypeVar("Value")
+
+DeviceChoice: TypeAlias = torch.device | str | Sequence[str] | None
+"""Where a process computes: a device, several that its stages are spread over, or None for one chosen for it."""
 
 
 @dataclass(frozen=True)
@@ -26,17 +30,28 @@ class Topology:
     num_processes: int
     placement: Placement
     device: torch.device
+    """This process's first device: where what is not a stage's is computed."""
+    stage_devices: Mapping[int, torch.device]
+    """The device of each of this process's stages."""
 
     @classmethod
-    def discover(cls, num_stages: int, device: torch.device | str | None = None) -> Topology:
-        """Spread `num_stages` over the processes of the running job, in order and as evenly as possible.
+    def discover(
+        cls,
+        num_stages: int,
+        device: DeviceChoice = None,
+        place: Callable[[int, int], Placement] = Placement.spread,
+    ) -> Topology:
+        """Place `num_stages` on the processes of the running job, and this process's stages on its devices.
 
         Args:
             num_stages: K.
-            device: where this process computes; None: a CUDA device of its own where there is one, else the CPU.
+            device: where this process computes; None: a CUDA device of its own where there is one, else the CPU. A list
+                names the devices of all processes of this machine, each of which takes an equal part, in order; a
+                process spreads its stages over its devices, consecutive ones together.
+            place: (number of stages, number of processes) -> where each stage is.
 
         Raises:
-            UserError: the job has more processes than stages, or the device does not exist.
+            UserError: the job has more processes than stages, or a device does not exist or has no stage.
         """
         rank, num_processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if num_processes > num_stages:
@@ -44,7 +59,21 @@ class Topology:
                 f"{num_processes} processes were started for num_stages={num_stages}: a process holds at least one "
                 f"stage; start at most {num_stages} processes or raise num_stages"
             )
-        return cls(rank, num_processes, Placement.spread(num_stages, num_processes), pick_device(device))
+        placement = place(num_stages, num_processes)
+        devices, own = _own_devices(device), placement.stages_of(rank)
+        if len(devices) > len(own):
+            raise UserError(
+                f"{len(devices)} devices for the {len(own)} stages of process {rank}: {', '.join(map(str, devices))}; "
+                "name at most one a stage"
+            )
+        stage_devices = {stage: devices[i * len(devices) // len(own)] for i, stage in enumerate(own)}
+        topology = cls(rank, num_processes, placement, devices[0], stage_devices)
+        if device is None or isinstance(device, str | torch.device):
+            return topology
+        names: dict[int, str] = {}
+        for part in topology.gather_objects({stage: str(one) for stage, one in stage_devices.items()}):
+            names.update(part)
+        return replace(topology, placement=replace(placement, devices=tuple(names[s] for s in range(num_stages))))
 
     @property
     def is_main(self) -> bool:
@@ -87,6 +116,22 @@ class Topology:
         if isinstance(outcome, UserError):
             raise outcome
         return outcome
+
+
+def _own_devices(choice: DeviceChoice) -> list[torch.device]:
+    """The devices of this process, in order."""
+    if choice is None or isinstance(choice, str | torch.device):
+        return [pick_device(choice)]
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if dist.is_initialized() else 1
+    if not choice or len(choice) % processes:
+        raise UserError(
+            f"devices {list(choice)}: {len(choice)} cannot be shared out evenly between the {processes} processes of "
+            "this machine; name as many for each"
+        )
+    share = len(choice) // processes
+    first = share * (dist.get_node_local_rank(fallback_rank=0) if dist.is_initialized() else 0)
+    # The last one picked becomes torch's current device, which is to be the first.
+    return [pick_device(name) for name in reversed(choice[first : first + share])][::-1]
 
 
 def pick_device(device: torch.device | str | None) -> torch.device:

@@ -8,7 +8,7 @@ from statistics import median
 
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.batches import Batches
-from hf_gpipe.runtime.executor import ActionTime
+from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule import ActionKind, Costs, Span, Timeline, simulate
 
 

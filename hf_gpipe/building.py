@@ -1,0 +1,163 @@
+"""From what a user gives as a model to the stages of a process: configuration, adapter, weights, gradients wanted."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from hf_gpipe.adapters import Adapter, StageModel, adapter_for, is_known_exact
+from hf_gpipe.adapters.autocast import Autocast
+from hf_gpipe.adapters.guards import check_as_configured, check_model
+from hf_gpipe.adapters.peft import PeftAdapter, find_peft, make_peft
+from hf_gpipe.checkpoint import hub
+from hf_gpipe.errors import CheckpointError, UserError
+from hf_gpipe.exactness import verify
+from hf_gpipe.runtime.stage import Stage
+from hf_gpipe.runtime.topology import Topology
+
+ModelSource: TypeAlias = PreTrainedModel | PreTrainedConfig | str | os.PathLike[str]
+"""A model in memory, a configuration to initialise, or a Hub id or directory to load."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the weights of a model are, and what is known of it before any is read.
+
+    Attributes:
+        model: without its PEFT wrapper, if it had one.
+        adapter: the model's layers.
+        peft: the PEFT adapters to train with.
+        has_peft_layers: whether the model in memory has their layers already.
+    """
+
+    model: ModelSource
+    adapter: Adapter
+    peft: PeftAdapter | None
+    has_peft_layers: bool
+
+    @classmethod
+    def open(
+        cls,
+        model: ModelSource,
+        *,
+        dtype: torch.dtype | None,
+        attn_implementation: str | None,
+        trust_remote_code: bool,
+        config_overrides: Mapping[str, Any] | None,
+        peft_config: Any,
+        autocast: Autocast | None = None,
+    ) -> Source:
+        """What `Pipeline`, whose arguments these are, splits.
+
+        Raises UserError for a model that cannot be split exactly, or that is not what its configuration makes.
+        """
+        model, peft_request = find_peft(model, peft_config)
+        check_model(model)
+        if config_overrides and not isinstance(model, str | os.PathLike):
+            raise UserError("config_overrides go with a Hub id or directory; change the configuration that you give")
+        config = _config_of(model, trust_remote_code, config_overrides)
+        model_class = None
+        if isinstance(model, PreTrainedModel):
+            if dtype not in (None, model.dtype):
+                raise UserError(f"dtype={dtype}: the given model is {model.dtype}; convert it before, with model.to")
+            dtype, model_class = model.dtype, type(model)
+            attn_implementation = attn_implementation or config._attn_implementation
+        dtype = dtype or getattr(config, "dtype", None) or torch.float32
+        adapter = adapter_for(
+            config, dtype, attn_implementation, model_class, trust_remote_code=trust_remote_code, autocast=autocast
+        )
+        if not is_known_exact(adapter):
+            verify(config, model_class, trust_remote_code=trust_remote_code)
+        if (generation_config := _generation_config_of(model)) is not None:
+            adapter.reference.generation_config = generation_config
+        peft = None if peft_request is None else make_peft(adapter, *peft_request)
+        source = cls(model, adapter, peft, has_peft_layers=bool(getattr(model, "peft_config", None)))
+        if isinstance(model, PreTrainedModel):
+            expected = adapter.reference
+            if peft is not None and source.has_peft_layers:
+                expected = adapter.skeleton()
+                peft.inject(expected)
+            check_as_configured(model, expected)
+        return source
+
+    def stage_model(self, layers: range, device: torch.device, seed: int, directory: str | None = None) -> StageModel:
+        """A run of layers with its weights in memory.
+
+        Args:
+            layers: their numbers.
+            device: where the weights go.
+            seed: of initial weights.
+            directory: read from there instead.
+        """
+        source = directory or self.model
+        stage_model = StageModel(self.adapter, layers[0], layers[-1] + 1)
+        if isinstance(source, PreTrainedModel):
+            if self.peft is not None and self.has_peft_layers:
+                self.peft.inject(stage_model.model)
+            hub.take(stage_model, source, device)
+        elif isinstance(source, str | os.PathLike):
+            hub.load(stage_model, source, device, seed)
+        else:
+            hub.initialise(stage_model, device, seed)
+        if self.peft is not None and not self.has_peft_layers:
+            hub.add_peft(stage_model, self.peft, device, seed)
+        stage_model.seal(device)
+        return stage_model
+
+
+def make_stages(
+    models: Mapping[int, StageModel], adapter: Adapter, topology: Topology, label_smoothing: float
+) -> dict[int, Stage]:
+    """This process's stages, which know which tensors' gradients are wanted. Every process calls it."""
+    local: dict[int, bool] = {}
+    for stage_model in models.values():
+        for index, layer in enumerate(stage_model.layers, stage_model.start):
+            modules = [stage_model.model.get_submodule(name) for name in layer.modules]
+            local[index] = any(p.requires_grad for module in modules for p in module.parameters())
+    is_trainable: dict[int, bool] = {}
+    for part in topology.gather_objects(local):
+        is_trainable.update(part)
+    flag = {layer: is_trainable[index] for index, layer in enumerate(adapter.layers)}
+
+    def wants_gradient(boundary: int) -> dict[str, bool]:
+        sources = adapter.sources(boundary)
+        return {name: any(flag[layer] for layer in layers) for name, layers in sources.items()}
+
+    return {
+        number: Stage(
+            one,
+            {} if one.is_first else wants_gradient(one.start),
+            {} if one.is_last else wants_gradient(one.stop),
+            label_smoothing,
+        )
+        for number, one in models.items()
+    }
+
+
+def _config_of(model: ModelSource, trust_remote_code: bool, overrides: Mapping[str, Any] | None) -> PreTrainedConfig:
+    if isinstance(model, PreTrainedModel):
+        return model.config
+    if isinstance(model, PreTrainedConfig):
+        return model
+    try:
+        return AutoConfig.from_pretrained(str(model), trust_remote_code=trust_remote_code, **(overrides or {}))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read a model's configuration at {str(model)!r}: {error}") from error
+
+
+def _generation_config_of(model: ModelSource) -> GenerationConfig | None:
+    """The defaults of `generate` that come with the model; None: those that its configuration implies."""
+    if isinstance(model, PreTrainedModel):
+        return copy.deepcopy(model.generation_config)
+    if isinstance(model, PreTrainedConfig):
+        return None
+    try:
+        return GenerationConfig.from_pretrained(str(model))
+    except OSError:
+        return None
