@@ -18,72 +18,65 @@ from hf_gpipe.schedule import (
     build,
     builders,
     draw_text,
+    placement_for,
     simulate,
 )
 from hf_gpipe.schedule.clock import merge
+from hf_gpipe.schedule.recompute import Limits
+from tests.schedule.cases import Recompute, placements, recomputes, schedules, stage_order
 
 F, R, B, U = ActionKind.FORWARD, ActionKind.RECOMPUTE, ActionKind.BACKWARD, ActionKind.UPDATE
 
 
-@st.composite
-def placements(draw: st.DrawFn) -> Placement:
-    """Any stages in any processes: contiguous, looped or scattered."""
-    num_stages = draw(st.integers(1, 6))
-    drawn = draw(st.lists(st.integers(0, 3), min_size=num_stages, max_size=num_stages))
-    numbers = {process: number for number, process in enumerate(sorted(set(drawn)))}
-    return Placement(tuple(numbers[process] for process in drawn))
-
-
-@st.composite
-def schedules(draw: st.DrawFn, names: tuple[str, ...] = tuple(SCHEDULES)) -> Schedule:
-    placement = draw(placements())
-    name, recompute = draw(st.sampled_from(names)), draw(st.sampled_from(["stage", "none"]))
-    return build(name, placement.num_stages, draw(st.integers(1, 6)), placement, recompute)
-
-
-def stage_order(schedule: Schedule, stage: int) -> list[Action]:
-    process = schedule.placement.processes[stage]
-    return [action for action in schedule.actions[process] if action.stage == stage]
-
-
 @given(schedules())
 @settings(deadline=None, max_examples=200)
-def test_every_table_is_valid_and_survives_its_text(schedule: Schedule) -> None:
+def test_every_table_is_valid_and_survives_its_text(case: tuple[Schedule, Recompute]) -> None:
+    schedule, _ = case
     schedule.validate()
     again = Schedule.from_text(schedule.text())
     assert again == schedule
     again.validate()
 
 
-@given(placements(), st.integers(1, 6), st.sampled_from(sorted(SCHEDULES)), st.sampled_from(["stage", "none"]))
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 7), st.data())
 @settings(deadline=None, max_examples=200)
-def test_every_action_exactly_once(placement: Placement, num_micro_batches: int, name: str, recompute: str) -> None:
+def test_every_action_exactly_once(name: str, num_micro_batches: int, data: st.DataObject) -> None:
+    placement = data.draw(placements(name))
     num_stages = placement.num_stages
+    recompute = data.draw(recomputes(num_stages))
     schedule = build(name, num_stages, num_micro_batches, placement, recompute)
-    expected = [Action(F, s, m) for s in range(num_stages) for m in range(num_micro_batches)]
+    every = [(s, m) for s in range(num_stages) for m in range(num_micro_batches)]
+    expected = [Action(F, s, m) for s, m in every]
     if name != "forward_only":
-        expected += [Action(B, s, m) for s in range(num_stages) for m in range(num_micro_batches)]
+        expected += [Action(B, s, m) for s, m in every]
         expected += [Action(U, s) for s in range(num_stages)]
-        if recompute == "stage":
-            recomputing = num_stages - 1 if name in ("gpipe_fused", "1f1b") else num_stages
-            expected += [Action(R, s, m) for s in range(recomputing) for m in range(num_micro_batches)]
-    assert sorted(action for actions in schedule.actions for action in actions) == sorted(expected)
+    recomputed = [action for actions in schedule.actions for action in actions if action.kind == R]
+    if name == "forward_only" or recompute == "none":
+        assert recomputed == []
+    elif recompute == "stage":
+        fused = name in ("gpipe_fused", "1f1b", "interleaved_1f1b")
+        assert sorted(recomputed) == [Action(R, s, m) for s, m in every if not (fused and s == num_stages - 1)]
+    else:
+        assert len(set(recomputed)) == len(recomputed)
+    assert sorted(action for actions in schedule.actions for action in actions) == sorted(expected + recomputed)
     for process, actions in enumerate(schedule.actions):
         assert {action.stage for action in actions} == set(placement.stages_of(process))
 
 
-@given(schedules())
+@given(schedules(names=tuple(name for name in SCHEDULES if name != "interleaved_1f1b")))
 @settings(deadline=None, max_examples=200)
-def test_a_stage_works_in_the_same_order_wherever_it_is(schedule: Schedule) -> None:
-    recompute = "stage" if any(action.kind == R for actions in schedule.actions for action in actions) else "none"
+def test_a_stage_works_in_the_same_order_wherever_it_is(case: tuple[Schedule, Recompute]) -> None:
+    schedule, recompute = case
     alone = build(schedule.name, schedule.num_stages, schedule.num_micro_batches, None, recompute)
     for stage in range(schedule.num_stages):
-        assert stage_order(schedule, stage) == list(alone.actions[stage])
+        assert stage_order(schedule, stage) == stage_order(alone, stage)
 
 
 @given(schedules())
 @settings(deadline=None, max_examples=200)
-def test_messages_are_received_in_the_order_in_which_they_are_sent(schedule: Schedule) -> None:
+def test_messages_are_received_in_the_order_in_which_they_are_sent(case: tuple[Schedule, Recompute]) -> None:
+    schedule, _ = case
+
     def order(kind: ActionKind, stage: int) -> list[int | None]:
         return [action.micro_batch for action in stage_order(schedule, stage) if action.kind == kind]
 
@@ -94,7 +87,8 @@ def test_messages_are_received_in_the_order_in_which_they_are_sent(schedule: Sch
 
 @given(schedules(names=("naive", "gpipe", "forward_only")))
 @settings(deadline=None, max_examples=200)
-def test_tables_that_run_with_blocking_sends(schedule: Schedule) -> None:
+def test_tables_that_run_with_blocking_sends(case: tuple[Schedule, Recompute]) -> None:
+    schedule, _ = case
     places = list(schedule.placement.processes)
     if places == sorted(places) or schedule.name == "naive":
         schedule.validate(rendezvous=True)
@@ -131,6 +125,7 @@ def test_1f1b_holds_few_micro_batches_and_has_the_bubble_of_gpipe(num_stages: in
     assert timeline.bubble == Fraction(num_stages - 1, num_micro_batches + num_stages - 1)
     for stage in range(num_stages):
         assert timeline.peak_live_micro_batches(stage) == min(num_stages - stage, num_micro_batches)
+        assert schedule.peak_in_flight(stage) == min(num_stages - stage, num_micro_batches)
 
 
 @given(st.integers(2, 6), st.integers(2, 6))
@@ -169,19 +164,36 @@ def drawings(name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_micro_batches", "recomputes"),
+    ("name", "placement", "num_micro_batches", "recomputes"),
     [
-        ("naive", 2, ["none"]),
-        ("gpipe", 3, ["none", "stage"]),
-        ("gpipe_fused", 3, ["stage"]),
-        ("1f1b", 4, ["none", "stage"]),
-        ("forward_only", 3, ["stage"]),
+        ("naive", Placement.one_stage_each(3), 2, ["none"]),
+        ("gpipe", Placement.one_stage_each(3), 3, ["none", "stage"]),
+        ("gpipe_fused", Placement.one_stage_each(3), 3, ["stage"]),
+        ("1f1b", Placement.one_stage_each(3), 4, ["none", "stage"]),
+        ("interleaved_1f1b", Placement.interleaved(4, 2), 4, ["none"]),
+        ("forward_only", Placement.one_stage_each(3), 3, ["stage"]),
     ],
 )
-def test_the_docstrings_draw_the_real_tables(name: str, num_micro_batches: int, recomputes: list[str]) -> None:
+def test_the_docstrings_draw_the_real_tables(
+    name: str, placement: Placement, num_micro_batches: int, recomputes: list[str]
+) -> None:
     costs = Costs(forward_seconds=1, backward_seconds=2, recompute_seconds=1)
-    drawn = [draw_text(simulate(build(name, 3, num_micro_batches, recompute=mode), costs)) for mode in recomputes]
+    tables = [build(name, placement.num_stages, num_micro_batches, placement, mode) for mode in recomputes]
+    drawn = [draw_text(simulate(table, costs)) for table in tables]
     assert drawings(name) == "\n".join("\n".join(text.splitlines()[:-1]) for text in drawn)
+
+
+def test_where_a_schedule_wants_its_stages() -> None:
+    assert placement_for("interleaved_1f1b", 6, 2).processes == (0, 1, 0, 1, 0, 1)
+    for name in SCHEDULES:
+        assert placement_for(name, 5, 1) == Placement.one_process(5)
+        assert placement_for(name, 3, 3) == Placement.one_stage_each(3)
+        if name != "interleaved_1f1b":
+            assert placement_for(name, 5, 2).processes == (0, 0, 0, 1, 1)
+    with pytest.raises(ScheduleError, match=r"5 stages cannot be interleaved over 2 processes.*multiple"):
+        placement_for("interleaved_1f1b", 5, 2)
+    with pytest.raises(ScheduleError, match=r"'1f1' is unknown.*did you mean '1f1b'"):
+        placement_for("1f1", 4, 2)
 
 
 def test_equal_arguments_give_the_same_table() -> None:
@@ -207,7 +219,7 @@ def test_a_builder_of_another_schedule_fits_in(monkeypatch: pytest.MonkeyPatch) 
     """One forward, one backward: a stage's order is all that a new schedule has to write."""
 
     def one_forward_one_backward(
-        num_stages: int, num_micro_batches: int, placement: Placement, recompute: bool
+        num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits
     ) -> list[list[Action]]:
         orders = []
         for stage in range(num_stages):

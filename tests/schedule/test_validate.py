@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule import SCHEDULES, Action, ActionKind, Placement, Schedule, build
+from hf_gpipe.schedule import Action, ActionKind, Schedule, build
+from tests.schedule.cases import schedules
 
 
 def table(*processes: str, num_stages: int = 2, num_micro_batches: int = 1, placement: str | None = None) -> Schedule:
@@ -82,12 +83,8 @@ def test_blocking_sends_can_deadlock_where_others_do_not() -> None:
         fused.validate(rendezvous=True)
 
 
-@st.composite
-def built(draw: st.DrawFn) -> Schedule:
-    num_stages = draw(st.integers(1, 4))
-    placement = Placement.spread(num_stages, draw(st.integers(1, num_stages)))
-    name, recompute = draw(st.sampled_from(list(SCHEDULES))), draw(st.sampled_from(["stage", "none"]))
-    return build(name, num_stages, draw(st.integers(1, 4)), placement, recompute)
+def built() -> st.SearchStrategy[Schedule]:
+    return schedules().map(lambda case: case[0])
 
 
 def with_actions(schedule: Schedule, process: int, actions: list[Action]) -> Schedule:

@@ -1,0 +1,43 @@
+"""Hypothesis strategies: tables of every schedule, wherever the schedule can be placed and however it recomputes."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from hf_gpipe.schedule import SCHEDULES, Action, ActionKind, Placement, Schedule, build
+
+Recompute = str | tuple[int | None, ...]
+
+
+@st.composite
+def placements(draw: st.DrawFn, name: str = "gpipe") -> Placement:
+    """Any stages in any processes, contiguous, looped or scattered; dealt out in turn where the schedule wants it."""
+    if name == "interleaved_1f1b":
+        num_processes = draw(st.integers(1, 4))
+        return Placement.interleaved(num_processes * draw(st.integers(1, 4)), num_processes)
+    num_stages = draw(st.integers(1, 6))
+    drawn = draw(st.lists(st.integers(0, 3), min_size=num_stages, max_size=num_stages))
+    numbers = {process: number for number, process in enumerate(sorted(set(drawn)))}
+    return Placement(tuple(numbers[process] for process in drawn))
+
+
+@st.composite
+def recomputes(draw: st.DrawFn, num_stages: int) -> Recompute:
+    """Either mode, or a limit for each stage."""
+    limit = st.none() | st.integers(1, 7)
+    return draw(st.sampled_from(["stage", "none"]) | st.tuples(*[limit] * num_stages))
+
+
+@st.composite
+def schedules(draw: st.DrawFn, names: tuple[str, ...] = tuple(SCHEDULES)) -> tuple[Schedule, Recompute]:
+    """A table, and how it was asked to recompute."""
+    name = draw(st.sampled_from(names))
+    placement = draw(placements(name))
+    recompute = draw(recomputes(placement.num_stages))
+    return build(name, placement.num_stages, draw(st.integers(1, 7)), placement, recompute), recompute
+
+
+def stage_order(schedule: Schedule, stage: int) -> list[Action]:
+    """A stage's actions in the order in which its process runs them, the update left out."""
+    actions = schedule.actions[schedule.placement.processes[stage]]
+    return [action for action in actions if action.stage == stage and action.kind != ActionKind.UPDATE]
