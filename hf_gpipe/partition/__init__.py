@@ -7,11 +7,17 @@ from itertools import accumulate
 
 from hf_gpipe.errors import PartitionError, nearest
 from hf_gpipe.partition.count import by_count
+from hf_gpipe.partition.optimal import StageCost, by_cost, stages_of
+
+__all__ = ["COST_STRATEGIES", "STRATEGIES", "StageCost", "by_cost", "by_count", "partition", "stages_of"]
 
 Strategy = Callable[[int, int], Sequence[int]]
 """(num_layers, num_stages), with num_stages at most num_layers -> the number of layers of each stage."""
 
 STRATEGIES: dict[str, Strategy] = {"count": by_count}
+
+COST_STRATEGIES = ("parameters", "flops", "profile")
+"""Names of what `by_cost` can make even; they need the model's costs, so the planner turns them into lists."""
 
 
 def partition(num_layers: int, num_stages: int, strategy: str | Sequence[int] = "count") -> tuple[range, ...]:
@@ -34,10 +40,16 @@ def partition(num_layers: int, num_stages: int, strategy: str | Sequence[int] = 
         )
     if not isinstance(strategy, str):
         return _ranges(_checked(strategy, num_layers, num_stages))
-    if strategy not in STRATEGIES:
+    if strategy in COST_STRATEGIES:
         raise PartitionError(
-            f"partition {strategy!r} is unknown; use one of {', '.join(STRATEGIES)}, or a list with the number of "
-            f"layers of each stage{nearest(strategy, STRATEGIES)}"
+            f"partition {strategy!r} needs what each layer costs, which hf_gpipe.planner.resolve knows; give it the "
+            "strategy and use the list that it returns, or use count."
+        )
+    if strategy not in STRATEGIES:
+        names = (*STRATEGIES, *COST_STRATEGIES)
+        raise PartitionError(
+            f"partition {strategy!r} is unknown; use one of {', '.join(names)}, or a list with the number of "
+            f"layers of each stage{nearest(strategy, names)}"
         )
     return _ranges(STRATEGIES[strategy](num_layers, num_stages))
 
