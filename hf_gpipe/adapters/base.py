@@ -369,6 +369,10 @@ class StageModel:
             The carry for the next stage. On the last stage {"logits": (B, T, V)}, and from a mixture of experts with an
             auxiliary loss {"auxiliary_loss": ()}, times its coefficient.
         """
+        if self.adapter.autocast is not None:
+            # Autocast converts a leaf once for all its uses, so that their gradients would add up in half precision;
+            # inside of the plain model these tensors are no leaves. To autocast a view is none either.
+            carry = {name: tensor.view_as(tensor) for name, tensor in carry.items()}
         self.port.received = carry.get("hidden")
         self.router_port.open(self.adapter.routers, carry)
         if micro_batch_seed is not None and self.model.training:
