@@ -28,6 +28,11 @@ class ActionKind(StrEnum):
     BACKWARD = "B"
     UPDATE = "U"
 
+    @property
+    def word(self) -> str:
+        """The kind in full, in lower case."""
+        return self.name.lower()
+
 
 _ACTION_TEXT = re.compile(r"(\d+)([FRB])(\d+)|(\d+)U")
 

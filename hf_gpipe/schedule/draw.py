@@ -34,12 +34,6 @@ _LABEL_COLOURS = {
     ActionKind.BACKWARD: "white",
     ActionKind.UPDATE: "white",
 }
-_NAMES = {
-    ActionKind.FORWARD: "forward",
-    ActionKind.RECOMPUTE: "recompute",
-    ActionKind.BACKWARD: "backward",
-    ActionKind.UPDATE: "update",
-}
 _IDLE_COLOUR = "#dcdcdc"
 _ELSEWHERE_COLOUR = "#f6f6f6"
 _BAR_HEIGHT = 0.84
@@ -126,7 +120,7 @@ def draw_png(path: str | Path, *timelines: Timeline, titles: Sequence[str] | Non
     path = Path(path)
     if path.suffix.lower() not in _SUFFIXES:
         raise ScheduleError(f"cannot draw {path}: the suffix {path.suffix!r} is not one of {', '.join(_SUFFIXES)}.")
-    titles = [_name(timeline) for timeline in timelines] if titles is None else titles
+    titles = [title_of(timeline) for timeline in timelines] if titles is None else titles
     if not timelines or len(titles) != len(timelines):
         raise ScheduleError(f"cannot draw {path}: {len(timelines)} timelines with {len(titles)} titles; give each one.")
     figure(timelines, titles).savefig(path)
@@ -156,7 +150,7 @@ def figure(timelines: Sequence[Timeline], titles: Sequence[str]) -> Figure:
     for panel, timeline, title in zip(panels, timelines, titles, strict=True):
         _draw_panel(panel, timeline, title)
     kinds = {span.action.kind for timeline in timelines for span in timeline.spans if span.busy > 0}
-    entries = [Patch(facecolor=_COLOURS[kind], label=_NAMES[kind]) for kind in ActionKind if kind in kinds]
+    entries = [Patch(facecolor=_COLOURS[kind], label=kind.word) for kind in ActionKind if kind in kinds]
     entries.append(Patch(facecolor=_IDLE_COLOUR, label="idle"))
     if any(t.schedule.placement.num_processes < t.schedule.num_stages for t in timelines):
         entries.append(Patch(facecolor=_ELSEWHERE_COLOUR, edgecolor=_IDLE_COLOUR, label="process at another stage"))
@@ -188,7 +182,7 @@ def _draw_panel(panel: Axes, timeline: Timeline, title: str) -> None:
                 linewidth=0.4,
             )
     panel.set_ylim(schedule.num_stages - 0.5, -0.5)
-    panel.set_yticks(range(schedule.num_stages), labels=[_row_name(timeline, s) for s in range(schedule.num_stages)])
+    panel.set_yticks(range(schedule.num_stages), labels=[row_name(timeline, s) for s in range(schedule.num_stages)])
     panel.tick_params(axis="y", length=0)
     panel.tick_params(labelsize=9)
     panel.spines[["top", "right", "left"]].set_visible(False)
@@ -201,7 +195,8 @@ def _bar(span: Span) -> tuple[float, float]:
     return float(span.start + span.waiting), float(span.busy)
 
 
-def _row_name(timeline: Timeline, stage: int) -> str:
+def row_name(timeline: Timeline, stage: int) -> str:
+    """A stage, with its process where that has another number."""
     placement = timeline.schedule.placement
     if placement.num_processes == placement.num_stages:
         return f"stage {stage}"
@@ -239,7 +234,8 @@ def _number(span: Span) -> str:
     return "U" if span.action.micro_batch is None else str(span.action.micro_batch)
 
 
-def _name(timeline: Timeline) -> str:
+def title_of(timeline: Timeline) -> str:
+    """What a timeline is called where nothing else is said: its schedule, K and M."""
     schedule = timeline.schedule
     return f"{schedule.name}, K = {schedule.num_stages}, M = {schedule.num_micro_batches}"
 

@@ -51,7 +51,7 @@ class Costs:
 
 
 class Span(NamedTuple):
-    """One action that a process ran: it came to it at `start`, waited for `waiting`, and ended at `end` (seconds)."""
+    """One action that a process ran: it came to it at `start`, waited, computed, sent, and ended at `end` (seconds)."""
 
     process: int
     action: Action
@@ -59,10 +59,17 @@ class Span(NamedTuple):
     end: Seconds
     waiting: Seconds = 0
     """The part of the span, at its beginning, in which the process was idle."""
+    sending: Seconds = 0
+    """The part of the span, at its end, in which the process handed its message over."""
 
     @property
     def busy(self) -> Seconds:
+        """Computing and sending."""
         return self.end - self.start - self.waiting
+
+    @property
+    def computing(self) -> Seconds:
+        return self.busy - self.sending
 
 
 @dataclass(frozen=True)
@@ -148,13 +155,19 @@ class Timeline:
         return max((size for _, size in self.live_bytes(stage)), default=0)
 
     def peak_live_micro_batches(self, stage: int) -> int:
-        """The most micro-batches that are between the start of their forward and their last action on a stage."""
+        """The most micro-batches that `live_micro_batches` counts at one time."""
+        return max((count for _, count in self.live_micro_batches(stage)), default=0)
+
+    def live_micro_batches(self, stage: int) -> tuple[tuple[Seconds, int], ...]:
+        """How many micro-batches a stage has between their forward and the end of their last action, both included, as
+        steps (from this time on, so many).
+        """
         live: list[tuple[Seconds, Seconds, int]] = []
         for micro_batch in range(self.schedule.num_micro_batches):
             forward = self._ran[Action(ActionKind.FORWARD, stage, micro_batch)]
             last = self._ran.get(Action(ActionKind.BACKWARD, stage, micro_batch)) or forward
-            live.append((forward.start, last.end, 1))
-        return max((count for _, count in _steps(live)), default=0)
+            live.append((forward.start + forward.waiting, last.end, 1))
+        return _steps(live)
 
     @cached_property
     def _ran(self) -> dict[Action, Span]:

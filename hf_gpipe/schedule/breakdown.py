@@ -1,0 +1,139 @@
+"""Where the time of a step goes: a timeline added up by kind of work, as in GPipe's breakdown of a time step
+(arXiv 1811.06965): computing, recomputation, sending, waiting, the optimizer, for each process and each stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from fractions import Fraction
+from typing import Any
+
+from hf_gpipe.schedule.actions import ActionKind
+from hf_gpipe.schedule.simulate import Seconds, Span, Timeline
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of one step; together they are the whole step."""
+
+    forward: Seconds = 0
+    recompute: Seconds = 0
+    backward: Seconds = 0
+    send: Seconds = 0
+    """Handing messages over."""
+    wait: Seconds = 0
+    """Idle: for a message, before the first action and after the last one. It is the bubble."""
+    update: Seconds = 0
+    """The optimizer's, and adding up the gradients of tied parameters."""
+    other: Seconds = 0
+    """Between two actions; of a stage also its process's other stages, and that process's idle time at both ends."""
+
+    @property
+    def total(self) -> Seconds:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """The parts of a step, for each process and for each stage, as the process or stage itself spent them."""
+
+    total_seconds: Seconds
+    processes: tuple[Parts, ...]
+    stages: tuple[Parts, ...]
+    stages_of: tuple[tuple[int, ...], ...]
+    """The stages of each process."""
+
+    @property
+    def mean(self) -> Parts:
+        """The mean of all processes."""
+        names = [field.name for field in fields(Parts)]
+        share = Fraction(1, len(self.processes))  # Exact seconds stay exact.
+        return Parts(*(sum(getattr(parts, name) for parts in self.processes) * share for name in names))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a JSON file: seconds as floats."""
+        processes = zip(self.stages_of, self.processes, strict=True)
+        return {
+            "total_seconds": float(self.total_seconds),
+            "mean": _floats(self.mean),
+            "processes": [{"stages": list(own), **_floats(parts)} for own, parts in processes],
+            "stages": [_floats(parts) for parts in self.stages],
+        }
+
+    def text(self) -> str:
+        """The table: a row a process, the stages of a process that has several below it, and the mean last."""
+        names = [field.name for field in fields(Parts)]
+        rows = [["", *names]]
+        for process, parts in enumerate(self.processes):
+            own = self.stages_of[process]
+            rows.append([f"process {process}", *self._cells(parts)])
+            if len(own) > 1:
+                rows += [[f"  stage {stage}", *self._cells(self.stages[stage])] for stage in own]
+        if len(self.processes) > 1:
+            rows.append(["mean", *self._cells(self.mean)])
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = []
+        for first, *cells in rows:
+            lines.append("  ".join([first.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]))
+        return "\n".join(lines)
+
+    def _cells(self, parts: Parts) -> list[str]:
+        return [self._cell(getattr(parts, field.name)) for field in fields(Parts)]
+
+    def _cell(self, seconds: Seconds) -> str:
+        share = float(seconds / self.total_seconds) if self.total_seconds else 0.0
+        return f"{float(seconds) * 1000:.1f} ms {share:4.0%}"
+
+
+def breakdown(timeline: Timeline) -> Breakdown:
+    """Adds a timeline up. With exact seconds (fractions) every sum is exact."""
+    placement, total = timeline.schedule.placement, timeline.total_seconds
+    processes: list[Parts] = []
+    stages: dict[int, Parts] = {}
+    for process in range(placement.num_processes):
+        spans = [span for span in timeline.spans if span.process == process]
+        waits = _waits(spans, timeline.schedule.num_stages)
+        # Before its first action and after its last one the process waits for the others.
+        ends = spans[0].start + total - spans[-1].end if spans else total
+        processes.append(_parts(spans, sum(waits) + ends, total))
+        for stage in placement.stages_of(process):
+            own = [(span, wait) for span, wait in zip(spans, waits, strict=True) if span.action.stage == stage]
+            stages[stage] = _parts([span for span, _ in own], sum(wait for _, wait in own), total)
+    return Breakdown(
+        total,
+        tuple(processes),
+        tuple(stages[stage] for stage in sorted(stages)),
+        tuple(placement.stages_of(process) for process in range(placement.num_processes)),
+    )
+
+
+def _waits(spans: Sequence[Span], num_stages: int) -> list[Seconds]:
+    """How long each span of a process waited for its message: as noted, and the time since the span before it.
+
+    A simulated span starts when its message is there, a measured one when the process came to it.
+    """
+    waits: list[Seconds] = []
+    for index, span in enumerate(spans):
+        receives = index > 0 and span.action.source(num_stages) is not None
+        waits.append(span.waiting + (span.start - spans[index - 1].end if receives else 0))
+    return waits
+
+
+def _parts(spans: Sequence[Span], wait: Seconds, total: Seconds) -> Parts:
+    def computing(kind: ActionKind) -> Seconds:
+        return sum(span.computing for span in spans if span.action.kind == kind)
+
+    known = Parts(
+        forward=computing(ActionKind.FORWARD),
+        recompute=computing(ActionKind.RECOMPUTE),
+        backward=computing(ActionKind.BACKWARD),
+        send=sum(span.sending for span in spans),
+        wait=wait,
+        update=computing(ActionKind.UPDATE),
+    )
+    return replace(known, other=total - known.total)
+
+
+def _floats(parts: Parts) -> dict[str, float]:
+    return {f"{name}_seconds": float(value) for name, value in asdict(parts).items()}

@@ -1,0 +1,82 @@
+"""Timelines as a trace file for chrome://tracing and https://ui.perfetto.dev.
+
+The format is the JSON form of Chrome's trace events, as the document "Trace Event Format" describes it: complete events
+("X") with their start and duration in microseconds, names of processes and threads ("M"), and counters ("C"). A
+timeline is a process of the trace and a stage a thread, so timelines stand below each other on one scale.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_gpipe.errors import ScheduleError
+from hf_gpipe.schedule.draw import row_name, title_of
+from hf_gpipe.schedule.simulate import Seconds, Span, Timeline
+
+Event = dict[str, Any]
+
+
+def write_trace(path: str | Path, *timelines: Timeline, titles: Sequence[str] | None = None) -> None:
+    """Writes timelines, one or several, into a trace file.
+
+    An event is named after its action ("2F0") and has its kind as category; the waiting before it and the sending at
+    its end are events of their own. Counters show how many micro-batches each stage holds between F and B.
+
+    Args:
+        path: where to write; by habit it ends in .json.
+        titles: what each timeline is, for example ("measured", "predicted"); None: their schedules, K and M.
+
+    Raises:
+        ScheduleError: no timeline, or not one title for each.
+    """
+    titles = [title_of(timeline) for timeline in timelines] if titles is None else titles
+    if not timelines or len(titles) != len(timelines):
+        raise ScheduleError(
+            f"cannot write {path}: {len(timelines)} timelines with {len(titles)} titles; give each one."
+        )
+    events: list[Event] = []
+    for number, (timeline, title) in enumerate(zip(timelines, titles, strict=True)):
+        events += [{**event, "pid": number} for event in _events(timeline, title)]
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+
+
+def _events(timeline: Timeline, title: str) -> Iterator[Event]:
+    yield {"ph": "M", "name": "process_name", "args": {"name": title}}
+    for stage in range(timeline.schedule.num_stages):
+        yield {"ph": "M", "name": "thread_name", "tid": stage, "args": {"name": row_name(timeline, stage)}}
+        yield {"ph": "M", "name": "thread_sort_index", "tid": stage, "args": {"sort_index": stage}}
+    for span in timeline.spans:
+        yield from _parts(span)
+    if timeline.spans and timeline.schedule.is_training:
+        for stage in range(timeline.schedule.num_stages):
+            for time, count in timeline.live_micro_batches(stage):
+                name = f"live micro-batches of stage {stage}"
+                yield {"ph": "C", "name": name, "ts": _microseconds(time), "args": {"micro-batches": count}}
+
+
+def _parts(span: Span) -> Iterator[Event]:
+    """The waiting, the computation and the sending of an action; what takes no time is left out."""
+    computes, sends = span.start + span.waiting, span.end - span.sending
+    parts = [
+        ("wait", "wait", span.start, computes),
+        (str(span.action), span.action.kind.word, computes, sends),
+        ("send", "send", sends, span.end),
+    ]
+    for name, category, start, end in parts:
+        if end > start:
+            yield {
+                "ph": "X",
+                "name": name,
+                "cat": category,
+                "tid": span.action.stage,
+                "ts": _microseconds(start),
+                "dur": _microseconds(end - start),
+                "args": {"action": str(span.action), "process": span.process},
+            }
+
+
+def _microseconds(seconds: Seconds) -> float:
+    return float(seconds * 1_000_000)
