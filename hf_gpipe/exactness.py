@@ -266,7 +266,7 @@ def split_step(model: PreTrainedModel, adapter: Adapter, batch: Batch, num_stage
     for number, one in models.items():
         inputs = {} if one.is_first else dict.fromkeys(adapter.sources(one.start), True)
         stages[number] = Stage(one, inputs, {} if one.is_last else dict.fromkeys(adapter.sources(one.stop), True))
-    edges = {number: Edge(LocalChannel(), LocalChannel()) for number in range(num_stages - 1)}
+    edges = {number: Edge(LocalChannel(cpu), LocalChannel(cpu)) for number in range(num_stages - 1)}
     micro_batches = make_micro_batches(adapter, [batch], MICRO_BATCHES, 0, 0)
     table = build_schedule("gpipe", num_stages, MICRO_BATCHES, Placement.spread(num_stages, 1), recompute="stage")
     Executor(stages, edges, 0).run(table, micro_batches)

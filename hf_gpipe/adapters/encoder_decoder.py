@@ -89,7 +89,7 @@ class EncoderDecoder(Adapter):
         Without `decoder_input_ids` only the encoder runs, with `encoder_outputs` only the decoder.
         """
         if "encoder_outputs" in inputs:
-            encoder_hidden = inputs["encoder_outputs"].last_hidden_state
+            encoder_hidden = inputs["encoder_outputs"].last_hidden_state.to(stage.device)
         elif stage.runs("encoder"):
             output = stage.model.get_encoder()(
                 input_ids=inputs["input_ids"], attention_mask=inputs.get("attention_mask")

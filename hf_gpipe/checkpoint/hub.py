@@ -81,15 +81,19 @@ def take(stage: StageModel, source: PreTrainedModel, device: torch.device) -> No
     """Give a stage the weights of a model in memory. On the same device they are shared, not copied."""
     model = stage.model
     tensors = {**dict(source.named_parameters(remove_duplicate=False)), **dict(source.named_buffers())}
+    # By the source's parameter: what is tied there stays tied on another device.
+    parameters: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for name in [*model.state_dict(), *(name for name, _ in model.named_non_persistent_buffers())]:
         if name not in tensors:
             raise CheckpointError(f"the given model has no {name!r}, which its configuration asks for")
         parent, _, leaf = name.rpartition(".")
         module, tensor = model.get_submodule(parent), tensors[name]
         if isinstance(tensor, torch.nn.Parameter):
-            moved = tensor.to(device)
-            same = moved is tensor
-            setattr(module, leaf, tensor if same else torch.nn.Parameter(moved.data, tensor.requires_grad))
+            if tensor not in parameters:
+                moved = tensor.to(device)
+                is_there = moved is tensor
+                parameters[tensor] = tensor if is_there else torch.nn.Parameter(moved.data, tensor.requires_grad)
+            setattr(module, leaf, parameters[tensor])
         else:
             setattr(module, leaf, tensor.to(device))
     if any(t.device.type == "meta" for t in model.state_dict().values()):

@@ -44,14 +44,19 @@ class Channel(ABC):
 
 
 class LocalChannel(Channel):
-    """Between two stages of one process."""
+    """Between two stages of one process.
 
-    def __init__(self) -> None:
+    Args:
+        target: the receiver's device.
+    """
+
+    def __init__(self, target: torch.device) -> None:
+        self._target = target
         self._messages: dict[int, dict[str, torch.Tensor]] = {}
 
     def send(self, micro_batch: int, tensors: Tensors, shapes: Shapes) -> None:
         check_shapes(tensors, shapes)
-        self._messages[micro_batch] = dict(tensors)
+        self._messages[micro_batch] = {name: tensor.to(self._target) for name, tensor in tensors.items()}
 
     def expect(self, micro_batch: int, shapes: Shapes) -> None:
         pass

@@ -55,7 +55,9 @@ def connect(topology: Topology, dtype_of: Callable[[int, str], torch.dtype]) -> 
 
 def _within(source: torch.device, target: torch.device) -> Channel:
     """A channel between two stages of one process."""
-    return LocalChannel() if source == target else DeviceChannel(source, target)
+    if source != target and source.type == target.type == "cuda":
+        return DeviceChannel(source, target)
+    return LocalChannel(target)
 
 
 def _communicator(rank: int, sender: int, receiver: int, device: torch.device) -> dist.ProcessGroup | None:

@@ -175,7 +175,9 @@ class Generator:
         for number, stage in self._stages.items():
             if not stage.runs(stack):
                 continue
-            given = inputs if cache is None else {**inputs, "past_key_values": cache.of_stage[number]}
+            given = {n: v.to(stage.device) if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
+            if cache is not None:
+                given["past_key_values"] = cache.of_stage[number]
             try:
                 carry = {}
                 if not self._begins(stage, stack):
@@ -212,7 +214,8 @@ class Generator:
         return shapes
 
     def _from_last(self, stack: StackName, value: torch.Tensor) -> torch.Tensor:
-        """The value of the process with the stack's last stage, on every process."""
+        """The value of the process with the stack's last stage, on every process and its first device."""
+        value = value.to(self.device)
         if self._topology.num_processes > 1:
             dist.broadcast(value, src=self._topology.process_of(self._last[stack]))
         return value

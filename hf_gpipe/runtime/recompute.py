@@ -46,7 +46,8 @@ def _limit(entry: str | int) -> int | None:
     if isinstance(entry, int) and not isinstance(entry, bool) and entry >= 1:
         return entry
     _check(entry)
-    return 0 if entry == "stage" else None
+    # One graph alive at a time: recomputed wherever the backward does not follow at once.
+    return 1 if entry == "stage" else None
 
 
 def _check(entry: object) -> None:

@@ -1,0 +1,182 @@
+"""How a pipeline is run changes nothing of its result: recomputation a stage, placement, devices, cuts by tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_gpipe import Pipeline
+from hf_gpipe.adapters import adapter_for
+from hf_gpipe.errors import UserError
+from hf_gpipe.runtime.micro_batch import split_rows, split_tokens
+from hf_gpipe.runtime.timing import ActionTime
+from hf_gpipe.schedule.actions import ActionKind
+from tests.gloo import run_gloo
+from tests.oracle import Batch, Result, assert_same, padded_batch, plain_model, run_pipeline, run_plain, tiny_config
+
+TRAINING_SCHEDULES = ("naive", "gpipe", "gpipe_fused", "1f1b", "interleaved_1f1b")
+
+
+@pytest.mark.parametrize("schedule", TRAINING_SCHEDULES)
+@pytest.mark.parametrize("family", ["llama", "marian"])
+def test_each_stage_may_recompute_as_it_likes(family: str, schedule: str) -> None:
+    config = tiny_config(family)
+    batch, plain = padded_batch(config), plain_model(config)
+    expected = run_plain(plain, batch, 5)
+    for recompute in (["none", "block", "stage"], [1, 2, "none"], [3, 1, 1]):
+        pipe = Pipeline(plain, 3, 5, schedule=schedule, recompute=recompute)
+        assert_same(run_pipeline(pipe, batch), expected)
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage", [1, 2, 1, 2]])
+def test_interleaved_stages_in_two_processes(recompute: str | list[str | int]) -> None:
+    config = tiny_config("marian")
+    expected = run_plain(plain_model(config), padded_batch(config), 4)
+    for found in run_gloo(interleaved_result, 2, recompute):
+        assert_same(found, expected)
+
+
+def interleaved_result(recompute: str | Sequence[str | int]) -> Result:
+    config = tiny_config("marian")
+    pipe = Pipeline(plain_model(config), 4, 4, "interleaved_1f1b", recompute)
+    assert pipe.topology.placement.processes == (0, 1, 0, 1)
+    return run_pipeline(pipe, padded_batch(config) if pipe.topology.is_main else None)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "message"),
+    [
+        ("blocks", "'blocks': expected one of none, block, stage"),
+        (["none"], "1 entries for num_stages=2"),
+        (["none", 0], "recompute=0"),
+        (["none", True], "recompute=True"),
+    ],
+)
+def test_a_wrong_recomputation_is_named(recompute: str | list[str | int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Pipeline(tiny_config("llama"), 2, recompute=recompute)
+
+
+@pytest.mark.parametrize("family", ["llama", "m2m_100"])
+def test_stages_of_one_process_on_several_devices(family: str) -> None:
+    """torch takes "cpu:1" for another device than "cpu" and computes on both: what crosses them is as with GPUs."""
+    config = tiny_config(family)
+    batch, plain = padded_batch(config), plain_model(config)
+    expected = run_plain(plain, batch, 3)
+    pipe = Pipeline(plain, 4, 3, schedule="1f1b", device=["cpu", "cpu:1"])
+    assert pipe.topology.placement.devices == ("cpu", "cpu", "cpu:1", "cpu:1")
+    assert_same(run_pipeline(pipe, batch), expected)
+    assert float(pipe.grad_norm()) == pytest.approx(expected.norm, rel=1e-10)
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    expected_ids = plain.eval().generate(**inputs, max_new_tokens=4, do_sample=False)
+    assert torch.equal(pipe.generate(**inputs, max_new_tokens=4, do_sample=False), expected_ids)
+
+
+def test_copies_of_a_tie_on_other_devices_follow_their_owner() -> None:
+    config = tiny_config("m2m_100")
+    losses = []
+    for device in (["cpu", "cpu:1"], "cpu"):
+        pipe = Pipeline(config, 4, dtype=torch.float64, device=device)
+        with torch.no_grad():
+            for parameter in pipe.parameters():
+                parameter.mul_(0.9)
+        losses.append(pipe.eval_step(padded_batch(config)).loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+def test_devices_that_do_not_fit_the_stages() -> None:
+    with pytest.raises(UserError, match="3 devices for the 2 stages of process 0"):
+        Pipeline(tiny_config("llama"), 2, device=["cpu", "cpu:1", "cpu:2"])
+    with pytest.raises(UserError, match="cannot be shared out evenly"):
+        Pipeline(tiny_config("llama"), 2, device=[])
+
+
+@pytest.mark.parametrize("family", ["llama", "marian"])
+def test_cutting_by_tokens_changes_nothing_but_the_padding(family: str) -> None:
+    config = tiny_config(family)
+    batch, plain = padded_batch(config, rows=7), plain_model(config)
+    expected = run_plain(plain, batch, 1)
+    pipe = Pipeline(plain, 2, 3, length_bucketing=True)
+    assert_same(run_pipeline(pipe, batch), expected)
+
+
+@settings(deadline=None, max_examples=60)
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=9), num_micro_batches=st.integers(1, 5))
+def test_the_cut_by_tokens_is_the_most_even_one(lengths: list[int], num_micro_batches: int) -> None:
+    adapter = adapter_for(tiny_config("llama"))
+    batch = rows_of(lengths)
+    parts = split_tokens(batch, num_micro_batches, adapter)
+    assert len(parts) == min(num_micro_batches, len(lengths)) == len(split_rows(batch, num_micro_batches))
+    found = [row for part in parts for row in part["attention_mask"].sum(1).tolist()]
+    assert found == sorted(lengths, reverse=True)
+    tokens = [part["attention_mask"].sum(1).max().item() * len(part["input_ids"]) for part in parts]
+    assert max(tokens) == least_bottleneck(sorted(lengths, reverse=True), len(parts))
+
+
+def rows_of(lengths: Sequence[int]) -> Batch:
+    mask = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+    for row, length in enumerate(lengths):
+        mask[row, :length] = 1
+    ids = torch.arange(len(lengths))[:, None] * mask
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def least_bottleneck(lengths: Sequence[int], count: int) -> int:
+    """By trying every cut."""
+    if count == 1:
+        return lengths[0] * len(lengths)
+    cuts = range(1, len(lengths) - count + 2)
+    return min(max(lengths[0] * cut, least_bottleneck(lengths[cut:], count - 1)) for cut in cuts)
+
+
+def test_compiled_blocks_compute_the_same() -> None:
+    config = tiny_config("llama")
+    batch, plain = padded_batch(config), plain_model(config)
+    expected = run_plain(plain, batch, 2)
+    pipe = Pipeline(plain, 2, 2, torch_compile="aot_eager")
+    assert_same(run_pipeline(pipe, batch), expected)
+
+
+def test_a_measured_step_tells_where_the_time_goes() -> None:
+    config = tiny_config("llama")
+    for times, table in run_gloo(measured, 2):
+        assert [time.action for time in times] == table
+        for before, after in zip(times, times[1:], strict=False):
+            assert before.end <= after.start
+        for time in times:
+            assert 0 <= time.waiting and 0 <= time.sending
+            assert time.waiting + time.sending <= time.end - time.start
+        # Stage 1 waits for its first forward, and only messages are handed over.
+        assert all(time.sending < 0.5 for time in times)
+    assert config.num_hidden_layers == 3
+
+
+def measured() -> tuple[list[ActionTime], list[object]]:
+    config = tiny_config("llama")
+    pipe = Pipeline(plain_model(config), 2, 3)
+    times: list[ActionTime] = []
+    pipe.train_step(padded_batch(config) if pipe.topology.is_main else None, times)
+    return times, list(pipe.schedule(3).actions[pipe.topology.rank])
+
+
+def test_a_graph_keeps_no_boundary_output_alive() -> None:
+    """Between F and B the value that was sent is gone; only its place in the graph stays."""
+    config = tiny_config("llama")
+    pipe = Pipeline(plain_model(config), 2, 1, recompute="none")
+    stage = pipe.stages[0]
+    alive: list[bool] = []
+    original = stage.backward
+
+    def backward(micro_batch: int, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        graph = stage._live[micro_batch].graph
+        alive.append(any(isinstance(value, torch.Tensor) for value in vars(graph).values()))
+        return original(micro_batch, gradients)
+
+    stage.backward = backward  # type: ignore[method-assign,assignment]
+    run_pipeline(pipe, padded_batch(config))
+    assert alive == [False]
+    assert ActionKind.RECOMPUTE not in {a.kind for a in pipe.schedule(1).actions[0]}
