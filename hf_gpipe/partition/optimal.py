@@ -66,7 +66,7 @@ def by_cost(
     if least_bytes > cap_bytes:
         raise PartitionError(
             f"no split of {num_layers} layers into {num_stages} stages fits {_gib(cap_bytes)} a stage: the fullest "
-            f"stage of the least demanding split needs {_gib(least_bytes)}; give a stage as much, or use more stages or "
+            f"stage of the least demanding split needs {_gib(least_bytes)}; give it as much, or use more stages or "
             "smaller micro-batches."
         )
     return _least(

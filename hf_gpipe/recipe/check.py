@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from hf_gpipe.errors import RecipeError
+from hf_gpipe.errors import RecipeError, UserError
 from hf_gpipe.recipe.fields import DataSection, ModelSection, PipelineSection, Recipe
+from hf_gpipe.recipe.sizes import read_bytes
 
 
 def check(recipe: Recipe) -> None:
@@ -52,3 +53,8 @@ def _check_pipeline(pipeline: PipelineSection) -> None:
             f"pipeline.partition {pipeline.partition} has {len(pipeline.partition)} entries and pipeline.num_stages is "
             f"{pipeline.num_stages}; give one number of layers a stage."
         )
+    if pipeline.memory is not None:
+        try:
+            read_bytes(pipeline.memory, "pipeline.memory")
+        except UserError as error:
+            raise RecipeError(str(error)) from None

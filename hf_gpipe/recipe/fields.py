@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
-from hf_gpipe.partition import STRATEGIES
+from hf_gpipe.partition import COST_STRATEGIES, STRATEGIES
 from hf_gpipe.recipe.strict_yaml import write
 from hf_gpipe.recipe.typed import NotEmpty, OneOf, Range
 from hf_gpipe.schedule import SCHEDULES
 
 TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "forward_only")
+PARTITIONS = (*STRATEGIES, *COST_STRATEGIES, "auto")
 
 Text = Annotated[str, NotEmpty()]
 Count = Annotated[int, Range(at_least=1)]
@@ -130,17 +131,23 @@ class PipelineSection:
     num_stages: Count = 1
     """K: consecutive stages the model's layers are cut into."""
 
-    num_micro_batches: Count = 1
-    """M: micro-batches a mini-batch is cut into; a smaller mini-batch gives one a row."""
+    num_micro_batches: Count | Literal["auto"] = 1
+    """M: micro-batches a mini-batch is cut into; a smaller mini-batch gives one a row; auto: the planner's choice."""
 
-    schedule: Annotated[str, OneOf(TRAINING_SCHEDULES)] = "gpipe"
+    schedule: Annotated[str, OneOf((*TRAINING_SCHEDULES, "auto"))] = "gpipe"
     """Order of work: gpipe, the paper's; gpipe_fused, its last stage's backwards at once; 1f1b, least memory; naive."""
 
-    recompute: Literal["none", "block", "stage"] = "stage"
-    """What backward computes again instead of keeping: nothing, each block's inside, or all but the stage's input."""
+    recompute: Literal["none", "block", "stage", "auto"] = "stage"
+    """What backward computes again instead of keeping: nothing, each block's inside, or all but the stage's input;
+    auto: stage by stage as little as `memory` allows."""
 
-    partition: Annotated[str, OneOf(tuple(STRATEGIES))] | list[Count] = "count"
-    """count: stages of equally many layers, give or take one; or the number of layers of each stage, as [3, 4, 2]."""
+    partition: Annotated[str, OneOf(PARTITIONS)] | list[Count] = "count"
+    """count: stages of equally many layers, give or take one; parameters, flops, profile: the largest or slowest stage
+    is the least, by size, by operations, or as measured before the training; auto: by the planner's estimate of time;
+    or the number of layers of each stage, as [3, 4, 2]."""
+
+    memory: Text | None = None
+    """What a process may use, with its unit, as 80GiB: the planner's limit for what it chooses; null: its device's."""
 
     num_processes: Count | None = None
     """Processes that share the stages; null: one a stage."""

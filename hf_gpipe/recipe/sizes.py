@@ -1,0 +1,50 @@
+"""Sizes of memory as a user writes them: a number and a unit, such as 80GiB."""
+
+from __future__ import annotations
+
+import re
+
+from hf_gpipe.errors import UserError
+
+UNITS = {
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate(("", "k", "M", "G", "T"))},
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), start=1)},
+}
+"""Bytes of each unit: kB, MB, GB and TB count in thousands, KiB, MiB, GiB and TiB in 1024s."""
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)\s*")
+_BY_LOWER_CASE = {unit.lower(): size for unit, size in UNITS.items()}
+
+
+def read_bytes(text: str, name: str) -> int:
+    """The bytes of a size; a unit's letters may be large or small.
+
+    Args:
+        text: for example "80GiB" or "1.5 TB".
+        name: of the key or option, for the message.
+
+    Raises:
+        UserError: no number, no unit, an unknown one, or no bytes at all.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise UserError(f"{name} is {text!r}, which is no size; write a number and a unit, such as 80GiB.")
+    number, unit = match.groups()
+    if not unit:
+        raise UserError(f"{name} is {text!r}, without a unit; write for example {number}GiB.")
+    if unit.lower() not in _BY_LOWER_CASE:
+        raise UserError(f"{name} is {text!r}; the unit {unit!r} is not one of {', '.join(UNITS)}.")
+    size = int(float(number) * _BY_LOWER_CASE[unit.lower()])
+    if size < 1:
+        raise UserError(f"{name} is {text!r}; it must be more than nothing.")
+    return size
+
+
+def size_text(size_bytes: float) -> str:
+    """A size for people: "11.3 GiB", "512 KiB", "0 B"."""
+    size, unit = float(size_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if abs(size) >= 100 else f"{size:.3g} {unit}"
