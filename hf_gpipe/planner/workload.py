@@ -1,0 +1,85 @@
+"""What one micro-batch looks like: the shapes that every cost is a function of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_gpipe.adapters import Adapter
+from hf_gpipe.adapters.base import IGNORED_LABEL, Tensors
+from hf_gpipe.errors import UserError
+from hf_gpipe.recipe import Recipe
+
+#: A token that no family gives a meaning: past the special tokens, inside of the smallest vocabulary.
+_TOKEN = 5
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The shape of one micro-batch, padding included.
+
+    Attributes:
+        rows: B.
+        source_tokens: columns of an encoder's ids; a decoder-only model does not read it.
+        target_tokens: columns of a decoder's ids and labels: T of a decoder-only model.
+        has_padding: whether some row is shorter than the others, so that attention needs a mask.
+
+    Raises:
+        UserError: a size below 1.
+    """
+
+    rows: int
+    source_tokens: int
+    target_tokens: int
+    has_padding: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "source_tokens", "target_tokens"):
+            if getattr(self, name) < 1:
+                raise UserError(f"workload: {name}={getattr(self, name)}; expected at least 1")
+
+    @classmethod
+    def of_recipe(cls, recipe: Recipe, *, is_encoder_decoder: bool, num_micro_batches: int | None = None) -> Workload:
+        """The largest micro-batch that a recipe can make: its longest source and target in every row.
+
+        A decoder-only model reads source and target in one sequence.
+
+        Args:
+            recipe: its batch size, M and longest texts are read.
+            is_encoder_decoder: of the model's configuration.
+            num_micro_batches: M; None: the recipe's.
+        """
+        count = num_micro_batches or recipe.pipeline.num_micro_batches
+        source, target = recipe.data.max_source_tokens, recipe.data.max_target_tokens
+        if not is_encoder_decoder:
+            source = target = source + target
+        return cls(-(-recipe.training.batch_size // count), source, target)
+
+    @classmethod
+    def of_batch(cls, batch: Tensors, num_micro_batches: int = 1) -> Workload:
+        """The largest micro-batch of a mini-batch, which has input_ids (N, T), labels (N, T') and perhaps a mask."""
+        num_rows, source = batch["input_ids"].shape
+        mask = batch.get("attention_mask")
+        count = min(num_micro_batches, num_rows)
+        return cls(-(-num_rows // count), source, batch["labels"].shape[1], mask is not None and not bool(mask.all()))
+
+    @property
+    def num_target_tokens(self) -> int:
+        """B T of the decoder, padding included."""
+        return self.rows * self.target_tokens
+
+    def inputs(self, adapter: Adapter) -> dict[str, torch.Tensor]:
+        """What `Adapter.prepare` makes of a micro-batch of this shape: ids, mask, labels of one arbitrary token."""
+        length = self.source_tokens if adapter.config.is_encoder_decoder else self.target_tokens
+        ids = torch.full((self.rows, length), _TOKEN)
+        labels = torch.full((self.rows, self.target_tokens), _TOKEN)
+        inputs = {"input_ids": ids, "labels": labels}
+        if self.has_padding:
+            mask = torch.ones_like(ids)
+            if length > 1 and self.rows > 1:
+                mask[-1, -1] = 0
+                if not adapter.config.is_encoder_decoder:
+                    labels[-1, -1] = IGNORED_LABEL
+            inputs["attention_mask"] = mask
+        return adapter.prepare(inputs)
