@@ -123,6 +123,12 @@ def test_a_run_leaves_everything_behind(finished: tuple[Path, subprocess.Complet
     assert {"exact_match", "bleu", "chrf", "chrf_copy", "nll"} <= metrics.keys()
     assert metrics["per_language"].keys() == {"de", "fr"}
     assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    trace = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert {"0F0", "1B0", "0U", "send"} <= {event["name"] for event in trace}
+    parts = json.loads((folder / "breakdown.json").read_text())
+    assert parts["mean"]["update_seconds"] > 0
+    assert sum(parts["mean"].values()) == pytest.approx(parts["total_seconds"])
+    assert "recompute" in result.stdout
     assert load_recipe(folder / "recipe.yaml").training.max_steps == STEPS
     kept = {"checkpoint-120", "checkpoint-150"}
     assert {path.name for path in folder.glob("checkpoint-*")} == kept

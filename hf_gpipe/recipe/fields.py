@@ -222,6 +222,9 @@ class TrainingSection:
     logging_steps: Count = 10
     """Updates between two lines of metrics."""
 
+    timeline_steps: Count | None = None
+    """Updates between two whose actions are timed, to log how much of them was idle (`bubble`); null: none is timed."""
+
     eval_steps: Count | None = None
     """Updates between two evaluations of the validation loss; null: none during training."""
 

@@ -36,6 +36,10 @@ class PipelineTrainingArguments(TrainingArguments):
     partition: list[int] | str = field(
         default="count", metadata={"help": "count, or the number of layers of each stage."}
     )
+    timeline_steps: int | None = field(
+        default=None,
+        metadata={"help": "Updates between two whose actions are timed, to log their bubble; None: none is timed."},
+    )
 
     def __post_init__(self) -> None:
         # transformers' parser of command lines gives None for a list that is not there.

@@ -167,7 +167,7 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
     same_name = (
         *("output_dir", "seed", "num_train_epochs", "gradient_accumulation_steps", "learning_rate"),
         *("lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
-        *("max_grad_norm", "label_smoothing_factor", "logging_steps", "save_total_limit"),
+        *("max_grad_norm", "label_smoothing_factor", "logging_steps", "save_total_limit", "timeline_steps"),
     )
     return PipelineTrainingArguments(
         **{name: getattr(training, name) for name in same_name},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import Recipe, load_recipe
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.topology import Topology
-from hf_gpipe.schedule import draw_png
+from hf_gpipe.schedule import Timeline, breakdown, draw_png, write_trace
 from hf_gpipe.training import summary
 from hf_gpipe.training.evaluate import evaluate_translation
 from hf_gpipe.training.from_recipe import arguments_of, corpus_of, model_config, model_dtype, tokenizer_of
@@ -26,11 +27,18 @@ from hf_gpipe.training.timeline import measure_step
 from hf_gpipe.training.trainer import PipelineTrainer
 
 RECIPE_FILE, METRICS_FILE, TIMELINE_FILE = "recipe.yaml", "metrics.json", "timeline.png"
+TRACE_FILE, BREAKDOWN_FILE = "trace.json", "breakdown.json"
 
 #: Sections and keys that a resumed run may change: they decide neither the model nor what it has learnt so far.
 _MAY_CHANGE = (
     *("pipeline", "evaluation", "training.output_dir", "training.max_steps", "training.num_train_epochs"),
-    *("training.logging_steps", "training.eval_steps", "training.save_steps", "training.save_total_limit"),
+    *(
+        "training.logging_steps",
+        "training.timeline_steps",
+        "training.eval_steps",
+        "training.save_steps",
+        "training.save_total_limit",
+    ),
     "training.resume",
 )
 
@@ -85,11 +93,33 @@ def run(recipe: Recipe) -> None:
     )
     batches = trainer.train_batches()
     batch = share([next(batches.epoch(0))] if batches is not None else None, topology)
-    measured, predicted = measure_step(pipe, batch)
+    measured, predicted = measure_step(pipe, batch, update=_update_of(trainer))
     if prepared is not None:
         (output_dir / METRICS_FILE).write_text(json.dumps(report.to_dict(), indent=2, ensure_ascii=False) + "\n")
-        draw_png(output_dir / TIMELINE_FILE, measured, predicted, titles=("measured", "predicted"))
+        _write_timelines(output_dir, measured, predicted)
+        summary.say(summary.step_text(breakdown(measured), output_dir / TRACE_FILE))
         summary.say(summary.end_text(recipe, report, output_dir, TIMELINE_FILE, METRICS_FILE))
+
+
+def _update_of(trainer: PipelineTrainer) -> Callable[[], None]:
+    """The trainer's update with a learning rate of 0: it takes as long as any and leaves the weights as they are."""
+    optimizer = trainer.optimizer
+    assert optimizer is not None, "the trainer has trained"
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+
+    def update() -> None:
+        trainer.pipe.clip_grad_norm_(trainer.args.max_grad_norm)
+        optimizer.step()
+
+    return update
+
+
+def _write_timelines(output_dir: Path, measured: Timeline, predicted: Timeline) -> None:
+    titles = ("measured", "predicted")
+    draw_png(output_dir / TIMELINE_FILE, measured, predicted, titles=titles)
+    write_trace(output_dir / TRACE_FILE, measured, predicted, titles=titles)
+    (output_dir / BREAKDOWN_FILE).write_text(json.dumps(breakdown(measured).to_dict(), indent=2) + "\n")
 
 
 def _prepare(recipe: Recipe, output_dir: Path) -> _Prepared:

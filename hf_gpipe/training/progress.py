@@ -13,7 +13,14 @@ from transformers import ProgressCallback, TrainerCallback, TrainerControl, Trai
 METRICS_FILE = "metrics.jsonl"
 
 #: Metrics of a training step and how they are shown, in this order.
-_SHOWN = {"loss": ".4f", "eval_loss": ".4f", "grad_norm": ".3f", "learning_rate": ".2e"}
+_SHOWN = {
+    "loss": ".4f",
+    "eval_loss": ".4f",
+    "grad_norm": ".3f",
+    "learning_rate": ".2e",
+    "tokens_per_second": ",.0f",
+    "bubble": ".1%",
+}
 
 
 class ProgressBar(ProgressCallback):

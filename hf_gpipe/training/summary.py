@@ -7,6 +7,7 @@ from pathlib import Path
 from hf_gpipe.data import Corpus
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import Recipe
+from hf_gpipe.schedule import Breakdown
 from hf_gpipe.training.evaluate import TranslationReport
 
 
@@ -32,6 +33,14 @@ def start_text(recipe: Recipe, pipe: Pipeline, corpus: Corpus, checkpoint: Path 
     if checkpoint is not None:
         lines.append(f"resuming   from {checkpoint}")
     return "\n".join(lines)
+
+
+def step_text(parts: Breakdown, trace: Path) -> str:
+    """Where the time of one measured step went."""
+    return (
+        f"\nWhere one step of {float(parts.total_seconds):.4g} s goes (in detail: {trace}, for ui.perfetto.dev)\n\n"
+        f"{parts.text()}"
+    )
 
 
 def end_text(recipe: Recipe, report: TranslationReport, output_dir: Path, timeline_file: str, metrics_file: str) -> str:

@@ -33,6 +33,7 @@ from hf_gpipe.errors import CheckpointError, UserError
 from hf_gpipe.runtime.batches import shared_stream
 from hf_gpipe.training.evaluating import EvaluatingTrainer, metric_of, note_best
 from hf_gpipe.training.loader import Batch, MiniBatches, in_groups
+from hf_gpipe.training.meter import Meter
 from hf_gpipe.training.optim import learning_rate, make_optimizer, make_scheduler, takes_metric
 from hf_gpipe.training.steps import Plan, Position
 
@@ -106,6 +107,7 @@ class PipelineTrainer(EvaluatingTrainer):
         self._fire("on_train_begin")
         if self.args.eval_on_start:
             self.evaluate()
+        self._meter = Meter(self.pipe, self.args.timeline_steps)
         for epoch in range(self._position.epoch, plan.num_epochs):
             if self.control.should_training_stop or self.state.global_step >= plan.max_steps:
                 break
@@ -153,7 +155,7 @@ class PipelineTrainer(EvaluatingTrainer):
     def _step(self, group: Sequence[Batch]) -> tuple[float, float]:
         """One update from one or more mini-batches; the norm of the gradient and the learning rate it was made with."""
         assert self.optimizer is not None
-        loss = float(self.pipe.train_on(group))
+        loss = float(self.pipe.train_on(group, self._meter.times(self.state.global_step + 1)))
         for _ in group[1:]:
             self._fire("on_substep_end")
         if self.args.logging_nan_inf_filter and not math.isfinite(loss):
@@ -170,6 +172,7 @@ class PipelineTrainer(EvaluatingTrainer):
             self.lr_scheduler.step()
         self.pipe.zero_grad()
         self._count(group)
+        self._meter.count(group)
         return float(norm), rate
 
     def _count(self, group: Sequence[Batch]) -> None:
@@ -195,16 +198,18 @@ class PipelineTrainer(EvaluatingTrainer):
             logs = {"loss": self._loss_since_log / steps, "grad_norm": norm, "learning_rate": rate}
             self._loss_logged += self._loss_since_log
             self._loss_since_log, self._last_logged_step = 0.0, self.state.global_step
-            self.log({name: value for name, value in logs.items() if value is not None})
+            self.log({name: value for name, value in logs.items() if value is not None} | self._meter.read())
         if self.control.should_evaluate:
-            metrics = self.evaluate()
+            with self._meter.paused():
+                metrics = self.evaluate()
             is_best = note_best(self.state, self.args, metrics)
             if takes_metric(self.lr_scheduler):
                 self.lr_scheduler.step(metric_of(self.args, metrics))
             if self.args.save_strategy == "best":
                 self.control.should_save = is_best
         if self.control.should_save:
-            self._save_checkpoint()
+            with self._meter.paused():
+                self._save_checkpoint()
             self._fire("on_save")
         # What was just called may have asked to stop.
         self._agree()

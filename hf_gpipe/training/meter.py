@@ -1,0 +1,108 @@
+"""What the logs of a training say about its speed: tokens per second, peak memory and, where asked for, the bubble."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from hf_gpipe.adapters import IGNORED_LABEL
+from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.runtime.timing import ActionTime
+from hf_gpipe.training.loader import Batch
+
+_STATUS = Path("/proc/self/status")
+
+
+class Meter:
+    """Counts from one line of metrics to the next. Every process has one and calls it in step with the others.
+
+    Args:
+        pipe: the pipeline that is trained.
+        timeline_steps: updates between two whose actions are timed for the bubble; None: none is timed.
+    """
+
+    def __init__(self, pipe: Pipeline, timeline_steps: int | None = None) -> None:
+        self._pipe = pipe
+        self._timeline_steps = timeline_steps
+        self._restart()
+
+    def times(self, step: int) -> list[ActionTime] | None:
+        """Where the executor notes the actions of this update, counted from 1; None: it is not timed."""
+        if self._timeline_steps is None or step % self._timeline_steps:
+            return None
+        self._timed.append([])
+        return self._timed[-1]
+
+    def count(self, batches: Sequence[Batch]) -> None:
+        """Note what an update trained on."""
+        decoder_only = not self._pipe.adapter.config.is_encoder_decoder
+        self._num_tokens += sum(num_tokens(batch, decoder_only) for batch in batches)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Evaluating and saving are no training."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._since += time.perf_counter() - start
+
+    def read(self) -> dict[str, float]:
+        """The metrics since the last call, the same in every process.
+
+        Returns:
+            tokens_per_second: of sources and targets, without padding.
+            peak_memory_bytes: the most that one process has used since it started: of its device on CUDA, else of main
+                memory.
+            bubble: the idle fraction of all processes in the timed updates, where there were any.
+        """
+        mine = (time.perf_counter() - self._since, peak_memory_bytes(set(self._pipe.topology.stage_devices.values())))
+        timed = [(_busy_seconds(times), times[-1].end - times[0].start) for times in self._timed]
+        everyone = self._pipe.topology.gather_objects((*mine, timed))
+        metrics: dict[str, float] = {
+            "tokens_per_second": self._num_tokens / max(seconds for seconds, _, _ in everyone),
+            "peak_memory_bytes": max(peak for _, peak, _ in everyone),
+        }
+        if timed:
+            # A step is as long as the longest process's part: the clocks of several machines cannot be compared.
+            steps = list(zip(*(theirs for _, _, theirs in everyone), strict=True))
+            available = sum(len(step) * max(length for _, length in step) for step in steps)
+            metrics["bubble"] = 1 - sum(busy for step in steps for busy, _ in step) / available
+        self._restart()
+        return metrics
+
+    def _restart(self) -> None:
+        self._since = time.perf_counter()
+        self._num_tokens = 0
+        self._timed: list[list[ActionTime]] = []
+
+
+def num_tokens(batch: Batch, decoder_only: bool) -> int:
+    """Tokens of a mini-batch without padding: of the sources and the targets, which in a decoder-only model are one."""
+    mask = batch.get("attention_mask")
+    sources = int(mask.sum()) if mask is not None else batch["input_ids"].numel()
+    return sources if decoder_only else sources + int((batch["labels"] != IGNORED_LABEL).sum())
+
+
+def peak_memory_bytes(devices: Collection[torch.device]) -> int:
+    """The most memory that this process has had: the fullest of its CUDA devices, or its resident set on the CPU."""
+    on_cuda = [torch.cuda.max_memory_allocated(device) for device in devices if device.type == "cuda"]
+    if on_cuda:
+        return max(on_cuda)
+    if _STATUS.exists():
+        # Unlike getrusage, it does not begin with the peak of the process that started this one.
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _busy_seconds(times: Sequence[ActionTime]) -> float:
+    return sum(one.end - one.start - one.waiting for one in times)

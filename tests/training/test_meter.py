@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_gpipe import Pipeline
+from hf_gpipe.runtime.timing import ActionTime
+from hf_gpipe.schedule import Action
+from hf_gpipe.training.meter import Meter, num_tokens, peak_memory_bytes
+from tests.gloo import run_gloo
+from tests.oracle import padded_batch, tiny_config
+from tests.training.toy import Recorder, Rows, trainer
+
+
+def test_tokens_are_those_of_sources_and_targets_without_padding() -> None:
+    batch = {
+        "input_ids": torch.tensor([[5, 6, 7], [5, 0, 0]]),
+        "attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0]]),
+        "labels": torch.tensor([[8, 1], [-100, -100]]),
+    }
+    assert num_tokens(batch, decoder_only=False) == 6
+    assert num_tokens(batch, decoder_only=True) == 4
+    del batch["attention_mask"]
+    assert num_tokens(batch, decoder_only=True) == 6
+
+
+def test_the_peak_of_memory_grows_with_what_is_allocated() -> None:
+    before = peak_memory_bytes([torch.device("cpu")])
+    size = before + 64 * 2**20
+    held = torch.ones(size // 4)
+    assert size <= peak_memory_bytes([torch.device("cpu")]) < size + before + 64 * 2**20
+    assert held.sum() > 0
+
+
+def meter(timeline_steps: int | None = None) -> Meter:
+    return Meter(Pipeline(tiny_config("marian"), 2, 2, device="cpu"), timeline_steps)
+
+
+def test_only_the_updates_asked_for_are_timed() -> None:
+    assert [meter().times(step) for step in range(1, 5)] == [None] * 4
+    assert [meter(3).times(step) is not None for step in range(1, 8)] == [False, False, True, False, False, True, False]
+
+
+def test_the_bubble_is_the_waiting_of_the_timed_updates() -> None:
+    one = meter(2)
+    times = one.times(2)
+    assert times is not None
+    times += [ActionTime(Action.parse("0F0"), 10.0, 12.0), ActionTime(Action.parse("0B0"), 12.0, 20.0, 4.0, 1.0)]
+    assert one.read()["bubble"] == pytest.approx(0.4)
+    assert "bubble" not in one.read(), "nothing was timed since"
+
+
+def test_evaluating_is_no_training() -> None:
+    one = meter()
+    with one.paused():
+        time.sleep(0.3)
+    one.count([padded_batch(tiny_config("marian"))])
+    assert one.read()["tokens_per_second"] > 100
+
+
+def _logs(folder: str, values: dict[str, Any]) -> list[dict[str, Any]]:
+    recorder = Recorder()
+    trainer(Path(folder), callbacks=[recorder], max_steps=6, logging_steps=2, train_dataset=Rows(24), **values).train()
+    return [logs for logs in recorder.logs if "loss" in logs]
+
+
+def test_the_logs_of_a_training_are_the_same_in_every_process(tmp_path: Path) -> None:
+    first, second = run_gloo(_logs, 2, str(tmp_path), {"timeline_steps": 4, "num_stages": 2, "num_micro_batches": 2})
+    assert first == second
+    assert [("bubble" in logs) for logs in first] == [False, True, False]
+    assert 0 < first[1]["bubble"] < 1
+    for logs in first:
+        assert logs["tokens_per_second"] > 0
+        assert logs["peak_memory_bytes"] > 2**20
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["bubble"] for line in lines if "bubble" in line] == [first[1]["bubble"]]
