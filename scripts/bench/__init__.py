@@ -1,0 +1,1 @@
+"""What the benchmarks share: fresh processes, a quiet machine, memory, tables."""

@@ -1,0 +1,71 @@
+"""The trainers that are compared, one small file a library; each does the same work.
+
+A contender is made in each of its processes and then takes steps: `step` returns the mini-batch's loss in a process
+that knows it, else None.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from bench.work import Work
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a contender does the work.
+
+    Attributes:
+        recompute: "none", or what is recomputed: the peers know only "on", ours its own modes, also one for each stage.
+        schedule: where there is a choice.
+        split: blocks on the first of two stages, beside the embedding.
+        length_bucketing: rows of similar length go together, and no micro-batch is longer than its longest row.
+    """
+
+    recompute: str | tuple[str | int, ...] = "none"
+    schedule: str = ""
+    split: int = 0
+    length_bucketing: bool = False
+
+
+class Contender(Protocol):
+    def step(self) -> float | None: ...
+
+
+Factory = Callable[[Work, Options, int], Contender]
+"""(the work, how, rank of this process)"""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a contender is found, how many processes it takes, and which library it needs."""
+
+    module: str
+    factory: str
+    num_processes: int
+    needs: str | None = None
+    trains: bool = True
+    """False: it is no trainer but a ceiling, and has no loss to compare."""
+
+    def load(self) -> Factory:
+        factory: Factory = getattr(importlib.import_module(f"bench.contenders.{self.module}"), self.factory)
+        return factory
+
+    @property
+    def is_installed(self) -> bool:
+        return self.needs is None or importlib.util.find_spec(self.needs) is not None
+
+
+CONTENDERS = {
+    "single": Entry("plain", "Single", 1),
+    "twin": Entry("plain", "Twin", 2, trains=False),
+    "ddp": Entry("plain", "DataParallel", 2),
+    "torch": Entry("torch_pipelining", "TorchPipelining", 2),
+    "deepspeed": Entry("deepspeed_pipeline", "DeepSpeedPipeline", 2, needs="deepspeed"),
+    "torchgpipe": Entry("torchgpipe_one_process", "TorchGPipe", 1, needs="torchgpipe"),
+    "ours": Entry("ours", "Ours", 2),
+}

@@ -1,0 +1,58 @@
+"""DeepSpeed's PipelineModule (1F1B)."""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import partial
+from typing import Any
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import deepspeed
+from deepspeed.pipe import PipelineModule
+
+from bench.contenders import Options
+from bench.contenders.llama_stages import layers
+from bench.work import Work, loss_share, optimizer
+
+
+class DeepSpeedPipeline:
+    """Two stages. It divides the loss by M, so that of a micro-batch is told M times as large; nothing is clipped."""
+
+    def __init__(self, work: Work, options: Options, rank: int) -> None:
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        deepspeed.init_distributed("gloo", verbose=False)
+        embedding, blocks, head = layers(work.model())
+        cut = 1 + options.split
+
+        class TwoStages(PipelineModule):  # type: ignore[misc]  # the library is untyped
+            """With the cut given, which the library can only derive from a method of its own."""
+
+            def _partition_layers(self, method: str = "uniform") -> None:
+                self.parts = [0, cut, len(blocks) + 2]
+                self._set_bounds(start=self.parts[rank], stop=self.parts[rank + 1])
+
+        module = TwoStages(
+            layers=[embedding, *blocks, head],
+            num_stages=2,
+            loss_fn=partial(loss_share, num_targets=work.num_targets() / work.micro_batches),
+            activation_checkpoint_interval=0 if options.recompute == "none" else 1,
+            checkpointable_layers=["BlockOnly"],
+        )
+        config = {
+            "train_batch_size": work.rows,
+            "train_micro_batch_size_per_gpu": work.rows_each,
+            "gradient_accumulation_steps": work.micro_batches,
+            "gradient_clipping": 0.0,
+            "steps_per_print": 10**9,
+            "zero_allow_untested_optimizer": True,
+        }
+        self.engine: Any
+        self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer(module.parameters()), config=config)
+        self.micro_batches = work.micro_batches_of()
+        self.is_last = rank == 1
+
+    def step(self) -> float | None:
+        loss = self.engine.train_batch(data_iter=iter(self.micro_batches))
+        return loss.item() if self.is_last else None

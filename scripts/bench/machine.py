@@ -1,0 +1,71 @@
+"""What the measurements need of the machine: that it is quiet, and a process's own peak memory. Linux."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import platform
+import time
+from importlib import metadata
+from pathlib import Path
+
+#: Cores' worth of other work below which the machine counts as quiet, and for how long it is watched, in seconds.
+QUIET_CORES, WATCH_SECONDS = 0.25, 1.5
+
+
+def busy_seconds() -> float:
+    """CPU seconds used on the whole machine since it started."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    idle, waiting = ticks[3], ticks[4]
+    return (sum(ticks) - idle - waiting) / os.sysconf("SC_CLK_TCK")
+
+
+def wait_until_quiet(limit_seconds: float) -> bool:
+    """Wait until nothing else computes; False where that did not happen within the limit."""
+    end = time.monotonic() + limit_seconds
+    while time.monotonic() < end:
+        before = busy_seconds()
+        time.sleep(WATCH_SECONDS)
+        if busy_seconds() - before < QUIET_CORES * WATCH_SECONDS:
+            return True
+    return False
+
+
+def reset_peak() -> None:
+    """Give back what was freed, and let this process's peak begin at what it holds now."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes() -> int:
+    """The most memory this process has held since `reset_peak` (VmHWM)."""
+    return _status_bytes("VmHWM")
+
+
+def resident_bytes() -> int:
+    """The memory that this process holds now (VmRSS)."""
+    return _status_bytes("VmRSS")
+
+
+def _status_bytes(key: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:"))
+    return int(line.split()[1]) * 1024
+
+
+def wake_up_on_time() -> None:
+    """Let sleeps of this thread end when they should, not up to 50 microseconds later (PR_SET_TIMERSLACK)."""
+    set_timer_slack, nanoseconds = 29, 1
+    ctypes.CDLL(None).prctl(set_timer_slack, nanoseconds)
+
+
+def environment() -> dict[str, str | int]:
+    """What figures depend on besides the code."""
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+        "transformers": metadata.version("transformers"),
+    }

@@ -1,0 +1,157 @@
+"""What is compared with what: the settings, their cases, and the ratios that hf_gpipe is to reach."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from bench.contenders import Options
+from bench.work import Work
+
+
+@dataclass(frozen=True)
+class Case:
+    """A contender and how it works, under the name that the tables show."""
+
+    name: str
+    contender: str
+    options: Options = field(default_factory=Options)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """That a case is at least so many times as fast as another.
+
+    Attributes:
+        case: name of the faster one.
+        over: name of the other one.
+        at_least: the ratio of their speeds.
+        bubble_of: M where the other one has no bubble and is allowed a pipeline's: its speed counts M / (M + 1) times.
+        memory_at_most: the ratio of the peaks of their largest processes.
+    """
+
+    case: str
+    over: str
+    at_least: float
+    bubble_of: int | None = None
+    memory_at_most: float | None = None
+
+    def text(self) -> str:
+        allowance = f" x {self.bubble_of}/{self.bubble_of + 1}" if self.bubble_of else ""
+        return f"{self.case} over {self.over}{allowance}"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Work, and the cases that do it."""
+
+    name: str
+    title: str
+    work: Work
+    cases: tuple[Case, ...]
+    claims: tuple[Claim, ...] = ()
+
+    def tiny(self) -> Setting:
+        """The same with a model that takes no time, to see that everything runs."""
+        work = replace(self.work, hidden=64, intermediate=64, vocabulary=128, tokens=24, steps=1)
+        return replace(self, work=work, claims=())
+
+    def with_splits(self, splits: list[int]) -> Setting:
+        """Each case that has a split, once with every one of these."""
+        cases = []
+        for case in self.cases:
+            if not case.options.split:
+                cases.append(case)
+                continue
+            cases += [Case(f"{case.name} @{n}", case.contender, replace(case.options, split=n)) for n in splits]
+        return replace(self, cases=tuple(cases), claims=())
+
+
+# Splits: an unrecomputed head costs about 1.75 blocks. Where every stage recomputes, a block costs a third more and the
+# head, which the peers do not recompute, does not; where only the first stage does, it takes fewer blocks.
+
+_PLAIN = (Case("single", "single"), Case("twin", "twin"), Case("DDP", "ddp"))
+_PLAIN_ON = tuple(Case(case.name, case.contender, Options("on")) for case in _PLAIN)
+
+
+def _peers(recompute: str, split: int) -> tuple[Case, ...]:
+    return (
+        Case("torch ScheduleGPipe", "torch", Options(recompute, "ScheduleGPipe", split)),
+        Case("torch Schedule1F1B", "torch", Options(recompute, "Schedule1F1B", split)),
+        Case("DeepSpeed", "deepspeed", Options(recompute, split=split)),
+        Case("torchgpipe", "torchgpipe", Options(recompute, split=split)),
+    )
+
+
+def _ours(recompute: str, schedule: str, split: int, *, length_bucketing: bool = False) -> Case:
+    name = f"ours {schedule} {recompute}" + (" bucketed" if length_bucketing else "")
+    return Case(name, "ours", Options(recompute, schedule, split, length_bucketing))
+
+
+_STANDARD = Work()
+_DEEP = Work(layers=12, rows=32, micro_batches=32, steps=2)
+_LENGTHS = Work(random_lengths=True)
+
+SETTINGS = (
+    Setting(
+        "off",
+        "8 layers, 16 x 128 tokens, M = 8, nothing recomputed",
+        _STANDARD,
+        (
+            *_PLAIN,
+            *_peers("none", 5),
+            _ours("none", "1f1b", 5),
+            _ours("none", "gpipe_fused", 5),
+            _ours("none", "gpipe", 5),
+        ),
+        (
+            Claim("ours 1f1b none", "torch Schedule1F1B", 0.95, memory_at_most=1.03),
+            Claim("ours 1f1b none", "twin", 0.93, bubble_of=8),
+        ),
+    ),
+    Setting(
+        "on",
+        "8 layers, 16 x 128 tokens, M = 8, recomputed",
+        _STANDARD,
+        (
+            *_PLAIN_ON,
+            *_peers("on", 5),
+            _ours("stage", "1f1b", 4),
+            _ours("stage", "gpipe_fused", 4),
+            _ours("stage", "gpipe", 5),
+            _ours("none", "1f1b", 5),
+        ),
+        (
+            Claim("ours 1f1b none", "torch ScheduleGPipe", 1.25, memory_at_most=1.03),
+            Claim("ours 1f1b stage", "torch ScheduleGPipe", 1.25, memory_at_most=1.03),
+            Claim("ours 1f1b stage", "torch Schedule1F1B", 1.20, memory_at_most=1.03),
+        ),
+    ),
+    Setting(
+        "deep",
+        "12 layers, 32 x 128 tokens, M = 32, recomputed",
+        _DEEP,
+        (
+            *_PLAIN_ON[:2],
+            *_peers("on", 7)[:2],
+            _ours("stage", "1f1b", 6),
+            _ours("stage", "gpipe_fused", 6),
+            _ours("none", "1f1b", 7),
+        ),
+        (
+            Claim("ours 1f1b stage", "torch ScheduleGPipe", 1.25, memory_at_most=1.03),
+            Claim("ours 1f1b stage", "torch Schedule1F1B", 1.20, memory_at_most=1.03),
+        ),
+    ),
+    Setting(
+        "lengths",
+        "8 layers, 16 rows of 16 to 128 tokens, M = 8, nothing recomputed",
+        _LENGTHS,
+        (
+            Case("single", "single"),
+            Case("torch Schedule1F1B", "torch", Options("none", "Schedule1F1B", 5)),
+            _ours("none", "1f1b", 5),
+            _ours("none", "1f1b", 5, length_bucketing=True),
+        ),
+        (Claim("ours 1f1b none bucketed", "ours 1f1b none", 1.15),),
+    ),
+)

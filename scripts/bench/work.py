@@ -1,0 +1,106 @@
+"""The identical work of every contender: a Llama with random weights, a fixed batch, AdamW."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+IGNORED = -100
+SHORTEST_ROW_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Work:
+    """One setting. Every contender takes the same steps from the same weights on the same rows."""
+
+    layers: int = 8
+    hidden: int = 384
+    intermediate: int = 1024
+    vocabulary: int = 8192
+    rows: int = 16
+    tokens: int = 128
+    micro_batches: int = 8
+    """M of one pipeline, or of one process that takes the whole mini-batch."""
+    random_lengths: bool = False
+    """Rows of 16 tokens up to `tokens`, padded to `tokens` at their ends."""
+    warmup_steps: int = 1
+    steps: int = 4
+
+    @property
+    def rows_each(self) -> int:
+        """Rows of a micro-batch."""
+        return self.rows // self.micro_batches
+
+    def model(self) -> Any:
+        """A LlamaForCausalLM with the same weights on every call."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        heads = max(1, self.hidden // 64)
+        config = LlamaConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            max_position_embeddings=max(256, self.tokens),
+            use_cache=False,
+            tie_word_embeddings=False,
+            attn_implementation="sdpa",
+        )
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config).train()
+
+    def batch(self) -> dict[str, torch.Tensor]:
+        """The mini-batch as a collator gives it: input_ids, labels and, with random lengths, attention_mask (N, T)."""
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(0, self.vocabulary, (self.rows, self.tokens), generator=generator)
+        if not self.random_lengths:
+            return {"input_ids": ids, "labels": ids.clone()}
+        shortest = min(SHORTEST_ROW_TOKENS, self.tokens)
+        lengths = torch.randint(shortest, self.tokens + 1, (self.rows,), generator=generator)
+        lengths[0] = self.tokens
+        mask = (torch.arange(self.tokens) < lengths[:, None]).long()
+        return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, IGNORED), "attention_mask": mask}
+
+    def micro_batches_of(
+        self, rows: slice = slice(None), count: int | None = None
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(ids, targets), each (B, T), of the micro-batches of these rows; `count` of them, by default M.
+
+        Targets are the next tokens. No mask is needed: a row's padding comes after all that has a target.
+        """
+        batch = self.batch()
+        ids, targets = batch["input_ids"], F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+        count = count or self.micro_batches
+        return list(zip(ids[rows].chunk(count), targets[rows].chunk(count), strict=True))
+
+    def num_targets(self) -> int:
+        """Target tokens of the whole mini-batch, by which its loss is divided."""
+        return int((self.batch()["labels"][:, 1:] != IGNORED).sum())
+
+
+def loss_share(logits: torch.Tensor, targets: torch.Tensor, num_targets: int) -> torch.Tensor:
+    """What a micro-batch adds to the mini-batch's mean loss; logits (B, T, V), targets (B, T)."""
+    flat = logits.view(-1, logits.shape[-1])
+    return F.cross_entropy(flat, targets.reshape(-1), ignore_index=IGNORED, reduction="sum") / num_targets
+
+
+def optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.01, fused=True)
+
+
+def update(step: torch.optim.Optimizer) -> None:
+    step.step()
+    step.zero_grad()
+
+
+def checkpoint_blocks(model: nn.Module) -> None:
+    """transformers' own checkpointing of each block."""
+    # transformers 5.23 renames the method.
+    enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
