@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ usage: python -m hf_gpipe.train recipe.yaml [key=value ...]
 
 Trains the model of a recipe over a pipeline, evaluates it, and leaves a checkpoint that plain transformers loads. It
 starts the pipeline's processes on this machine; started by torchrun or `accelerate launch` it joins their job. Started
-again with the same output directory, it goes on from the last checkpoint.
+again with the same output directory, it goes on from the last checkpoint. On SIGTERM or SIGINT it ends its step, saves,
+and leaves with exit code 75; on a second one it ends at once.
 
   recipe.yaml   the recipe
   key=value     replaces a value of the recipe, for example pipeline.num_stages=4
@@ -27,7 +29,13 @@ keys of a recipe:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code: 0, 2 for an error that the user can correct, 1 for a fault."""
+    """Run the command.
+
+    Returns:
+        Its exit code: 0; 1 for a fault; 2 for an error that the user can correct; 75 where SIGTERM or SIGINT stopped
+        the training and all of it is saved, so that the same command goes on; 128 and the number of a signal that
+        ended it without saving.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or {"-h", "--help"} & set(args):
         _print_help()
@@ -36,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         recipe = load_recipe(args[0], args[1:])
         if _is_launched_here():
+            # Until there is something to save, the launcher's word ends this process without one of its own.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             return _work(recipe)
         _check(recipe)
         num_processes = _num_processes(recipe)
@@ -46,7 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     from hf_gpipe.runtime.launch import launch
 
     threads = recipe.pipeline.threads_per_process
-    return launch("hf_gpipe.train", args, num_processes, _traceback_file(recipe), threads=threads)
+    return launch(
+        "hf_gpipe.train",
+        args,
+        num_processes,
+        _traceback_file(recipe),
+        threads=threads,
+        stop_seconds=recipe.training.stop_seconds,
+    )
 
 
 def _print_help() -> None:
@@ -63,9 +80,14 @@ def _work(recipe: Recipe) -> int:
 
     try:
         from hf_gpipe.training.job import run
+        from hf_gpipe.training.stopping import TrainingStopped
 
         launch.join(recipe.pipeline.timeout_seconds, recipe.pipeline.threads_per_process)
-        run(recipe)
+        code = 0
+        try:
+            run(recipe)
+        except TrainingStopped:
+            code = failures.EXIT_STOPPED
         launch.leave()
     except KeyboardInterrupt:
         print("stopped by SIGINT", file=sys.stderr)
@@ -76,8 +98,7 @@ def _work(recipe: Recipe) -> int:
             # The end of the interpreter would wait for messages that no one answers any more.
             sys.stdout.flush()
             os._exit(code)
-        return code
-    return 0
+    return code
 
 
 def _check(recipe: Recipe) -> None:

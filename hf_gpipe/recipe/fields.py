@@ -234,6 +234,9 @@ class TrainingSection:
     save_total_limit: Count | None = 2
     """Checkpoints kept, the newest ones; null: all."""
 
+    stop_seconds: Positive = 30.0
+    """How long after SIGTERM or SIGINT the training may take to end its step and save, before it ends without."""
+
     resume: Literal["auto", "never"] = "auto"
     """auto: continue from the last complete checkpoint in `output_dir`, where there is one."""
 

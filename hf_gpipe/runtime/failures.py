@@ -9,22 +9,27 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
-from hf_gpipe.errors import HfGpipeError, PeerError, UserError
+from hf_gpipe.errors import HfGpipeError, PeerError, StageError, UserError
+from hf_gpipe.runtime import whereabouts
 
 #: Set for processes that our own launcher started: it prints their failures.
 LAUNCHER_PID = "HF_GPIPE_LAUNCHER_PID"
 
-EXIT_FAILURE, EXIT_USER_ERROR = 1, 2
+#: Exit codes of a command beside 0. EXIT_STOPPED is EX_TEMPFAIL of sysexits.h: a signal stopped the training, all of it
+#: is saved, and the same command goes on with it.
+EXIT_FAILURE, EXIT_USER_ERROR, EXIT_STOPPED = 1, 2, 75
+
+_TIMED_OUT = re.compile(r"\[\S*gloo\S*\] Timed out waiting (\d+)ms for (\w+) operation to complete")
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ class Failure:
         is_consequence: whether it failed because another process did.
         time: seconds since the epoch, to tell which process failed first.
         traceback: Python's, for a fault that is nobody's to put right by a recipe; else empty.
+        is_time_limit: whether it waited too long for another process.
     """
 
     message: str
@@ -44,20 +50,26 @@ class Failure:
     is_consequence: bool
     time: float
     traceback: str
+    is_time_limit: bool = False
 
 
 def describe(error: BaseException) -> Failure:
     """The failure that an exception is, as one line and with the process where it is a fault of the run."""
     is_user_error = isinstance(error, UserError)
     text = " ".join(str(error).split())
-    if not isinstance(error, HfGpipeError):
-        text = f"process {_rank()}: {type(error).__name__}: {text}"
+    doing = whereabouts.doing()
+    if isinstance(error, StageError):
+        text += f" ({doing})" if doing else ""
+    elif not isinstance(error, HfGpipeError):
+        text = f"process {_rank()}{', ' * bool(doing)}{doing}: {type(error).__name__}: {text}"
+    is_time_limit = _TIMED_OUT.search(text) is not None
     return Failure(
-        message=text,
+        message=_TIMED_OUT.sub(_waited, text),
         exit_code=EXIT_USER_ERROR if is_user_error else EXIT_FAILURE,
         is_consequence=_is_consequence(error),
         time=time.time(),
         traceback="" if is_user_error else "".join(traceback.format_exception(error)),
+        is_time_limit=is_time_limit,
     )
 
 
@@ -68,7 +80,11 @@ def report(error: BaseException, traceback_file: Path | None = None) -> int:
         error: what was raised.
         traceback_file: where to put the traceback of a fault; its path is part of the message.
     """
-    failure = describe(error)
+    return tell(describe(error), traceback_file)
+
+
+def tell(failure: Failure, traceback_file: Path | None = None) -> int:
+    """Say why this process fails, once in the job, and return its exit code."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         _write_error_file(Path(path), failure)
     if LAUNCHER_PID not in os.environ and not failure.is_consequence and _is_first():
@@ -86,9 +102,12 @@ def show(failure: Failure, traceback_file: Path | None = None) -> None:
     print(f"error: {failure.message}{where}", file=sys.stderr, flush=True)
 
 
-def read_error_file(data: dict[str, Any]) -> Failure | None:
-    """The failure noted in the content of an error file, or None where another program wrote it."""
-    noted = data.get("hf_gpipe")
+def read_error_file(path: Path) -> Failure | None:
+    """The failure noted in an error file, or None where there is none of this project's."""
+    try:
+        noted = json.loads(path.read_text()).get("hf_gpipe")
+    except (OSError, ValueError, AttributeError):
+        return None
     return Failure(**noted) if noted is not None else None
 
 
@@ -102,6 +121,11 @@ def _write_error_file(path: Path, failure: Failure) -> None:
     with contextlib.suppress(OSError):
         temporary.write_text(json.dumps(content))
         temporary.replace(path)
+
+
+def _waited(match: re.Match[str]) -> str:
+    what = {"recv": "a message from", "send": "a message to be taken by"}.get(match[2], f"{match[2]} with")
+    return f"waited {int(match[1]) / 1000:g} seconds in vain for {what} another process"
 
 
 def _is_consequence(error: BaseException) -> bool:

@@ -1,37 +1,44 @@
 """Start the processes of a job on this machine, or join the job that a launcher started.
 
-`launch` runs torch's elastic launcher as a library, without restarts: a pipeline that lost a stage cannot go on, and
-the next start resumes from the last complete checkpoint. `join` works the same in its processes and in those of
-torchrun and `accelerate launch`.
+There are no restarts: a pipeline that lost a stage cannot go on, and the next start resumes from the last complete
+checkpoint. `join` works the same in the processes of `launch` and in those of torchrun and `accelerate launch`.
 """
 
 from __future__ import annotations
 
-import logging
+import faulthandler
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from hf_gpipe.runtime.failures import EXIT_FAILURE, LAUNCHER_PID, Failure, read_error_file, show
+from hf_gpipe.runtime.failures import EXIT_FAILURE, EXIT_STOPPED, LAUNCHER_PID, show
+from hf_gpipe.runtime.supervise import (
+    STACK_SIGNAL,
+    STACK_VARIABLE,
+    Stop,
+    Worker,
+    environment_of,
+    first_failure,
+    wait_for_all,
+)
 
 #: Seconds between two looks of a process at whether its launcher is still there.
 WATCH_SECONDS = 0.5
-#: Seconds that processes get to end when one of them has failed.
-GRACE_SECONDS = 5
+#: Seconds that the processes of a job may start apart, as on machines that read their programs over a network.
+START_SECONDS = 600.0
+
+#: How long a process waits for another one; None in a job that was not joined by `join`: torch's default.
+_timeout: timedelta | None = None
 
 
 def in_job() -> bool:
@@ -43,7 +50,7 @@ def join(timeout_seconds: float = 600.0, threads: int | None = None) -> None:
     """Join the job that this process was started for; without one, or a second time, nothing is joined.
 
     Args:
-        timeout_seconds: how long a process waits for another one before the run fails.
+        timeout_seconds: how long a process waits for another one, once all have started, before the run fails.
         threads: CPU threads of this process; None: OMP_NUM_THREADS, or its share of this machine's cores.
 
     The process ends at once when its launcher is gone, and on SIGINT, even while it waits for a message.
@@ -61,9 +68,21 @@ def join(timeout_seconds: float = 600.0, threads: int | None = None) -> None:
     if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Python's handler runs between two of its own instructions, so never while gloo or NCCL waits.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    global _timeout
+    _timeout = timedelta(seconds=timeout_seconds)
     _end_with(int(os.environ.get(LAUNCHER_PID) or os.getppid()))
+    _show_stack_on_demand()
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    store, rank, size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=START_SECONDS))))
+    # The time limit is that of messages. Processes may start further apart, so they meet here first.
+    store.set(f"hf_gpipe/started/{rank}", "")
+    store.wait([f"hf_gpipe/started/{other}" for other in range(size)], timedelta(seconds=START_SECONDS))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_timeout)
+
+
+def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+    """A group of some processes with the job's time limit: torch gives a new group one of its own, 30 minutes long."""
+    return dist.new_group(list(ranks), timeout=_timeout, backend=backend)
 
 
 def leave() -> None:
@@ -80,8 +99,11 @@ def launch(
     traceback_file: Path | None = None,
     *,
     threads: int | None = None,
+    stop_seconds: float = 30.0,
 ) -> int:
     """Run `python -m module args...` in several processes of one job on this machine, and wait for their end.
+
+    SIGTERM and SIGINT are forwarded to the processes, once; on a second one all of them are killed.
 
     Args:
         module: must call `join`, and `failures.report` with what it raises.
@@ -89,67 +111,49 @@ def launch(
         num_processes: number of processes.
         traceback_file: where to put the traceback of a fault.
         threads: CPU threads of each process; None: see `join`.
+        stop_seconds: how long the processes may take to end after a signal.
 
     Returns:
-        The exit code: 0, that of the process that failed first, 1 where a process was killed by a signal, or 128 and
-        the number of the signal that ended this launcher. What failed has been printed on stderr.
+        The exit code: 0; EXIT_STOPPED where a signal stopped the job and all was saved; that of the process that failed
+        first, 1 where a process was killed by a signal; or 128 and the number of the signal that ended the job without
+        a word. What failed has been printed on stderr.
     """
-    environment = {LAUNCHER_PID: str(os.getpid()), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_SECONDS)}
+    environment = dict(os.environ) | {LAUNCHER_PID: str(os.getpid())}
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
-    with tempfile.TemporaryDirectory(prefix="hf_gpipe-") as folder, _environment(environment), _quiet_launcher():
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=num_processes,
-            run_id=uuid4().hex,
-            rdzv_backend="c10d",
-            # Port 0: the system chooses one that is free.
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=0,
-            monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-        )
-        try:
-            elastic_launch(config, sys.executable)("-m", module, *args)
-        except ChildFailedError as error:
-            failure = first_failure(error.failures)
-            show(failure, traceback_file)
-            return failure.exit_code
-        except SignalException as error:
-            print(f"stopped by {error.sigval.name}", file=sys.stderr, flush=True)
-            return 128 + error.sigval
-    return 0
+    # Port 0: the system chooses one that is free.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    workers: list[Worker] = []
+    stop = Stop()
+    with tempfile.TemporaryDirectory(prefix="hf_gpipe-") as name, stop.listening(workers):
+        folder = Path(name)
+        for rank in range(num_processes):
+            own = environment | environment_of(folder, rank, num_processes, store.port)
+            workers.append(Worker(rank, start([sys.executable, "-m", module, *args], own), folder))
+        wait_for_all(workers, stop, stop_seconds)
+        failure = first_failure(workers)
+    ended_by_signal = all(
+        worker.was_ended or worker.exit_code == -(stop.signal or 0) or worker.exit_code == 0 for worker in workers
+    )
+    if stop.signal is not None and (failure is None or ended_by_signal):
+        if all(worker.exit_code == EXIT_STOPPED for worker in workers):
+            return EXIT_STOPPED
+        print(f"stopped by {stop.signal.name} without saving", file=sys.stderr, flush=True)
+        return 128 + stop.signal
+    if failure is not None:
+        show(failure, traceback_file)
+        return failure.exit_code
+    return max(worker.exit_code or 0 for worker in workers)
 
 
-def first_failure(failures: Mapping[int, ProcessFailure]) -> Failure:
-    """The failure that made the others, of those that torch's launcher found, by rank.
-
-    In this order: the first process that failed by itself; one that a signal killed; one that ended without a word;
-    one that SIGTERM killed, which is also what the launcher sends the others; the first that lost its connection.
-    """
-    noted = {rank: read_error_file(found.error_file_data) for rank, found in failures.items()}
-    described = [failure for failure in noted.values() if failure is not None]
-    silent = {rank: failures[rank].exitcode for rank, failure in noted.items() if failure is None}
-    causes = [failure for failure in described if not failure.is_consequence]
-    if silent and not causes:
-        rank, code = min(silent.items(), key=lambda item: (item[1] == -signal.SIGTERM, item[1] > 0, item[0]))
-        return Failure(_without_a_word(rank, code), EXIT_FAILURE, is_consequence=False, time=time.time(), traceback="")
-    return min(causes or described, key=lambda failure: failure.time)
+def start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start a process of a job, in a session of its own: a terminal's signals reach it through the launcher alone."""
+    return subprocess.Popen(command, env=environment, start_new_session=True)
 
 
 def available_cores() -> int:
     """The number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _without_a_word(rank: int, exit_code: int) -> str:
-    if exit_code > 0:
-        return f"process {rank} ended with exit code {exit_code}"
-    number = signal.Signals(-exit_code)
-    hint = ", as the system does when memory runs out" if number == signal.SIGKILL else ""
-    return f"process {rank} was killed by {number.name}{hint}"
 
 
 def _end_with(parent: int) -> None:
@@ -163,35 +167,8 @@ def _end_with(parent: int) -> None:
     threading.Thread(target=watch, name="hf_gpipe-parent-watch", daemon=True).start()
 
 
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables that this process's children inherit."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def _quiet_launcher() -> Iterator[None]:
-    """Without the log lines of torch's launcher, and with the signal handlers as they were afterwards."""
-    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    handlers = {number: signal.getsignal(number) for number in signals}
-    prefix = "torch.distributed.elastic"
-    loggers = [logging.getLogger(n) for n in [*logging.root.manager.loggerDict, prefix] if n.startswith(prefix)]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+def _show_stack_on_demand() -> None:
+    """Let our launcher ask where this process is, also while it is stuck in a call outside of Python."""
+    if path := os.environ.get(STACK_VARIABLE):
+        # Open for as long as the process runs.
+        faulthandler.register(STACK_SIGNAL, file=os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), all_threads=False)

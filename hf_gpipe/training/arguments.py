@@ -40,6 +40,13 @@ class PipelineTrainingArguments(TrainingArguments):
         default=None,
         metadata={"help": "Updates between two whose actions are timed, to log their bubble; None: none is timed."},
     )
+    stop_seconds: float = field(
+        default=30.0,
+        metadata={
+            "help": "With enable_jit_checkpoint: how long after SIGTERM or SIGINT a training may take to end its step "
+            "and save, before it ends without."
+        },
+    )
 
     def __post_init__(self) -> None:
         # transformers' parser of command lines gives None for a list that is not there.

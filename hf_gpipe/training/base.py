@@ -34,6 +34,7 @@ from hf_gpipe.training.loader import Batch, MiniBatches
 from hf_gpipe.training.optim import check_optimizer
 from hf_gpipe.training.progress import MetricsFile, ProgressBar
 from hf_gpipe.training.scoring import Preprocess
+from hf_gpipe.training.stopping import StopRequest
 
 #: The decisions that callbacks take.
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
@@ -96,6 +97,9 @@ class TrainerBase:
         )
         self.control = TrainerControl()
         self.state = self._new_state()
+        #: While a training listens to signals, and the signal on which all processes have agreed to stop; 0: none.
+        self._stop_request: StopRequest | None = None
+        self._stop_signal = 0
         self._num_parameters = self.pipe.adapter.reference.num_parameters(exclude_embeddings=True)
         self._fire("on_init_end")
 
@@ -165,12 +169,16 @@ class TrainerBase:
         )
 
     def _agree(self) -> None:
-        """Let what the callbacks of any process have asked for hold in all of them: a save by one alone would hang."""
+        """Let what callbacks or a signal have asked of any process hold in all of them: one alone would hang."""
+        asked = [int(getattr(self.control, flag)) for flag in _FLAGS]
+        asked.append(self._stop_request.signal if self._stop_request is not None else 0)
         if self.topology.num_processes > 1:
-            flags = torch.tensor([int(getattr(self.control, flag)) for flag in _FLAGS])
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-            for flag, value in zip(_FLAGS, flags.tolist(), strict=True):
-                setattr(self.control, flag, bool(value))
+            agreed = torch.tensor(asked)
+            dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+            asked = agreed.tolist()
+        *flags, self._stop_signal = asked
+        for flag, value in zip(_FLAGS, flags, strict=True):
+            setattr(self.control, flag, bool(value))
 
     @property
     def _data_seed(self) -> int:

@@ -11,6 +11,7 @@ from transformers import EvalPrediction, TrainerState
 from transformers.trainer_utils import PredictionOutput, denumpify_detensorize, speed_metrics
 
 from hf_gpipe.errors import UserError
+from hf_gpipe.runtime.whereabouts import during
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.base import TrainerBase
 from hf_gpipe.training.scoring import Scores, score
@@ -63,7 +64,7 @@ class EvaluatingTrainer(TrainerBase):
         if dataset is not None:
             batches = self._batches(dataset, self.args.per_device_eval_batch_size)
         self.callback_handler.eval_dataloader = batches
-        with self.pipe.holding_weights():
+        with during("evaluating"), self.pipe.holding_weights():
             scores = score(
                 self.pipe,
                 batches,

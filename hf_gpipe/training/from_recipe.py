@@ -189,5 +189,7 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
         disable_tqdm=False,
         use_cpu=pipeline.device == "cpu",
         ddp_timeout=int(pipeline.timeout_seconds),
+        enable_jit_checkpoint=True,
+        stop_seconds=training.stop_seconds,
         remove_unused_columns=False,
     )

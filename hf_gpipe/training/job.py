@@ -19,6 +19,7 @@ from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import Recipe, load_recipe
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.whereabouts import note
 from hf_gpipe.schedule import Timeline, breakdown, draw_png, write_trace
 from hf_gpipe.training import summary
 from hf_gpipe.training.evaluate import evaluate_translation
@@ -39,7 +40,7 @@ _MAY_CHANGE = (
         "training.save_steps",
         "training.save_total_limit",
     ),
-    "training.resume",
+    *("training.resume", "training.stop_seconds"),
 )
 
 
@@ -66,7 +67,9 @@ def run(recipe: Recipe) -> None:
         mine.append(_prepare(recipe, output_dir))
         return mine[0].config, mine[0].checkpoint
 
+    note("preparing the corpus and the tokenizer")
     config, checkpoint = topology.from_main(prepare)
+    note("creating the model")
     pipe = _pipeline(recipe, config)
     pipe.adapter.reference.generation_config.max_new_tokens = recipe.evaluation.max_new_tokens
     prepared = mine[0] if mine else None
@@ -77,7 +80,9 @@ def run(recipe: Recipe) -> None:
     output = trainer.train(resume_from_checkpoint=checkpoint)
     if prepared is not None and checkpoint is not None and output.global_step == start:
         summary.say(f"the training in {output_dir} is finished ({start} steps); nothing is left to train")
+    note("saving the model")
     trainer.save_model()
+    note("translating")
     if prepared is not None:
         summary.say(f"translating pairs of the {recipe.evaluation.split} split")
     report = evaluate_translation(
@@ -91,6 +96,7 @@ def run(recipe: Recipe) -> None:
         max_examples=recipe.evaluation.max_examples,
         num_samples=recipe.evaluation.samples,
     )
+    note("measuring a step")
     batches = trainer.train_batches()
     batch = share([next(batches.epoch(0))] if batches is not None else None, topology)
     measured, predicted = measure_step(pipe, batch, update=_update_of(trainer))

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 import os
+import signal
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import TrainerState
@@ -31,11 +34,13 @@ from hf_gpipe.checkpoint.directory import (
 from hf_gpipe.checkpoint.state import load_progress, load_state, save_state
 from hf_gpipe.errors import CheckpointError, UserError
 from hf_gpipe.runtime.batches import shared_stream
+from hf_gpipe.runtime.whereabouts import during, note, noting
 from hf_gpipe.training.evaluating import EvaluatingTrainer, metric_of, note_best
 from hf_gpipe.training.loader import Batch, MiniBatches, in_groups
 from hf_gpipe.training.meter import Meter
 from hf_gpipe.training.optim import learning_rate, make_optimizer, make_scheduler, takes_metric
 from hf_gpipe.training.steps import Plan, Position
+from hf_gpipe.training.stopping import StopRequest, TrainingStopped
 
 STATE_NAME = "trainer_state.json"
 
@@ -80,6 +85,8 @@ class PipelineTrainer(EvaluatingTrainer):
 
         Raises:
             UserError: nothing to train on; a checkpoint that is missing or does not fit.
+            TrainingStopped: with `enable_jit_checkpoint`, SIGTERM or SIGINT came and the last step is saved. It is a
+                SystemExit, so that a script that does nothing about it ends, with exit code 75.
         """
         start_time = time.time()
         batches = self.train_batches()
@@ -96,6 +103,7 @@ class PipelineTrainer(EvaluatingTrainer):
         self.callback_handler.train_dataloader = batches
         self.state, self._position = self._new_state(), Position()
         self._mini_batches_per_epoch = plan.mini_batches_per_epoch
+        self._last_saved_step = -1
         if checkpoint is not None:
             self._resume(checkpoint)
         self.state.compute_steps(self.args, plan.max_steps)
@@ -104,14 +112,15 @@ class PipelineTrainer(EvaluatingTrainer):
         self._loss_since_log = self._loss_logged = 0.0
         self.pipe.zero_grad()
 
-        self._fire("on_train_begin")
-        if self.args.eval_on_start:
-            self.evaluate()
-        self._meter = Meter(self.pipe, self.args.timeline_steps)
-        for epoch in range(self._position.epoch, plan.num_epochs):
-            if self.control.should_training_stop or self.state.global_step >= plan.max_steps:
-                break
-            self._run_epoch(epoch, batches, plan)
+        with self._stopping_on_request():
+            self._fire("on_train_begin")
+            if self.args.eval_on_start:
+                self.evaluate()
+            self._meter = Meter(self.pipe, self.args.timeline_steps)
+            for epoch in range(self._position.epoch, plan.num_epochs):
+                if self.control.should_training_stop or self.state.global_step >= plan.max_steps:
+                    break
+                self._run_epoch(epoch, batches, plan)
         return self._finish(first_step, start_time)
 
     def train_batches(self) -> MiniBatches | None:
@@ -132,9 +141,10 @@ class PipelineTrainer(EvaluatingTrainer):
         source = None
         if batches is not None:
             groups = in_groups(batches.epoch(epoch, start), plan.accumulation)
-            source = islice(groups, plan.max_steps - self.state.global_step)
+            source = noting(islice(groups, plan.max_steps - self.state.global_step), "reading a mini-batch")
         norm, rate = None, None
         for group in shared_stream(source, self.topology):
+            note(f"training step {self.state.global_step + 1}")
             self._fire("on_step_begin")
             norm, rate = self._step(group)
             done += len(group)
@@ -191,14 +201,13 @@ class PipelineTrainer(EvaluatingTrainer):
     def _log_evaluate_save(self, norm: float | None, rate: float | None) -> None:
         """Do what callbacks have asked for, in every process."""
         self._agree()
+        if self._stop_signal:
+            self._log_training(norm, rate)
+            self._stop()
         if not (self.control.should_log or self.control.should_evaluate or self.control.should_save):
             return
-        steps = self.state.global_step - self._last_logged_step
-        if self.control.should_log and steps > 0:
-            logs = {"loss": self._loss_since_log / steps, "grad_norm": norm, "learning_rate": rate}
-            self._loss_logged += self._loss_since_log
-            self._loss_since_log, self._last_logged_step = 0.0, self.state.global_step
-            self.log({name: value for name, value in logs.items() if value is not None} | self._meter.read())
+        if self.control.should_log:
+            self._log_training(norm, rate)
         if self.control.should_evaluate:
             with self._meter.paused():
                 metrics = self.evaluate()
@@ -213,6 +222,50 @@ class PipelineTrainer(EvaluatingTrainer):
             self._fire("on_save")
         # What was just called may have asked to stop.
         self._agree()
+        if self._stop_signal:
+            self._stop()
+
+    def _log_training(self, norm: float | None, rate: float | None) -> None:
+        """Log the mean loss since the last time."""
+        steps = self.state.global_step - self._last_logged_step
+        if steps > 0:
+            logs = {"loss": self._loss_since_log / steps, "grad_norm": norm, "learning_rate": rate}
+            self._loss_logged += self._loss_since_log
+            self._loss_since_log, self._last_logged_step = 0.0, self.state.global_step
+            self.log({name: value for name, value in logs.items() if value is not None} | self._meter.read())
+
+    @contextmanager
+    def _stopping_on_request(self) -> Iterator[None]:
+        """A scope in which SIGTERM and SIGINT ask the training to stop, where the arguments say so."""
+        self._stop_signal = 0
+        if not self.args.enable_jit_checkpoint:
+            yield
+            return
+        with StopRequest(self.topology, self.args.stop_seconds) as self._stop_request:
+            try:
+                yield
+            finally:
+                self._stop_request = None
+
+    def _stop(self) -> NoReturn:
+        """Save this step, where that is not done yet, and end the program."""
+        checkpoint = checkpoint_path(self._output_dir, self.state.global_step)
+        if self._last_saved_step != self.state.global_step:
+            self._save_checkpoint()
+            self._fire("on_save")
+        self._fire("on_train_end")
+        assert self._stop_request is not None
+        self._stop_request.forget_peers()
+        self.topology.barrier()
+        if self.topology.is_main:
+            name, step, steps = signal.Signals(self._stop_signal).name, self.state.global_step, self.state.max_steps
+            print(
+                f"stopped by {name} after step {step} of {steps}; all of it is saved in {checkpoint}: start again to "
+                "go on from there",
+                file=sys.stderr,
+                flush=True,
+            )
+        raise TrainingStopped(self.state.global_step, checkpoint)
 
     def _finish(self, first_step: int, start_time: float) -> TrainOutput:
         steps = self.state.global_step - first_step
@@ -245,7 +298,7 @@ class PipelineTrainer(EvaluatingTrainer):
         final = checkpoint_path(self._output_dir, self.state.global_step)
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(final)
-        with written_whole(final, self.topology) as directory:
+        with during(f"saving {final.name}"), written_whole(final, self.topology) as directory:
             self._write_model(directory)
             if not self.args.save_only_model:
                 progress = {
@@ -259,6 +312,7 @@ class PipelineTrainer(EvaluatingTrainer):
                 # The constructor takes the present state of callbacks that keep one.
                 self.state.stateful_callbacks = TrainerState(stateful_callbacks=self._stateful()).stateful_callbacks
                 self.state.save_to_json(directory / STATE_NAME)
+        self._last_saved_step = self.state.global_step
         if self.topology.is_main:
             best = self.state.best_model_checkpoint
             rotate(self._output_dir, self.args.save_total_limit, Path(best) if best is not None else None)

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.runtime import failures, launch
+from hf_gpipe.runtime import failures, launch, whereabouts
 
 
 def body(what: str, folder: Path) -> None:
-    launch.join(timeout_seconds=60)
+    launch.join(timeout_seconds=2 if what == "stuck" else 60)
     rank = dist.get_rank()
+    whereabouts.note("testing")
     (folder / f"{rank}.pid").write_text(str(os.getpid()))
     dist.barrier()
     if rank == 1:
@@ -27,7 +28,7 @@ def body(what: str, folder: Path) -> None:
             raise UserError("the key is wrong")
         if what == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        if what == "wait":
+        if what in ("wait", "stuck"):
             time.sleep(120)
     # Waits in gloo, where no Python handler runs.
     dist.all_reduce(torch.ones(1))

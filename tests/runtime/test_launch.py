@@ -7,16 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from hf_gpipe.errors import PeerError, StageError, UserError
 from hf_gpipe.runtime import failures
-from hf_gpipe.runtime.launch import first_failure
+from hf_gpipe.runtime.supervise import Worker, first_failure, whereabouts_file
+from tests.runtime import launch_worker
 
 REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -42,17 +42,31 @@ def test_processes_join_one_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "exit_code", "message"),
     [
-        ("fault", 1, "error: process 1: KeyError: 'the cause' (the traceback is in {error})"),
+        ("fault", 1, "error: process 1, testing: KeyError: 'the cause' (the traceback is in {error})"),
         ("user error", 2, "error: the key is wrong"),
-        ("killed", 1, "error: process 1 was killed by SIGKILL, as the system does when memory runs out"),
+        (
+            "killed",
+            1,
+            "error: process 1 was killed by SIGKILL while testing, as the system does when memory runs out; its loss "
+            "was noticed by process 0, testing",
+        ),
+        (
+            "stuck",
+            1,
+            "error: process 0, testing: RuntimeError: waited 2 seconds in vain for a message from another process; "
+            "process 1 was stuck while testing, in body (launch_worker.py, line {line}) (the traceback is in {error})",
+        ),
     ],
 )
 def test_a_failure_is_told_once(what: str, exit_code: int, message: str, tmp_path: Path) -> None:
     start = time.monotonic()
     result = run(what, tmp_path)
-    assert result.stderr == message.format(error=tmp_path / "error.txt") + "\n"
+    line = next(
+        n for n, text in enumerate(Path(launch_worker.__file__).read_text().splitlines(), 1) if "sleep(" in text
+    )
+    assert result.stderr == message.format(error=tmp_path / "error.txt", line=line) + "\n"
     assert (result.returncode, result.stdout) == (exit_code, "")
-    assert time.monotonic() - start < 40
+    assert time.monotonic() - start < 30
     assert_ended(tmp_path)
     if what == "fault":
         assert "raise KeyError" in (tmp_path / "error.txt").read_text()
@@ -62,7 +76,8 @@ def test_a_failure_is_told_once(what: str, exit_code: int, message: str, tmp_pat
     ("number", "exit_code", "message"),
     [
         (signal.SIGKILL, -signal.SIGKILL, ""),
-        (signal.SIGINT, 128 + signal.SIGINT, "stopped by SIGINT\n"),
+        (signal.SIGINT, 128 + signal.SIGINT, "stopped by SIGINT without saving\n"),
+        (signal.SIGTERM, 128 + signal.SIGTERM, "stopped by SIGTERM without saving\n"),
     ],
 )
 def test_no_process_outlives_its_launcher(number: int, exit_code: int, message: str, tmp_path: Path) -> None:
@@ -123,25 +138,45 @@ def test_a_lost_connection_is_a_consequence_and_a_time_limit_is_not() -> None:
     assert failures.describe(UserError("a\nb")).message == "a b"
 
 
+class Ended:
+    """Stands in for a process that has ended."""
+
+    def __init__(self, exit_code: int) -> None:
+        self._exit_code = exit_code
+
+    def poll(self) -> int:
+        return self._exit_code
+
+
 def test_the_first_failure_is_the_cause(tmp_path: Path) -> None:
-    def found(rank: int, exit_code: int, **noted: object) -> ProcessFailure:
-        path = tmp_path / f"{rank}.json"
+    def found(rank: int, exit_code: int, was_ended: bool = False, **noted: object) -> Worker:
+        made = Worker(rank, Ended(exit_code), tmp_path, was_ended, "")  # type: ignore[arg-type]
+        made.error_file.unlink(missing_ok=True)
         if noted:
             values = {"exit_code": exit_code, "is_consequence": False, "time": 5.0, "traceback": ""} | noted
-            failures._write_error_file(path, failures.Failure(**values))  # type: ignore[arg-type]
-        else:
-            path.unlink(missing_ok=True)
-        return ProcessFailure(rank, 100 + rank, exit_code, str(path))
+            failures._write_error_file(made.error_file, failures.Failure(**values))  # type: ignore[arg-type]
+        whereabouts_file(tmp_path, rank).write_text(f"doing {rank}")
+        return made
 
-    lost = {"message": "lost", "is_consequence": True, "time": 1.0}
-    cases = {
-        "early": [found(0, 1, message="late"), found(1, 1, message="early", time=4.0)],
-        "cause": [found(0, 1, **lost), found(1, 1, message="cause")],
-        "killed by SIGSEGV": [found(0, -15), found(1, 1, **lost), found(2, -11)],
-        "exit code 3": [found(0, -15), found(1, 1, **lost), found(2, 3)],
-        "killed by SIGTERM": [found(0, -15), found(1, 1, **lost)],
-        "lost": [found(0, 1, **lost)],
-        "cause before SIGKILL": [found(0, -9), found(1, 1, message="cause before SIGKILL")],
+    lost = {"message": "process 1, stage 1, action 1F0: lost", "is_consequence": True, "time": 1.0}
+    waited = {"message": "waited", "is_time_limit": True}
+    cases: dict[str, Callable[[], list[Worker]]] = {
+        "early": lambda: [found(0, 1, message="late"), found(1, 1, message="early", time=4.0)],
+        "cause": lambda: [found(0, 1, **lost), found(1, 1, message="cause")],
+        "2 was killed by SIGSEGV while doing 2; its loss was noticed by process 1, stage 1, action 1F0": lambda: [
+            found(0, -15),
+            found(1, 1, **lost),
+            found(2, -11),
+        ],
+        "process 2 ended with exit code 3": lambda: [found(0, -15), found(1, 1, **lost), found(2, 3)],
+        "process 0 was killed by SIGTERM": lambda: [found(0, -15), found(1, 1, **lost)],
+        "lost": lambda: [found(0, 1, **lost)],
+        "cause before SIGKILL": lambda: [found(0, -9, True), found(1, 1, message="cause before SIGKILL")],
+        "waited; process 1 was stuck while doing 1": lambda: [found(0, 1, **waited), found(1, -9, True)],
+        "did not end together; process 1 was stuck": lambda: [found(0, 0), found(1, -9, True)],
     }
-    for expected, processes in cases.items():
-        assert expected in first_failure(dict(enumerate(processes))).message
+    for expected, make in cases.items():
+        failure = first_failure(make())
+        assert failure is not None
+        assert expected in failure.message
+    assert first_failure([found(0, 0), found(1, failures.EXIT_STOPPED)]) is None

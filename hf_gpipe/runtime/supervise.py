@@ -1,0 +1,226 @@
+"""Watch over the processes of a job on this machine: all of them end together, in seconds, and why is told once."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hf_gpipe.runtime import whereabouts
+from hf_gpipe.runtime.failures import EXIT_FAILURE, EXIT_STOPPED, Failure, read_error_file
+
+#: Seconds that processes get to end when one of them has failed, to find that out and say where they were.
+GRACE_SECONDS = 4.0
+#: Seconds that processes get to end when one of them has ended well: all leave the job together.
+LEAVE_SECONDS = 60.0
+#: Signals that come within this time are one: a terminal and a scheduler send theirs to every process there is, and a
+#: launcher then forwards its own.
+SAME_SIGNAL_SECONDS = 1.0
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+#: On this signal a process writes the stack of its main thread to its stack file.
+STACK_SIGNAL = signal.SIGUSR1
+#: Names that file for the process.
+STACK_VARIABLE = "HF_GPIPE_STACK_FILE"
+
+_POLL_SECONDS = 0.05
+
+
+@dataclass
+class Worker:
+    """A process of the job.
+
+    Attributes:
+        rank: its number.
+        process: what `subprocess.Popen` gave.
+        folder: where it leaves its notes.
+        was_ended: whether the launcher had to kill it.
+        stack: where it was then, as Python shows a traceback.
+    """
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    folder: Path
+    was_ended: bool = False
+    stack: str = ""
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; minus the number of the signal that killed it."""
+        return self.process.poll()
+
+    @property
+    def error_file(self) -> Path:
+        return error_file(self.folder, self.rank)
+
+    def end(self) -> None:
+        """Kill it, wherever it is stuck, and keep where that was."""
+        file = stack_file(self.folder, self.rank)
+        if file.exists():
+            self.process.send_signal(STACK_SIGNAL)
+            deadline = time.monotonic() + 0.5
+            while not file.stat().st_size and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(0.05)
+            self.stack = file.read_text(errors="replace")
+        self.was_ended = True
+        self.process.kill()
+        self.process.wait()
+
+
+def error_file(folder: Path, rank: int) -> Path:
+    """Where a process notes its failure."""
+    return folder / f"{rank}.error.json"
+
+
+def stack_file(folder: Path, rank: int) -> Path:
+    """Where a process writes its stack on STACK_SIGNAL; it is there once the process can."""
+    return folder / f"{rank}.stack"
+
+
+def whereabouts_file(folder: Path, rank: int) -> Path:
+    """Where a process notes what it is doing."""
+    return folder / f"{rank}.doing"
+
+
+class Stop:
+    """The signal that asked this launcher to stop the job, if any, and when."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self.is_urgent = False
+        self.time = 0.0
+
+    @contextmanager
+    def listening(self, workers: Sequence[Worker]) -> Iterator[None]:
+        """A scope in which STOP_SIGNALS are forwarded to the processes; a second one later on ends them at once."""
+
+        def handle(number: int, frame: object) -> None:
+            if self.signal is None:
+                self.signal, self.time = signal.Signals(number), time.monotonic()
+                for worker in workers:
+                    if worker.exit_code is None:
+                        worker.process.send_signal(number)
+            elif time.monotonic() - self.time > SAME_SIGNAL_SECONDS:
+                self.is_urgent = True
+
+        before = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def wait_for_all(workers: Sequence[Worker], stop: Stop, stop_seconds: float) -> None:
+    """Wait for the end of all processes, and see to it that none is left behind once one has ended.
+
+    Args:
+        workers: the processes.
+        stop: where a signal to this launcher is noted.
+        stop_seconds: how long the processes may take to end after one.
+    """
+    deadline = float("inf")
+    while running := [worker for worker in workers if worker.exit_code is None]:
+        now = time.monotonic()
+        codes = [worker.exit_code for worker in workers if worker.exit_code is not None]
+        if any(code not in (0, EXIT_STOPPED) for code in codes):
+            deadline = min(deadline, now + GRACE_SECONDS)
+        elif codes:
+            deadline = min(deadline, now + LEAVE_SECONDS)
+        if stop.signal is not None:
+            deadline = min(deadline, stop.time + stop_seconds + GRACE_SECONDS)
+        if now > deadline or stop.is_urgent:
+            for worker in running:
+                worker.end()
+        time.sleep(_POLL_SECONDS)
+
+
+def first_failure(workers: Sequence[Worker]) -> Failure | None:
+    """The failure that made the others; None where every process ended well.
+
+    In this order: the first process that failed by itself; one that a signal killed; one that ended without a word;
+    one that did not end with the others; the first that lost its connection.
+    """
+    noted = {worker.rank: failure for worker in workers if (failure := read_error_file(worker.error_file)) is not None}
+    causes = [failure for failure in noted.values() if not failure.is_consequence]
+    consequences = sorted((f for f in noted.values() if f.is_consequence), key=lambda failure: failure.time)
+    ended = [worker for worker in workers if worker.was_ended]
+    silent = [
+        worker
+        for worker in workers
+        if worker.rank not in noted and not worker.was_ended and worker.exit_code not in (0, EXIT_STOPPED)
+    ]
+    if causes:
+        first = min(causes, key=lambda failure: failure.time)
+        return _with_stuck(first, ended) if first.is_time_limit else first
+    if silent:
+        # SIGTERM comes last: another launcher sends it to the processes that are left.
+        worker = min(silent, key=lambda w: (w.exit_code == -signal.SIGTERM, w.exit_code or 0, w.rank))
+        return _failure(_without_a_word(worker) + _noticed(consequences))
+    if ended:
+        return _with_stuck(_failure("the processes did not end together"), ended)
+    return consequences[0] if consequences else None
+
+
+def environment_of(folder: Path, rank: int, num_processes: int, port: int) -> dict[str, str]:
+    """The variables by which a process of a local job finds the others, named as torch's launcher names them."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        # The store is in the launcher, which outlives every process of the job.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_ERROR_FILE": str(error_file(folder, rank)),
+        whereabouts.FILE_VARIABLE: str(whereabouts_file(folder, rank)),
+        STACK_VARIABLE: str(stack_file(folder, rank)),
+    }
+
+
+def _failure(message: str) -> Failure:
+    return Failure(message, EXIT_FAILURE, is_consequence=False, time=time.time(), traceback="")
+
+
+def _without_a_word(worker: Worker) -> str:
+    code = worker.exit_code or 0
+    doing = whereabouts.read(whereabouts_file(worker.folder, worker.rank))
+    where = f" while {doing}" if doing else ""
+    if code > 0:
+        return f"process {worker.rank} ended with exit code {code}{where}"
+    number = signal.Signals(-code)
+    hint = ", as the system does when memory runs out" if number == signal.SIGKILL else ""
+    return f"process {worker.rank} was killed by {number.name}{where}{hint}"
+
+
+def _noticed(consequences: Sequence[Failure]) -> str:
+    """Where a process was that lost its connection, which tells what it waited for."""
+    places = [failure.message.partition(":")[0] for failure in consequences]
+    return f"; its loss was noticed by {places[0]}" if places else ""
+
+
+def _with_stuck(failure: Failure, stuck: Sequence[Worker]) -> Failure:
+    """A failure completed by the processes that had to be ended: they are what the others waited for."""
+    parts, tracebacks = [failure.message], [failure.traceback]
+    for worker in stuck:
+        doing = whereabouts.read(whereabouts_file(worker.folder, worker.rank))
+        parts.append(f"process {worker.rank} was stuck{' while ' * bool(doing)}{doing}{_innermost(worker.stack)}")
+        tracebacks.append(f"The stack of process {worker.rank}, which was stuck:\n{worker.stack}")
+    return replace(failure, message="; ".join(parts), traceback="\n".join(part for part in tracebacks if part))
+
+
+def _innermost(stack: str) -> str:
+    """The function a stack ends in, in words; empty where there is no stack."""
+    frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', stack)
+    if not frames:
+        return ""
+    file, line, function = frames[0]
+    return f", in {function} ({Path(file).name}, line {line})"

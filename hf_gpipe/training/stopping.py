@@ -1,0 +1,154 @@
+"""Stopping on request: on SIGTERM or SIGINT a training ends its step, saves, and leaves, in all processes alike.
+
+A signal sets a flag and nothing else. The processes agree on it where each step ends. Python runs a handler between two
+of its own instructions, so never while a process waits in gloo or NCCL; the system's own handler writes the signal's
+number into a pipe all the same, and a thread reads it there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+from hf_gpipe.runtime import failures
+from hf_gpipe.runtime.failures import EXIT_FAILURE, EXIT_STOPPED, Failure
+from hf_gpipe.runtime.supervise import SAME_SIGNAL_SECONDS, STOP_SIGNALS
+from hf_gpipe.runtime.topology import Topology
+
+_POLL_SECONDS = 0.25
+
+
+class TrainingStopped(SystemExit):
+    """Ends the program after a training was stopped and saved, with exit code 75: start it again to go on.
+
+    A script that has something to do before its end may catch it.
+
+    Attributes:
+        step: updates made.
+        checkpoint: where everything is saved.
+    """
+
+    def __init__(self, step: int, checkpoint: os.PathLike[str]) -> None:
+        super().__init__(EXIT_STOPPED)
+        self.step = step
+        self.checkpoint = checkpoint
+
+
+class StopRequest:
+    """A scope in which SIGTERM and SIGINT ask the training to stop instead of ending this process.
+
+    The process still ends at once, without saving, on a second signal, where the step does not end within
+    `stop_seconds`, and where another process of this machine has ended meanwhile. Python handles signals in the main
+    thread only: in another one, the scope changes nothing.
+
+    Attributes:
+        signal: the signal that was sent; 0: none.
+    """
+
+    def __init__(self, topology: Topology, stop_seconds: float) -> None:
+        me = socket.gethostname(), os.getpid()
+        #: The other processes of the pipeline that are on this machine.
+        self._peers = [pid for host, pid in topology.gather_objects(me) if host == me[0] and pid != me[1]]
+        self._rank = topology.rank
+        self._stop_seconds = stop_seconds
+        self.signal = 0
+
+    def __enter__(self) -> StopRequest:
+        self._is_active = threading.current_thread() is threading.main_thread()
+        if not self._is_active:
+            return self
+        self._pipe = os.pipe()
+        for end in self._pipe:
+            os.set_blocking(end, False)
+        self._handlers: dict[int, Any] = {number: signal.signal(number, _leave_to_thread) for number in STOP_SIGNALS}
+        self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._watch, name="hf_gpipe-stop", daemon=True)
+        self._thread.start()
+        _active.append(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if not self._is_active:
+            return
+        _active.remove(self)
+        signal.set_wakeup_fd(self._wakeup)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        os.close(self._pipe[1])
+        self._thread.join()
+        os.close(self._pipe[0])
+
+    def forget_peers(self) -> None:
+        """All is saved: from now on the other processes may end before this one."""
+        self._peers = []
+
+    def forget_in_child(self) -> None:
+        """Give a process that was forked off the signals' usual meaning."""
+        signal.set_wakeup_fd(-1)
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+
+    def _watch(self) -> None:
+        start = 0.0
+        while True:
+            ready, _, _ = select.select([self._pipe[0]], [], [], _POLL_SECONDS if self.signal else None)
+            numbers = os.read(self._pipe[0], 64) if ready else b""
+            if ready and not numbers:
+                return  # the scope was left
+            now = time.monotonic()
+            for number in numbers:
+                if number not in STOP_SIGNALS:
+                    continue
+                if not self.signal:
+                    self.signal, start = number, now
+                elif now - start > SAME_SIGNAL_SECONDS:
+                    self._end("a second one came")
+            if self.signal and now - start > self._stop_seconds:
+                self._end(f"its step did not end within {self._stop_seconds:g} seconds (training.stop_seconds)")
+            if self.signal and any(not _is_running(peer) for peer in self._peers):
+                # Whatever this process waits for will not come. The peer's own message says why it ended.
+                os._exit(EXIT_FAILURE)
+
+    def _end(self, why: str) -> None:
+        name = signal.Signals(self.signal).name
+        message = f"process {self._rank} was asked to stop by {name} and ended without saving, since {why}"
+        failure = Failure(message, 128 + self.signal, is_consequence=False, time=time.time(), traceback="")
+        with contextlib.suppress(Exception):
+            failures.tell(failure)
+        os._exit(128 + self.signal)
+
+
+#: The scopes that this process is in.
+_active: list[StopRequest] = []
+
+
+def _leave_to_thread(number: int, frame: FrameType | None) -> None:
+    """Python's part of a signal whose number the thread reads from the pipe."""
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _after_fork() -> None:
+    for request in _active:
+        request.forget_in_child()
+    _active.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    # A data loader's workers, for example: signals sent to them are no request to this process.
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,433 @@
+"""Break a training in every way, in every process and phase, and see that nothing hangs and nothing saved is lost.
+
+    python scripts/chaos.py [--only WORD] [--output FOLDER]
+
+Each fault is injected into a run of `python -m hf_gpipe.train` over three processes, by wrapping one function of the
+product in one of them. Then: every process is gone in time; the exit code and the one message are right and name the
+place; the newest checkpoint loads in transformers; the run, started again, ends with the weights of one that was never
+disturbed. The processes are forked from this one, which has imported everything, and so start in no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import importlib
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSeq2SeqLM
+
+from hf_gpipe import pipeline
+from hf_gpipe.checkpoint import directory, save, state
+from hf_gpipe.checkpoint.directory import checkpoints, last_checkpoint
+from hf_gpipe.data import train_tokenizer
+from hf_gpipe.runtime import batches, generation, launch, stage
+from hf_gpipe.runtime.failures import EXIT_STOPPED
+from hf_gpipe.train import main as train
+from hf_gpipe.training import loader
+
+NUM_PROCESSES = 3
+#: How long processes wait for one that is stuck, and how long all of them may take to end.
+TIMEOUT_SECONDS, LIMIT_SECONDS = 4, 15
+
+RECIPE = """
+model:
+  config: {{model_type: marian, d_model: 8, encoder_layers: 2, decoder_layers: 2, encoder_attention_heads: 1,
+    decoder_attention_heads: 1, encoder_ffn_dim: 8, decoder_ffn_dim: 8, max_position_embeddings: 32, dropout: 0.1}}
+data: {{kind: jsonl, path: {folder}/pairs.jsonl, validation_fraction: 0.1, test_fraction: 0.1}}
+tokenizer: {{path: {folder}/tokenizer}}
+pipeline: {{num_stages: 3, num_micro_batches: 2, device: cpu, timeout_seconds: {timeout}, threads_per_process: 1}}
+training: {{output_dir: OUTPUT, max_steps: 6, batch_size: 4, logging_steps: 1, save_steps: 2, eval_steps: 3}}
+evaluation: {{max_examples: 2, max_new_tokens: 3, samples: 1}}
+"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a fault strikes: the call of a function that is the `call`-th in its process.
+
+    Attributes:
+        owner: the module or class that has the function.
+        name: of the function.
+        call: counted from 1; after the first checkpoint was saved, wherever there is one already.
+        said: what the message says about the place.
+        processes: those that call it; empty: all.
+    """
+
+    owner: Any
+    name: str
+    call: int
+    said: str
+    processes: tuple[int, ...] = ()
+
+
+PHASES = {
+    "data": Place(loader, "_seed_generators", 4, "reading a mini-batch", (0,)),
+    "batch": Place(batches, "unpack", 5, "training step", (1, 2)),
+    "forward": Place(stage.Stage, "forward", 8, "stage {process}, action {process}F1"),
+    "recompute": Place(stage.Stage, "recompute", 7, "stage {process}, action {process}R"),
+    "backward": Place(stage.Stage, "backward", 8, "stage {process}, action {process}B0"),
+    "update": Place(pipeline.Pipeline, "clip_grad_norm_", 4, "training step 4"),
+    "weights": Place(save, "save_file", 2, "saving checkpoint-4"),
+    "state": Place(state, "save_file", 2, "saving checkpoint-4"),
+    "publish": Place(directory, "replace_directory", 2, "saving checkpoint-4", (0,)),
+    "evaluation": Place(stage.Stage, "evaluate", 2, "stage {process}, action {process}F1"),
+    "generation": Place(generation.Generator, "generate", 1, "translating"),
+}
+
+
+def _exception() -> NoReturn:
+    raise ValueError("injected")
+
+
+def _out_of_memory() -> NoReturn:
+    raise MemoryError("injected")
+
+
+def _out_of_device_memory() -> NoReturn:
+    raise torch.OutOfMemoryError("injected")
+
+
+def _disk_full() -> NoReturn:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _stuck() -> None:
+    while True:
+        time.sleep(3600)
+
+
+KINDS: dict[str, Callable[[], None]] = {
+    "exception": _exception,
+    "memory": _out_of_memory,
+    "device memory": _out_of_device_memory,
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "stuck": _stuck,
+    "disk full": _disk_full,
+}
+WRITES = ("weights", "state", "publish")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong, where."""
+
+    process: int
+    phase: str
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} in {self.phase}, process {self.process}"
+
+    @property
+    def place(self) -> Place:
+        return PHASES[self.phase]
+
+    def inject(self, folder: Path) -> None:
+        """Let it happen in this process, which notes when it did."""
+        original, calls = getattr(self.place.owner, self.place.name), 0
+
+        def broken(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == self.place.call:
+                (folder / "injected").write_text(str(time.time()))
+                KINDS[self.kind]()
+            return original(*args, **kwargs)
+
+        setattr(self.place.owner, self.place.name, broken)
+
+
+def all_faults() -> list[Fault]:
+    """Every kind in every phase, in a process of its turn, and a full disk wherever something is written."""
+    faults: list[Fault] = []
+    for turn, phase in enumerate(PHASES):
+        allowed = PHASES[phase].processes or tuple(range(NUM_PROCESSES))
+        for number, kind in enumerate(KINDS):
+            if kind != "disk full":
+                faults.append(Fault(allowed[(turn + number) % len(allowed)], phase, kind))
+            elif phase in WRITES:
+                faults += [Fault(process, phase, kind) for process in allowed]
+    return faults
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run.
+
+    Attributes:
+        fault: what was injected.
+        seconds: from the fault to the end of the last process.
+        exit_code: the launcher's.
+        message: the last line of stderr.
+        problems: what is not as it should be; empty: all is well.
+        is_hang: whether a process did not end in time.
+        is_loss: whether a checkpoint was lost or broken.
+    """
+
+    fault: Fault
+    seconds: float
+    exit_code: int | None
+    message: str
+    problems: tuple[str, ...]
+    is_hang: bool
+    is_loss: bool
+
+
+# ---------------------------------------------------------------------- processes
+
+
+class Forked:
+    """A process forked off this one, with what `hf_gpipe.runtime.supervise` needs of subprocess.Popen."""
+
+    def __init__(self, function: Callable[[], int], log: Path | None = None) -> None:
+        self._exit_code: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._run(function, log)
+
+    @staticmethod
+    def _run(function: Callable[[], int], log: Path | None) -> NoReturn:
+        os.setsid()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        if log is not None:
+            for descriptor, suffix in ((1, ".out"), (2, ".err")):
+                os.dup2(os.open(log.with_suffix(suffix), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
+        try:
+            code = function()
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else 1
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def poll(self) -> int | None:
+        if self._exit_code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._exit_code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._exit_code
+
+    def wait(self, seconds: float = 600.0) -> int | None:
+        deadline = time.monotonic() + seconds
+        while self.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self._exit_code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def run_forked(words: Sequence[str], folder: Path, fault: Fault | None) -> Forked:
+    """The command, with its processes forked and a fault in one of them."""
+
+    def start(command: Sequence[str], environment: dict[str, str]) -> Forked:
+        def worker() -> int:
+            os.environ.update(environment)
+            if fault is not None and fault.process == int(environment["RANK"]):
+                fault.inject(folder)
+            return train(list(words))
+
+        process = Forked(worker)
+        with (folder / "pids").open("a") as pids:
+            pids.write(f"{process.pid}\n")
+        return process
+
+    def launcher() -> int:
+        launch.start = start  # type: ignore[assignment]
+        return train(list(words))
+
+    return Forked(launcher, folder / "run")
+
+
+def is_running(process: int) -> bool:
+    """Whether a process is there and has not ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# ---------------------------------------------------------------------- one fault
+
+
+def prepare(folder: Path) -> Path:
+    """A recipe of a tiny model, its data and its tokenizer."""
+    german, english = "null eins zwei drei vier acht neun zehn", "zero one two three four eight nine ten"
+    words = list(zip(german.split(), english.split(), strict=True))
+    pairs = [(f"{a} und {b}", f"{c} and {d}") for a, c in words for b, d in words]
+    lines = [json.dumps({"source": source, "target": target}) for source, target in pairs]
+    (folder / "pairs.jsonl").write_text("\n".join(lines) + "\n")
+    train_tokenizer([text for pair in pairs for text in pair], 290, folder / "tokenizer")
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(RECIPE.format(folder=folder, timeout=TIMEOUT_SECONDS))
+    return recipe
+
+
+def try_fault(fault: Fault, recipe: Path, folder: Path, expected: dict[str, torch.Tensor]) -> Outcome:
+    """Run with the fault, then start again without it.
+
+    Args:
+        fault: to inject.
+        recipe: from `prepare`.
+        folder: a new one, for what the run leaves.
+        expected: the weights that an undisturbed run ends with.
+    """
+    folder.mkdir()
+    output = folder / "out"
+    words = [str(recipe), f"training.output_dir={output}"]
+    launcher = run_forked(words, folder, fault)
+    limit = LIMIT_SECONDS + (TIMEOUT_SECONDS if fault.kind == "stuck" else 0)
+    while launcher.poll() is None and time.time() < _injected(folder, time.time()) + limit:
+        time.sleep(0.02)
+    seconds = time.time() - _injected(folder, 0.0)
+    is_hang = launcher.poll() is None
+    left = [int(pid) for pid in (folder / "pids").read_text().split() if is_running(int(pid))]
+    problems = [f"{len(left)} processes still run"] if left or is_hang else []
+    for process in (launcher.pid, *left):
+        if is_running(process):
+            os.kill(process, signal.SIGKILL)
+    if not (folder / "injected").exists():
+        problems.append("the fault was not met")
+    stderr = (folder / "run.err").read_text()
+    told = [line for line in stderr.splitlines() if line.startswith(("error: ", "stopped by "))]
+    message = told[-1] if told else stderr[-200:]
+    problems += _wrong_end(fault, launcher.poll(), told, stderr)
+    losses = _what_was_lost(fault, words, folder, output, expected)
+    return Outcome(
+        fault, seconds, launcher.poll(), message, (*problems, *losses), is_hang or bool(left), is_loss=bool(losses)
+    )
+
+
+def _injected(folder: Path, otherwise: float) -> float:
+    try:
+        return float((folder / "injected").read_text())
+    except (FileNotFoundError, ValueError):
+        return otherwise
+
+
+def _wrong_end(fault: Fault, exit_code: int | None, told: list[str], stderr: str) -> list[str]:
+    """What is wrong with the exit code and the message."""
+    problems = []
+    is_stopped = fault.kind == "SIGTERM" and fault.phase != "generation"
+    is_user_error = fault.kind == "disk full"
+    wanted = EXIT_STOPPED if is_stopped else 2 if is_user_error else 1
+    if exit_code != wanted:
+        problems.append(f"exit code {exit_code}, expected {wanted}")
+    if len(told) != 1 or "Traceback" in stderr:
+        problems.append(f"{len(told)} messages{', and a traceback' * ('Traceback' in stderr)}")
+    place = fault.place.said.format(process=fault.process)
+    patterns = {
+        "SIGTERM": r"stopped by SIGTERM after step \d of 6; all of it is saved" if is_stopped else "killed by SIGTERM",
+        "SIGKILL": rf"process {fault.process} was killed by SIGKILL",
+        "stuck": rf"waited {TIMEOUT_SECONDS} seconds in vain.*process {fault.process} was stuck .*_stuck",
+        "disk full": rf"process {fault.process}.*No space left on device",
+    }
+    pattern = patterns.get(fault.kind, rf"process {fault.process}, {place}.*injected")
+    if not any(re.search(pattern, line) for line in told):
+        problems.append(f"the message does not match {pattern!r}")
+    return problems
+
+
+def _what_was_lost(
+    fault: Fault, words: list[str], folder: Path, output: Path, expected: dict[str, torch.Tensor]
+) -> list[str]:
+    """What is wrong with the checkpoints and with the run that goes on from them."""
+    newest = last_checkpoint(output)
+    steps = [int(path.name.rpartition("-")[2]) for path in checkpoints(output)]
+    before = 0 if fault.phase == "evaluation" else 2
+    if not steps or max(steps) < before:
+        return [f"there are the checkpoints {steps}, and {before} had been saved"]
+    problems = []
+    if newest is not None and Forked(lambda: _loads(newest), folder / "load").wait() != 0:
+        problems.append(f"{newest.name} does not load: {(folder / 'load.err').read_text()[-200:]}")
+    again = Forked(lambda: train([*words, "pipeline.num_processes=1"]), folder / "again")
+    if again.wait() != 0:
+        problems.append(f"the run does not go on: {(folder / 'again.err').read_text()[-300:]}")
+    elif "resuming   from" not in (folder / "again.out").read_text():
+        problems.append("the run started anew")
+    else:
+        found = weights(output)
+        if found.keys() != expected.keys() or not all(torch.allclose(found[n], expected[n], atol=1e-5) for n in found):
+            problems.append("the run ends with other weights")
+    return problems
+
+
+def _loads(folder: Path) -> int:
+    AutoModelForSeq2SeqLM.from_pretrained(folder)
+    return 0
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a saved model."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def undisturbed(recipe: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """The weights at the end of a run without a fault."""
+    folder.mkdir()
+    words = [str(recipe), f"training.output_dir={folder / 'out'}"]
+    if run_forked(words, folder, None).wait() != 0:
+        raise RuntimeError(f"the run without a fault fails: {(folder / 'run.err').read_text()}")
+    return weights(folder / "out")
+
+
+def main() -> int:
+    """Try every fault; the exit code is 1 where there was a hang, a loss or a wrong message."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="try the faults whose description has this word in it")
+    parser.add_argument("--output", type=Path, help="an empty folder to keep all runs in")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    importlib.import_module("hf_gpipe.training.job")  # once, not in every process
+    faults = [fault for fault in all_faults() if options.only in str(fault)]
+    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="hf_gpipe-chaos-") as temporary:
+        folder = options.output or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        recipe = prepare(folder)
+        expected = undisturbed(recipe, folder / "undisturbed")
+        print(f"{'fault':45} {'seconds':>7} {'exit':>4}  message", flush=True)
+        for number, fault in enumerate(faults):
+            outcome = try_fault(fault, recipe, folder / f"{number:02}", expected)
+            outcomes.append(outcome)
+            print(f"{fault!s:45} {outcome.seconds:7.1f} {outcome.exit_code!s:>4}  {outcome.message}", flush=True)
+            for problem in outcome.problems:
+                print(f"    WRONG: {problem}", flush=True)
+    hangs, losses = sum(o.is_hang for o in outcomes), sum(o.is_loss for o in outcomes)
+    wrong = sum(bool(o.problems) for o in outcomes)
+    slowest = max((o.seconds for o in outcomes), default=0.0)
+    print(
+        f"\n{len(outcomes)} faults: {hangs} hangs, {losses} lost or corrupt checkpoints, {wrong} with anything wrong; "
+        f"the slowest end took {slowest:.1f} seconds"
+    )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
