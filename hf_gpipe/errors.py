@@ -47,6 +47,10 @@ class StageError(HfGpipeError):
     """A run that failed inside the pipeline; the message names the rank, the stage, the action and the micro-batch."""
 
 
+class NonFiniteError(HfGpipeError):
+    """A step whose loss or gradient is infinite or no number, where the training was told to stop; names the step."""
+
+
 class PeerError(HfGpipeError):
     """This process cannot go on because another one failed, whose own message says why."""
 

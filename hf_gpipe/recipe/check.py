@@ -12,6 +12,7 @@ def check(recipe: Recipe) -> None:
     _check_model(recipe.model)
     _check_data(recipe.data)
     _check_pipeline(recipe.pipeline)
+    _check_precision(recipe)
 
 
 def _check_model(model: ModelSection) -> None:
@@ -58,3 +59,16 @@ def _check_pipeline(pipeline: PipelineSection) -> None:
             read_bytes(pipeline.memory, "pipeline.memory")
         except UserError as error:
             raise RecipeError(str(error)) from None
+
+
+def _check_precision(recipe: Recipe) -> None:
+    training, dtype = recipe.training, recipe.model.dtype
+    if training.bf16 and training.fp16:
+        raise RecipeError("training.bf16 and training.fp16 are both true; a forward computes in one of them.")
+    if training.fp16 and dtype != "float32":
+        raise RecipeError(f"training.fp16 needs model.dtype float32, and it is {dtype}; set it, or use training.bf16.")
+    if training.fp32_master_weights and dtype not in ("bfloat16", "float16"):
+        raise RecipeError(
+            f"training.fp32_master_weights is for weights in bfloat16 or float16, and model.dtype is {dtype}; set it "
+            "to bfloat16, or leave the key out."
+        )

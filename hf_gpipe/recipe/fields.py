@@ -213,6 +213,18 @@ class TrainingSection:
     adam_epsilon: NotNegative = 1e-8
     """Added to the denominator of Adam's update."""
 
+    bf16: bool = False
+    """Whether forwards compute in bfloat16 where that is safe (autocast); weights and gradients keep `model.dtype`."""
+
+    fp16: bool = False
+    """The same in float16, with a scale of the loss that all stages agree on; needs weights in float32."""
+
+    fp32_master_weights: bool = False
+    """Whether the optimizer updates float32 copies of weights that are in bfloat16 or float16."""
+
+    on_nonfinite_loss: Literal["ignore", "skip", "stop"] = "stop"
+    """Where a step's loss or gradient is infinite or no number: update all the same, leave the step out, or fail."""
+
     max_grad_norm: NotNegative = 1.0
     """Largest global norm of the gradient, over all stages; a larger one is scaled down to it; 0: no clipping."""
 

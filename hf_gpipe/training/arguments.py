@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import TrainingArguments
+from transformers import GenerationConfig, TrainingArguments
 from transformers.training_args import ParallelMode
+from transformers.utils import is_bitsandbytes_available
 
 from hf_gpipe.errors import UserError, nearest
-from hf_gpipe.training.supported import HARMLESS_VALUES, OPTIMIZERS, REFUSED, REFUSED_ENVIRONMENT, SAMPLING
+from hf_gpipe.training.supported import (
+    BITSANDBYTES_OPTIMIZERS,
+    HARMLESS_ARGUMENTS,
+    HARMLESS_VALUES,
+    OPTIMIZERS,
+    REFUSED,
+    REFUSED_ENVIRONMENT,
+    SAMPLING,
+)
 
 
 @dataclass
@@ -47,16 +57,65 @@ class PipelineTrainingArguments(TrainingArguments):
             "and save, before it ends without."
         },
     )
+    fp32_master_weights: bool = field(
+        default=False,
+        metadata={"help": "Whether the optimizer updates float32 copies of a model's half-precision weights."},
+    )
+    on_nonfinite_loss: str = field(
+        default="ignore",
+        metadata={
+            "help": "What happens where the loss or the gradient of a step is infinite or no number: ignore (the "
+            "update is made, as in Trainer), skip (it is left out, on all stages), stop (the training fails)."
+        },
+    )
+    predict_with_generate: bool = field(
+        default=False, metadata={"help": "Whether evaluation and prediction generate, for metrics of texts."}
+    )
+    generation_max_length: int | None = field(
+        default=None, metadata={"help": "`max_length` of that generation; None: of the model's generation_config."}
+    )
+    generation_num_beams: int | None = field(
+        default=None, metadata={"help": "`num_beams` of that generation; None: of the model's generation_config."}
+    )
+    generation_config: str | GenerationConfig | None = field(
+        default=None, metadata={"help": "In place of the model's own: the object, or a directory or Hub id to load."}
+    )
 
     def __post_init__(self) -> None:
         # transformers' parser of command lines gives None for a list that is not there.
         self.partition = self.partition or "count"
+        self._take_mixed_precision_of_launcher()
         # Before the library's own checks, which replace values and could act on them.
+        self._settled: dict[str, Any] = {}
+        self.check()
+        if self.bf16 and self.device.type == "cpu":
+            # The library wants to be told so, where bfloat16 is asked for and it finds no GPU.
+            self.use_cpu = True
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            raise UserError(f"training arguments: {error}") from error
+        self._settled = {name: copy.copy(getattr(self, name, None)) for name in REFUSED}
+
+    def check(self) -> None:
+        """Raise UserError for a value that a pipeline cannot honour, wherever it was set: a trainer asks again."""
         for argument in fields(TrainingArguments):
             if argument.name in REFUSED:
                 self._refuse_unless_default(argument)
-        _choose("optim", str(getattr(self.optim, "value", self.optim)), OPTIMIZERS)
+        _choose("optim", str(getattr(self.optim, "value", self.optim)), (*OPTIMIZERS, *BITSANDBYTES_OPTIMIZERS))
+        if self.optim in BITSANDBYTES_OPTIMIZERS and not is_bitsandbytes_available():
+            raise UserError(
+                f"optim={str(getattr(self.optim, 'value', self.optim))!r} keeps its state in 8 bits, or in pages, by "
+                "the package bitsandbytes, which is not installed; install it (it needs a GPU), or choose one of "
+                f"{', '.join(OPTIMIZERS)}"
+            )
         _choose("train_sampling_strategy", self.train_sampling_strategy, SAMPLING)
+        _choose("on_nonfinite_loss", self.on_nonfinite_loss, ("ignore", "skip", "stop"))
+        if self.recompute == "none" and (self.activation_checkpointing or self.gradient_checkpointing):
+            raise UserError(
+                "activation_checkpointing=True contradicts recompute='none'; leave one of them out (recompute='block' "
+                "is the same, recompute='stage' keeps less)"
+            )
         for variable, feature in REFUSED_ENVIRONMENT.items():
             value = os.environ.get(variable, "")
             if value.lower() not in HARMLESS_VALUES:
@@ -64,18 +123,36 @@ class PipelineTrainingArguments(TrainingArguments):
                     f"{variable}={value}: accelerate's launcher was told to use {feature}, which a pipeline does not "
                     "support; launch without it"
                 )
-        try:
-            super().__post_init__()
-        except ValueError as error:
-            raise UserError(f"training arguments: {error}") from error
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The half precision that forwards compute in, by `bf16` or `fp16`."""
+        return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else None
+
+    @property
+    def compile_backend(self) -> bool | str:
+        """Whether blocks are compiled, and by which backend where one is named, as `Pipeline` wants it."""
+        return (self.torch_compile_backend or True) if self.torch_compile else False
+
+    def _take_mixed_precision_of_launcher(self) -> None:
+        """`accelerate launch --mixed_precision bf16` asks for what `bf16` does."""
+        value = os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower()
+        if value in HARMLESS_VALUES or self.bf16 or self.fp16:
+            return
+        if value not in ("bf16", "fp16"):
+            raise UserError(
+                f"ACCELERATE_MIXED_PRECISION={value}: accelerate's launcher was told to use a mixed precision which a "
+                "pipeline does not support; use bf16 or fp16"
+            )
+        setattr(self, value, True)
 
     def _refuse_unless_default(self, argument: Field[Any]) -> None:
+        name = argument.name
         default = argument.default if argument.default_factory is MISSING else argument.default_factory()
-        value = getattr(self, argument.name)
-        if value != default and (default or value):
-            raise UserError(
-                f"{argument.name}={value!r} is not supported by a pipeline ({REFUSED[argument.name]}); leave it out"
-            )
+        value = getattr(self, name)
+        accepted = (default, *HARMLESS_ARGUMENTS.get(name, ()), *([self._settled[name]] if self._settled else []))
+        if value not in accepted and (default or value):
+            raise UserError(f"{name}={value!r} is not supported by a pipeline ({REFUSED[name]}); leave it out")
 
     # What the library derives from accelerate's state, which would start a process group of its own.
 

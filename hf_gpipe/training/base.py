@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from transformers import (
     DataCollatorWithPadding,
     DefaultFlowCallback,
@@ -31,6 +32,8 @@ from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.runtime.launch import join
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.loader import Batch, MiniBatches
+from hf_gpipe.training.loss_scaling import LossScaler
+from hf_gpipe.training.master_weights import MasterWeights
 from hf_gpipe.training.optim import check_optimizer
 from hf_gpipe.training.progress import MetricsFile, ProgressBar
 from hf_gpipe.training.scoring import Preprocess
@@ -62,6 +65,9 @@ class TrainerBase:
         self.args = args if args is not None else PipelineTrainingArguments()
         if not isinstance(self.args, PipelineTrainingArguments):
             raise UserError(f"args is a {type(args).__name__}; PipelineTrainer needs PipelineTrainingArguments")
+        # They may have been changed since, by args.set_training(...) and the like.
+        self.args.check()
+        transformers.logging.set_verbosity(self.args.get_process_log_level())
         if compute_loss_func is not None:
             raise UserError("compute_loss_func is not supported: the loss is computed in the last stage, over tokens")
         if (model is None) == (model_init is None):
@@ -71,6 +77,10 @@ class TrainerBase:
         join(self.args.ddp_timeout)
         self.pipe = _pipeline(model if model_init is None else model_init(), self.args)
         self.topology = self.pipe.topology
+        self.scaler = _loss_scaler(self.pipe)
+        self.master_weights = (
+            MasterWeights(dict(self.pipe.named_parameters())) if self.args.fp32_master_weights else None
+        )
         self.processing_class = processing_class
         self.data_collator = data_collator or _default_collator(processing_class)
         self.train_dataset = train_dataset
@@ -81,6 +91,10 @@ class TrainerBase:
         self.lr_scheduler: Any = optimizers[1]
         if self.optimizer is not None:
             check_optimizer(self.optimizer, self.pipe)
+            if self.master_weights is not None:
+                raise UserError(
+                    "optimizers: fp32_master_weights needs an optimizer that the trainer makes; leave one out"
+                )
         elif self.lr_scheduler is not None:
             raise UserError("optimizers: a scheduler needs its optimizer; give both or leave both out")
         self._makes_scheduler = self.lr_scheduler is None
@@ -217,6 +231,8 @@ def _pipeline(model: Pipeline | ModelSource | None, args: PipelineTrainingArgume
         args.seed,
         label_smoothing=args.label_smoothing_factor,
         device="cpu" if args.device.type == "cpu" else None,
+        autocast=args.autocast,
+        torch_compile=args.compile_backend,
     )
 
 
@@ -224,6 +240,12 @@ def _check_given(pipe: Pipeline, args: PipelineTrainingArguments) -> None:
     """Raise UserError where the arguments ask for something else than the given pipeline is."""
     smoothing = next(iter(pipe.stages.values())).label_smoothing
     counts = [len(layers) for layers in pipe.partition]
+    own = None if pipe.adapter.autocast is None else pipe.adapter.autocast.dtype
+    if args.autocast not in (None, own):
+        raise UserError(
+            f"bf16={args.bf16}, fp16={args.fp16}, but the given Pipeline has autocast={own}; set it when the Pipeline "
+            "is made"
+        )
     found = {
         "num_stages": pipe.num_stages,
         "num_micro_batches": pipe.num_micro_batches,
@@ -236,6 +258,18 @@ def _check_given(pipe: Pipeline, args: PipelineTrainingArguments) -> None:
         asked = getattr(args, name)
         if asked not in (value, PipelineTrainingArguments.__dataclass_fields__[name].default):
             raise UserError(f"{name}={asked!r}, but the given Pipeline has {value!r}; set it when the Pipeline is made")
+
+
+def _loss_scaler(pipe: Pipeline) -> LossScaler | None:
+    """float16 needs one, for its smallest number is 6e-8. Raises UserError where the weights are not in float32."""
+    if pipe.adapter.autocast is None or pipe.adapter.autocast.dtype != torch.float16:
+        return None
+    if pipe.adapter.dtype not in (torch.float32, torch.float64):
+        raise UserError(
+            f"fp16: the weights are {pipe.adapter.dtype}, and a scaled loss needs float32 weights and gradients; load "
+            "the model in float32, or use bf16"
+        )
+    return LossScaler()
 
 
 def _default_collator(processing_class: Any) -> Callable[[list[Any]], Batch]:

@@ -92,6 +92,11 @@ def model_dtype(recipe: Recipe) -> torch.dtype:
     return dtype
 
 
+def autocast_of(recipe: Recipe) -> torch.dtype | None:
+    """The half precision that forwards compute in, if any."""
+    return torch.bfloat16 if recipe.training.bf16 else torch.float16 if recipe.training.fp16 else None
+
+
 def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedConfig:
     """The model's configuration, which has the tokenizer's ids wherever the recipe gives none.
 
@@ -167,7 +172,8 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
     same_name = (
         *("output_dir", "seed", "num_train_epochs", "gradient_accumulation_steps", "learning_rate"),
         *("lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
-        *("max_grad_norm", "label_smoothing_factor", "logging_steps", "save_total_limit", "timeline_steps"),
+        *("bf16", "fp16", "fp32_master_weights", "on_nonfinite_loss", "timeline_steps"),
+        *("max_grad_norm", "label_smoothing_factor", "logging_steps", "save_total_limit"),
     )
     return PipelineTrainingArguments(
         **{name: getattr(training, name) for name in same_name},

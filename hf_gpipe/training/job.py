@@ -23,7 +23,7 @@ from hf_gpipe.runtime.whereabouts import note
 from hf_gpipe.schedule import Timeline, breakdown, draw_png, write_trace
 from hf_gpipe.training import summary
 from hf_gpipe.training.evaluate import evaluate_translation
-from hf_gpipe.training.from_recipe import arguments_of, corpus_of, model_config, model_dtype, tokenizer_of
+from hf_gpipe.training.from_recipe import arguments_of, autocast_of, corpus_of, model_config, model_dtype, tokenizer_of
 from hf_gpipe.training.timeline import measure_step
 from hf_gpipe.training.trainer import PipelineTrainer
 
@@ -191,6 +191,7 @@ def _pipeline(recipe: Recipe, config: PreTrainedConfig) -> Pipeline:
         config_overrides=model.config if model.path else None,
         label_smoothing=recipe.training.label_smoothing_factor,
         device=pipeline.device,
+        autocast=autocast_of(recipe),
     )
 
 

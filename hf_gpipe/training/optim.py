@@ -11,6 +11,7 @@ from transformers import Trainer, get_scheduler
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.training.arguments import PipelineTrainingArguments
+from hf_gpipe.training.master_weights import MasterWeights
 
 Optimizer = torch.optim.Optimizer
 Scheduler = torch.optim.lr_scheduler.LRScheduler
@@ -20,6 +21,7 @@ def make_optimizer(
     pipe: Pipeline,
     args: PipelineTrainingArguments,
     cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
+    master_weights: MasterWeights | None = None,
 ) -> Optimizer:
     """An optimizer of this process's parameters; weight decay spares the same ones as in transformers' Trainer.
 
@@ -27,18 +29,23 @@ def make_optimizer(
         pipe: the pipeline.
         args: `optim` and its settings.
         cls_and_kwargs: another class and its arguments, in place of `args.optim`.
+        master_weights: the float32 copies to update in place of the parameters.
     """
     cls, kwargs = cls_and_kwargs or Trainer.get_optimizer_cls_and_kwargs(args, None)
     # Asked of the models themselves, for the kind of a module decides as well as its parameter's name, and a stage's
     # model has the modules that PEFT has put there.
     models = [stage.model for stage in pipe.models.values()]
     decays = {name for model in models for name in Trainer.get_decay_parameter_names(None, model)}
-    trainable = [(name, p) for name, p in pipe.named_parameters() if p.requires_grad]
+    named = pipe.named_parameters() if master_weights is None else master_weights.copies.items()
+    trainable = [(name, p) for name, p in named if p.requires_grad]
     groups = [
         {"params": [p for name, p in trainable if name in decays], "weight_decay": args.weight_decay},
         {"params": [p for name, p in trainable if name not in decays], "weight_decay": 0.0},
     ]
-    return cls(groups, **kwargs)
+    optimizer = cls(groups, **kwargs)
+    if master_weights is not None:
+        master_weights.serve(optimizer)
+    return optimizer
 
 
 def check_optimizer(optimizer: Optimizer, pipe: Pipeline) -> None:

@@ -25,8 +25,17 @@ HONOURED = frozenset(
         "gradient_accumulation_steps",
         "max_grad_norm",
         "label_smoothing_factor",
+        "bf16",
+        "fp16",
         "tf32",
+        "activation_checkpointing",
+        "gradient_checkpointing",
+        "torch_compile",
+        "torch_compile_backend",
         "torch_empty_cache_steps",
+        "log_level",
+        "log_level_replica",
+        "log_on_each_node",
         "logging_strategy",
         "logging_steps",
         "logging_first_step",
@@ -46,11 +55,20 @@ HONOURED = frozenset(
         "per_device_eval_batch_size",
         "prediction_loss_only",
         "include_for_metrics",
+        "batch_eval_metrics",
+        "eval_do_concat_batches",
         "save_strategy",
         "save_steps",
         "save_total_limit",
         "save_only_model",
         "enable_jit_checkpoint",
+        "push_to_hub",
+        "hub_model_id",
+        "hub_strategy",
+        "hub_token",
+        "hub_private_repo",
+        "hub_always_push",
+        "hub_revision",
         "load_best_model_at_end",
         "metric_for_best_model",
         "greater_is_better",
@@ -72,38 +90,27 @@ HONOURED = frozenset(
     }
 )
 
-_DTYPE = "the model's own dtype is the type of all arithmetic: load or create the model in bfloat16 or float16 instead"
-_RECOMPUTE = "use recompute='block', which is the same, or recompute='stage', which keeps less"
-_COMPILE = "stages are not compiled"
+_FULL_EVAL = "evaluation computes in the precision of training: use bf16 or fp16, or a model in bfloat16"
+_BLOCKS = "recompute='block' checkpoints each block in the one way there is, without reentrance"
 _LIGER = "stages keep transformers' own layers"
 _REPLICAS = "a pipeline has one replica of each stage"
 _OTHER_ENGINE = "it is another way to spread a model over devices"
-_LOG_LEVEL = "call transformers.logging.set_verbosity instead"
 
 #: Field -> why it cannot be honoured, or what to use instead.
 REFUSED = {
     "optim_target_modules": "only optimizers that treat each parameter alone are supported",
-    "bf16": _DTYPE,
-    "fp16": _DTYPE,
-    "bf16_full_eval": _DTYPE,
-    "fp16_full_eval": _DTYPE,
-    "activation_checkpointing": _RECOMPUTE,
-    "activation_checkpointing_kwargs": _RECOMPUTE,
-    "gradient_checkpointing": _RECOMPUTE,
-    "gradient_checkpointing_kwargs": _RECOMPUTE,
-    "torch_compile": _COMPILE,
-    "torch_compile_backend": _COMPILE,
-    "torch_compile_mode": _COMPILE,
+    "bf16_full_eval": _FULL_EVAL,
+    "fp16_full_eval": _FULL_EVAL,
+    "activation_checkpointing_kwargs": _BLOCKS,
+    "gradient_checkpointing_kwargs": _BLOCKS,
+    "torch_compile_mode": "blocks are compiled in torch.compile's default mode",
     "use_liger_kernel": _LIGER,
     "liger_kernel_config": _LIGER,
     "use_cache": "no key-value cache is kept in training",
     "neftune_noise_alpha": "its noise would depend on where the embedding is",
     "auto_find_batch_size": "a stage that ran out of memory cannot tell the others; raise num_micro_batches instead",
-    "eval_do_concat_batches": "predictions are always concatenated",
     "eval_use_gather_object": "predictions are tensors",
-    "batch_eval_metrics": "metrics are computed once, over all predictions",
     "save_on_each_node": "each process writes its own stages into one directory, which all machines must share",
-    "push_to_hub": "save the model and upload its directory, which is in Hub format",
     "accelerator_config": "no Accelerator is used",
     "parallelism_config": _OTHER_ENGINE,
     "label_names": "the labels of a mini-batch are its entry 'labels'",
@@ -115,15 +122,18 @@ REFUSED = {
     "fsdp": _OTHER_ENGINE,
     "fsdp_config": _OTHER_ENGINE,
     "deepspeed": _OTHER_ENGINE,
-    "log_level": _LOG_LEVEL,
-    "log_level_replica": _LOG_LEVEL,
     "debug": "its tools look into one whole model",
     "skip_memory_metrics": "memory is not tracked",
 }
 
-_HUB = "it is read by push_to_hub alone, which is refused"
 _SCRIPTS = "Trainer does not read it either; it is for scripts"
-_MAIN = "the main process alone reports"
+
+#: Values of the above that ask for what a pipeline does anyway.
+HARMLESS_ARGUMENTS: dict[str, tuple[object, ...]] = {
+    "activation_checkpointing_kwargs": ({"use_reentrant": False},),
+    "gradient_checkpointing_kwargs": ({"use_reentrant": False},),
+    "label_names": (["labels"],),
+}
 
 #: Field -> why it has no effect that could be missed.
 IRRELEVANT = {
@@ -131,13 +141,6 @@ IRRELEVANT = {
     "eval_accumulation_steps": "predictions go to the CPU after every mini-batch",
     "dataloader_persistent_workers": "it saves only the time to start the loader's workers in each epoch",
     "dataloader_pin_memory": "mini-batches travel between processes and are copied to each device from there",
-    "log_on_each_node": _MAIN,
-    "hub_model_id": _HUB,
-    "hub_strategy": _HUB,
-    "hub_token": _HUB,
-    "hub_private_repo": _HUB,
-    "hub_always_push": _HUB,
-    "hub_revision": _HUB,
     "do_train": _SCRIPTS,
     "do_eval": _SCRIPTS,
     "do_predict": _SCRIPTS,
@@ -148,11 +151,18 @@ IRRELEVANT = {
 #: Optimizers that treat each parameter alone, so that a stage's update is the whole model's.
 OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adafactor", "sgd", "adagrad", "rmsprop")
 
+#: The same, where the package bitsandbytes is installed.
+BITSANDBYTES_OPTIMIZERS = (
+    *("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit"),
+    *("ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit"),
+    *("lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"),
+    *("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
+)
+
 SAMPLING = ("random", "sequential", "group_by_length")
 
 #: Variable of accelerate's environment -> what it turns on, unless its value is one of the harmless ones.
 REFUSED_ENVIRONMENT = {
-    "ACCELERATE_MIXED_PRECISION": "mixed precision",
     "ACCELERATE_DYNAMO_BACKEND": "torch.compile",
     "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",

@@ -13,13 +13,14 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import transformers
 from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput, speed_metrics
@@ -32,7 +33,7 @@ from hf_gpipe.checkpoint.directory import (
     written_whole,
 )
 from hf_gpipe.checkpoint.state import load_progress, load_state, save_state
-from hf_gpipe.errors import CheckpointError, UserError
+from hf_gpipe.errors import CheckpointError, NonFiniteError, UserError
 from hf_gpipe.runtime.batches import shared_stream
 from hf_gpipe.runtime.whereabouts import during, note, noting
 from hf_gpipe.training.evaluating import EvaluatingTrainer, metric_of, note_best
@@ -43,6 +44,8 @@ from hf_gpipe.training.steps import Plan, Position
 from hf_gpipe.training.stopping import StopRequest, TrainingStopped
 
 STATE_NAME = "trainer_state.json"
+
+logger = transformers.logging.get_logger(__name__)
 
 
 class PipelineTrainer(EvaluatingTrainer):
@@ -96,7 +99,7 @@ class PipelineTrainer(EvaluatingTrainer):
             remove_leftovers(self._output_dir)
         checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
         if self.optimizer is None:
-            self.optimizer = make_optimizer(self.pipe, self.args, self._optimizer_cls_and_kwargs)
+            self.optimizer = make_optimizer(self.pipe, self.args, self._optimizer_cls_and_kwargs, self.master_weights)
         if self._makes_scheduler:
             self.lr_scheduler = make_scheduler(self.args, self.optimizer, plan.max_steps)
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
@@ -165,25 +168,53 @@ class PipelineTrainer(EvaluatingTrainer):
     def _step(self, group: Sequence[Batch]) -> tuple[float, float]:
         """One update from one or more mini-batches; the norm of the gradient and the learning rate it was made with."""
         assert self.optimizer is not None
+        self.pipe.loss_scale = 1.0 if self.scaler is None else self.scaler.scale
         loss = float(self.pipe.train_on(group, self._meter.times(self.state.global_step + 1)))
         for _ in group[1:]:
             self._fire("on_substep_end")
+        norm = self._clipped_norm()
+        makes_update = self._makes_update(loss, norm)
         if self.args.logging_nan_inf_filter and not math.isfinite(loss):
             # As Trainer does: the mean of the steps since the last log stands in for a loss that is not a number.
             loss = self._loss_since_log / (1 + self.state.global_step - self._last_logged_step)
         self._loss_since_log += loss
-        clips = self.args.max_grad_norm is not None and self.args.max_grad_norm > 0
-        norm = self.pipe.clip_grad_norm_(self.args.max_grad_norm) if clips else self.pipe.grad_norm()
         self._fire("on_pre_optimizer_step")
-        self.optimizer.step()
+        if makes_update:
+            self.optimizer.step()
         self._fire("on_optimizer_step")
         rate = learning_rate(self.optimizer)
-        if not takes_metric(self.lr_scheduler):
+        if makes_update and not takes_metric(self.lr_scheduler):
             self.lr_scheduler.step()
         self.pipe.zero_grad()
         self._count(group)
         self._meter.count(group)
-        return float(norm), rate
+        return norm, rate
+
+    def _clipped_norm(self) -> float:
+        """Divide the gradients by the loss's scale and clip them; their norm before, over the whole model."""
+        if self.scaler is not None:
+            self.scaler.unscale_(self.pipe.parameters())
+        clips = self.args.max_grad_norm is not None and self.args.max_grad_norm > 0
+        return float(self.pipe.clip_grad_norm_(self.args.max_grad_norm) if clips else self.pipe.grad_norm())
+
+    def _makes_update(self, loss: float, norm: float) -> bool:
+        """Whether a step's gradients are applied. It follows from numbers that every process has, so that all agree."""
+        has_overflowed = self.scaler is not None and not math.isfinite(norm)
+        if self.scaler is not None:
+            self.scaler.update(has_overflowed)
+        # With a scale, an infinite gradient of a finite loss only says that the scale is too large.
+        if math.isfinite(loss) and (has_overflowed or math.isfinite(norm)):
+            return not has_overflowed
+        if self.args.on_nonfinite_loss == "stop":
+            raise NonFiniteError(
+                f"step {self.state.global_step + 1}: the loss is {loss} and the gradient's norm {norm}; lower "
+                "learning_rate or max_grad_norm, look at the data, or set on_nonfinite_loss to skip"
+            )
+        if self.args.on_nonfinite_loss == "skip" and self.topology.is_main:
+            logger.warning(
+                f"step {self.state.global_step + 1} is skipped: its loss is {loss}, its gradient's norm {norm}"
+            )
+        return self.args.on_nonfinite_loss == "ignore" and not has_overflowed
 
     def _count(self, group: Sequence[Batch]) -> None:
         """Note how much a step has read and computed."""
@@ -306,8 +337,11 @@ class PipelineTrainer(EvaluatingTrainer):
                     "pipeline_step": self.pipe.step,
                     "data": self._data_facts(),
                 }
-                parameters, stage_of = dict(self.pipe.named_parameters()), self.pipe.ties.owner_stage
-                save_state(directory, parameters, stage_of, self.optimizer, self.lr_scheduler, progress, self.topology)
+                progress["loss_scale"] = None if self.scaler is None else self.scaler.state_dict()
+                stage_of, masters = self.pipe.ties.owner_stage, self.master_weights
+                with masters.in_state_of(self.optimizer) if masters is not None else nullcontext():
+                    updated = self._updated_parameters()
+                    save_state(directory, updated, stage_of, self.optimizer, self.lr_scheduler, progress, self.topology)
             if self.topology.is_main:
                 # The constructor takes the present state of callbacks that keep one.
                 self.state.stateful_callbacks = TrainerState(stateful_callbacks=self._stateful()).stateful_callbacks
@@ -329,7 +363,11 @@ class PipelineTrainer(EvaluatingTrainer):
         progress = load_progress(checkpoint)
         self._check_data(checkpoint, progress["data"])
         self.pipe.load_pretrained(checkpoint)
-        load_state(checkpoint, dict(self.pipe.named_parameters()), self.optimizer, self.lr_scheduler)
+        load_state(checkpoint, self._updated_parameters(), self.optimizer, self.lr_scheduler)
+        if self.master_weights is not None:
+            self.master_weights.restore(self.optimizer)
+        if self.scaler is not None and progress.get("loss_scale") is not None:
+            self.scaler.load_state_dict(progress["loss_scale"])
         self.pipe.step = progress["pipeline_step"]
         position = Position(**progress["position"])
         self._position = Position(position.epoch) if self.args.ignore_data_skip else position
@@ -339,6 +377,10 @@ class PipelineTrainer(EvaluatingTrainer):
         self.state = state
         if self.args.restore_callback_states_from_checkpoint:
             self._restore_callbacks()
+
+    def _updated_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """What the optimizer of this process updates, by name."""
+        return dict(self.pipe.named_parameters()) if self.master_weights is None else self.master_weights.copies
 
     def _restore_callbacks(self) -> None:
         """Give each callback that keeps a state the one saved under its class's name, in order."""

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from transformers import HfArgumentParser, TrainingArguments
 
-from hf_gpipe import PipelineTrainingArguments
+from hf_gpipe import PipelineTrainer, PipelineTrainingArguments
 from hf_gpipe.errors import UserError
 from hf_gpipe.training.supported import HONOURED, IRRELEVANT, REFUSED
+from tests.oracle import tiny_config
+from tests.training.toy import arguments
 
 #: A value that is not the default, for fields whose default does not suggest one.
 OTHER_VALUES: dict[str, Any] = {
@@ -23,12 +26,9 @@ OTHER_VALUES: dict[str, Any] = {
     "fsdp": "full_shard",
     "fsdp_config": {"version": 2},
     "debug": "underflow_overflow",
-    "log_level": "debug",
-    "log_level_replica": "debug",
     "neftune_noise_alpha": 5.0,
     "label_names": ["targets"],
     "optim_target_modules": ["q_proj"],
-    "torch_compile_backend": "inductor",
     "torch_compile_mode": "default",
     "liger_kernel_config": {"rope": True},
     "gradient_checkpointing_kwargs": {"use_reentrant": True},
@@ -65,7 +65,11 @@ def test_a_refused_field_may_be_given_its_default(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"optim": "adamw_8bit"}, "optim='adamw_8bit'.*adamw_torch_fused"),
+        ({"optim": "adamw_8bit"}, "optim='adamw_8bit' keeps its state in 8 bits.*bitsandbytes.*adamw_torch_fused"),
+        ({"optim": "galore_adamw"}, "optim='galore_adamw' is not supported.*adamw_torch_fused"),
+        ({"on_nonfinite_loss": "halt"}, "on_nonfinite_loss='halt'.*ignore, skip, stop"),
+        ({"recompute": "none", "gradient_checkpointing": True}, "activation_checkpointing=True contradicts"),
+        ({"bf16": True, "fp16": True}, "At most one of fp16 and bf16"),
         ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy='batch_rebalance'"),
         ({"lr_scheduler_type": "linnear"}, "linnear"),
     ],
@@ -76,7 +80,7 @@ def test_a_value_that_is_not_supported(values: dict[str, Any], message: str, tmp
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"), [("ACCELERATE_MIXED_PRECISION", "bf16"), ("ACCELERATE_USE_FSDP", "true")]
+    ("variable", "value"), [("ACCELERATE_DYNAMO_BACKEND", "inductor"), ("ACCELERATE_USE_FSDP", "true")]
 )
 def test_what_accelerate_is_told_to_do_is_refused_too(
     variable: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -84,6 +88,34 @@ def test_what_accelerate_is_told_to_do_is_refused_too(
     monkeypatch.setenv(variable, value)
     with pytest.raises(UserError, match=f"{variable}={value}"):
         PipelineTrainingArguments(output_dir=str(tmp_path))
+
+
+def test_values_that_are_set_later_are_checked_by_the_trainer(tmp_path: Path) -> None:
+    def change(method: str, **values: Any) -> str:
+        args = arguments(tmp_path)
+        args.check()
+        getattr(args, method)(**values)
+        with pytest.raises(UserError) as caught:
+            PipelineTrainer(tiny_config("llama"), args)
+        return str(caught.value)
+
+    assert change("set_optimizer", name="adamw_8bit").startswith("optim='adamw_8bit'")
+    args = arguments(tmp_path)
+    args.use_liger_kernel = True
+    with pytest.raises(UserError, match="use_liger_kernel=True"):
+        PipelineTrainer(tiny_config("llama"), args)
+    args = arguments(tmp_path).set_logging(strategy="steps", steps=3, level="error")
+    assert PipelineTrainer(tiny_config("llama"), args).args.logging_steps == 3
+    assert transformers.logging.get_verbosity() == transformers.logging.ERROR
+    transformers.logging.set_verbosity_warning()
+
+
+def test_recomputation_of_blocks_may_be_asked_for_as_in_the_library(tmp_path: Path) -> None:
+    kwargs = {"use_reentrant": False}
+    args = arguments(tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs, recompute="block")
+    args.check()
+    with pytest.raises(UserError, match="checkpointing_kwargs="):
+        arguments(tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True})
 
 
 def test_no_process_group_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,76 @@
+"""Dynamic scaling of the loss for float16: as large as the gradients of all stages allow.
+
+Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740), section 3.2; the rule and its numbers are
+torch.amp.GradScaler's, which sees the gradients of one process only. Here one scale serves the whole pipeline: whether
+a gradient overflowed is read off the norm over all stages, which every process has, so that all skip the same updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+#: The largest float32: GradScaler's scale is one and does not grow beyond.
+_LARGEST = torch.finfo(torch.float32).max
+
+
+class LossScaler:
+    """What the loss is multiplied by.
+
+    Attributes:
+        scale: the present factor.
+        growth_factor: the scale is multiplied by it after `growth_interval` updates in a row without an overflow.
+        backoff_factor: and by this after each overflow.
+        growth_interval: see above.
+    """
+
+    def __init__(
+        self,
+        scale: float = 65536.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> None:
+        self.scale, self.growth_factor, self.backoff_factor = scale, growth_factor, backoff_factor
+        self.growth_interval = growth_interval
+        self._growth_tracker = 0
+
+    def unscale_(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Divide the gradients of this process by the scale, in place."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, 1.0 / self.scale)
+
+    def update(self, has_overflowed: bool) -> None:
+        """Adapt the scale after a step.
+
+        Args:
+            has_overflowed: whether any gradient of the whole model was infinite or no number.
+        """
+        if has_overflowed:
+            self.scale *= self.backoff_factor
+            self._growth_tracker = 0
+            return
+        self._growth_tracker += 1
+        if self._growth_tracker == self.growth_interval:
+            self._growth_tracker = 0
+            if self.scale * self.growth_factor <= _LARGEST:
+                self.scale *= self.growth_factor
+
+    def state_dict(self) -> dict[str, Any]:
+        """The entries of GradScaler.state_dict, as JSON values."""
+        return {
+            "scale": self.scale,
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": self._growth_tracker,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        self.scale, self.growth_factor = float(state["scale"]), float(state["growth_factor"])
+        self.backoff_factor, self.growth_interval = float(state["backoff_factor"]), int(state["growth_interval"])
+        self._growth_tracker = int(state["_growth_tracker"])

@@ -1,0 +1,271 @@
+"""Training in half precision: the scale of the loss, float32 copies of weights, and losses that are no numbers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_gpipe import Pipeline
+from hf_gpipe.data import PairCollator
+from hf_gpipe.errors import NonFiniteError, UserError
+from hf_gpipe.training.loss_scaling import LossScaler
+from tests.gloo import run_gloo
+from tests.oracle import plain_model, tiny_config
+from tests.training.toy import CausalRows, Recorder, arguments, trainer, weights
+
+
+def in_bfloat16(family: str = "llama") -> Any:
+    return plain_model(tiny_config(family, tied=False), dtype=torch.bfloat16)
+
+
+# ---------------------------------------------------------------------- autocast
+
+
+def test_the_plain_trainer_s_losses_in_bf16(tmp_path: Path) -> None:
+    plain = plain_model(tiny_config("llama", tied=False), dtype=torch.float32)
+    copy = plain_model(plain.config, dtype=torch.float32)
+    copy.load_state_dict(plain.state_dict())
+    rows = CausalRows(22)
+    common: dict[str, Any] = {
+        "max_steps": 8,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-3,
+        "weight_decay": 0.1,
+        "train_sampling_strategy": "sequential",
+        "logging_steps": 1,
+        "bf16": True,
+        "save_strategy": "no",
+    }
+    expected, found = Recorder(), Recorder()
+    Trainer(
+        plain,
+        TrainingArguments(output_dir=str(tmp_path), use_cpu=True, disable_tqdm=True, report_to="none", **common),
+        data_collator=PairCollator(pad_token_id=0),
+        train_dataset=rows,
+        callbacks=[expected],
+    ).train()
+    trainer(
+        tmp_path, model=copy, train_dataset=rows, num_stages=3, num_micro_batches=1, callbacks=[found], **common
+    ).train()
+    assert found.losses == pytest.approx(expected.losses, abs=1e-4)
+
+
+def test_a_pipeline_of_one_s_own_keeps_its_precision(tmp_path: Path) -> None:
+    pipe = Pipeline(tiny_config("llama"), 2, 2, autocast=torch.float16)
+    made = trainer(tmp_path, family="llama", model=pipe)
+    assert made.scaler is not None
+    with pytest.raises(UserError, match=r"bf16=True, fp16=False, but the given Pipeline has autocast=torch\.float16"):
+        trainer(tmp_path, family="llama", model=pipe, bf16=True)
+    with pytest.raises(UserError, match="fp16: the weights are torch.bfloat16"):  # noqa: RUF043  (a plain dot is fine)
+        trainer(tmp_path, family="llama", model=in_bfloat16(), fp16=True)
+
+
+def test_accelerate_s_launcher_may_ask_for_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert arguments(tmp_path).autocast == torch.bfloat16
+    assert arguments(tmp_path, fp16=True).autocast == torch.float16
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(UserError, match="ACCELERATE_MIXED_PRECISION=fp8"):
+        arguments(tmp_path)
+
+
+# ---------------------------------------------------------------------- the scale of the loss
+
+
+def test_the_scale_moves_as_torch_s(tmp_path: Path) -> None:
+    """Overflows in some steps; torch's scaler with the same numbers goes the same way."""
+    options: dict[str, Any] = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
+    theirs = torch.amp.GradScaler("cpu", init_scale=1024.0, **options)
+    ours = LossScaler(1024.0, **options)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    for step in range(20):
+        overflows = step in (2, 3, 11)
+        weight.grad = None
+        theirs.scale(weight.sum() * (math.inf if overflows else 1.0)).backward()
+        theirs.step(optimizer)
+        theirs.update()
+        ours.update(overflows)
+        assert ours.state_dict() == theirs.state_dict(), step
+    restored = LossScaler()
+    restored.load_state_dict(ours.state_dict())
+    assert restored.state_dict() == ours.state_dict()
+
+
+class Overflow(TrainerCallback):
+    """Makes the scale so large at one step that float16 cannot hold the gradients."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self.made: Any = None
+        self.before: dict[str, torch.Tensor] = {}
+        self.scales: list[float] = []
+        self.changed: bool | None = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step:
+            self.made.scaler.scale = 2.0**60
+            self.before = {name: p.detach().clone() for name, p in self.made.pipe.named_parameters()}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.scales.append(self.made.scaler.scale)
+        if state.global_step == self._step + 1:
+            parameters = dict(self.made.pipe.named_parameters())
+            self.changed = any(not torch.equal(parameters[name], old) for name, old in self.before.items())
+            self.made.scaler.scale = 2.0**16
+
+
+def _train_in_fp16(folder: str) -> tuple[Any, ...]:
+    spy, recorder = Overflow(2), Recorder()
+    made = trainer(Path(folder), family="llama", fp16=True, max_steps=5, callbacks=[spy, recorder])
+    spy.made = made
+    made.train()
+    rates = [logs["learning_rate"] for logs in recorder.logs if "learning_rate" in logs]
+    return recorder.losses, spy.changed, spy.scales, rates, weights(made)
+
+
+def test_all_stages_skip_the_update_that_overflows(tmp_path: Path) -> None:
+    processes = run_gloo(_train_in_fp16, 2, str(tmp_path))
+    losses, changed, scales, rates, parameters = _train_in_fp16(str(tmp_path / "alone"))
+    assert changed is False
+    assert scales == [2.0**16, 2.0**16, 2.0**59, 2.0**16, 2.0**16]
+    assert all(math.isfinite(loss) for loss in losses), "the loss itself is not scaled"
+    assert rates[2] == rates[3] > rates[4], "the learning rate's schedule waits as well"
+    for found in processes:
+        assert found[:4] == (pytest.approx(losses, abs=1e-6), changed, scales, rates)
+        assert all(torch.allclose(found[4][name], tensor, atol=1e-6) for name, tensor in parameters.items())
+
+
+def test_the_scale_is_resumed(tmp_path: Path) -> None:
+    def run(folder: Path, **values: Any) -> Any:
+        made = trainer(folder, family="llama", fp16=True, max_steps=6, save_strategy="steps", save_steps=3, **values)
+        made.scaler = LossScaler(16.0, growth_interval=2)
+        return made
+
+    whole = run(tmp_path / "whole")
+    whole.train()
+    resumed = run(tmp_path / "whole")
+    resumed.train(resume_from_checkpoint=tmp_path / "whole" / "checkpoint-3")
+    assert resumed.scaler.state_dict() == whole.scaler.state_dict()
+    assert resumed.scaler.scale == 2.0**7
+    assert all(torch.equal(weights(resumed)[name], tensor) for name, tensor in weights(whole).items())
+
+
+# ---------------------------------------------------------------------- float32 copies of half-precision weights
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adafactor", "sgd"])
+def test_small_updates_add_up_in_float32(optim: str, tmp_path: Path) -> None:
+    """Compared with a loop that keeps float32 weights itself and computes in a bfloat16 copy of them."""
+    made = trainer(
+        tmp_path,
+        model=in_bfloat16(),
+        train_dataset=CausalRows(),
+        fp32_master_weights=True,
+        optim=optim,
+        learning_rate=1e-4,
+        max_steps=4,
+        num_stages=3,
+        save_strategy="steps",
+        save_steps=2,
+    )
+    made.train()
+    assert made.master_weights is not None
+    copies, found = made.master_weights.copies, weights(made)
+    assert {copy.dtype for copy in copies.values()} == {torch.float32}
+    assert all(torch.equal(copies[name].bfloat16(), found[name]) for name in copies)
+    start = dict(in_bfloat16().named_parameters())
+    moved = [name for name in copies if not torch.equal(copies[name], start[name].float())]
+    assert len(moved) > len(copies) / 2
+    rounded = sum(int((copies[name] != found[name].float()).sum()) for name in copies)
+    assert rounded > 100, "the copies know more than the weights"
+    state = trainer(
+        tmp_path,
+        model=in_bfloat16(),
+        train_dataset=CausalRows(),
+        fp32_master_weights=True,
+        optim=optim,
+        learning_rate=1e-4,
+        max_steps=4,
+        num_stages=2,
+    )
+    state.train(resume_from_checkpoint=tmp_path / "checkpoint-2")
+    assert state.master_weights is not None
+    assert all(torch.equal(state.master_weights.copies[name], copy) for name, copy in copies.items())
+
+
+def test_one_update_is_the_optimizer_s_on_float32_weights(tmp_path: Path) -> None:
+    made = trainer(
+        tmp_path, model=in_bfloat16(), train_dataset=CausalRows(), fp32_master_weights=True, max_steps=1, optim="sgd"
+    )
+    before = {name: copy.detach().clone() for name, copy in made.master_weights.copies.items()}  # type: ignore[union-attr]
+    gradients: dict[str, torch.Tensor] = {}
+
+    class Spy(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            gradients.update({name: p.grad.float() for name, p in made.pipe.named_parameters()})
+
+    made.add_callback(Spy())
+    made.args.set_optimizer("sgd", learning_rate=1e-2, weight_decay=0.0)
+    made.train()
+    for name, copy in made.master_weights.copies.items():  # type: ignore[union-attr]
+        torch.testing.assert_close(copy.detach(), before[name] - 1e-2 * gradients[name], rtol=0, atol=1e-6)
+
+
+def test_float32_weights_need_no_copies(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"fp32_master_weights: .* is torch\.float32"):
+        trainer(tmp_path, fp32_master_weights=True)
+
+
+# ---------------------------------------------------------------------- losses that are no numbers
+
+
+class Poison(TrainerCallback):
+    """Makes the weights no numbers before one step, and puts them back after it."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self.made: Any = None
+        self.saved: torch.Tensor | None = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step:
+            weight = next(self.made.pipe.parameters())
+            self.saved = weight.detach().clone()
+            with torch.no_grad():
+                weight.fill_(math.nan)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.saved is not None:
+            with torch.no_grad():
+                next(self.made.pipe.parameters()).copy_(self.saved)
+            self.saved = None
+
+
+def _train_poisoned(folder: str, on_nonfinite_loss: str) -> tuple[str, bool]:
+    """The weight that becomes nan is in process 0 alone."""
+    spy = Poison(1)
+    made = trainer(Path(folder), family="llama", on_nonfinite_loss=on_nonfinite_loss, max_steps=3, callbacks=[spy])
+    spy.made = made
+    try:
+        made.train()
+        outcome = "trained"
+    except NonFiniteError as error:
+        outcome = str(error)
+    return outcome, all(bool(p.isfinite().all()) for p in made.pipe.parameters())
+
+
+def _train_poisoned_both_ways(folder: str) -> list[tuple[str, bool]]:
+    return [_train_poisoned(folder, "skip"), _train_poisoned(folder, "stop")]
+
+
+def test_a_loss_that_is_no_number_is_skipped_or_ends_the_training_on_all_stages(tmp_path: Path) -> None:
+    for skipped, stopped in run_gloo(_train_poisoned_both_ways, 2, str(tmp_path)):
+        assert skipped == ("trained", True)
+        assert stopped[0].startswith("step 2: the loss is nan")
+    assert _train_poisoned(str(tmp_path), "ignore") == ("trained", False)
