@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.nn import functional as F
 
 from hf_gpipe.adapters import IGNORED_LABEL, StageModel
 from hf_gpipe.runtime.channel import Shapes
+from hf_gpipe.runtime.loss import token_losses
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 
 Tensors = dict[str, torch.Tensor]
@@ -136,7 +136,7 @@ class Stage:
             if self.on_logits is not None:
                 self.on_logits(outputs["logits"], inputs)
             targets = self.model.adapter.targets(inputs)
-            losses = _token_losses(outputs["logits"], targets).view(targets.shape)
+            losses = token_losses(outputs["logits"], targets).view(targets.shape)
             counts = (targets != IGNORED_LABEL).sum(dim=1)
             self.row_losses[context.micro_batch.index] = RowLosses(losses.sum(dim=1), counts)
             return {}
@@ -176,27 +176,9 @@ class Stage:
         outputs = self.model(micro_batch.inputs, received, micro_batch.seed)
         if self.is_last:
             targets = self.model.adapter.targets(micro_batch.inputs)
-            losses = _token_losses(outputs["logits"], targets, self.label_smoothing)
+            losses = token_losses(outputs["logits"], targets, self.label_smoothing)
             loss = losses.sum() / micro_batch.num_target_tokens
             if (auxiliary := outputs.get("auxiliary_loss")) is not None:
                 loss = loss + auxiliary / micro_batch.num_micro_batches
             outputs = {"loss": loss}
         return received, outputs
-
-
-def _token_losses(logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
-    """Cross-entropy of every position, 0 where the target is ignored; half precision is raised to float32.
-
-    Args:
-        logits: (B, T, V).
-        targets: (B, T).
-
-    Returns:
-        (B * T,).
-    """
-    flat = logits.reshape(-1, logits.shape[-1])
-    if flat.dtype in (torch.float16, torch.bfloat16):
-        flat = flat.float()
-    return F.cross_entropy(
-        flat, targets.reshape(-1), ignore_index=IGNORED_LABEL, reduction="none", label_smoothing=label_smoothing
-    )
