@@ -135,7 +135,8 @@ class PipelineSection:
     """M: micro-batches a mini-batch is cut into; a smaller mini-batch gives one a row; auto: the planner's choice."""
 
     schedule: Annotated[str, OneOf((*TRAINING_SCHEDULES, "auto"))] = "gpipe"
-    """Order of work: gpipe, the paper's; gpipe_fused, its last stage's backwards at once; 1f1b, least memory; naive."""
+    """Order of work: gpipe, the paper's; gpipe_fused, its last stage's backwards at once; 1f1b, least memory;
+    interleaved_1f1b, several stages a process, dealt out in turn; naive."""
 
     recompute: Literal["none", "block", "stage", "auto"] = "stage"
     """What backward computes again instead of keeping: nothing, each block's inside, or all but the stage's input;

@@ -39,7 +39,10 @@ class PipelineTrainingArguments(TrainingArguments):
 
     num_stages: int = field(default=1, metadata={"help": "K: consecutive stages the model's layers are cut into."})
     num_micro_batches: int = field(default=1, metadata={"help": "M: micro-batches a mini-batch is cut into."})
-    schedule: str = field(default="gpipe", metadata={"help": "The order of work: gpipe, gpipe_fused, 1f1b or naive."})
+    schedule: str = field(
+        default="gpipe",
+        metadata={"help": "The order of work: gpipe, gpipe_fused, 1f1b, interleaved_1f1b or naive."},
+    )
     recompute: str = field(
         default="stage", metadata={"help": "What backward computes again instead of keeping: none, block or stage."}
     )
