@@ -1,0 +1,199 @@
+"""Devices and links as data: memory, rates and bandwidths of common ones, from their makers' data sheets.
+
+Rates are the dense peaks, of tensor cores where the type has them; what a transformer reaches of them is the time
+bill's business. In float32 they are those of PyTorch's default, without TF32. A link's bandwidth is in one direction.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from hf_gpipe.errors import UserError, nearest
+
+Entry = TypeVar("Entry")
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins two devices.
+
+    Attributes:
+        name: as a user writes it.
+        bytes_per_second: in one direction.
+        latency_seconds: of one message.
+    """
+
+    name: str
+    bytes_per_second: float
+    latency_seconds: float
+
+    def seconds(self, size_bytes: float) -> float:
+        """How long a message travels."""
+        return self.latency_seconds + size_bytes / self.bytes_per_second
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a process computes on.
+
+    Attributes:
+        name: as a user writes it.
+        memory_bytes: of the device; None: not known.
+        flops_per_second: by the type of a matrix product's factors, such as "bfloat16"; float32 is always there.
+        bytes_per_second: of its memory.
+        link: to the device of the next stage.
+    """
+
+    name: str
+    memory_bytes: int | None
+    flops_per_second: Mapping[str, float]
+    bytes_per_second: float
+    link: Link
+
+    def flops_for(self, dtype: str) -> float:
+        """Peak rate of matrix products; of a type that is not listed as of float32, in float64 half of it."""
+        half = 0.5 if dtype == "float64" else 1.0
+        return self.flops_per_second.get(dtype, half * self.flops_per_second["float32"])
+
+    def link_seconds(self, size_bytes: float) -> float:
+        """How long a message to a neighbouring device travels."""
+        return self.link.seconds(size_bytes)
+
+
+LINKS: dict[str, Link] = {
+    link.name: link
+    for link in (
+        Link("nvlink1", 80e9, 5e-6),
+        Link("nvlink2", 150e9, 5e-6),
+        Link("nvlink3", 300e9, 5e-6),
+        Link("nvlink4", 450e9, 5e-6),
+        # Of the nominal 15.75, 31.5 and 63 GB/s, what a copy reaches.
+        Link("pcie3", 12.5e9, 1e-5),
+        Link("pcie4", 25e9, 1e-5),
+        Link("pcie5", 50e9, 1e-5),
+        Link("ethernet-10", 1.25e9, 5e-5),
+        Link("ethernet-25", 3.125e9, 5e-5),
+        Link("ethernet-100", 12.5e9, 3e-5),
+        Link("infiniband-200", 25e9, 5e-6),
+        Link("infiniband-400", 50e9, 5e-6),
+        Link("tpu-v3", 82e9, 5e-6),
+    )
+}
+
+
+def _gpu(
+    name: str, memory_gib: int, terabytes: float, link: str, *, fp32: float, fp16: float, bf16: float | None
+) -> Device:
+    """A device of the table below; rates in 10^12 a second."""
+    rates = {"float32": fp32 * 1e12, "float16": fp16 * 1e12}
+    if bf16 is not None:
+        rates["bfloat16"] = bf16 * 1e12
+    return Device(name, memory_gib * _GIB, rates, terabytes * 1e12, LINKS[link])
+
+
+DEVICES: dict[str, Device] = {
+    device.name: device
+    for device in (
+        _gpu("p100", 16, 0.732, "pcie3", fp32=9.3, fp16=18.7, bf16=None),
+        _gpu("v100-16", 16, 0.9, "nvlink2", fp32=15.7, fp16=125, bf16=None),
+        _gpu("v100-32", 32, 0.9, "nvlink2", fp32=15.7, fp16=125, bf16=None),
+        _gpu("t4", 16, 0.32, "pcie3", fp32=8.1, fp16=65, bf16=None),
+        _gpu("a100-40", 40, 1.555, "nvlink3", fp32=19.5, fp16=312, bf16=312),
+        _gpu("a100-80", 80, 2.039, "nvlink3", fp32=19.5, fp16=312, bf16=312),
+        _gpu("l4", 24, 0.3, "pcie4", fp32=30.3, fp16=121, bf16=121),
+        _gpu("h100", 80, 3.35, "nvlink4", fp32=67, fp16=989, bf16=989),
+        _gpu("h200", 140, 4.8, "nvlink4", fp32=67, fp16=989, bf16=989),
+        _gpu("rtx3090", 24, 0.936, "pcie4", fp32=35.6, fp16=71, bf16=71),
+        _gpu("rtx4090", 24, 1.008, "pcie4", fp32=82.6, fp16=165, bf16=165),
+        # One of the two cores of a chip, GPipe's accelerator; products of float32 run in bfloat16.
+        _gpu("tpu-v3", 16, 0.45, "tpu-v3", fp32=61.5, fp16=61.5, bf16=61.5),
+    )
+}
+
+
+def device(name: str, link: str | None = None) -> Device:
+    """A device of the table, by its name in any letters.
+
+    Args:
+        name: for example "a100-80".
+        link: name of what joins it to the next one; None: the usual.
+
+    Raises:
+        UserError: an unknown device or link.
+    """
+    found = _find("device", name, DEVICES)
+    return found if link is None else replace(found, link=link_between(link))
+
+
+def link_between(name: str) -> Link:
+    """A link of the table by its name, or one by its bandwidth, such as "25GB/s" or "100Gb/s".
+
+    Raises:
+        UserError: neither.
+    """
+    if name[:1].isdigit():
+        return Link(name, read_bandwidth(name, "the link"), LINKS["ethernet-100"].latency_seconds)
+    return _find("link", name, LINKS)
+
+
+def custom(memory_bytes: int | None, flops_per_second: float, bytes_per_second: float, link: Link) -> Device:
+    """A device that is in no table, with one rate for all types."""
+    return Device(
+        "given", memory_bytes, {"float32": flops_per_second, "float64": flops_per_second}, bytes_per_second, link
+    )
+
+
+def read_flops(text: str, name: str) -> float:
+    """Operations a second, from a text such as "312TFLOPS" or "15.7 TFLOP/s".
+
+    Raises:
+        UserError: it is no rate, or has no unit.
+    """
+    number, unit = _split(text, name, "312TFLOPS")
+    match = re.fullmatch(r"([kmgtp]?)flops?(/s)?", unit.lower())
+    if match is None:
+        raise UserError(f"{name} is {text!r}; the unit {unit!r} is not one of MFLOPS, GFLOPS, TFLOPS, PFLOPS.")
+    return number * _PREFIXES[match[1]]
+
+
+def read_bandwidth(text: str, name: str) -> float:
+    """Bytes a second, from a text such as "900GB/s" or, in bits, "100Gb/s" or "100Gbit/s".
+
+    Raises:
+        UserError: it is no bandwidth, or has no unit.
+    """
+    number, unit = _split(text, name, "900GB/s")
+    match = re.fullmatch(r"([kKmMgGtT]?)(i?)(B|b|bit)(?:/s|ps)", unit)
+    if match is None:
+        raise UserError(f"{name} is {text!r}; the unit {unit!r} is not one of MB/s, GB/s, TB/s, GiB/s, Gb/s.")
+    prefix, binary, base = match.groups()
+    factor = 1024.0 ** _POWERS[prefix.lower()] if binary else _PREFIXES[prefix.lower()]
+    return number * factor / (1 if base == "B" else 8)
+
+
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+_PREFIXES = {prefix: 1000.0**power for prefix, power in _POWERS.items()}
+_NUMBER_AND_UNIT = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z/]*)\s*")
+
+
+def _split(text: str, name: str, example: str) -> tuple[float, str]:
+    """A number above 0 and its unit."""
+    match = _NUMBER_AND_UNIT.fullmatch(text)
+    if match is None:
+        raise UserError(f"{name} is {text!r}; write a number and a unit, such as {example}.")
+    number, unit = match.groups()
+    if not unit:
+        raise UserError(f"{name} is {text!r}, without a unit; write for example {example}.")
+    if float(number) <= 0:
+        raise UserError(f"{name} is {text!r}; it must be above 0.")
+    return float(number), unit
+
+
+def _find(what: str, name: str, table: Mapping[str, Entry]) -> Entry:
+    if (key := name.strip().lower()) not in table:
+        raise UserError(f"the {what} {name!r} is unknown; known are {', '.join(table)}{nearest(key, table)}")
+    return table[key]
