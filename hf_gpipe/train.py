@@ -133,6 +133,8 @@ def _num_processes(recipe: Recipe) -> int:
                 f"pipeline.num_processes is {asked} and the launcher started {started}; leave it out, or start {asked}"
             )
         return started
+    if pipeline.devices is not None:
+        return asked or min(pipeline.num_stages, len(pipeline.devices))
     if pipeline.device == "cpu" or not torch.cuda.is_available():
         return asked or pipeline.num_stages
     num_gpus = torch.cuda.device_count()

@@ -54,6 +54,16 @@ def _check_pipeline(pipeline: PipelineSection) -> None:
             f"pipeline.partition {pipeline.partition} has {len(pipeline.partition)} entries and pipeline.num_stages is "
             f"{pipeline.num_stages}; give one number of layers a stage."
         )
+    if pipeline.devices is not None and (not pipeline.devices or len(pipeline.devices) % (pipeline.num_processes or 1)):
+        raise RecipeError(
+            f"pipeline.devices {pipeline.devices} cannot be shared out evenly between {pipeline.num_processes or 1} "
+            "processes; name as many devices for each."
+        )
+    if pipeline.torch_compile_backend is not None and not pipeline.torch_compile:
+        raise RecipeError(
+            f"pipeline.torch_compile_backend is {pipeline.torch_compile_backend!r} and pipeline.torch_compile is "
+            "false; set torch_compile to true, or leave the backend out."
+        )
     if pipeline.memory is not None:
         try:
             read_bytes(pipeline.memory, "pipeline.memory")

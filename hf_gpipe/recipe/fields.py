@@ -156,6 +156,16 @@ class PipelineSection:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where stages compute; auto: on GPUs where there are any."""
 
+    devices: list[Text] | None = None
+    """Devices of this machine that the processes share out evenly, as [cuda:0, cuda:1]; a process spreads its stages
+    over its own. null: one device a process, of the kind that `device` says."""
+
+    torch_compile: bool = False
+    """Whether each block is compiled by torch.compile."""
+
+    torch_compile_backend: Text | None = None
+    """torch.compile's backend; null: its default, inductor."""
+
     timeout_seconds: Positive = 600.0
     """How long a process waits for another before the run fails."""
 
@@ -186,7 +196,7 @@ class TrainingSection:
     """Mini-batches whose gradients are added up before an update."""
 
     length_bucketing: bool = True
-    """Whether rows of similar length share a mini-batch, which saves padding."""
+    """Whether rows of similar length share a mini-batch, and within it a micro-batch, which saves padding."""
 
     learning_rate: NotNegative = 5e-5
     """The highest learning rate."""

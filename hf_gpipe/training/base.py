@@ -232,6 +232,7 @@ def _pipeline(model: Pipeline | ModelSource | None, args: PipelineTrainingArgume
         label_smoothing=args.label_smoothing_factor,
         device="cpu" if args.device.type == "cpu" else None,
         autocast=args.autocast,
+        length_bucketing=args.train_sampling_strategy == "group_by_length",
         torch_compile=args.compile_backend,
     )
 

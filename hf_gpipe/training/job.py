@@ -190,8 +190,10 @@ def _pipeline(recipe: Recipe, config: PreTrainedConfig) -> Pipeline:
         trust_remote_code=model.trust_remote_code,
         config_overrides=model.config if model.path else None,
         label_smoothing=recipe.training.label_smoothing_factor,
-        device=pipeline.device,
+        device=pipeline.devices or pipeline.device,
         autocast=autocast_of(recipe),
+        length_bucketing=recipe.training.length_bucketing,
+        torch_compile=pipeline.torch_compile and (pipeline.torch_compile_backend or True),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, fields, replace
@@ -215,3 +216,16 @@ def test_reading_a_recipe_loads_no_torch() -> None:
     program = "import sys, hf_gpipe.recipe; print([name for name in ('torch', 'transformers') if name in sys.modules])"
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert finished.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["pipeline.devices=[]"], "pipeline.devices [] cannot be shared out"),
+        (["pipeline.devices=[cpu]", "pipeline.num_stages=2", "pipeline.num_processes=2"], "cannot be shared out"),
+        (["pipeline.torch_compile_backend=aot_eager"], "pipeline.torch_compile is false"),
+    ],
+)
+def test_settings_of_devices_and_compilation_that_contradict_each_other(overrides: list[str], message: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        load_recipe(Path(__file__).parents[2] / "recipes" / "quickstart.yaml", overrides)
