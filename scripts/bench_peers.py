@@ -144,7 +144,7 @@ def selected(setting: Setting, only: Sequence[str] | None) -> Setting:
     return replace(setting, cases=tuple(cases), claims=claims)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [setting.name for setting in SETTINGS]
     parser.add_argument("--list", action="store_true", help="print the settings and their cases")
@@ -155,7 +155,7 @@ def main() -> int:
     parser.add_argument("--quiet", type=float, default=120, help="seconds to wait for a quiet machine before each run")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--quick", action="store_true", help="a tiny model, once, to see that everything runs")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     settings = [setting for setting in SETTINGS if setting.name in arguments.settings]
     if arguments.list:
         for setting in settings:

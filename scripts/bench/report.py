@@ -36,7 +36,7 @@ def paired(numerators: Sequence[float], denominators: Sequence[float]) -> Spread
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Rows of text under a header, the first column to the left and all others to the right, as Markdown."""
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    widths = [max(3, *(len(row[i]) for row in (header, *rows))) for i in range(len(header))]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
 
     def line(cells: Sequence[str]) -> str:

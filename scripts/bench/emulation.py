@@ -1,0 +1,165 @@
+"""The executor at depths that this machine cannot compute: stages that wait instead of computing.
+
+Everything else is real: the tables, the executor, the edges, the messages over gloo between processes. A wait takes
+exactly its time, so what a step takes beyond the table's own time is the executor's and the messages'.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from bench import machine
+from bench.processes import Job, run_job
+from hf_gpipe.runtime.channel import Shapes
+from hf_gpipe.runtime.edges import connect
+from hf_gpipe.runtime.executor import Executor
+from hf_gpipe.runtime.micro_batch import Context, MicroBatch
+from hf_gpipe.runtime.stage import Stage
+from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.schedule import Costs, Schedule, build, simulate
+from hf_gpipe.schedule.builders import placement_for
+
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """A pipeline that only waits.
+
+    Attributes:
+        processes: K.
+        stages_each: stages that each process holds; they share its work.
+        forward_seconds: of one micro-batch in one process, over all its stages; a recomputation takes as long.
+        backward_seconds: the same.
+        boundary_bytes: what crosses a boundary for each micro-batch.
+    """
+
+    schedule: str
+    processes: int
+    micro_batches: int
+    forward_seconds: float
+    backward_seconds: float
+    boundary_bytes: int
+    recompute: str = "none"
+    stages_each: int = 1
+
+    def table(self) -> Schedule:
+        num_stages = self.processes * self.stages_each
+        placement = placement_for(self.schedule, num_stages, self.processes)
+        return build(self.schedule, num_stages, self.micro_batches, placement, self.recompute)
+
+    def predicted_seconds(self) -> float:
+        """Of a step with free messages, by the simulation of the table."""
+        costs = Costs(self.forward_seconds / self.stages_each, self.backward_seconds / self.stages_each)
+        return float(simulate(self.table(), costs).total_seconds)
+
+    @property
+    def one_process_seconds(self) -> float:
+        """What one process would need for the work of all, recomputing nothing."""
+        return self.processes * self.micro_batches * (self.forward_seconds + self.backward_seconds)
+
+    @property
+    def bound(self) -> float:
+        """The most that K processes can be faster than one with one stage each (GPipe, section 2.3)."""
+        return self.micro_batches * self.processes / (self.micro_batches + self.processes - 1)
+
+
+class WaitingStage:
+    """Has the part of `Stage` that the executor uses, and waits."""
+
+    def __init__(self, setting: Emulated, number: int, boundary: torch.Tensor) -> None:
+        num_stages = setting.processes * setting.stages_each
+        self.is_first, self._is_last = number == 0, number == num_stages - 1
+        self.device = boundary.device
+        self.trainable_outputs: Mapping[str, bool] = {} if self._is_last else {"hidden": True}
+        self._forward_seconds = setting.forward_seconds / setting.stages_each
+        self._backward_seconds = setting.backward_seconds / setting.stages_each
+        self._message = {"hidden": boundary}
+        self._shapes: Shapes = {"hidden": tuple(boundary.shape)}
+
+    def forward(self, context: Context, *, keep_graph: bool) -> dict[str, torch.Tensor]:
+        wait(self._forward_seconds)
+        return {} if self._is_last else self._message
+
+    def recompute(self, micro_batch: int) -> None:
+        wait(self._forward_seconds)
+
+    def backward(self, micro_batch: int, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        wait(self._backward_seconds)
+        return {} if self.is_first else self._message
+
+    def _boundary(self, micro_batch: MicroBatch) -> Shapes:
+        return self._shapes
+
+    input_shapes = output_shapes = input_gradient_shapes = output_gradient_shapes = _boundary
+
+    def reset(self) -> None:
+        """There is nothing to forget."""
+
+
+def wait(seconds: float) -> None:
+    """Sleep until so long after now: time spent on going to sleep is part of it."""
+    end = time.perf_counter() + seconds
+    while (left := end - time.perf_counter()) > 0:
+        time.sleep(left)
+
+
+def emulate(
+    settings: list[Emulated], steps: int, on_step: Callable[[str], None] = lambda text: None
+) -> list[list[float]]:
+    """Seconds of each of `steps` steps of each setting; the settings of one number of processes take turns."""
+    seconds: list[list[float]] = [[] for _ in settings]
+    for processes in sorted({setting.processes for setting in settings}):
+        numbers = [i for i, setting in enumerate(settings) if setting.processes == processes]
+        jobs = [asdict(settings[i]) for i in numbers]
+        parts = run_job(
+            _emulate_process, {"settings": jobs, "steps": steps}, processes, fork=True, timeout_seconds=3600
+        )
+        for position, i in enumerate(numbers):
+            spans = zip(*(part[position] for part in parts), strict=True)
+            seconds[i] = [max(end for _, end in step) - min(start for start, _ in step) for step in spans]
+        on_step(f"K = {processes}")
+    return seconds
+
+
+def _emulate_process(job: Job) -> list[list[tuple[float, float]]]:
+    """One process's part: for each setting the beginning and the end of each step, on one clock."""
+    machine.wake_up_on_time()
+    settings = [Emulated(**setting) for setting in job["settings"]]
+    ready = [_Pipeline(setting, int(os.environ["RANK"])) for setting in settings]
+    spans: list[list[tuple[float, float]]] = [[] for _ in settings]
+    for step in range(job["steps"] + 1):
+        for i in range(len(settings))[:: -1 if step % 2 else 1]:
+            dist.barrier()
+            start = time.perf_counter()
+            ready[i].step()
+            if step:  # the first one warms up
+                spans[i].append((start, time.perf_counter()))
+    return spans
+
+
+class _Pipeline:
+    """One process's stages, edges and executor."""
+
+    def __init__(self, setting: Emulated, rank: int) -> None:
+        self.table = setting.table()
+        placement, device = self.table.placement, torch.device("cpu")
+        own = dict.fromkeys(placement.stages_of(rank), device)
+        topology = Topology(rank, placement.num_processes, placement, device, own)
+        boundary = torch.zeros(setting.boundary_bytes // _FLOAT_BYTES)
+        # The executor is typed for stages that compute.
+        stages = {number: cast(Stage, WaitingStage(setting, number, boundary)) for number in own}
+        self.executor = Executor(stages, connect(topology, lambda stage, name: boundary.dtype), rank)
+        count = setting.micro_batches
+        inputs: dict[str, Any] = {}
+        self.micro_batches = [MicroBatch(i, inputs, 0, 1, count) for i in range(count)]
+
+    def step(self) -> None:
+        self.executor.run(self.table, self.micro_batches)

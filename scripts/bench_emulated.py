@@ -1,0 +1,157 @@
+"""What the executor itself loses, at depths that this machine cannot compute: K = 2 to 16 processes that wait.
+
+Each stage waits instead of computing; tables, executor and messages (gloo) are the real ones. Speed-up is over one
+process that does the work of all without recomputation; the bound of a pipeline with one stage a process is
+M K / (M + K - 1) (GPipe, arXiv 1811.06965, section 2.3). "of its table" compares with the simulation of the very table
+that ran, which knows recomputation and interleaving: 1 means that neither executor nor messages cost anything.
+
+    python scripts/bench_emulated.py                                   about 15 minutes
+    python scripts/bench_emulated.py --processes 8 --micro-batches 32 --steps 5 --json emulated.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench import machine
+from bench.emulation import Emulated, emulate
+from bench.report import Spread, table, write_json
+
+KIBIBYTE = 1024
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long a stage's actions take and what crosses a boundary, for one micro-batch."""
+
+    forward_seconds: float
+    backward_seconds: float
+    boundary_bytes: int
+
+    def text(self) -> str:
+        times = f"{self.forward_seconds * 1000:g}/{self.backward_seconds * 1000:g} ms"
+        return f"forward/backward {times}, boundary {self.boundary_bytes // KIBIBYTE} KiB"
+
+
+EASY = Pace(0.020, 0.040, 64 * KIBIBYTE)
+HARD = Pace(0.005, 0.010, 1024 * KIBIBYTE)
+QUICK = Pace(0.001, 0.002, 64 * KIBIBYTE)
+
+#: (schedule, recompute, stages of a process)
+TABLES = (
+    ("gpipe", "none", 1),
+    ("gpipe_fused", "none", 1),
+    ("1f1b", "none", 1),
+    ("interleaved_1f1b", "none", 2),
+    ("gpipe", "stage", 1),
+    ("1f1b", "stage", 1),
+)
+#: One micro-batch after another: its time is known without measuring many of them.
+NAIVE, NAIVE_MICRO_BATCHES = ("naive", "none", 1), 8
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to be reached at a pace, by every schedule without recomputation and with one stage a process."""
+
+    processes: int
+    micro_batches: int
+    speed_up: float
+
+    def text(self) -> str:
+        return f"K = {self.processes}, M = {self.micro_batches}: at least {self.speed_up:.2f}"
+
+
+TARGETS = (Target(8, 32, 6.4), Target(16, 32, 0.95 * 32 * 16 / 47))
+
+
+def settings_of(pace: Pace, processes: Sequence[int], micro_batches: Sequence[int]) -> list[Emulated]:
+    """Every table for every K and M at one pace."""
+    return [
+        Emulated(schedule, k, m, recompute=recompute, stages_each=stages_each, **asdict(pace))
+        for k in processes
+        for m in micro_batches
+        for schedule, recompute, stages_each in (*TABLES, *((NAIVE,) if m <= NAIVE_MICRO_BATCHES else ()))
+    ]
+
+
+def speed_ups(setting: Emulated, seconds: Sequence[float]) -> Spread:
+    return Spread.of(setting.one_process_seconds / one for one in seconds)
+
+
+def summary(settings: Sequence[Emulated], seconds: Sequence[Sequence[float]]) -> str:
+    rows = []
+    for setting, own in zip(settings, seconds, strict=True):
+        speed_up = speed_ups(setting, own)
+        name = (
+            setting.schedule if setting.recompute == "none" else f"{setting.schedule}, {setting.recompute} recomputed"
+        )
+        rows.append(
+            [
+                name,
+                f"{setting.processes}",
+                f"{setting.micro_batches}",
+                Spread.of(own).text(3),
+                speed_up.text(),
+                f"{setting.bound:.2f}",
+                f"{speed_up.median / setting.bound:.3f}",
+                Spread.of(setting.predicted_seconds() / one for one in own).text(3),
+            ]
+        )
+    return table(["schedule", "K", "M", "seconds a step", "speed-up", "bound", "of bound", "of its table"], rows)
+
+
+def verdicts(settings: Sequence[Emulated], seconds: Sequence[Sequence[float]]) -> str:
+    """The targets, for each table that they are about."""
+    rows = []
+    for target in TARGETS:
+        for setting, own in zip(settings, seconds, strict=True):
+            found = (setting.processes, setting.micro_batches, setting.recompute, setting.stages_each)
+            if found == (target.processes, target.micro_batches, "none", 1):
+                speed_up = speed_ups(setting, own)
+                reached = "yes" if speed_up.median >= target.speed_up else "no"
+                rows.append([target.text(), setting.schedule, speed_up.text(), reached])
+    return table(["target", "schedule", "speed-up", "reached"], rows) if rows else ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", nargs="+", type=int, default=[2, 4, 8, 16], metavar="K")
+    parser.add_argument("--micro-batches", nargs="+", type=int, default=[8, 32], metavar="M")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps of each table")
+    parser.add_argument("--quiet", type=float, default=120, help="seconds to wait for a quiet machine before each pace")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--quick", action="store_true", help="2 processes, milliseconds, to see that everything runs")
+    arguments = parser.parse_args(argv)
+    paces, processes, micro_batches, steps = (EASY, HARD), arguments.processes, arguments.micro_batches, arguments.steps
+    if arguments.quick:
+        paces, processes, micro_batches, steps = (QUICK,), [2], [4], 1
+    results = []
+    for pace in paces:
+        settings = settings_of(pace, processes, micro_batches)
+        if not arguments.quick and not machine.wait_until_quiet(arguments.quiet):
+            print("the machine is not quiet", file=sys.stderr)
+        seconds = emulate(settings, steps, lambda text: print(text, file=sys.stderr, flush=True))
+        print(f"{pace.text()}\n\n{summary(settings, seconds)}\n", flush=True)
+        if pace == EASY and (text := verdicts(settings, seconds)):
+            print(f"{text}\n", flush=True)
+        for setting, own in zip(settings, seconds, strict=True):
+            results.append(
+                {
+                    "setting": asdict(setting),
+                    "seconds": own,
+                    "speed_up": asdict(speed_ups(setting, own)),
+                    "bound": setting.bound,
+                    "predicted_seconds": setting.predicted_seconds(),
+                }
+            )
+        write_json(arguments.json, {"environment": machine.environment(), "results": results})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""The benchmarks run, on models and waits that take no time, and what they count is right.
+
+One process imports the libraries once and runs all of them; figures of speed mean nothing here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_gpipe.schedule import SCHEDULES
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts"
+
+RUN_ALL = """
+import sys
+import bench_emulated, bench_memory, bench_peers, bench_table2
+folder = sys.argv[1]
+cases = ["single", "torch Schedule1F1B", "ours 1f1b stage", "ours 1f1b none", "ours 1f1b none bucketed"]
+codes = [
+    bench_emulated.main(["--quick", "--json", f"{folder}/emulated.json"]),
+    bench_memory.main(["--quick", "--json", f"{folder}/memory.json"]),
+    bench_peers.main(["--quick", "--settings", "on", "lengths", "--only", *cases, "--json", f"{folder}/peers.json"]),
+    bench_table2.main(["--quick", "--json", f"{folder}/table2.json"]),
+]
+sys.exit(max(codes))
+"""
+
+
+def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPTS), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *arguments], env=environment, cwd=folder, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What each benchmark wrote, by its name."""
+    folder = tmp_path_factory.mktemp("benches")
+    result = run(["-c", RUN_ALL, str(folder)], folder)
+    # 1 is also the exit code where a case ended at another loss.
+    assert result.returncode == 0, result.stdout + result.stderr
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+def test_every_training_schedule_is_emulated(figures: dict[str, Any]) -> None:
+    seen = {one["setting"]["schedule"] for one in figures["emulated"]["results"]}
+    assert seen == set(SCHEDULES) - {"forward_only"}
+
+
+def test_no_emulated_step_is_faster_than_its_table(figures: dict[str, Any]) -> None:
+    for one in figures["emulated"]["results"]:
+        assert min(one["seconds"]) >= one["predicted_seconds"]
+
+
+def test_saved_bytes_follow_the_formula(figures: dict[str, Any]) -> None:
+    """O(N + (L/K)(N/M)) under stage recomputation, as in GPipe, section 2.3."""
+    rows = figures["memory"]["rows"]
+    assert {row["recompute"] for row in rows} == {"none", "block", "stage"}
+    for row in rows:
+        assert row["saved_bytes"] == pytest.approx(row["formula_bytes"], rel=0.05), row
+
+
+def test_all_trainers_end_at_one_loss(figures: dict[str, Any]) -> None:
+    for result in figures["peers"]["results"]:
+        losses = [one["last_loss"] for runs in result["runs"].values() for one in runs]
+        assert len(losses) >= 4
+        assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
+
+
+def test_table2_has_every_cell(figures: dict[str, Any]) -> None:
+    cells = {(one["K"], one["M"]) for one in figures["table2"]["emulated"]}
+    assert cells == {(k, m) for k in (2, 4, 8) for m in (1, 4, 32)}
+    assert {one["case"] for one in figures["table2"]["measured"]} == {"single", "twin", "ours gpipe", "ours 1f1b"}
+
+
+UNITS = """
+import torch
+from bench.report import paired, table
+from bench.saved_bytes import SavedBytes
+
+# Paired: each repetition was twice as slow as the one before, and the ratio is the same in all.
+spread = paired([2.0, 4.0, 8.0], [1.0, 2.0, 4.0])
+assert (spread.median, spread.low, spread.high) == (2.0, 2.0, 2.0)
+assert table(["a", "K"], [["x", "16"]]) == "| a   |   K |\\n| --- | --: |\\n| x   |  16 |"
+
+weight = torch.ones(4, requires_grad=True)
+saved = SavedBytes([weight])
+x = torch.ones(4)
+with saved.counting():
+    first = (weight * x) * x  # x twice, 16 bytes; the weight does not count
+    assert saved.peak_bytes == 16, saved.peak_bytes
+    first.exp().sum().backward()  # exp saves its output of 16 bytes
+    assert saved.peak_bytes == 32, saved.peak_bytes
+    del first
+    y = torch.ones(4)
+    (weight * y).sum().backward()  # all of the above has gone
+assert saved.peak_bytes == 32, saved.peak_bytes
+"""
+
+
+def test_what_the_benchmarks_count_with(tmp_path: Path) -> None:
+    result = run(["-c", UNITS], tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_case_that_trains_otherwise_is_found(tmp_path: Path) -> None:
+    code = """
+from bench.measure import Measured
+from bench.settings import SETTINGS
+from bench_peers import differing
+setting = SETTINGS[0]
+runs = {case.name: [Measured(1.0, 5.0, 4.0, [1])] for case in setting.cases}
+assert not differing(setting, runs)
+runs["DDP"] = [Measured(1.0, 5.0, 4.001, [1])]
+assert [line.split()[1] for line in differing(setting, runs)] == ["DDP"]
+runs["DDP"] = [Measured(1.0, 5.0, float("nan"), [1])]
+assert differing(setting, runs)
+"""
+    result = run(["-c", code], tmp_path)
+    assert result.returncode == 0, result.stderr
