@@ -40,21 +40,20 @@ class Workload:
                 raise UserError(f"workload: {name}={getattr(self, name)}; expected at least 1")
 
     @classmethod
-    def of_recipe(cls, recipe: Recipe, *, is_encoder_decoder: bool, num_micro_batches: int | None = None) -> Workload:
+    def of_recipe(cls, recipe: Recipe, num_micro_batches: int, *, is_encoder_decoder: bool) -> Workload:
         """The largest micro-batch that a recipe can make: its longest source and target in every row.
 
         A decoder-only model reads source and target in one sequence.
 
         Args:
-            recipe: its batch size, M and longest texts are read.
+            recipe: its batch size and its longest texts are read.
+            num_micro_batches: M, since a recipe may leave it open.
             is_encoder_decoder: of the model's configuration.
-            num_micro_batches: M; None: the recipe's.
         """
-        count = num_micro_batches or recipe.pipeline.num_micro_batches
         source, target = recipe.data.max_source_tokens, recipe.data.max_target_tokens
         if not is_encoder_decoder:
             source = target = source + target
-        return cls(-(-recipe.training.batch_size // count), source, target)
+        return cls(-(-recipe.training.batch_size // num_micro_batches), source, target)
 
     @classmethod
     def of_batch(cls, batch: Tensors, num_micro_batches: int = 1) -> Workload:

@@ -1,0 +1,197 @@
+"""The costs of a model's layers from its configuration: no weights, no accelerator, seconds for any size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_gpipe.adapters import Adapter, Autocast, StageModel
+from hf_gpipe.adapters.peft import PeftAdapter
+from hf_gpipe.planner.costs import LayerCost, ModelCosts, SharedParameter
+from hf_gpipe.planner.kinds import Place, open_model, places_of, reopen
+from hf_gpipe.planner.tracing import Trace, trace_stage
+from hf_gpipe.planner.weights import Weights
+from hf_gpipe.planner.workload import Workload
+
+
+def model_costs(
+    config: PreTrainedConfig,
+    workload: Workload,
+    dtype: torch.dtype = torch.float32,
+    attn_implementation: str | None = None,
+    model_class: type[PreTrainedModel] | None = None,
+    *,
+    trust_remote_code: bool = False,
+    autocast: Autocast | None = None,
+    label_smoothing: float = 0.0,
+    as_on_gpu: bool = False,
+) -> ModelCosts:
+    """What each layer costs for one micro-batch; nothing is measured, so no seconds are known.
+
+    Args:
+        config: the model's; further arguments are those of `adapter_for`.
+        workload: the micro-batch.
+        label_smoothing: of the loss, whose memory it changes.
+        as_on_gpu: whether the stages will run on GPUs, whose attention keeps less.
+
+    Raises:
+        UnsupportedModelError: the family cannot be split exactly.
+    """
+    adapter, places = open_model(
+        config, dtype, attn_implementation, model_class, trust_remote_code=trust_remote_code, autocast=autocast
+    )
+    weights = Weights(adapter, adapter.reference)
+    return _assemble(places, _Tracer(adapter, weights, workload, None, label_smoothing, as_on_gpu))
+
+
+def costs_of(
+    adapter: Adapter,
+    workload: Workload,
+    *,
+    peft: PeftAdapter | None = None,
+    label_smoothing: float = 0.0,
+    as_on_gpu: bool = False,
+) -> ModelCosts:
+    """`model_costs` of a model that has its adapter, and perhaps PEFT layers to be trained alone."""
+    if peft is None:
+        short, places = reopen(adapter)
+        weights = Weights(short, short.reference)
+    else:
+        whole = adapter.skeleton()
+        peft.inject(whole)
+        short, places, weights = adapter, places_of(adapter, whole), Weights(adapter, whole)
+    return _assemble(places, _Tracer(short, weights, workload, peft, label_smoothing, as_on_gpu))
+
+
+def _assemble(places: Sequence[Place], tracer: _Tracer) -> ModelCosts:
+    """The costs of all layers of a model from those of each kind."""
+    weights, adapter = tracer.weights, tracer.adapter
+    measured = {like: tracer.cost(like) for like in dict.fromkeys(place.like for place in places)}
+    first: dict[str, int] = {}
+    for index, place in enumerate(places):
+        for name in weights.shared[place.like]:
+            first.setdefault(name, index)
+    # The boundaries of a short model are those of a long one; in a whole model every one may be another.
+    is_whole = len(places) == len(adapter.layers)
+    layers = []
+    for index, place in enumerate(places):
+        input_bytes, gradient_bytes = tracer.boundary(index if is_whole else place.like)
+        shared = tuple(SharedParameter(name, weights.sizes[name], first[name]) for name in weights.shared[place.like])
+        layers.append(
+            replace(
+                measured[place.like],
+                name=place.name,
+                shared=shared,
+                input_bytes=input_bytes,
+                gradient_input_bytes=gradient_bytes,
+            )
+        )
+    compute = adapter.dtype if adapter.autocast is None else adapter.autocast.dtype
+    return ModelCosts(
+        layers=tuple(layers),
+        workload=tracer.workload,
+        micro_batch_bytes=sum(tensor.nbytes for tensor in tracer.inputs.values()),
+        dtype=_name(adapter.dtype),
+        compute_dtype=_name(compute),
+    )
+
+
+class _Tracer:
+    """Traces one layer of each kind as a stage of its own."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        weights: Weights,
+        workload: Workload,
+        peft: PeftAdapter | None,
+        label_smoothing: float,
+        as_on_gpu: bool,
+    ) -> None:
+        self.adapter = adapter
+        self.weights = weights
+        self.workload = workload
+        self.inputs = workload.inputs(adapter)
+        self._peft = peft
+        self._label_smoothing = label_smoothing
+        self._as_on_gpu = as_on_gpu
+
+    def boundary(self, index: int) -> tuple[int, int]:
+        """Bytes of what crosses the boundary before a layer, and of what comes back."""
+        if index == 0:
+            return 0, 0
+        wanted = self.weights.wants_gradient(index)
+        sizes = self._input_bytes(index)
+        return sum(sizes.values()), sum(size for name, size in sizes.items() if wanted[name])
+
+    def _input_bytes(self, index: int) -> dict[str, int]:
+        shapes = self.adapter.carry_shapes(index, self.inputs) if index else {}
+        return {n: prod(shape) * self.adapter.carry_dtype(index, n).itemsize for n, shape in shapes.items()}
+
+    def cost(self, index: int) -> LayerCost:
+        """A layer's costs; its name, its shared parameters and its boundary are filled in for each layer like it."""
+        layer = self.adapter.layers[index]
+        full = self._trace(index, index + 1)
+        block = self._trace(index, index + 1, recompute_blocks=True) if layer.kind == "block" else full
+        own, block_own = full.saved - full.saved_outside, block.saved - block.saved_outside
+        if layer.kind == "block" and (second := self._second_of_shared_tables(index)) is not None:
+            pair = self._trace(second - 1, second + 1, window_from=second)
+            block_pair = self._trace(second - 1, second + 1, window_from=second, recompute_blocks=True)
+            own, block_own = pair.saved - pair.saved_outside, block_pair.saved - block_pair.saved_outside
+        sizes = self._input_bytes(index)
+        hidden = sizes.get("hidden", 0)
+        # The decoder's blocks read the encoder's output until the last of them is done.
+        entrance = sizes["encoder_hidden"] if layer.kind == "embedding" and "encoder_hidden" in sizes else 0
+        return LayerCost(
+            name=layer.name,
+            kind=layer.kind,
+            stack=layer.stack,
+            parameters=self.weights.own[index],
+            shared=(),
+            buffer_bytes=self.weights.buffer_bytes[index],
+            forward_flops=full.forward_flops,
+            backward_flops=full.backward_flops,
+            input_bytes=0,
+            gradient_input_bytes=0,
+            saved_bytes=own,
+            saved_input_bytes=entrance or (hidden if full.saves_hidden else 0),
+            stage_saved_bytes=max(full.saved - own, 0),
+            block_saved_bytes=block_own,
+            block_saved_input_bytes=entrance or (hidden if full.saves_hidden or layer.kind == "block" else 0),
+            block_stage_saved_bytes=max(block.saved - block_own, 0),
+            forward_working_bytes=full.forward_peak,
+            forward_only_working_bytes=full.forward_only_peak,
+            backward_working_bytes=full.backward_peak,
+            block_backward_working_bytes=block.backward_peak,
+        )
+
+    def _second_of_shared_tables(self, index: int) -> int | None:
+        """Number of the second block of a stack whose first block makes something for all of them, as T5's bias."""
+        name = self.adapter.layers[index].name
+        stack = next(stack for stack in self.adapter.stacks if name in stack.blocks)
+        if not self.adapter.tables[stack.name]:
+            return None
+        return next(i for i, layer in enumerate(self.adapter.layers) if layer.name == stack.blocks[1])
+
+    def _trace(self, start: int, stop: int, *, recompute_blocks: bool = False, window_from: int | None = None) -> Trace:
+        stage_model = StageModel(self.adapter, start, stop)
+        if self._peft is not None:
+            self._peft.inject(stage_model.model)
+        if recompute_blocks:
+            stage_model.checkpoint_blocks()
+        return trace_stage(
+            stage_model,
+            self.inputs,
+            self.weights.wants_gradient,
+            label_smoothing=self._label_smoothing,
+            as_on_gpu=self._as_on_gpu,
+            window_from=window_from,
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

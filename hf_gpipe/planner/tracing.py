@@ -1,0 +1,279 @@
+"""One stage's forward and backward without memory: what they keep, how far they rise, how much they multiply.
+
+The stage runs on fake tensors: PyTorch passes shapes, types and kernels along and computes nothing. So the numbers
+are those of the code that will run, of any family, and a layer of a hundred gigabytes costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from hf_gpipe.adapters import StageModel
+from hf_gpipe.adapters.dropout import default_generator
+from hf_gpipe.runtime.micro_batch import Context, MicroBatch
+from hf_gpipe.runtime.stage import Stage
+
+_aten = torch.ops.aten
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One micro-batch on one stage; bytes unless said otherwise.
+
+    Attributes:
+        saved: what the graph keeps, its received input apart.
+        saved_outside: the part of it that was made before the first own layer was called.
+        saves_hidden: whether the graph keeps the received hidden states.
+        forward_peak: of a forward with a graph, above what was there before it.
+        forward_only_peak: of a forward without one.
+        backward_peak: above `saved`, the gradient that comes in included.
+        forward_flops, backward_flops: of matrix products, numbers.
+    """
+
+    saved: int
+    saved_outside: int
+    saves_hidden: bool
+    forward_peak: int
+    forward_only_peak: int
+    backward_peak: int
+    forward_flops: int
+    backward_flops: int
+
+
+class Tracker(TorchDispatchMode):
+    """Follows every tensor's memory from the operation that makes it until it is freed.
+
+    Attributes:
+        live_bytes: what was made while the mode was on and is still alive.
+        peak_bytes: the most of it at any time since `reset_peak`.
+        flops: of matrix products so far, 2 for a multiplication and its addition.
+        is_inside: whether what is made now is an own layer's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = self.peak_bytes = self.flops = 0
+        self.is_inside = False
+        self._known: dict[int, tuple[weakref.ref[Any], int, bool]] = {}
+
+    def ignore(self, tensors: Any) -> None:
+        """Count these tensors' memory never: it was there before."""
+        for tensor in tensors:
+            self._note(tensor, is_counted=False)
+
+    def reset_peak(self) -> None:
+        self.peak_bytes = self.live_bytes
+
+    def bytes_outside(self) -> int:
+        """The part of `live_bytes` that was made outside of the own layers."""
+        return sum(size for _, size, is_inside in self._known.values() if not is_inside)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor)
+        formula = _FLOPS.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += int(formula(*args, **kwargs, out_val=result))
+        return result
+
+    def _note(self, tensor: torch.Tensor, *, is_counted: bool = True) -> None:
+        storage = tensor.untyped_storage()
+        number = storage._cdata
+        if number in self._known:
+            return
+        size = storage.nbytes() if is_counted else 0
+        self._known[number] = (weakref.ref(storage, lambda _: self._forget(number)), size, self.is_inside)
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _forget(self, number: int) -> None:
+        self.live_bytes -= self._known.pop(number)[1]
+
+
+def _attention(query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
+
+
+def _grouped(left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
+    """Products of groups of rows with a matrix each: every row, or every column of a gradient, is multiplied once."""
+    return int(2 * left.shape[-2] * left.shape[-1] * right.shape[-1])
+
+
+_FLOPS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    _aten._grouped_mm: _grouped,
+}
+
+
+class _AttentionOfAGpu(TorchFunctionMode):
+    """The kernels of attention on a GPU draw dropout inside of them, which the CPU's cannot: there it costs memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.nn.functional.scaled_dot_product_attention and "dropout_p" in kwargs:
+            kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
+
+
+def trace_stage(
+    stage_model: StageModel,
+    inputs: Mapping[str, torch.Tensor],
+    wants_gradient: Callable[[int], Mapping[str, bool]],
+    *,
+    label_smoothing: float = 0.0,
+    as_on_gpu: bool = False,
+    window_from: int | None = None,
+) -> Trace:
+    """Run a stage once forward and once backward on fake tensors.
+
+    Args:
+        stage_model: a stage without weights; it is used up.
+        inputs: what `Adapter.prepare` made of a micro-batch.
+        wants_gradient: boundary -> for each tensor that crosses it, whether its gradient is wanted.
+        label_smoothing: of the loss.
+        as_on_gpu: count attention as a GPU's kernels do it.
+        window_from: number of the layer from whose call on what is made is an own layer's; None: the stage's first.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    generator = default_generator(CPU)
+    state = generator.get_state()
+    try:
+        with mode, torch.device(CPU):
+            materialise(stage_model)
+            stage_model.seal(CPU)
+            return _trace(stage_model, inputs, wants_gradient, label_smoothing, as_on_gpu, window_from, mode)
+    finally:
+        generator.set_state(state)
+
+
+def _trace(
+    stage_model: StageModel,
+    inputs: Mapping[str, torch.Tensor],
+    wants_gradient: Callable[[int], Mapping[str, bool]],
+    label_smoothing: float,
+    as_on_gpu: bool,
+    window_from: int | None,
+    mode: FakeTensorMode,
+) -> Trace:
+    stage = make_stage(stage_model, wants_gradient, label_smoothing)
+    context = context_of(stage_model, {name: mode.from_tensor(tensor) for name, tensor in inputs.items()})
+    received = list(context.carry.values())
+    for parameter in stage_model.model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    existing = [*stage_model.model.parameters(), *stage_model.model.buffers(), *context.micro_batch.inputs.values()]
+    existing += [p.grad for p in stage_model.model.parameters() if p.grad is not None]
+    first = stage_model.adapter.layers[stage_model.start if window_from is None else window_from]
+    saved_storages: set[int] = set()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved_storages.add(tensor.untyped_storage()._cdata)
+        return tensor
+
+    tracker = Tracker()
+    tracker.ignore([*existing, *received])
+
+    def enter(*_: Any) -> None:
+        tracker.is_inside = True
+
+    hook = stage_model.model.get_submodule(first.modules[0]).register_forward_pre_hook(enter)
+    with _kernels(as_on_gpu), tracker:
+        stage.forward(context, keep_graph=False)
+        forward_only_peak = tracker.peak_bytes
+        stage.reset()
+        tracker.is_inside = False
+        start, flops = tracker.live_bytes, tracker.flops
+        tracker.reset_peak()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            outputs = stage.forward(context, keep_graph=True)
+        forward_peak, forward_flops = tracker.peak_bytes - start, tracker.flops - flops
+        gradients = {
+            name: torch.empty_like(outputs[name]) for name, wanted in stage.trainable_outputs.items() if wanted
+        }
+        incoming = sum(gradient.untyped_storage().nbytes() for gradient in gradients.values())
+        del outputs
+        saved, outside = tracker.live_bytes - start - incoming, tracker.bytes_outside()
+        tracker.reset_peak()
+        flops = tracker.flops
+        stage.backward(0, gradients)
+        backward_peak = tracker.peak_bytes - start - saved
+    hook.remove()
+    hidden = context.carry.get("hidden")
+    return Trace(
+        saved=saved,
+        saved_outside=min(outside, saved),
+        saves_hidden=hidden is not None and hidden.untyped_storage()._cdata in saved_storages,
+        forward_peak=forward_peak,
+        forward_only_peak=forward_only_peak,
+        backward_peak=backward_peak,
+        forward_flops=forward_flops,
+        backward_flops=tracker.flops - flops,
+    )
+
+
+@contextmanager
+def _kernels(as_on_gpu: bool) -> Iterator[None]:
+    if not as_on_gpu:
+        yield
+        return
+    with _AttentionOfAGpu():
+        yield
+
+
+def materialise(stage_model: StageModel) -> None:
+    """Give the stage's tensors memory of torch's default device without any values; ties stay ties."""
+    memory: dict[torch.Tensor, torch.Tensor] = {}
+    for module in stage_model.model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in memory:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                memory[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            setattr(module, name, memory[parameter])
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype))
+
+
+def make_stage(
+    stage_model: StageModel, wants_gradient: Callable[[int], Mapping[str, bool]], label_smoothing: float = 0.0
+) -> Stage:
+    """The stage as the executor has it."""
+    return Stage(
+        stage_model,
+        {} if stage_model.is_first else wants_gradient(stage_model.start),
+        {} if stage_model.is_last else wants_gradient(stage_model.stop),
+        label_smoothing,
+    )
+
+
+def context_of(stage_model: StageModel, inputs: Mapping[str, torch.Tensor]) -> Context:
+    """The record of one micro-batch with an arbitrary carry, on torch's default device."""
+    adapter = stage_model.adapter
+    carry = {}
+    if not stage_model.is_first:
+        carry = {
+            name: torch.zeros(shape, dtype=adapter.carry_dtype(stage_model.start, name))
+            for name, shape in adapter.carry_shapes(stage_model.start, inputs).items()
+        }
+    num_targets = inputs["labels"].numel() if "labels" in inputs else 1
+    return Context(MicroBatch(0, inputs, seed=0, num_target_tokens=num_targets, num_micro_batches=1), carry)
