@@ -1,0 +1,97 @@
+"""The smallest change that makes a plan fit, in the words of a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hf_gpipe.errors import UserError
+from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.resolve import micro_batch_counts, planned
+from hf_gpipe.planner.settings import AUTO, Request
+from hf_gpipe.recipe.sizes import size_text
+
+#: A plan that was to fit and did not is mended by one that needs this share of it at most.
+_SAFE_SHARE = 0.9
+
+
+def smallest_fix(plan: Plan) -> str:
+    """One sentence: what to change so that the plan's model fits.
+
+    Changes that cost little come first: recomputation, the schedule, more micro-batches, an even split, and only then
+    more stages. For a plan that fits by prediction (and ran out of memory all the same) it is what needs a tenth less.
+    """
+    limit = plan.planner.memory_bytes
+    if limit is None or plan.fits:
+        limit = round(_SAFE_SHARE * plan.peak_bytes)
+    planner = plan.planner.within(limit)
+    least = plan
+    for words, request in _changes(planner, plan):
+        try:
+            changed = planned(planner, request)
+        except UserError:
+            continue
+        if changed.fits:
+            return (
+                f"{words} fits: {size_text(changed.peak_bytes)} a process at most, and a step of "
+                f"{changed.step_seconds:.3g} s where it was {plan.step_seconds:.3g} s."
+            )
+        least = min(least, changed, key=lambda one: one.peak_bytes)
+    return (
+        f"no number of stages or micro-batches fits {size_text(limit)}: the leanest way needs "
+        f"{size_text(least.peak_bytes)} ({_words(least)}); use devices with more memory, shorter texts, or an "
+        "optimizer with less state."
+    )
+
+
+def _changes(planner: Planner, plan: Plan) -> Iterator[tuple[str, Request]]:
+    """Each change in words and as a request, the smallest first."""
+    settings = plan.settings
+    now = Request(
+        settings.num_stages,
+        settings.num_micro_batches,
+        settings.schedule,
+        settings.recompute,
+        settings.partition,
+        settings.num_processes,
+        settings.optimizer,
+        planner.memory_bytes,
+    )
+    if settings.recompute != "stage":
+        yield "pipeline.recompute=auto", replace(now, recompute=AUTO)
+    if settings.schedule != "1f1b":
+        yield "pipeline.schedule=1f1b", replace(now, schedule="1f1b")
+        yield "pipeline.schedule=1f1b with pipeline.recompute=auto", replace(now, schedule="1f1b", recompute=AUTO)
+    more = [count for count in micro_batch_counts(planner.rows, AUTO) if count > settings.num_micro_batches]
+    for count in more:
+        yield f"pipeline.num_micro_batches={count}", replace(now, num_micro_batches=count)
+    lean = replace(now, schedule="1f1b", recompute=AUTO)
+    for count in more:
+        yield (
+            f"pipeline.num_micro_batches={count} with pipeline.schedule=1f1b and pipeline.recompute=auto",
+            replace(lean, num_micro_batches=count),
+        )
+    finest = replace(lean, partition=AUTO, num_micro_batches=max([settings.num_micro_batches, *more]))
+    rest = (
+        f"pipeline.num_micro_batches={finest.num_micro_batches}, pipeline.schedule=1f1b, pipeline.recompute=auto and "
+        "pipeline.partition=auto"
+    )
+    yield rest, finest
+    for num_stages in _more_stages(settings.num_stages, planner.num_layers):
+        processes = num_stages * settings.num_processes // settings.num_stages
+        yield (
+            f"pipeline.num_stages={num_stages} on {processes} devices with {rest}",
+            replace(finest, num_stages=num_stages, num_processes=processes),
+        )
+
+
+def _more_stages(num_stages: int, num_layers: int) -> Iterator[int]:
+    """Larger K: one more at a time at first, then by a quarter, up to one stage a layer."""
+    while num_stages < num_layers:
+        num_stages = min(num_stages + max(1, num_stages // 4), num_layers)
+        yield num_stages
+
+
+def _words(plan: Plan) -> str:
+    settings = plan.settings
+    return f"{settings.num_stages} stages, {settings.num_micro_batches} micro-batches, {settings.schedule}"

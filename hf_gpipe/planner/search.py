@@ -1,0 +1,85 @@
+"""All ways to run a model on some devices, within limits, and the best of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hf_gpipe.errors import PartitionError, ScheduleError
+from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.resolve import AUTO_SCHEDULES, micro_batch_counts, planned
+from hf_gpipe.planner.settings import AUTO, Request
+
+#: Stages of one process that a search tries.
+_STAGES_A_PROCESS = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        fastest: the plans that fit, the fastest first; of each schedule and recomputation the best only.
+        leanest: the plan that needs the least memory.
+        num_tried: how many plans there were.
+    """
+
+    fastest: tuple[Plan, ...]
+    leanest: Plan
+    num_tried: int
+
+
+def search(planner: Planner, request: Request) -> Found:
+    """Try K, M, schedule, recomputation and partition on the request's number of processes.
+
+    K is one, two or four stages a process, M every power of two up to one micro-batch a row, and one a row; the
+    request's own values are among those tried.
+
+    Raises:
+        PartitionError: there is no split at all.
+    """
+    plans: list[Plan] = []
+    refusal: Exception | None = None
+    for one in _requests(planner, request):
+        try:
+            plans.append(planned(planner, one))
+        except (PartitionError, ScheduleError) as error:
+            refusal = refusal or error
+    if not plans:
+        assert refusal is not None, "a search tries something"
+        raise refusal
+    best: dict[tuple[str, str], Plan] = {}
+    for plan in sorted(plans, key=lambda plan: (plan.step_seconds, plan.peak_bytes)):
+        kind = plan.settings.schedule, plan.stages[0].recompute
+        if plan.fits:
+            best.setdefault(kind, plan)
+    leanest = min(plans, key=lambda plan: (plan.peak_bytes, plan.step_seconds))
+    return Found(tuple(best.values()), leanest, len(plans))
+
+
+def _requests(planner: Planner, request: Request) -> Sequence[Request]:
+    counts = {count * request.processes for count in _STAGES_A_PROCESS} | {request.num_stages}
+    micro_batches = set(micro_batch_counts(planner.rows, AUTO))
+    if isinstance(request.num_micro_batches, int):
+        micro_batches.add(request.num_micro_batches)
+    found = []
+    for num_stages in sorted(count for count in counts if count <= planner.num_layers):
+        is_given = num_stages == request.num_stages and not isinstance(request.partition, str)
+        for partition in dict.fromkeys((AUTO, "count", request.partition if is_given else AUTO)):
+            for schedule in AUTO_SCHEDULES:
+                if schedule == "interleaved_1f1b" and num_stages == request.processes:
+                    continue
+                found += [
+                    replace(
+                        request,
+                        num_stages=num_stages,
+                        num_micro_batches=num_micro_batches,
+                        schedule=schedule,
+                        recompute=recompute,
+                        partition=partition,
+                        num_processes=request.processes,
+                    )
+                    for num_micro_batches in sorted(micro_batches)
+                    for recompute in (AUTO, "block", "stage")
+                ]
+    return found
