@@ -159,7 +159,7 @@ def _fetch(path: str | os.PathLike[str], is_own: Callable[[str], bool]) -> list[
                 f"no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME} at {str(path)!r}; "
                 "a checkpoint in safetensors format is needed"
             )
-        weight_map = _read_weight_map(Path(index))
+        weight_map = read_weight_map(Path(index))
         needed = sorted({file for key, file in weight_map.items() if is_own(key)}) or sorted(set(weight_map.values()))
         files = [cached_file(str(path), file) for file in needed]
     except OSError as error:
@@ -167,13 +167,17 @@ def _fetch(path: str | os.PathLike[str], is_own: Callable[[str], bool]) -> list[
     return [Path(file) for file in files if file is not None]
 
 
-def _read_weight_map(index: Path) -> dict[str, str]:
+def read_weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor of a sharded checkpoint, a name in the index's own directory. Raises CheckpointError."""
     try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-    except (ValueError, KeyError) as error:
+        content = json.loads(index.read_text())
+    except ValueError as error:
         raise CheckpointError(f"{index}: not an index of a sharded checkpoint: {error}") from error
-    for file in set(weight_map.values()):
-        if Path(file).name != file:
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: not an index of a sharded checkpoint: no mapping called weight_map")
+    for file in weight_map.values():
+        if not isinstance(file, str) or Path(file).name != file or file == "..":
             raise CheckpointError(f"{index}: the index names {file!r}, which is not a file of the same directory")
     return weight_map
 

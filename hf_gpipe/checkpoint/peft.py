@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.checkpoint.save import make_directory
+from hf_gpipe.checkpoint.together import write_on_main
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.runtime.topology import Topology
 
@@ -38,7 +39,8 @@ def save_adapters(
         owned = {name: p.detach().cpu() for name, p in model.parameters.items() if owner_stage[name] == stage}
         mine |= peft.tensors(model.model, owned)
     parts = topology.gather_objects(mine)
-    if topology.is_main:
+
+    def write() -> None:
         tensors = {name: tensor.contiguous() for part in parts for name, tensor in part.items()}
         config = copy.deepcopy(peft.config)
         config.inference_mode = True
@@ -47,7 +49,8 @@ def save_adapters(
         temporary = directory / f".{WEIGHTS_NAME}.tmp"
         save_file(tensors, temporary, metadata={"format": "pt"})
         temporary.replace(directory / WEIGHTS_NAME)
-    topology.barrier()
+
+    write_on_main(directory, topology, write)
 
 
 def load_adapters(directory: Path, models: Mapping[int, StageModel], peft: PeftAdapter) -> None:

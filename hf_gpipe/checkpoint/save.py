@@ -16,6 +16,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.checkpoint import hub
+from hf_gpipe.checkpoint.together import write_on_main, write_together
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.runtime.topology import Topology
 
@@ -38,27 +39,33 @@ def save_model(
         topology: the processes; all of them call this.
 
     Raises:
-        CheckpointError: on every process, where the main one cannot write into the directory.
+        CheckpointError: on every process, where one of them cannot write into the directory.
     """
     num_stages = topology.placement.num_stages
     topology.from_main(lambda: make_directory(directory))
     taken = topology.is_main and any(_SHARD.fullmatch(path.name) for path in directory.iterdir())
     tag = topology.gather_objects(f"-{uuid4().hex[:8]}" if taken else "")[0]
-    written: dict[str, dict[str, tuple[int, int]]] = {}
-    for stage, model in models.items():
-        names = [n for n in (*model.parameters, *model.buffers) if owner_stage.get(n, stage) == stage]
-        tensors = hub.shard_tensors(model, names)
-        if not tensors:
-            continue
-        file = _shard_name(stage, num_stages, str(tag))
-        save_file(tensors, directory / file, metadata={"format": "pt"})
-        written[file] = {name: (t.numel(), t.numel() * t.element_size()) for name, t in tensors.items()}
     shards: dict[str, dict[str, tuple[int, int]]] = {}
-    for part in topology.gather_objects(written):
+
+    def write() -> dict[str, dict[str, tuple[int, int]]]:
+        written = {}
+        for stage, model in models.items():
+            names = [n for n in (*model.parameters, *model.buffers) if owner_stage.get(n, stage) == stage]
+            tensors = hub.shard_tensors(model, names)
+            if not tensors:
+                continue
+            file = _shard_name(stage, num_stages, str(tag))
+            try:
+                save_file(tensors, directory / file, metadata={"format": "pt"})
+            except Exception:
+                (directory / file).unlink(missing_ok=True)
+                raise
+            written[file] = {name: (t.numel(), t.numel() * t.element_size()) for name, t in tensors.items()}
+        return written
+
+    for part in write_together(directory, topology, write):
         shards.update(part)
-    if topology.is_main:
-        _publish(directory, shards, next(iter(models.values())))
-    topology.barrier()
+    write_on_main(directory, topology, lambda: _publish(directory, shards, next(iter(models.values()))))
 
 
 def make_directory(directory: Path) -> None:
@@ -77,8 +84,12 @@ def replace_directory(temporary: Path, final: Path) -> None:
     if final.exists():
         old = final.with_name(f".{final.name}.old-{uuid4().hex[:8]}")
         final.rename(old)
-        temporary.rename(final)
-        shutil.rmtree(old)
+        try:
+            temporary.rename(final)
+        except OSError:
+            old.rename(final)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
     else:
         temporary.rename(final)
 

@@ -11,6 +11,7 @@ unpickled: a checkpoint of unknown origin can do no more than be wrong.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from hf_gpipe.checkpoint.together import write_on_main, write_together
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.runtime.topology import Topology
 
 FOLDER, STATE_FILE = "training_state", "state.json"
 FORMAT = 1
+_FILE = re.compile(r"optimizer-\d{5}-of-\d{5}\.safetensors")
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 Parameters = Mapping[str, torch.nn.Parameter]
@@ -55,10 +58,10 @@ def save_state(
         topology: the processes.
 
     Raises:
-        CheckpointError: a value of the optimizer or the scheduler that has no JSON form.
+        CheckpointError: a value of the optimizer or the scheduler that has no JSON form; on every process, where one
+            of them cannot write.
     """
     folder = checkpoint / FOLDER
-    folder.mkdir(exist_ok=True)
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
     tensors: dict[int, dict[str, torch.Tensor]] = {stage: {} for stage in topology.local_stages}
     values: dict[str, dict[str, Any]] = {}
@@ -69,14 +72,17 @@ def save_state(
                 tensors[stage_of[name]][f"{name}/{slot}"] = value.detach().cpu().contiguous()
             else:
                 values.setdefault(name, {})[slot] = _json(value, f"optimizer state {slot!r} of {name}")
-    files = []
-    for stage, shard in tensors.items():
-        if shard:
-            files.append(f"optimizer-{stage + 1:05d}-of-{topology.placement.num_stages:05d}.safetensors")
-            save_file(shard, folder / files[-1])
-    parts: list[Any] = topology.gather_objects((files, values))
-    if not topology.is_main:
-        return
+
+    def write() -> tuple[list[str], dict[str, dict[str, Any]]]:
+        folder.mkdir(exist_ok=True)
+        files = []
+        for stage, shard in tensors.items():
+            if shard:
+                files.append(f"optimizer-{stage + 1:05d}-of-{topology.placement.num_stages:05d}.safetensors")
+                save_file(shard, folder / files[-1])
+        return files, values
+
+    parts = write_together(checkpoint, topology, write)
     options = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
     content = {
         "format": FORMAT,
@@ -89,15 +95,19 @@ def save_state(
         "scheduler": None if scheduler is None else _json(scheduler.state_dict(), "the scheduler's state"),
         "progress": _json(dict(progress), "progress"),
     }
+
+    def publish() -> None:
+        temporary = folder / f".{STATE_FILE}.tmp"
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
+        temporary.replace(folder / STATE_FILE)
+
     # Last, since a directory with this file is complete.
-    temporary = folder / f".{STATE_FILE}.tmp"
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    temporary.replace(folder / STATE_FILE)
+    write_on_main(checkpoint, topology, publish)
 
 
 def load_progress(checkpoint: Path) -> dict[str, Any]:
     """What `save_state` was given as `progress`. Raises CheckpointError where there is none, or it cannot be read."""
-    progress: dict[str, Any] = _read(checkpoint)["progress"]
+    progress: dict[str, Any] = read_state(checkpoint)["progress"]
     return progress
 
 
@@ -118,7 +128,7 @@ def load_state(
     Raises:
         CheckpointError: no state, another class of optimizer or number of groups, or a file that is missing or broken.
     """
-    content = _read(checkpoint)
+    content = read_state(checkpoint)
     saved = content["optimizer"]
     if saved["class"] != _class_name(optimizer):
         raise CheckpointError(
@@ -143,15 +153,34 @@ def load_state(
         for parameter, number in zip(group["params"], numbered["params"], strict=True):
             if names[parameter] in slots:
                 state["state"][number] = slots[names[parameter]]
-    optimizer.load_state_dict(state)
-    if scheduler is not None and content["scheduler"] is not None:
-        scheduler.load_state_dict(content["scheduler"])
+    try:
+        optimizer.load_state_dict(state)
+        if scheduler is not None and content["scheduler"] is not None:
+            _check_scheduler(scheduler, content["scheduler"])
+            scheduler.load_state_dict(content["scheduler"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{checkpoint / FOLDER / STATE_FILE} does not fit the optimizer and its scheduler: {error!r}; resume with "
+            "those that were saved, or from another checkpoint"
+        ) from error
 
 
-def _read(checkpoint: Path) -> dict[str, Any]:
+def _check_scheduler(scheduler: Scheduler, saved: Mapping[str, Any]) -> None:
+    """A scheduler takes any name for an attribute of its own. Raises ValueError for one that it does not have."""
+    for name in saved:
+        if name not in scheduler.state_dict():
+            raise ValueError(f"the scheduler has no {name!r}")
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The content of a checkpoint's state.json, whose values have the types that `save_state` writes.
+
+    Raises:
+        CheckpointError: there is none, it cannot be read, or it is something else.
+    """
     path = checkpoint / FOLDER / STATE_FILE
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
+        content: Any = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{checkpoint} has no {FOLDER}/{STATE_FILE}, so no training can resume from it; its weights can be loaded "
@@ -159,8 +188,29 @@ def _read(checkpoint: Path) -> dict[str, Any]:
         ) from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__} where the state of a training is expected")
     if content.get("format") != FORMAT:
         raise CheckpointError(f"{path} has format {content.get('format')!r}; this version reads format {FORMAT}")
+    optimizer = content.get("optimizer")
+    values = optimizer if isinstance(optimizer, dict) else {}
+    for name, value, expected in (
+        ("progress", content.get("progress"), dict),
+        ("optimizer", optimizer, dict),
+        ("optimizer.class", values.get("class"), str),
+        ("optimizer.groups", values.get("groups"), list),
+        ("optimizer.files", values.get("files"), list),
+        ("optimizer.values", values.get("values"), dict),
+    ):
+        if not isinstance(value, expected):
+            raise CheckpointError(f"{path}: {name} is a {type(value).__name__}, expected a {expected.__name__}")
+    for file in values["files"]:
+        # A name from a checkpoint of unknown origin must not lead out of it.
+        if not isinstance(file, str) or not _FILE.fullmatch(file):
+            raise CheckpointError(f"{path}: optimizer.files names {file!r}, which is no file of a training's state")
+    for group in (*values["groups"], *values["values"].values()):
+        if not isinstance(group, dict):
+            raise CheckpointError(f"{path}: the optimizer's groups and values must be mappings, found {group!r}")
     return content
 
 
@@ -169,7 +219,7 @@ def _read_slots(folder: Path, files: list[str], names: set[str]) -> dict[str, di
     slots: dict[str, dict[str, Any]] = {}
     for file in files:
         try:
-            with safe_open(folder / Path(file).name, framework="pt") as tensors:
+            with safe_open(folder / file, framework="pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118  (not a mapping)
                     name, _, slot = key.rpartition("/")
                     if name in names:

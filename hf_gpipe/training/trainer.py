@@ -26,6 +26,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from hf_gpipe.checkpoint.directory import (
+    check_shared,
     checkpoint_path,
     last_checkpoint,
     remove_leftovers,
@@ -33,6 +34,7 @@ from hf_gpipe.checkpoint.directory import (
     written_whole,
 )
 from hf_gpipe.checkpoint.state import load_progress, load_state, save_state
+from hf_gpipe.checkpoint.together import write_on_main
 from hf_gpipe.errors import CheckpointError, NonFiniteError, UserError
 from hf_gpipe.runtime.batches import shared_stream
 from hf_gpipe.runtime.whereabouts import during, note, noting
@@ -94,6 +96,8 @@ class PipelineTrainer(EvaluatingTrainer):
         start_time = time.time()
         batches = self.train_batches()
         plan = Plan.make(self.args, self._shared(batches.count() if batches is not None else None))
+        if self.args.save_strategy != "no" or self.args.enable_jit_checkpoint:
+            check_shared(self._output_dir, self.topology)
         if self.topology.is_main:
             # First, for it gives back a checkpoint that was being replaced.
             remove_leftovers(self._output_dir)
@@ -320,9 +324,12 @@ class PipelineTrainer(EvaluatingTrainer):
     def _write_model(self, directory: Path) -> None:
         self.pipe.save_pretrained(directory)
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        if self.topology.is_main and tokenizer is not None:
-            tokenizer.save_pretrained(directory)
-        self.topology.barrier()
+
+        def write() -> None:
+            if tokenizer is not None:
+                tokenizer.save_pretrained(directory)
+
+        write_on_main(directory, self.topology, write)
 
     def _save_checkpoint(self) -> None:
         assert self.optimizer is not None
@@ -342,14 +349,13 @@ class PipelineTrainer(EvaluatingTrainer):
                 with masters.in_state_of(self.optimizer) if masters is not None else nullcontext():
                     updated = self._updated_parameters()
                     save_state(directory, updated, stage_of, self.optimizer, self.lr_scheduler, progress, self.topology)
-            if self.topology.is_main:
-                # The constructor takes the present state of callbacks that keep one.
-                self.state.stateful_callbacks = TrainerState(stateful_callbacks=self._stateful()).stateful_callbacks
-                self.state.save_to_json(directory / STATE_NAME)
+            # The constructor takes the present state of callbacks that keep one.
+            self.state.stateful_callbacks = TrainerState(stateful_callbacks=self._stateful()).stateful_callbacks
+            write_on_main(directory, self.topology, lambda: self.state.save_to_json(directory / STATE_NAME))
         self._last_saved_step = self.state.global_step
-        if self.topology.is_main:
-            best = self.state.best_model_checkpoint
-            rotate(self._output_dir, self.args.save_total_limit, Path(best) if best is not None else None)
+        best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
+        keep = Path(best) if best is not None else None
+        write_on_main(self._output_dir, self.topology, lambda: rotate(self._output_dir, limit, keep))
 
     def _checkpoint_to_resume(self, asked: str | os.PathLike[str] | bool | None) -> Path | None:
         """Where to resume from, as the main process sees it."""
@@ -361,17 +367,21 @@ class PipelineTrainer(EvaluatingTrainer):
     def _resume(self, checkpoint: Path) -> None:
         assert self.optimizer is not None
         progress = load_progress(checkpoint)
-        self._check_data(checkpoint, progress["data"])
+        try:
+            position, pipeline_step = Position(**progress["position"]), progress["pipeline_step"]
+            data = progress["data"]
+            state = TrainerState.load_from_json(checkpoint / STATE_NAME)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{checkpoint}: no training state that can be read: {error!r}") from error
+        self._check_data(checkpoint, data)
         self.pipe.load_pretrained(checkpoint)
         load_state(checkpoint, self._updated_parameters(), self.optimizer, self.lr_scheduler)
         if self.master_weights is not None:
             self.master_weights.restore(self.optimizer)
         if self.scaler is not None and progress.get("loss_scale") is not None:
             self.scaler.load_state_dict(progress["loss_scale"])
-        self.pipe.step = progress["pipeline_step"]
-        position = Position(**progress["position"])
+        self.pipe.step = pipeline_step
         self._position = Position(position.epoch) if self.args.ignore_data_skip else position
-        state = TrainerState.load_from_json(checkpoint / STATE_NAME)
         state.is_local_process_zero = self.state.is_local_process_zero
         state.is_world_process_zero = self.state.is_world_process_zero
         self.state = state

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,9 @@ from safetensors import safe_open
 from transformers import AutoModelForSeq2SeqLM, TrainerCallback
 
 from hf_gpipe import Pipeline
+from hf_gpipe.checkpoint import directory, save
 from hf_gpipe.checkpoint.directory import (
+    check_shared,
     checkpoint_path,
     checkpoints,
     last_checkpoint,
@@ -308,3 +313,126 @@ def test_weights_are_replaced_in_place(tmp_path: Path) -> None:
         assert dict(other.named_parameters())[name] is before[name]
     with pytest.raises(CheckpointError):
         Pipeline(tiny_config("marian", d_model=32), 1).load_pretrained(tmp_path)
+
+
+# ---------------------------------------------------------------------- several processes
+
+
+def _save_with_a_full_disk(folder: str, broken_process: int) -> str:
+    made = trainer(Path(folder), num_stages=3, **SAVE | {"max_steps": 4})
+    if made.topology.rank == broken_process:
+        original, calls = save.save_file, 0
+
+        def fails_the_second_time(*args: Any, **kwargs: Any) -> None:
+            nonlocal calls
+            calls += 1
+            original(*args, **kwargs)
+            if calls > len(made.topology.local_stages):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        save.save_file = fails_the_second_time
+    with pytest.raises(CheckpointError) as caught:
+        made.train()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("broken_process", [0, 1])
+def test_a_full_disk_on_one_process_is_told_on_all(broken_process: int, tmp_path: Path) -> None:
+    """It was raised on one of them, and the others waited for its part of the checkpoint."""
+    messages = run_gloo(_save_with_a_full_disk, 2, str(tmp_path), broken_process)
+    assert messages[0] == messages[1]
+    assert f"process {broken_process} cannot write" in messages[0]
+    assert "No space left on device" in messages[0]
+    assert [path.name for path in tmp_path.glob("*checkpoint*")] == ["checkpoint-2"], "nothing half written is left"
+    AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "checkpoint-2")
+    assert trainer(tmp_path, num_stages=3, **SAVE).train(resume_from_checkpoint=True).global_step == 9
+
+
+def _see_each_other(folder: str) -> str:
+    rank = Topology.discover(2, "cpu").rank
+    os.makedirs(f"{folder}/{rank}", exist_ok=True)
+    os.chdir(f"{folder}/{rank}")
+    check_shared(Path(folder) / "common", Topology.discover(2, "cpu"))
+    directory._APPEARS_SECONDS = 0.2
+    with pytest.raises(CheckpointError) as caught:
+        trainer(Path("out"), **SAVE).train()
+    return str(caught.value)
+
+
+def test_a_directory_that_processes_do_not_share_is_told(tmp_path: Path) -> None:
+    """A relative path, in processes that were started in different places; two machines' own disks look the same."""
+    messages = run_gloo(_see_each_other, 2, str(tmp_path))
+    assert messages[0] == messages[1]
+    assert re.search(r"process 0 \(on .*/0/out\) does not see what process 1 \(on .*/1/out\) writes", messages[0])
+    assert list((tmp_path / "common").iterdir()) == list((tmp_path / "0" / "out").iterdir()) == []
+
+
+# ---------------------------------------------------------------------- checkpoints of unknown origin
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: [], "holds a list"),
+        (lambda state: state | {"progress": []}, "progress is a list"),
+        (lambda state: state | {"progress": {}}, "no training state that can be read"),
+        (lambda state: state | {"optimizer": None}, "optimizer is a NoneType"),
+        (lambda state: with_optimizer(state, files="abc"), "optimizer.files is a str"),
+        (lambda state: with_optimizer(state, files=["../../weights.safetensors"]), "which is no file of"),
+        (lambda state: with_optimizer(state, files=[7]), "which is no file of"),
+        (lambda state: with_optimizer(state, groups=[1, 2]), "must be mappings"),
+        (lambda state: with_optimizer(state, values={"a": 1}), "must be mappings"),
+        (lambda state: state | {"scheduler": {"step": 1}}, "has no 'step'"),
+        (lambda state: state | {"scheduler": {"lr_lambdas": 1}}, "does not fit the optimizer"),
+    ],
+)
+def test_a_state_that_was_tampered_with_is_told(change: Any, message: str, damaged: Path, tmp_path: Path) -> None:
+    file = damaged / FOLDER / STATE_FILE
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
+    with pytest.raises(CheckpointError, match=message):
+        trainer(tmp_path, **SAVE).train(resume_from_checkpoint=damaged)
+
+
+def with_optimizer(state: dict[str, Any], **values: Any) -> dict[str, Any]:
+    return state | {"optimizer": state["optimizer"] | values}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder with the checkpoints 8 and 9."""
+    folder = tmp_path_factory.mktemp("whole")
+    trainer(folder, **SAVE | {"save_total_limit": 2}).train()
+    return folder
+
+
+@pytest.fixture
+def damaged(whole: Path, tmp_path: Path) -> Path:
+    """A checkpoint to spoil."""
+    return Path(shutil.copytree(whole / "checkpoint-8", tmp_path / "checkpoint-8"))
+
+
+def test_a_training_goes_on_from_the_newest_checkpoint_that_is_whole(
+    whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for damage in ("weights", "shard", "optimizer", "state", "cut"):
+        folder = Path(shutil.copytree(whole, tmp_path / damage))
+        newest = folder / "checkpoint-9"
+        assert last_checkpoint(folder) == newest
+        files = {
+            "weights": newest / "model.safetensors.index.json",
+            "shard": newest / "model-00002-of-00002.safetensors",
+            "optimizer": newest / FOLDER / "optimizer-00001-of-00002.safetensors",
+            "state": newest / FOLDER / STATE_FILE,
+            "cut": newest / "model-00001-of-00002.safetensors",
+        }
+        if damage == "cut":
+            files[damage].write_bytes(files[damage].read_bytes()[:-8])
+        else:
+            files[damage].unlink()
+        assert last_checkpoint(folder) == folder / "checkpoint-8", damage
+        assert (damage == "state") == ("checkpoint-9 is not complete" not in caplog.text)
+        # A newer directory that is no whole checkpoint does not push out the last whole one.
+        caplog.clear()
+        rotate(folder, 1)
+        assert checkpoints(folder) == [folder / "checkpoint-8", newest]
+        assert not caplog.text
