@@ -19,7 +19,12 @@ from hf_gpipe.building import ModelSource, Source, make_stages
 from hf_gpipe.checkpoint.peft import load_adapters, save_adapters
 from hf_gpipe.checkpoint.save import save_model
 from hf_gpipe.errors import PartitionError, UserError
+from hf_gpipe.partition import COST_STRATEGIES
 from hf_gpipe.partition import partition as cut
+from hf_gpipe.planner.settings import AUTO, Request
+from hf_gpipe.planner.settle import settle
+from hf_gpipe.planner.workload import Workload
+from hf_gpipe.recipe.sizes import read_bytes
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.edges import connect
 from hf_gpipe.runtime.executor import Executor
@@ -87,6 +92,12 @@ class Pipeline:
         length_bucketing: whether training sorts the rows of a mini-batch by length before it is cut, and cuts it so
             that the largest micro-batch has as few tokens, padding included, as possible.
         torch_compile: whether each block of a stage is compiled by torch.compile; a text names the backend.
+        example: for the planner: a mini-batch as long as the longest to come, in the main process.
+        memory: for the planner: what a process may use, such as "80GiB" or a number of bytes; None: its device's.
+        optim: for the planner: the optimizer, by transformers' name.
+
+    `num_micro_batches`, `schedule` and `recompute` may be "auto", and `partition` "auto", "parameters", "flops" or
+    "profile" (measured): then the planner decides, from the shapes of `example` and within `memory`.
 
     Attributes:
         step: optimizer steps begun; dropout depends on it.
@@ -101,7 +112,7 @@ class Pipeline:
         self,
         model: ModelSource,
         num_stages: int,
-        num_micro_batches: int = 1,
+        num_micro_batches: int | str = 1,
         schedule: str = "gpipe",
         recompute: str | Sequence[str | int] = "stage",
         partition: str | Sequence[int] = "count",
@@ -117,18 +128,23 @@ class Pipeline:
         autocast: torch.dtype | None = None,
         length_bucketing: bool = False,
         torch_compile: bool | str = False,
+        example: Batch | Workload | None = None,
+        memory: str | int | None = None,
+        optim: str = "adamw_torch_fused",
     ) -> None:
-        if num_micro_batches < 1:
-            raise UserError(f"num_micro_batches={num_micro_batches}: expected at least 1")
+        if num_micro_batches != AUTO and (isinstance(num_micro_batches, str) or num_micro_batches < 1):
+            raise UserError(f"num_micro_batches={num_micro_batches!r}: expected at least 1, or {AUTO!r}")
         if num_stages < 1:
             raise PartitionError(f"num_stages={num_stages}: expected at least 1")
         if not 0 <= label_smoothing < 1:
             raise UserError(f"label_smoothing={label_smoothing!r}: expected at least 0 and below 1")
-        self._recompute = Recompute.parse(recompute, num_stages)
-        # A schedule that does not exist is found here, before any weight is read.
-        build(schedule, num_stages, num_micro_batches, recompute=self._recompute.of_table)
+        # What does not exist is found here, before any weight is read.
+        if recompute != AUTO:
+            Recompute.parse(recompute, num_stages)
+        if schedule != AUTO:
+            build(schedule, num_stages, 1)
         join()
-        self.topology = Topology.discover(num_stages, device, partial(placement_for, schedule))
+        self.topology = Topology.discover(num_stages, device)
         self._source = Source.open(
             model,
             dtype=dtype,
@@ -139,11 +155,31 @@ class Pipeline:
             autocast=None if autocast is None else Autocast(autocast, self.topology.device),
         )
         self.adapter, self.peft = self._source.adapter, self._source.peft
+        if AUTO in (num_micro_batches, schedule, recompute) or partition in (AUTO, *COST_STRATEGIES):
+            request = Request(
+                num_stages,
+                num_micro_batches,
+                schedule,
+                recompute,
+                partition,
+                self.topology.num_processes,
+                optim,
+                read_bytes(memory, "memory") if isinstance(memory, str) else memory,
+            )
+            chosen = settle(
+                self.adapter, request, example, self.topology, peft=self.peft, label_smoothing=label_smoothing
+            )
+            num_micro_batches, schedule = chosen.num_micro_batches, chosen.schedule
+            recompute, partition = chosen.recompute, chosen.partition
+        assert isinstance(num_micro_batches, int)
         self.partition = cut(len(self.adapter.layers), num_stages, partition)
+        recomputed = Recompute.parse(recompute, num_stages)
+        self.topology = Topology.discover(num_stages, device, partial(placement_for, schedule))
         self.num_stages = num_stages
         self.num_micro_batches = num_micro_batches
         self.schedule_name = schedule
         self.recompute = recompute
+        self._table_recompute = recomputed.of_table
         self.seed = seed
         self.length_bucketing = length_bucketing
         self.step = 0
@@ -154,7 +190,7 @@ class Pipeline:
             for stage, where in self.topology.stage_devices.items()
         }
         for stage, stage_model in self.models.items():
-            if stage in self._recompute.block_stages:
+            if stage in recomputed.block_stages:
                 stage_model.checkpoint_blocks()
             if torch_compile:
                 stage_model.compile_blocks(torch_compile if isinstance(torch_compile, str) else None)
@@ -271,7 +307,7 @@ class Pipeline:
             self.num_stages,
             num_micro_batches,
             self.topology.placement,
-            self._recompute.of_table,
+            self._table_recompute,
         )
 
     # ------------------------------------------------------------------ parameters and gradients
