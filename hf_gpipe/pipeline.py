@@ -100,6 +100,7 @@ class Pipeline:
     "profile" (measured): then the planner decides, from the shapes of `example` and within `memory`.
 
     Attributes:
+        planned: what the planner chose and why, in one line; None where nothing was left to it.
         step: optimizer steps begun; dropout depends on it.
         loss_scale: what the loss is multiplied by before backward, and the gradients with it, so that float16 does not
             lose the small ones (Micikevicius et al. 2018, section 3.2); whoever sets it divides the gradients.
@@ -155,6 +156,7 @@ class Pipeline:
             autocast=None if autocast is None else Autocast(autocast, self.topology.device),
         )
         self.adapter, self.peft = self._source.adapter, self._source.peft
+        self.planned: str | None = None
         if AUTO in (num_micro_batches, schedule, recompute) or partition in (AUTO, *COST_STRATEGIES):
             request = Request(
                 num_stages,
@@ -169,6 +171,7 @@ class Pipeline:
             chosen = settle(
                 self.adapter, request, example, self.topology, peft=self.peft, label_smoothing=label_smoothing
             )
+            self.planned = chosen.why
             num_micro_batches, schedule = chosen.num_micro_batches, chosen.schedule
             recompute, partition = chosen.recompute, chosen.partition
         assert isinstance(num_micro_batches, int)

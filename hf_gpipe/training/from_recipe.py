@@ -19,7 +19,9 @@ from transformers import (
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.data import Corpus, build_corpus, train_tokenizer
 from hf_gpipe.errors import DataError, RecipeError, UnsupportedModelError, UserError, nearest
+from hf_gpipe.partition import COST_STRATEGIES
 from hf_gpipe.partition import partition as cut
+from hf_gpipe.planner.settings import AUTO
 from hf_gpipe.recipe import Recipe
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 
@@ -47,7 +49,10 @@ def check_model(recipe: Recipe) -> None:
         raise
     except Exception as error:  # whatever the family's own constructor says of its configuration
         raise RecipeError(f"model: transformers cannot make a {config.model_type} model of this: {error}") from error
-    cut(len(adapter.layers), recipe.pipeline.num_stages, recipe.pipeline.partition)
+    strategy = recipe.pipeline.partition
+    # By cost the planner cuts; whether there are enough layers is seen by any cut.
+    is_planned = strategy == AUTO or strategy in COST_STRATEGIES
+    cut(len(adapter.layers), recipe.pipeline.num_stages, "count" if is_planned else strategy)
 
 
 def corpus_of(recipe: Recipe) -> Corpus:
@@ -167,7 +172,7 @@ def _with_tokenizer(
 
 
 def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
-    """The trainer's arguments."""
+    """The trainer's arguments, for a `Pipeline` that the recipe has made: its own settings need not be repeated."""
     training, pipeline = recipe.training, recipe.pipeline
     same_name = (
         *("output_dir", "seed", "num_train_epochs", "gradient_accumulation_steps", "learning_rate"),
@@ -178,10 +183,6 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
     return PipelineTrainingArguments(
         **{name: getattr(training, name) for name in same_name},
         num_stages=pipeline.num_stages,
-        num_micro_batches=pipeline.num_micro_batches,
-        schedule=pipeline.schedule,
-        recompute=pipeline.recompute,
-        partition=pipeline.partition,
         max_steps=training.max_steps or -1,
         per_device_train_batch_size=training.batch_size,
         per_device_eval_batch_size=training.batch_size,

@@ -16,6 +16,7 @@ from hf_gpipe.checkpoint.save import make_directory
 from hf_gpipe.data import Corpus, PairCollator, TokenizedPairs
 from hf_gpipe.errors import RecipeError
 from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import Recipe, load_recipe
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.topology import Topology
@@ -193,6 +194,9 @@ def _pipeline(recipe: Recipe, config: PreTrainedConfig) -> Pipeline:
         device=pipeline.devices or pipeline.device,
         autocast=autocast_of(recipe),
         length_bucketing=recipe.training.length_bucketing,
+        example=Workload.of_recipe(recipe, is_encoder_decoder=bool(config.is_encoder_decoder), num_micro_batches=1),
+        memory=pipeline.memory,
+        optim=recipe.training.optim,
         torch_compile=pipeline.torch_compile and (pipeline.torch_compile_backend or True),
     )
 

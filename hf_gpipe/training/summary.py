@@ -30,6 +30,8 @@ def start_text(recipe: Recipe, pipe: Pipeline, corpus: Corpus, checkpoint: Path 
         f"language{'s' * (len(corpus.languages) > 1)}; mini-batches of {recipe.training.batch_size} rows",
         f"output     {recipe.training.output_dir}",
     ]
+    if pipe.planned is not None:
+        lines.append(f"planner    {pipe.planned.removeprefix('planner: ')}")
     if checkpoint is not None:
         lines.append(f"resuming   from {checkpoint}")
     return "\n".join(lines)
