@@ -57,7 +57,7 @@ def stage_parts(planner: Planner, settings: Settings, counts: Alive, stage: Stag
     It is a bound: the moments at which graphs, boundaries and gradients are the most need not be the same one.
     """
     costs = planner.costs(settings.num_micro_batches)
-    memory = planner.memory_sums(settings.num_micro_batches, settings.optimizer)
+    memory = planner.memory_sums(settings)
     num_micro_batches = min(settings.num_micro_batches, planner.rows)
     start, stop = stage.start, stage.stop
     received = costs.layers[start].input_bytes if start else 0

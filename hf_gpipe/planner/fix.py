@@ -55,6 +55,7 @@ def _changes(planner: Planner, plan: Plan) -> Iterator[tuple[str, Request]]:
         settings.partition,
         settings.num_processes,
         settings.optimizer,
+        settings.fp32_master_weights,
         planner.memory_bytes,
     )
     if settings.recompute != "stage":

@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields
 from typing import TypeAlias
 
 from hf_gpipe.planner.costs import InnerRecompute, ModelCosts
-from hf_gpipe.planner.settings import OPTIMIZER_SLOTS
 from hf_gpipe.schedule import Action, ActionKind, Span, Timeline
 
 #: Share of what comes and goes that the allocator holds without using it: freed blocks that fit nothing.
@@ -72,7 +71,7 @@ def ran(timeline: Timeline) -> Ran:
 
 
 def bill(
-    costs: ModelCosts, stages: Sequence[StageLayers], spans: Ran, own: Sequence[int], optimizer: str
+    costs: ModelCosts, stages: Sequence[StageLayers], spans: Ran, own: Sequence[int], state_share: float
 ) -> MemoryBill:
     """What a process with the stages `own` holds at the fullest moment of a step.
 
@@ -81,7 +80,7 @@ def bill(
         stages: all stages, in order.
         spans: of the simulated table.
         own: the process's stages. With one of several, what that stage alone needs.
-        optimizer: one of `OPTIMIZER_SLOTS`.
+        state_share: bytes of the optimizer's state a byte of trainable weights.
     """
     ranges = [(stages[stage].start, stages[stage].stop) for stage in own]
     held = costs.held_by(ranges)
@@ -91,11 +90,10 @@ def bill(
     fullest = _fullest(kept)
     num_micro_batches = sum(action.kind == ActionKind.FORWARD for action in spans[0])
     ids = num_micro_batches * costs.micro_batch_bytes
-    state = OPTIMIZER_SLOTS[optimizer] * owned
     return MemoryBill(
         parameters=held.num_bytes + buffers,
         gradients=round(fullest.get("gradients", 0)),
-        optimizer=round(state),
+        optimizer=round(state_share * owned),
         boundaries=round(fullest.get("boundaries", 0)) + ids,
         activations=round(fullest.get("activations", 0)),
         logits=round(fullest.get("logits", 0)),

@@ -13,7 +13,7 @@ from hf_gpipe.partition import stages_of
 from hf_gpipe.planner.costs import InnerRecompute, ModelCosts
 from hf_gpipe.planner.devices import Device
 from hf_gpipe.planner.memory import MemoryBill, Ran, StageLayers, bill, ran
-from hf_gpipe.planner.settings import OPTIMIZER_SLOTS, RecomputeChoice, Settings
+from hf_gpipe.planner.settings import RecomputeChoice, Settings
 from hf_gpipe.planner.sums import MemorySums
 from hf_gpipe.planner.timing import TimeBill, TimeSums
 from hf_gpipe.runtime.recompute import Recompute
@@ -125,7 +125,7 @@ class Planner:
         self.memory_bytes = device.memory_bytes if memory_bytes is None else memory_bytes
         self._costs: dict[int, ModelCosts] = {}
         self._time_sums: dict[int, TimeSums] = {}
-        self._memory_sums: dict[tuple[int, str], MemorySums] = {}
+        self._memory_sums: dict[tuple[int, float], MemorySums] = {}
 
     def within(self, memory_bytes: int | None) -> Planner:
         """The same planner with another limit; what it has computed is shared."""
@@ -156,11 +156,13 @@ class Planner:
             self._time_sums[rows] = TimeSums(self.costs(num_micro_batches), self.device)
         return self._time_sums[rows]
 
-    def memory_sums(self, num_micro_batches: int, optimizer: str) -> MemorySums:
-        """Bytes of runs of layers for one of M micro-batches."""
-        key = self.micro_batch_rows(num_micro_batches), optimizer
+    def memory_sums(self, settings: Settings) -> MemorySums:
+        """Bytes of runs of layers for one micro-batch of these settings."""
+        costs = self.costs(settings.num_micro_batches)
+        share = settings.state_share(costs.dtype)
+        key = self.micro_batch_rows(settings.num_micro_batches), share
         if key not in self._memory_sums:
-            self._memory_sums[key] = MemorySums(self.costs(num_micro_batches), OPTIMIZER_SLOTS[optimizer])
+            self._memory_sums[key] = MemorySums(costs, share)
         return self._memory_sums[key]
 
     def table(
@@ -188,11 +190,11 @@ class Planner:
                 stages, recompute_shares(table), settings.optimizer, is_local=table.placement.num_processes == 1
             ),
         )
-        spans = ran(timeline)
+        spans, state_share = ran(timeline), settings.state_share(costs.dtype)
         processes = []
         for number in range(table.placement.num_processes):
             own = table.placement.stages_of(number)
-            memory = bill(costs, stages, spans, own, settings.optimizer)
+            memory = bill(costs, stages, spans, own, state_share)
             processes.append(ProcessPlan(number, own, memory, _time_bill(timeline, spans, own)))
         plans = []
         for number, (stage, entry) in enumerate(zip(stages, _entries(settings), strict=True)):
@@ -208,7 +210,7 @@ class Planner:
                     num_parameters=costs.held(stage.start, stage.stop).count,
                     owned_parameters=costs.owned(stage.start, stage.stop).count,
                     recompute=str(entry),
-                    memory=process.memory if is_alone else bill(costs, stages, spans, (number,), settings.optimizer),
+                    memory=process.memory if is_alone else bill(costs, stages, spans, (number,), state_share),
                     busy_seconds=sum(float(span.busy) for span in spans[number].values()),
                 )
             )

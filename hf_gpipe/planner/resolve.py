@@ -82,6 +82,7 @@ def planned(planner: Planner, request: Request) -> Plan:
         (),
         request.processes,
         request.optimizer,
+        request.fp32_master_weights,
     )
     settings = replace(settings, partition=choose_partition(planner, settings, request.partition))
     if not is_auto:

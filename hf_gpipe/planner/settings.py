@@ -26,6 +26,9 @@ OPTIMIZER_SLOTS: dict[str, float] = {
     "rmsprop": 1,
 }
 
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of one weight."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -39,6 +42,7 @@ class Settings:
         partition: the number of layers of each stage.
         num_processes: processes that share the stages, P, at most K.
         optimizer: one of `OPTIMIZER_SLOTS`.
+        fp32_master_weights: whether the optimizer updates float32 copies of the weights.
     """
 
     num_stages: int
@@ -48,9 +52,16 @@ class Settings:
     partition: tuple[int, ...]
     num_processes: int
     optimizer: str = "adamw_torch_fused"
+    fp32_master_weights: bool = False
 
     def __post_init__(self) -> None:
         check_optimizer(self.optimizer)
+
+    def state_share(self, dtype: str) -> float:
+        """Bytes of the optimizer's state a byte of trainable weights of this type."""
+        slots = OPTIMIZER_SLOTS[self.optimizer]
+        # A master copy and its gradient in float32, and the state with them.
+        return (slots + 2) * 4 / ITEM_BYTES[dtype] if self.fp32_master_weights else slots
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,7 @@ class Request:
         partition: "count", "parameters", "flops", "profile", "auto", or the number of layers of each stage.
         num_processes: processes that share the stages; None: one a stage.
         optimizer: one of `OPTIMIZER_SLOTS`.
+        fp32_master_weights: whether the optimizer updates float32 copies of the weights.
         memory_bytes: the most that a process may use; None: nothing is known, so nothing is saved for.
 
     Raises:
@@ -78,6 +90,7 @@ class Request:
     partition: str | Sequence[int] = "count"
     num_processes: int | None = None
     optimizer: str = "adamw_torch_fused"
+    fp32_master_weights: bool = False
     memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -124,6 +137,7 @@ class Request:
             partition=pipeline.partition,
             num_processes=num_processes or pipeline.num_processes,
             optimizer=recipe.training.optim,
+            fp32_master_weights=recipe.training.fp32_master_weights,
             memory_bytes=memory_bytes,
         )
 

@@ -30,7 +30,7 @@ def choose_partition(planner: Planner, settings: Settings, strategy: str | Seque
     cut(planner.num_layers, settings.num_stages)
     num_micro_batches = settings.num_micro_batches
     times = planner.time_sums(num_micro_batches)
-    memory = planner.memory_sums(num_micro_batches, settings.optimizer)
+    memory = planner.memory_sums(settings)
     costs = planner.costs(num_micro_batches)
     if strategy == "profile" and not costs.is_measured:
         raise PartitionError(

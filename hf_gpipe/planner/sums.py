@@ -32,17 +32,17 @@ class MemorySums:
     What `ModelCosts.saved_bytes` counts once a stack, this counts as the most that any layer of the stack has.
     """
 
-    def __init__(self, costs: ModelCosts, optimizer_slots: float) -> None:
+    def __init__(self, costs: ModelCosts, state_share: float) -> None:
         self._costs = costs
         layers = costs.layers
         held = [layer.parameters.num_bytes + layer.buffer_bytes for layer in layers]
         trained = [layer.parameters.trainable_bytes for layer in layers]
         self._static = [
             0,
-            *accumulate(size + (1 + optimizer_slots) * one for size, one in zip(held, trained, strict=True)),
+            *accumulate(size + (1 + state_share) * one for size, one in zip(held, trained, strict=True)),
         ]
         self._weights = [0, *accumulate(layer.parameters.num_bytes for layer in layers)]
-        self._slots = optimizer_slots
+        self._share = state_share
         self._inner: dict[InnerRecompute, _Inner] = {mode: _Inner(costs, mode) for mode in ("none", "block")}
         self._alone = RangeMax([layer.forward_only_working_bytes for layer in layers])
 
@@ -53,7 +53,7 @@ class MemorySums:
             if any(start <= user < stop for user in users):
                 is_owner = start <= parameter.first_layer < stop
                 size += parameter.size.num_bytes
-                size += parameter.size.trainable_bytes * (1 + self._slots * is_owner)
+                size += parameter.size.trainable_bytes * (1 + self._share * is_owner)
         return size
 
     def parameter_bytes(self, start: int, stop: int) -> int:

@@ -1,0 +1,241 @@
+"""python -m hf_gpipe.plan recipe.yaml [key=value ...]: will it fit, and how fast? Without a GPU and without weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn
+
+from hf_gpipe.errors import HfGpipeError, PartitionError, RecipeError, UserError
+from hf_gpipe.recipe import Recipe, load_recipe
+from hf_gpipe.recipe.sizes import read_bytes
+
+if TYPE_CHECKING:
+    from hf_gpipe.planner.costs import ModelCosts
+    from hf_gpipe.planner.devices import Device
+    from hf_gpipe.planner.plan import Plan, Planner
+    from hf_gpipe.planner.settings import Request
+
+DESCRIPTION = """\
+Says how the model of a recipe would be split, what each stage would hold and need, how long a step would take, and
+whether it fits; where it does not, the smallest change that makes it fit. Nothing is trained and no data is read: every
+row is taken to be as long as data.max_source_tokens and data.max_target_tokens allow.
+
+Exit code: 0 it fits, 1 it does not, 2 an error that you can correct.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    if not args:
+        parser.print_help()
+        return 2
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    warnings.filterwarnings("ignore")
+    try:
+        options = parser.parse_intermixed_args(args)
+        return _plan(options)
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _plan(options: argparse.Namespace) -> int:
+    # What the options get wrong is said before anything that takes seconds.
+    if options.devices is not None and options.devices < 1:
+        raise UserError(f"--devices is {options.devices}; a pipeline needs at least 1.")
+    memory_bytes = None if options.memory is None else read_bytes(options.memory, "--memory")
+    recipe = _on_devices(load_recipe(options.recipe, options.overrides), options.overrides, options.devices)
+    device = _device(options)
+
+    from hf_gpipe.planner.picture import draw_plan
+    from hf_gpipe.planner.report import as_dict, overrides, report, search_report
+    from hf_gpipe.planner.resolve import best_plan
+    from hf_gpipe.planner.search import search
+
+    request = _request(recipe, memory_bytes)
+    planner = _planner(recipe, device, request, is_profiled=options.profile)
+    if options.search:
+        found = search(planner, request)
+        best = found.fastest[0] if found.fastest else found.leanest
+        if options.json:
+            plans = {"fastest": [as_dict(plan) for plan in found.fastest], "leanest": as_dict(found.leanest)}
+            print(json.dumps({"num_tried": found.num_tried, **plans}, indent=2))
+        else:
+            print(search_report(found))
+    else:
+        best = _best(planner, request, best_plan)
+        if options.json:
+            print(json.dumps(as_dict(best), indent=2))
+        else:
+            print(report(best))
+            if not request.is_settled:
+                print(f"{'chosen':11} {overrides(best)}")
+    if options.picture is not None:
+        draw_plan(options.picture, best)
+        print(f"{'picture':11} {options.picture}", file=sys.stderr if options.json else sys.stdout)
+    return 0 if best.fits else 1
+
+
+def _best(planner: Planner, request: Request, best_plan: Callable[[Planner, Request], Plan]) -> Plan:
+    try:
+        return best_plan(planner, request)
+    except PartitionError as error:
+        if planner.memory_bytes is None:
+            raise
+        from hf_gpipe.planner.fix import smallest_fix
+
+        # The same without a limit can be planned, and knows what would have to change.
+        unlimited = best_plan(planner.within(None), replace(request, memory_bytes=None))
+        fix = smallest_fix(replace(unlimited, planner=planner))
+        raise PartitionError(f"{error} {fix}") from None
+
+
+def _on_devices(recipe: Recipe, overrides: Sequence[str], devices: int | None) -> Recipe:
+    """The recipe on that many devices, one process on each; a recipe with fewer stages gets one stage a device."""
+    if devices is None:
+        return recipe
+    pipeline = recipe.pipeline
+    num_stages = pipeline.num_stages
+    if devices > num_stages:
+        if any(text.replace(" ", "").startswith("pipeline.num_stages=") for text in overrides):
+            raise UserError(
+                f"--devices is {devices} and pipeline.num_stages is {num_stages}: each device holds at least one stage; "
+                f"use at most {num_stages} devices, or more stages."
+            )
+        if not isinstance(pipeline.partition, str):
+            raise UserError(
+                f"--devices is {devices} and pipeline.partition lists {num_stages} stages; list {devices}, or use count."
+            )
+        num_stages = devices
+    return replace(recipe, pipeline=replace(pipeline, num_stages=num_stages, num_processes=devices))
+
+
+def _device(options: argparse.Namespace) -> Device:
+    from hf_gpipe.planner.devices import LINKS, custom, device, link_between, read_bandwidth, read_flops
+
+    if options.device is None and options.flops is None and options.bandwidth is None:
+        if options.profile:
+            import torch
+
+            from hf_gpipe.planner.this_machine import this_machine
+
+            measured = this_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+            return measured if options.link is None else replace(measured, link=link_between(options.link))
+        return replace(
+            device("a100-80", options.link), memory_bytes=None, name="a100-80 (its rates; --device changes it)"
+        )
+    if options.device is not None:
+        if options.flops is not None or options.bandwidth is not None:
+            raise UserError("--device and --flops or --bandwidth exclude each other: a device has its own rates.")
+        return device(options.device, options.link)
+    if options.flops is None or options.bandwidth is None:
+        raise UserError("--flops and --bandwidth go together: give both, or a --device.")
+    link = LINKS["pcie4"] if options.link is None else link_between(options.link)
+    return custom(None, read_flops(options.flops, "--flops"), read_bandwidth(options.bandwidth, "--bandwidth"), link)
+
+
+def _request(recipe: Recipe, memory_bytes: int | None) -> Request:
+    from hf_gpipe.planner.settings import Request
+
+    return Request.of_recipe(recipe, memory_bytes=memory_bytes)
+
+
+def _planner(recipe: Recipe, device: Device, request: Request, *, is_profiled: bool) -> Planner:
+    """What plans the recipe; `is_profiled`: its layers are measured here."""
+    import torch
+
+    from hf_gpipe.adapters.autocast import Autocast
+    from hf_gpipe.planner.measure import model_costs
+    from hf_gpipe.planner.plan import Planner
+    from hf_gpipe.planner.workload import Workload
+    from hf_gpipe.training.from_recipe import model_config, model_dtype
+
+    recipe = _with_vocabulary(recipe)
+    config, training = model_config(recipe, None), recipe.training
+    # Without CUDA the types under autocast are observed on the CPU, whose list of operations is nearly the same.
+    half = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    autocast = None if half is None else Autocast(half, here)
+    of_mini_batch = Workload.of_recipe(recipe, is_encoder_decoder=config.is_encoder_decoder, num_micro_batches=1)
+
+    def costs_of(rows: int) -> ModelCosts:
+        try:
+            return model_costs(
+                config,
+                replace(of_mini_batch, rows=rows),
+                model_dtype(recipe),
+                recipe.model.attn_implementation,
+                trust_remote_code=recipe.model.trust_remote_code,
+                autocast=autocast,
+                label_smoothing=training.label_smoothing_factor,
+                as_on_gpu=not is_profiled or here.type == "cuda",
+            )
+        except (HfGpipeError, KeyboardInterrupt):
+            raise
+        except Exception as error:  # whatever the family's own constructor says of its configuration
+            raise RecipeError(
+                f"model: transformers cannot make a {config.model_type} model of this: {error}"
+            ) from error
+
+    return Planner(costs_of, training.batch_size, device, request.memory_bytes)
+
+
+def _with_vocabulary(recipe: Recipe) -> Recipe:
+    """The recipe with the size of its vocabulary, which a run would take from the tokenizer."""
+    model = recipe.model
+    if model.path is not None or "vocab_size" in model.config:
+        return recipe
+    if recipe.tokenizer.path is not None:
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(recipe.tokenizer.path, trust_remote_code=model.trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise RecipeError(f"tokenizer.path: no tokenizer at {recipe.tokenizer.path!r}: {error}") from error
+        vocab_size, source = len(tokenizer), f"the tokenizer at {recipe.tokenizer.path}"
+    else:
+        vocab_size, source = (
+            recipe.tokenizer.vocab_size,
+            "tokenizer.vocab_size; the trained one may have a few more or less",
+        )
+    print(f"vocabulary of {vocab_size} tokens, from {source}", file=sys.stderr)
+    return replace(recipe, model=replace(model, config={**model.config, "vocab_size": vocab_size}))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line and exit code 2, as every other error here."""
+        raise UserError(f"{message}; python -m hf_gpipe.plan --help lists the options")
+
+
+def _parser() -> argparse.ArgumentParser:
+    from hf_gpipe.planner.devices import DEVICES, LINKS
+
+    parser = _Parser(
+        prog="python -m hf_gpipe.plan", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe", help="the recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a value of the recipe")
+    parser.add_argument("--devices", type=int, help="how many there are, one process on each; default: one a stage")
+    parser.add_argument("--memory", help="what a process may use, with its unit, as 80GiB")
+    parser.add_argument("--device", help=f"what a process computes on: {', '.join(DEVICES)}")
+    parser.add_argument("--flops", help="a device of another kind: operations a second, as 312TFLOPS")
+    parser.add_argument("--bandwidth", help="and what its memory moves, as 2TB/s")
+    parser.add_argument("--link", help=f"what joins two devices: {', '.join(LINKS)}, or a rate, as 25GB/s")
+    parser.add_argument("--profile", action="store_true", help="measure the layers on this machine's device")
+    parser.add_argument("--search", action="store_true", help="try other K, M, schedules, recomputation and splits")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--picture", metavar="FILE.png", help="draw the memory of each process and the predicted step")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

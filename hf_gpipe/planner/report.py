@@ -1,0 +1,269 @@
+"""A plan for people: what each stage holds and needs, the step, whether it fits, and where it hurts. And as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+from hf_gpipe.planner.fix import smallest_fix
+from hf_gpipe.planner.memory import MemoryBill
+from hf_gpipe.planner.plan import Plan, StagePlan
+from hf_gpipe.planner.search import Found
+from hf_gpipe.recipe.sizes import size_text
+
+#: From here on consecutive stages that are alike share a line of the table.
+_MANY_STAGES = 17
+_ITEMS = {
+    "parameters": "weights",
+    "gradients": "weights' gradients",
+    "optimizer": "optimizer state",
+    "boundaries": "boundary tensors and ids",
+    "activations": "activations of live graphs",
+    "logits": "logits",
+    "early_gradients": "gradients that wait",
+    "working": "what the running action works with",
+    "reserve": "what the allocator holds besides",
+}
+
+
+def report(plan: Plan) -> str:
+    """Everything about a plan, in at most a screen of text for 16 stages or fewer."""
+    settings, planner, costs = plan.settings, plan.planner, plan.costs
+    workload, total = costs.workload, costs.total
+    is_encoder_decoder = any(layer.stack == "encoder" for layer in costs.layers)
+    columns = f"{workload.source_tokens} + {workload.target_tokens}" if is_encoder_decoder else workload.target_tokens
+    num_micro_batches = plan.timeline.schedule.num_micro_batches
+    lines = [
+        ("model", f"{_count(total.count)} parameters in {len(costs.layers)} layers, {_types(plan)}"),
+        (
+            "mini-batch",
+            f"{planner.rows} rows of {columns} tokens, as {num_micro_batches} micro-batches of at most {workload.rows}",
+        ),
+        ("devices", f"{settings.num_processes} x {planner.device.name}, {_limit(plan)}"),
+        (
+            "pipeline",
+            f"{settings.num_stages} stages, schedule {settings.schedule}, recompute {_recompute(plan)}, layers a stage "
+            f"{_runs(settings.partition)}",
+        ),
+    ]
+    rows = "\n".join(_table(plan))
+    lines_after = [
+        ("step", _step(plan)),
+        ("memory", memory_why(plan)),
+        ("time", time_why(plan)),
+        ("verdict", verdict(plan)),
+    ]
+    return "\n".join([*map(_line, lines), "", rows, "", *map(_line, lines_after)])
+
+
+def verdict(plan: Plan) -> str:
+    """Whether a plan fits; where it does not, the smallest change that makes it fit."""
+    limit = plan.planner.memory_bytes
+    if limit is None:
+        return f"needs {size_text(plan.peak_bytes)} a process; --memory says whether that is there"
+    share = f"{size_text(plan.peak_bytes)} of {size_text(limit)} in process {plan.fullest_process.number}"
+    return f"fits: {share}" if plan.fits else f"does not fit: {share}; {smallest_fix(plan)}"
+
+
+def memory_why(plan: Plan) -> str:
+    """The fullest process, and what fills it."""
+    process = plan.fullest_process
+    items = sorted(_items(process.memory).items(), key=lambda item: -item[1])
+    largest = ", ".join(f"{size_text(size)} {_ITEMS[name]}" for name, size in items[:3])
+    stages = f"stage {process.stages[0]}" if len(process.stages) == 1 else f"stages {list(process.stages)}"
+    return f"the fullest is process {process.number} ({stages}): {size_text(process.memory.total)}, of it {largest}"
+
+
+def time_why(plan: Plan) -> str:
+    """The slowest stage, and what makes it so."""
+    slowest = plan.slowest_stage
+    mean = sum(stage.busy_seconds for stage in plan.stages) / len(plan.stages)
+    sums = plan.planner.time_sums(plan.settings.num_micro_batches)
+    seconds = {
+        index: sums.forward_seconds(index, index + 1) + sums.backward_seconds(index, index + 1, "none")
+        for index in slowest.layers
+    }
+    dearest = max(seconds, key=lambda index: seconds[index])
+    share = seconds[dearest] / (sum(seconds.values()) or 1)
+    reason = f"{len(slowest.layers)} layers"
+    if len(seconds) > 1 and share > 1.5 / len(seconds):
+        reason += f", {plan.costs.layers[dearest].name} is {share:.0%} of it"
+    return (
+        f"the slowest is stage {slowest.number}: {_seconds(slowest.busy_seconds)} of work, "
+        f"{slowest.busy_seconds / mean if mean else 1:.2f} times the mean ({reason})"
+    )
+
+
+def search_report(found: Found) -> str:
+    """The best plans of a search, by time under the limit, and the one with the least memory."""
+    lines = [f"tried {found.num_tried} ways"]
+    header = (
+        f"{'step':>9}  {'bubble':>6}  {'memory':>9}  {'K':>3}  {'M':>4}  {'schedule':16}  {'recompute':12}  partition"
+    )
+    if found.fastest:
+        lines += ["", "fastest that fit, the best of each schedule and recomputation:", header]
+        lines += [_search_row(plan) for plan in found.fastest[:8]]
+        lines += ["", "as overrides: " + overrides(found.fastest[0])]
+    else:
+        lines += ["", "none of them fits"]
+    return "\n".join([*lines, "", "least memory:", header, _search_row(found.leanest)])
+
+
+def overrides(plan: Plan) -> str:
+    """The plan as key=value arguments of a recipe."""
+    settings = plan.settings
+    is_one_mode = isinstance(settings.recompute, str)
+    values = {
+        "num_stages": settings.num_stages,
+        "num_micro_batches": settings.num_micro_batches,
+        "schedule": settings.schedule,
+        # What differs from stage to stage is what the planner chooses again under the same limit.
+        "recompute": settings.recompute if is_one_mode else "auto",
+        "partition": "[" + ",".join(map(str, settings.partition)) + "]",
+        "num_processes": settings.num_processes,
+    }
+    return " ".join(f"pipeline.{key}={value}" for key, value in values.items())
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """A plan for a JSON file: bytes, seconds, numbers and names."""
+    return {
+        "settings": {**asdict(plan.settings), "partition": list(plan.settings.partition)},
+        "device": plan.planner.device.name,
+        "memory_limit_bytes": plan.planner.memory_bytes,
+        "num_parameters": plan.costs.total.count,
+        "rows": plan.planner.rows,
+        "micro_batch": asdict(plan.costs.workload),
+        "is_measured": plan.costs.is_measured,
+        "step_seconds": plan.step_seconds,
+        "bubble": plan.bubble,
+        "peak_bytes": plan.peak_bytes,
+        "fits": plan.fits,
+        "fix": None if plan.fits else smallest_fix(plan),
+        "stages": [
+            {
+                "stage": stage.number,
+                "process": stage.process,
+                "layers": len(stage.layers),
+                "first_layer": stage.first_layer,
+                "last_layer": stage.last_layer,
+                "num_parameters": stage.num_parameters,
+                "recompute": stage.recompute,
+                "busy_seconds": stage.busy_seconds,
+                "memory_bytes": {**_items(stage.memory), "total": stage.memory.total},
+            }
+            for stage in plan.stages
+        ],
+        "processes": [
+            {
+                "process": process.number,
+                "stages": list(process.stages),
+                "memory_bytes": {**_items(process.memory), "total": process.memory.total},
+                "seconds": asdict(process.time),
+            }
+            for process in plan.processes
+        ],
+    }
+
+
+def _table(plan: Plan) -> list[str]:
+    header = ("stage", "process", "layers", "parameters", "weights", "grads", "optimizer", "kept", "working", "total")
+    rows = [(*header, "busy", "first layer .. last layer")]
+    groups: list[list[StagePlan]] = [[stage] for stage in plan.stages]
+    if len(plan.stages) >= _MANY_STAGES:
+        groups = [list(group) for _, group in groupby(plan.stages, key=_looks)]
+    for group in groups:
+        stage, memory = group[0], group[0].memory
+        kept = memory.boundaries + memory.activations + memory.logits + memory.early_gradients
+        sizes = (memory.parameters, memory.gradients, memory.optimizer, kept, memory.working + memory.reserve)
+        rows.append(
+            (
+                _span([one.number for one in group]),
+                _span([one.process for one in group]),
+                str(len(stage.layers)),
+                _count(stage.num_parameters),
+                *(size_text(size) for size in (*sizes, memory.total)),
+                _seconds(stage.busy_seconds),
+                f"{stage.first_layer} .. {group[-1].last_layer}",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column == len(row) - 1 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _looks(stage: StagePlan) -> tuple[Any, ...]:
+    """What two stages of one line have in common: the line, but for the decreasing number of live micro-batches."""
+    memory = stage.memory
+    return len(stage.layers), stage.num_parameters, f"{memory.total:.2e}", f"{stage.busy_seconds:.2e}"
+
+
+def _step(plan: Plan) -> str:
+    times = [process.time for process in plan.processes]
+    parts = {
+        name: sum(getattr(time, name) for time in times) / len(times)
+        for name in ("forward", "recompute", "backward", "update")
+    }
+    words = ", ".join(f"{name} {_seconds(value)}" for name, value in parts.items())
+    how = "measured layers" if plan.costs.is_measured else "rates of the device"
+    return f"{_seconds(plan.step_seconds)} (a process on average: {words}, bubble {plan.bubble:.1%}); from {how}"
+
+
+def _search_row(plan: Plan) -> str:
+    settings = plan.settings
+    return (
+        f"{_seconds(plan.step_seconds):>9}  {plan.bubble:>6.1%}  {size_text(plan.peak_bytes):>9}  "
+        f"{settings.num_stages:>3}  {settings.num_micro_batches:>4}  {settings.schedule:16}  {_recompute(plan):12}  "
+        f"{_runs(settings.partition)}"
+    )
+
+
+def _items(bill: MemoryBill) -> dict[str, int]:
+    return {name: int(size) for name, size in asdict(bill).items()}
+
+
+def _types(plan: Plan) -> str:
+    costs = plan.costs
+    return costs.dtype if costs.dtype == costs.compute_dtype else f"{costs.dtype}, computing in {costs.compute_dtype}"
+
+
+def _limit(plan: Plan) -> str:
+    limit = plan.planner.memory_bytes
+    return "memory not known" if limit is None else f"{size_text(limit)} each"
+
+
+def _recompute(plan: Plan) -> str:
+    recompute = plan.settings.recompute
+    return recompute if isinstance(recompute, str) else _runs(recompute)
+
+
+def _runs(entries: Sequence[Any]) -> str:
+    """A list with its repetitions counted: [3, 3, 2] is "2 x 3, 2"."""
+    runs = [(entry, len(list(group))) for entry, group in groupby(entries)]
+    return "[" + ", ".join(f"{count} x {entry}" if count > 1 else str(entry) for entry, count in runs) + "]"
+
+
+def _span(numbers: Sequence[int]) -> str:
+    return str(numbers[0]) if numbers[0] == numbers[-1] else f"{numbers[0]}-{numbers[-1]}"
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.4g}{unit}"
+    return str(number)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 or seconds == 0 else f"{1000 * seconds:.3g} ms"
+
+
+def _line(item: tuple[str, str]) -> str:
+    return f"{item[0]:11} {item[1]}"
