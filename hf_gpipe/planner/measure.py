@@ -119,6 +119,7 @@ class _Tracer:
         self._peft = peft
         self._label_smoothing = label_smoothing
         self._as_on_gpu = as_on_gpu
+        self._recomputes_blocks = self._can_recompute_blocks()
 
     def boundary(self, index: int) -> tuple[int, int]:
         """Bytes of what crosses the boundary before a layer, and of what comes back."""
@@ -136,11 +137,15 @@ class _Tracer:
         """A layer's costs; its name, its shared parameters and its boundary are filled in for each layer like it."""
         layer = self.adapter.layers[index]
         full = self._trace(index, index + 1)
-        block = self._trace(index, index + 1, recompute_blocks=True) if layer.kind == "block" else full
+        block = (
+            self._trace(index, index + 1, recompute_blocks=self._recomputes_blocks) if layer.kind == "block" else full
+        )
         own, block_own = full.saved - full.saved_outside, block.saved - block.saved_outside
         if layer.kind == "block" and (second := self._second_of_shared_tables(index)) is not None:
             pair = self._trace(second - 1, second + 1, window_from=second)
-            block_pair = self._trace(second - 1, second + 1, window_from=second, recompute_blocks=True)
+            block_pair = self._trace(
+                second - 1, second + 1, window_from=second, recompute_blocks=self._recomputes_blocks
+            )
             own, block_own = pair.saved - pair.saved_outside, block_pair.saved - block_pair.saved_outside
         sizes = self._input_bytes(index)
         hidden = sizes.get("hidden", 0)
@@ -178,19 +183,30 @@ class _Tracer:
         return next(i for i, layer in enumerate(self.adapter.layers) if layer.name == stack.blocks[1])
 
     def _trace(self, start: int, stop: int, *, recompute_blocks: bool = False, window_from: int | None = None) -> Trace:
-        stage_model = StageModel(self.adapter, start, stop)
-        if self._peft is not None:
-            self._peft.inject(stage_model.model)
-        if recompute_blocks:
-            stage_model.checkpoint_blocks()
+        def build() -> StageModel:
+            stage_model = StageModel(self.adapter, start, stop)
+            if self._peft is not None:
+                self._peft.inject(stage_model.model)
+            if recompute_blocks:
+                stage_model.checkpoint_blocks()
+            return stage_model
+
         return trace_stage(
-            stage_model,
+            build,
             self.inputs,
             self.weights.wants_gradient,
             label_smoothing=self._label_smoothing,
             as_on_gpu=self._as_on_gpu,
             window_from=window_from,
         )
+
+    def _can_recompute_blocks(self) -> bool:
+        """Whether the family's blocks know how; others keep what they keep."""
+        try:
+            StageModel(self.adapter, 1, 2).checkpoint_blocks()
+        except (AttributeError, ValueError):
+            return False
+        return True
 
 
 def _name(dtype: torch.dtype) -> str:

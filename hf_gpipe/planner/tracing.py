@@ -1,7 +1,8 @@
 """One stage's forward and backward without memory: what they keep, how far they rise, how much they multiply.
 
 The stage runs on fake tensors: PyTorch passes shapes, types and kernels along and computes nothing. So the numbers
-are those of the code that will run, of any family, and a layer of a hundred gigabytes costs milliseconds.
+are those of the code that will run, of any family, and a layer of a hundred gigabytes costs milliseconds. A few
+families decide by values what they do next, such as which experts to run; their layers run in earnest, on the CPU.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -22,11 +28,14 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.dropout import default_generator
+from hf_gpipe.checkpoint.hub import initialise
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 from hf_gpipe.runtime.stage import Stage
 
 _aten = torch.ops.aten
 CPU = torch.device("cpu")
+#: The last is a module that fake tensors cannot convert to another type.
+_DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -83,7 +92,8 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        is_grouped = func._overloadpacket is _aten._grouped_mm and isinstance(args[0], FakeTensor)
+        result = _grouped_output(*args, **kwargs) if is_grouped else func(*args, **kwargs)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._note(tensor)
@@ -114,6 +124,13 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *args: 
     return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
 
 
+def _grouped_output(left: torch.Tensor, right: torch.Tensor, ends: Any = None, *_: Any, **__: Any) -> torch.Tensor:
+    """The result of a product of groups of rows with a matrix each; PyTorch's own rule allows only bfloat16."""
+    if left.dim() == right.dim() == 2:
+        return left.new_empty((ends.shape[0], left.shape[0], right.shape[1]))
+    return left.new_empty((*left.shape[:-1], right.shape[-1]))
+
+
 def _grouped(left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
     """Products of groups of rows with a matrix each: every row, or every column of a gradient, is multiplied once."""
     return int(2 * left.shape[-2] * left.shape[-1] * right.shape[-1])
@@ -138,7 +155,7 @@ class _AttentionOfAGpu(TorchFunctionMode):
 
 
 def trace_stage(
-    stage_model: StageModel,
+    build: Callable[[], StageModel],
     inputs: Mapping[str, torch.Tensor],
     wants_gradient: Callable[[int], Mapping[str, bool]],
     *,
@@ -146,39 +163,41 @@ def trace_stage(
     as_on_gpu: bool = False,
     window_from: int | None = None,
 ) -> Trace:
-    """Run a stage once forward and once backward on fake tensors.
+    """Run a stage once forward and once backward on fake tensors, or where these will not do on real ones.
 
     Args:
-        stage_model: a stage without weights; it is used up.
+        build: makes the stage, without weights.
         inputs: what `Adapter.prepare` made of a micro-batch.
         wants_gradient: boundary -> for each tensor that crosses it, whether its gradient is wanted.
         label_smoothing: of the loss.
         as_on_gpu: count attention as a GPU's kernels do it.
         window_from: number of the layer from whose call on what is made is an own layer's; None: the stage's first.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
     generator = default_generator(CPU)
     state = generator.get_state()
+
+    def trace(stage_model: StageModel, shapes: Mapping[str, torch.Tensor]) -> Trace:
+        stage_model.seal(CPU)
+        stage = make_stage(stage_model, wants_gradient, label_smoothing)
+        return _trace(stage, shapes, window_from, as_on_gpu=as_on_gpu)
+
     try:
+        stage_model = build()
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode, torch.device(CPU):
             materialise(stage_model)
-            stage_model.seal(CPU)
-            return _trace(stage_model, inputs, wants_gradient, label_smoothing, as_on_gpu, window_from, mode)
+            return trace(stage_model, {name: mode.from_tensor(tensor) for name, tensor in inputs.items()})
+    except _DEPENDS_ON_VALUES:
+        stage_model = build()
+        initialise(stage_model, CPU, seed=0)
+        return trace(stage_model, inputs)
     finally:
         generator.set_state(state)
 
 
-def _trace(
-    stage_model: StageModel,
-    inputs: Mapping[str, torch.Tensor],
-    wants_gradient: Callable[[int], Mapping[str, bool]],
-    label_smoothing: float,
-    as_on_gpu: bool,
-    window_from: int | None,
-    mode: FakeTensorMode,
-) -> Trace:
-    stage = make_stage(stage_model, wants_gradient, label_smoothing)
-    context = context_of(stage_model, {name: mode.from_tensor(tensor) for name, tensor in inputs.items()})
+def _trace(stage: Stage, inputs: Mapping[str, torch.Tensor], window_from: int | None, *, as_on_gpu: bool) -> Trace:
+    stage_model = stage.model
+    context = context_of(stage_model, inputs)
     received = list(context.carry.values())
     for parameter in stage_model.model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
