@@ -91,12 +91,15 @@ def _keys(adapter: Adapter, model: nn.Module) -> list[Any]:
     keys = []
     for layer in adapter.layers:
         modules = tuple(_signature(model.get_submodule(name)) for name in layer.all_modules)
-        said = ()
+        said: tuple[Any, ...] = ()
         if layer.kind == "block":
             stack = next(stack for stack in adapter.stacks if layer.name in stack.blocks)
             index = stack.blocks.index(layer.name)
-            # The stack's first block may make for the others what they share.
-            said = (index == 0, *_said_of(adapter.config, index, len(stack.blocks)))
+            # The first block may make for the others what they share.
+            said = (
+                index == 0 and bool(adapter.tables[stack.name]),
+                *_said_of(adapter.config, index, len(stack.blocks)),
+            )
         keys.append((layer.stack, layer.kind, said, modules if layer.kind == "block" else layer.name))
     return keys
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -44,8 +44,8 @@ def model_costs(
     adapter, places = open_model(
         config, dtype, attn_implementation, model_class, trust_remote_code=trust_remote_code, autocast=autocast
     )
-    weights = Weights(adapter, adapter.reference)
-    return _assemble(places, _Tracer(adapter, weights, workload, None, label_smoothing, as_on_gpu))
+    opened = Opened(adapter, places, Weights(adapter, adapter.reference))
+    return costs_of_opened(opened, workload, label_smoothing=label_smoothing, as_on_gpu=as_on_gpu)
 
 
 def costs_of(
@@ -57,19 +57,47 @@ def costs_of(
     as_on_gpu: bool = False,
 ) -> ModelCosts:
     """`model_costs` of a model that has its adapter, and perhaps PEFT layers to be trained alone."""
-    if peft is None:
-        short, places = reopen(adapter)
-        weights = Weights(short, short.reference)
-    else:
+    return costs_of_opened(Opened.of(adapter, peft), workload, label_smoothing=label_smoothing, as_on_gpu=as_on_gpu)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model to measure on: shorter than the whole one where that tells everything.
+
+    Attributes:
+        adapter: of the model at hand.
+        places: the layers of the whole model, and the layer at hand that each is like.
+        weights: of the model at hand.
+        peft: PEFT layers to put into each stage.
+    """
+
+    adapter: Adapter
+    places: Sequence[Place]
+    weights: Weights
+    peft: PeftAdapter | None = None
+
+    @classmethod
+    def of(cls, adapter: Adapter, peft: PeftAdapter | None = None) -> Opened:
+        """A model that has its adapter."""
+        if peft is None:
+            short, places = reopen(adapter)
+            return cls(short, places, Weights(short, short.reference))
         whole = adapter.skeleton()
         peft.inject(whole)
-        short, places, weights = adapter, places_of(adapter, whole), Weights(adapter, whole)
-    return _assemble(places, _Tracer(short, weights, workload, peft, label_smoothing, as_on_gpu))
+        return cls(adapter, places_of(adapter, whole), Weights(adapter, whole), peft)
+
+    @property
+    def alike(self) -> list[int]:
+        """For each layer at hand, the first one that is like it."""
+        return [place.like for place in places_of(self.adapter)]
 
 
-def _assemble(places: Sequence[Place], tracer: _Tracer) -> ModelCosts:
+def costs_of_opened(
+    opened: Opened, workload: Workload, *, label_smoothing: float = 0.0, as_on_gpu: bool = False
+) -> ModelCosts:
     """The costs of all layers of a model from those of each kind."""
-    weights, adapter = tracer.weights, tracer.adapter
+    adapter, places, weights = opened.adapter, opened.places, opened.weights
+    tracer = _Tracer(opened, workload, label_smoothing, as_on_gpu)
     measured = {like: tracer.cost(like) for like in dict.fromkeys(place.like for place in places)}
     first: dict[str, int] = {}
     for index, place in enumerate(places):
@@ -93,7 +121,7 @@ def _assemble(places: Sequence[Place], tracer: _Tracer) -> ModelCosts:
     compute = adapter.dtype if adapter.autocast is None else adapter.autocast.dtype
     return ModelCosts(
         layers=tuple(layers),
-        workload=tracer.workload,
+        workload=workload,
         micro_batch_bytes=sum(tensor.nbytes for tensor in tracer.inputs.values()),
         dtype=_name(adapter.dtype),
         compute_dtype=_name(compute),
@@ -103,20 +131,11 @@ def _assemble(places: Sequence[Place], tracer: _Tracer) -> ModelCosts:
 class _Tracer:
     """Traces one layer of each kind as a stage of its own."""
 
-    def __init__(
-        self,
-        adapter: Adapter,
-        weights: Weights,
-        workload: Workload,
-        peft: PeftAdapter | None,
-        label_smoothing: float,
-        as_on_gpu: bool,
-    ) -> None:
-        self.adapter = adapter
-        self.weights = weights
-        self.workload = workload
-        self.inputs = workload.inputs(adapter)
-        self._peft = peft
+    def __init__(self, opened: Opened, workload: Workload, label_smoothing: float, as_on_gpu: bool) -> None:
+        self.adapter = opened.adapter
+        self.weights = opened.weights
+        self.inputs = workload.inputs(opened.adapter)
+        self._peft = opened.peft
         self._label_smoothing = label_smoothing
         self._as_on_gpu = as_on_gpu
         self._recomputes_blocks = self._can_recompute_blocks()

@@ -291,7 +291,7 @@ def context_of(stage_model: StageModel, inputs: Mapping[str, torch.Tensor]) -> C
     carry = {}
     if not stage_model.is_first:
         carry = {
-            name: torch.zeros(shape, dtype=adapter.carry_dtype(stage_model.start, name))
+            name: torch.randn(shape, dtype=adapter.carry_dtype(stage_model.start, name))
             for name, shape in adapter.carry_shapes(stage_model.start, inputs).items()
         }
     num_targets = inputs["labels"].numel() if "labels" in inputs else 1

@@ -1,0 +1,240 @@
+"""The seconds of a model's layers, measured on the device that will compute them.
+
+One layer of each kind gets real memory and initial weights, and runs as a stage of its own. Blocks run alone and as
+several in a row: what one more adds is the block's, what is left is the stage's, which every stage spends once a
+micro-batch on masks, positions and calls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+
+from hf_gpipe.adapters import Adapter, StageModel
+from hf_gpipe.adapters.dropout import default_generator
+from hf_gpipe.adapters.peft import PeftAdapter
+from hf_gpipe.checkpoint import hub
+from hf_gpipe.planner.costs import ModelCosts
+from hf_gpipe.planner.kinds import Place
+from hf_gpipe.planner.measure import Opened, costs_of_opened
+from hf_gpipe.planner.tracing import context_of, make_stage
+from hf_gpipe.planner.workload import Workload
+from hf_gpipe.runtime.stage import Stage
+
+#: Blocks that run in a row, where as many of one kind follow each other.
+_BLOCKS_IN_A_ROW = 3
+
+MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one micro-batch."""
+
+    forward_only: float
+    forward: float
+    backward: float
+
+    def less(self, other: Seconds) -> Seconds:
+        """The difference, at least 0: of two measurements it may be noise."""
+        return Seconds(
+            max(self.forward_only - other.forward_only, 0.0),
+            max(self.forward - other.forward, 0.0),
+            max(self.backward - other.backward, 0.0),
+        )
+
+    def divided(self, number: int) -> Seconds:
+        return Seconds(self.forward_only / number, self.forward / number, self.backward / number)
+
+
+def profile_layers(
+    adapter: Adapter,
+    workload: Workload,
+    device: torch.device,
+    *,
+    peft: PeftAdapter | None = None,
+    label_smoothing: float = 0.0,
+    repeats: int = 5,
+    budget_seconds: float = 20.0,
+    barrier: Callable[[], None] | None = None,
+    make_optimizer: MakeOptimizer | None = None,
+) -> ModelCosts:
+    """`costs_of` with the seconds filled in, medians of several runs after one that is not counted.
+
+    Args:
+        adapter: the model's.
+        workload: the micro-batch.
+        device: where to measure.
+        peft: PEFT layers that alone are trained.
+        label_smoothing: of the loss.
+        repeats: runs of each kind of layer.
+        budget_seconds: after so long no further run of a kind of layer is begun, but two are always made.
+        barrier: waits for all processes that measure at the same time, before each kind of layer, so that each
+            measures while the others compute, as in a run; None: this process is alone.
+        make_optimizer: parameters -> the optimizer whose update is measured, after the gradients have been clipped;
+            None: updates are not measured.
+    """
+    opened = Opened.of(adapter, peft)
+    costs = costs_of_opened(opened, workload, label_smoothing=label_smoothing, as_on_gpu=device.type == "cuda")
+    generator = default_generator(device)
+    state = generator.get_state()
+    try:
+        clock = _Clock(opened, workload, device, label_smoothing, repeats, budget_seconds, barrier or _alone)
+        seconds = _of_kinds(opened.places, clock)
+        update = None if make_optimizer is None else _update_seconds(opened, clock, make_optimizer)
+    finally:
+        generator.set_state(state)
+    layers = []
+    for layer, place in zip(costs.layers, opened.places, strict=True):
+        own = seconds.layers[place.like]
+        layers.append(
+            replace(
+                layer,
+                forward_seconds=own.forward,
+                forward_only_seconds=own.forward_only,
+                backward_seconds=own.backward,
+            )
+        )
+    return replace(
+        costs,
+        layers=tuple(layers),
+        stage_forward_seconds=seconds.stage.forward,
+        stage_backward_seconds=seconds.stage.backward,
+        update_seconds_per_parameter=update,
+    )
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Seconds of each kind of layer, by the number of one of its layers, and of a stage beyond its layers."""
+
+    layers: Mapping[int, Seconds]
+    stage: Seconds
+
+
+def _of_kinds(places: Sequence[Place], clock: _Clock) -> _Measured:
+    kinds = {place.like: place for place in places}
+    layers: dict[int, Seconds] = {}
+    beyond: dict[str, Seconds] = {}
+    for like, place in kinds.items():
+        count = _in_a_row(clock.alike, like)
+        if place.kind == "block" and count > 1:
+            alone = clock.measure(like, like + 1)
+            layers[like] = clock.measure(like, like + count).less(alone).divided(count - 1)
+            beyond.setdefault(place.stack, alone.less(layers[like]))
+    stage = _median(list(beyond.values())) if beyond else Seconds(0.0, 0.0, 0.0)
+    for like, place in kinds.items():
+        if like not in layers:
+            layers[like] = clock.measure(like, like + 1).less(beyond.get(place.stack, stage))
+    return _Measured(layers, stage)
+
+
+def _in_a_row(alike: Sequence[int], first: int) -> int:
+    """How many layers of one kind follow each other from `first` on, at most `_BLOCKS_IN_A_ROW`."""
+    count = 1
+    while count < _BLOCKS_IN_A_ROW and first + count < len(alike) and alike[first + count] == alike[first]:
+        count += 1
+    return count
+
+
+def _median(seconds: Sequence[Seconds]) -> Seconds:
+    return Seconds(
+        median(one.forward_only for one in seconds),
+        median(one.forward for one in seconds),
+        median(one.backward for one in seconds),
+    )
+
+
+class _Clock:
+    """Runs stages of a model with memory and weights."""
+
+    def __init__(
+        self,
+        opened: Opened,
+        workload: Workload,
+        device: torch.device,
+        label_smoothing: float,
+        repeats: int,
+        budget_seconds: float,
+        barrier: Callable[[], None],
+    ) -> None:
+        self._opened = opened
+        self._inputs = {name: t.to(device) for name, t in workload.inputs(opened.adapter).items()}
+        self._device = device
+        self._label_smoothing = label_smoothing
+        self._repeats = repeats
+        self._budget_seconds = budget_seconds
+        self._barrier = barrier
+        #: For each layer of the adapter at hand, the first one that is like it.
+        self.alike = opened.alike
+
+    def stage(self, start: int, stop: int) -> Stage:
+        """A run of layers as the executor has it."""
+        stage_model = StageModel(self._opened.adapter, start, stop)
+        hub.initialise(stage_model, self._device, seed=0)
+        if self._opened.peft is not None:
+            hub.add_peft(stage_model, self._opened.peft, self._device, seed=0)
+        stage_model.seal(self._device)
+        return make_stage(stage_model, self._opened.weights.wants_gradient, self._label_smoothing)
+
+    def measure(self, start: int, stop: int) -> Seconds:
+        """The median of several forwards without a graph, with one, and backwards."""
+        stage = self.stage(start, stop)
+        with torch.device(self._device):
+            context = context_of(stage.model, self._inputs)
+        runs: list[Seconds] = []
+        self._barrier()
+        begin = time.perf_counter()
+        while len(runs) < 3 or (len(runs) <= self._repeats and time.perf_counter() - begin < self._budget_seconds):
+            marks = [self.now()]
+            stage.forward(context, keep_graph=False)
+            marks.append(self.now())
+            stage.reset()
+            outputs = stage.forward(context, keep_graph=True)
+            marks.append(self.now())
+            wanted = [name for name, is_wanted in stage.trainable_outputs.items() if is_wanted]
+            gradients = {name: torch.randn_like(outputs[name]) for name in wanted}
+            del outputs
+            begun = self.now()
+            stage.backward(0, gradients)
+            runs.append(Seconds(marks[1] - marks[0], marks[2] - marks[1], self.now() - begun))
+        return _median(runs[1:])
+
+    def now(self) -> float:
+        """The time at which the device has done all that it was given."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def update(self, stage: Stage, make_optimizer: MakeOptimizer) -> float:
+        """The median of several updates of a stage's parameters, the norm and the clipping of gradients included."""
+        parameters = [p for p in stage.model.parameters.values() if p.requires_grad]
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer = make_optimizer(parameters)
+        runs = []
+        self._barrier()
+        for _ in range(self._repeats + 1):
+            start = self.now()
+            norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
+            optimizer.step()
+            runs.append(self.now() - start)
+        return median(runs[1:])
+
+
+def _update_seconds(opened: Opened, clock: _Clock, make_optimizer: MakeOptimizer) -> float | None:
+    """Seconds a parameter, from the layer that has the most; None where none is trained."""
+    sizes = [opened.weights.own[place.like].trainable_count for place in opened.places]
+    largest = opened.places[sizes.index(max(sizes))].like
+    stage = clock.stage(largest, largest + 1)
+    count = sum(p.numel() for p in stage.model.parameters.values() if p.requires_grad)
+    return clock.update(stage, make_optimizer) / count if count else None
+
+
+def _alone() -> None:
+    """Stands for the barrier of a process that measures alone."""
