@@ -107,12 +107,13 @@ def _on_devices(recipe: Recipe, overrides: Sequence[str], devices: int | None) -
     if devices > num_stages:
         if any(text.replace(" ", "").startswith("pipeline.num_stages=") for text in overrides):
             raise UserError(
-                f"--devices is {devices} and pipeline.num_stages is {num_stages}: each device holds at least one stage; "
-                f"use at most {num_stages} devices, or more stages."
+                f"--devices is {devices} and pipeline.num_stages is {num_stages}: each device holds at least one "
+                f"stage; use at most {num_stages} devices, or more stages."
             )
         if not isinstance(pipeline.partition, str):
             raise UserError(
-                f"--devices is {devices} and pipeline.partition lists {num_stages} stages; list {devices}, or use count."
+                f"--devices is {devices} and pipeline.partition lists {num_stages} stages; list {devices}, or use "
+                "count."
             )
         num_stages = devices
     return replace(recipe, pipeline=replace(pipeline, num_stages=num_stages, num_processes=devices))
@@ -129,9 +130,8 @@ def _device(options: argparse.Namespace) -> Device:
 
             measured = this_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
             return measured if options.link is None else replace(measured, link=link_between(options.link))
-        return replace(
-            device("a100-80", options.link), memory_bytes=None, name="a100-80 (its rates; --device changes it)"
-        )
+        some = device("a100-80", options.link)
+        return replace(some, memory_bytes=None, name="a device as fast as an a100-80 (--device names another)")
     if options.device is not None:
         if options.flops is not None or options.bandwidth is not None:
             raise UserError("--device and --flops or --bandwidth exclude each other: a device has its own rates.")
@@ -202,10 +202,7 @@ def _with_vocabulary(recipe: Recipe) -> Recipe:
             raise RecipeError(f"tokenizer.path: no tokenizer at {recipe.tokenizer.path!r}: {error}") from error
         vocab_size, source = len(tokenizer), f"the tokenizer at {recipe.tokenizer.path}"
     else:
-        vocab_size, source = (
-            recipe.tokenizer.vocab_size,
-            "tokenizer.vocab_size; the trained one may have a few more or less",
-        )
+        vocab_size, source = recipe.tokenizer.vocab_size, "tokenizer.vocab_size; a trained one may have a few more"
     print(f"vocabulary of {vocab_size} tokens, from {source}", file=sys.stderr)
     return replace(recipe, model=replace(model, config={**model.config, "vocab_size": vocab_size}))
 

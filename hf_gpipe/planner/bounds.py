@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hf_gpipe.planner.memory import RESERVED_SHARE, StageLayers
 from hf_gpipe.planner.plan import Planner
-from hf_gpipe.planner.settings import Settings
-from hf_gpipe.schedule import Action, ActionKind, Costs, Schedule, simulate
+from hf_gpipe.planner.settings import RecomputeChoice, Settings
+from hf_gpipe.runtime.recompute import Recompute
+from hf_gpipe.schedule import Action, ActionKind, Costs, build, placement_for, simulate
+from hf_gpipe.schedule.recompute import Limits
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,18 @@ class Alive:
     """That wait for their backward."""
 
 
-def alive(table: Schedule) -> list[Alive]:
-    """What each stage of a table has alive, were all stages equally fast."""
+def alive(planner: Planner, settings: Settings, recompute: RecomputeChoice) -> tuple[Alive, ...]:
+    """What each stage has alive under this recomputation, were all stages equally fast."""
+    of_table = Recompute.parse(recompute, settings.num_stages).of_table
+    num_micro_batches = min(settings.num_micro_batches, planner.rows)
+    return _alive(settings.schedule, settings.num_stages, num_micro_batches, of_table, settings.num_processes)
+
+
+@lru_cache(maxsize=256)
+def _alive(
+    name: str, num_stages: int, num_micro_batches: int, of_table: str | Limits, num_processes: int
+) -> tuple[Alive, ...]:
+    table = build(name, num_stages, num_micro_batches, placement_for(name, num_stages, num_processes), of_table)
     timeline = simulate(table, Costs(forward_seconds=1, backward_seconds=2))
     counts = []
     end = {span.action: float(span.end) for span in timeline.spans}
@@ -43,7 +56,7 @@ def alive(table: Schedule) -> list[Alive]:
             if source := backward.source(table.num_stages):
                 gradients.append((end[source], start[backward]))
         counts.append(Alive(_most(boundaries), _most(graphs), _most(gradients)))
-    return counts
+    return tuple(counts)
 
 
 def stage_bytes(planner: Planner, settings: Settings, counts: Alive, stage: StageLayers) -> float:

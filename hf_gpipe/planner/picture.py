@@ -41,25 +41,24 @@ def draw_plan(path: str | Path, plan: Plan) -> None:
 
     if Path(path).suffix.lower() != ".png":
         raise UserError(f"cannot draw {path}: the picture of a plan is a PNG; give it a name that ends in .png")
-    parts = [_pixels(memory_figure(plan)), _pixels(timeline_figure([plan.timeline], ["predicted step"]))]
+    timeline = timeline_figure([plan.timeline], ["predicted step"])
+    parts = [_pixels(memory_figure(plan, timeline.get_figwidth())), _pixels(timeline)]
+    # A figure rounds its width to whole pixels.
     width = max(part.shape[1] for part in parts)
-    padded = [
-        np.pad(part, ((0, 0), (0, width - part.shape[1]), (0, 0)), constant_values=255)  # type: ignore[call-overload]
-        for part in parts
-    ]
+    padded = [np.pad(part, ((0, 0), (0, width - part.shape[1]), (0, 0)), constant_values=255) for part in parts]
     try:
         imsave(path, np.concatenate(padded))
     except OSError as error:
         raise UserError(f"cannot write the picture {path}: {error.strerror or error}") from error
 
 
-def memory_figure(plan: Plan) -> Figure:
+def memory_figure(plan: Plan, width_inches: float) -> Figure:
     """A bar a process, its items side by side, and a line where the limit is."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     processes = plan.processes
-    picture = Figure(figsize=(10.0, 1.6 + 0.32 * len(processes)), dpi=150, layout="constrained")
+    picture = Figure(figsize=(width_inches, 1.6 + 0.32 * len(processes)), dpi=150, layout="constrained")
     FigureCanvasAgg(picture)
     panel = picture.subplots()
     left = [0.0] * len(processes)

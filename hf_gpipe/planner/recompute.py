@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hf_gpipe.planner.bounds import Alive, alive, stage_parts
 from hf_gpipe.planner.costs import InnerRecompute
 from hf_gpipe.planner.memory import StageLayers
@@ -27,7 +29,7 @@ def choose_recompute(planner: Planner, settings: Settings) -> RecomputeChoice:
     table = planner.table(
         settings.schedule, settings.num_stages, settings.num_micro_batches, "none", settings.num_processes
     )
-    counts = alive(table)
+    counts = alive(planner, settings, "none")
     entries: list[str | int] = ["none"] * settings.num_stages
     for process in range(table.placement.num_processes):
         room = _Room(planner, settings, counts, table.placement.stages_of(process))
@@ -39,7 +41,7 @@ def choose_recompute(planner: Planner, settings: Settings) -> RecomputeChoice:
 class _Room:
     """What the stages of one process need, as they are allowed more live graphs."""
 
-    def __init__(self, planner: Planner, settings: Settings, counts: list[Alive], own: tuple[int, ...]) -> None:
+    def __init__(self, planner: Planner, settings: Settings, counts: Sequence[Alive], own: tuple[int, ...]) -> None:
         self._planner, self._settings, self._counts = planner, settings, counts
         self._layers = stage_layers(settings)
         self._live = dict.fromkeys(own, 1)

@@ -99,9 +99,7 @@ def time_why(plan: Plan) -> str:
 def search_report(found: Found) -> str:
     """The best plans of a search, by time under the limit, and the one with the least memory."""
     lines = [f"tried {found.num_tried} ways"]
-    header = (
-        f"{'step':>9}  {'bubble':>6}  {'memory':>9}  {'K':>3}  {'M':>4}  {'schedule':16}  {'recompute':12}  partition"
-    )
+    header = f"{'step':>9}  {'bubble':>6}  {'memory':>9}  {'K':>3}  {'M':>4}  {'schedule':16}  {'recompute':12}  layers"
     if found.fastest:
         lines += ["", "fastest that fit, the best of each schedule and recomputation:", header]
         lines += [_search_row(plan) for plan in found.fastest[:8]]
@@ -170,7 +168,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
 
 def _table(plan: Plan) -> list[str]:
     header = ("stage", "process", "layers", "parameters", "weights", "grads", "optimizer", "kept", "working", "total")
-    rows = [(*header, "busy", "first layer .. last layer")]
+    rows: list[tuple[str, ...]] = [(*header, "busy", "first layer .. last layer")]
     groups: list[list[StagePlan]] = [[stage] for stage in plan.stages]
     if len(plan.stages) >= _MANY_STAGES:
         groups = [list(group) for _, group in groupby(plan.stages, key=_looks)]

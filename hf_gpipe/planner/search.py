@@ -11,7 +11,7 @@ from hf_gpipe.planner.resolve import AUTO_SCHEDULES, micro_batch_counts, planned
 from hf_gpipe.planner.settings import AUTO, Request
 
 #: Stages of one process that a search tries.
-_STAGES_A_PROCESS = (1, 2, 4)
+_STAGES_A_PROCESS = (1, 2)
 
 
 @dataclass(frozen=True)
@@ -32,28 +32,27 @@ class Found:
 def search(planner: Planner, request: Request) -> Found:
     """Try K, M, schedule, recomputation and partition on the request's number of processes.
 
-    K is one, two or four stages a process, M every power of two up to one micro-batch a row, and one a row; the
+    K is one or two stages a process, M every power of two up to one micro-batch a row, and one a row; the
     request's own values are among those tried.
 
     Raises:
         PartitionError: there is no split at all.
     """
-    plans: list[Plan] = []
+    plans: list[tuple[Request, Plan]] = []
     refusal: Exception | None = None
     for one in _requests(planner, request):
         try:
-            plans.append(planned(planner, one))
+            plans.append((one, planned(planner, one)))
         except (PartitionError, ScheduleError) as error:
             refusal = refusal or error
     if not plans:
         assert refusal is not None, "a search tries something"
         raise refusal
-    best: dict[tuple[str, str], Plan] = {}
-    for plan in sorted(plans, key=lambda plan: (plan.step_seconds, plan.peak_bytes)):
-        kind = plan.settings.schedule, plan.stages[0].recompute
+    best: dict[tuple[str, object], Plan] = {}
+    for asked, plan in sorted(plans, key=lambda one: (one[1].step_seconds, one[1].peak_bytes)):
         if plan.fits:
-            best.setdefault(kind, plan)
-    leanest = min(plans, key=lambda plan: (plan.peak_bytes, plan.step_seconds))
+            best.setdefault((asked.schedule, asked.recompute), plan)
+    leanest = min((plan for _, plan in plans), key=lambda plan: (plan.peak_bytes, plan.step_seconds))
     return Found(tuple(best.values()), leanest, len(plans))
 
 

@@ -39,7 +39,7 @@ def choose_partition(planner: Planner, settings: Settings, strategy: str | Seque
     table = planner.table(
         settings.schedule, settings.num_stages, num_micro_batches, settings.recompute, settings.num_processes
     )
-    shares, counts = recompute_shares(table), alive(table)
+    shares, counts = recompute_shares(table), alive(planner, settings, settings.recompute)
     inner = inner_recompute(settings)
     placement = table.placement
 
