@@ -48,16 +48,20 @@ class Evaluation:
 
     Attributes:
         row_nll: negative log-likelihood summed over each row's target tokens, (N,), natural logarithm.
+        row_losses: the same with labels smoothed as in training, (N,).
         row_tokens: number of target tokens of each row, (N,).
+        auxiliary_loss: of a mixture of experts, the mean over micro-batches, times its coefficient; else 0.
     """
 
     row_nll: torch.Tensor
+    row_losses: torch.Tensor
     row_tokens: torch.Tensor
+    auxiliary_loss: float = 0.0
 
     @property
     def loss(self) -> float:
-        """Mean negative log-likelihood per target token."""
-        return float(self.row_nll.sum() / self.row_tokens.sum().clamp(min=1))
+        """What `train_step` would return, but for dropout: the mean loss per target token, and the auxiliary loss."""
+        return float(self.row_losses.sum() / self.row_tokens.sum().clamp(min=1)) + self.auxiliary_loss
 
 
 class Pipeline:
@@ -271,13 +275,16 @@ class Pipeline:
         with self._in_evaluation(on_logits):
             self._executor.run(self.schedule(len(micro_batches), "forward_only"), micro_batches)
         num_rows = next(iter(rows.values())).shape[0]
-        result = torch.zeros(2, num_rows, dtype=torch.float64)
+        result, auxiliary = torch.zeros(3, num_rows, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
         if (last := self.stages.get(self.num_stages - 1)) is not None:
-            losses = [last.row_losses.pop(i) for i in range(len(micro_batches))]
-            result[0] = torch.cat([loss.sums for loss in losses]).double()
-            result[1] = torch.cat([loss.num_tokens for loss in losses]).double()
-        result = self._from_last_stage(result)
-        return Evaluation(result[0], result[1].long())
+            kept = [last.row_losses.pop(i) for i in range(len(micro_batches))]
+            result[0] = torch.cat([one.sums for one in kept]).double()
+            result[1] = torch.cat([one.losses for one in kept]).double()
+            result[2] = torch.cat([one.num_tokens for one in kept]).double()
+            auxiliary[0] = sum(float(one.auxiliary) for one in kept if one.auxiliary is not None) / len(kept)
+        everything = self._from_last_stage(torch.cat([result.flatten(), auxiliary]))
+        nll, losses, num_tokens = everything[:-1].view(3, num_rows)
+        return Evaluation(nll, losses, num_tokens.long(), float(everything[-1]))
 
     def generate(self, **inputs: Any) -> Any:
         """What `generate` of the plain model would return: token ids, by search or sampling, with a cache.

@@ -41,10 +41,15 @@ class _Live:
 
 @dataclass
 class RowLosses:
-    """Evaluation of a micro-batch: negative log-likelihood summed over each row's target tokens, and their number."""
+    """Evaluation of a micro-batch, by row: negative log-likelihood and loss, summed over its targets, and their number.
+
+    The two differ where labels are smoothed; `auxiliary` is a mixture of experts' loss of the whole micro-batch.
+    """
 
     sums: torch.Tensor
+    losses: torch.Tensor
     num_tokens: torch.Tensor
+    auxiliary: torch.Tensor | None
 
 
 class Stage:
@@ -136,9 +141,13 @@ class Stage:
             if self.on_logits is not None:
                 self.on_logits(outputs["logits"], inputs)
             targets = self.model.adapter.targets(inputs)
-            losses = token_losses(outputs["logits"], targets).view(targets.shape)
+            sums = losses = token_losses(outputs["logits"], targets).view(targets.shape).sum(dim=1)
+            if self.label_smoothing:
+                smoothed = token_losses(outputs["logits"], targets, self.label_smoothing)
+                losses = smoothed.view(targets.shape).sum(dim=1)
             counts = (targets != IGNORED_LABEL).sum(dim=1)
-            self.row_losses[context.micro_batch.index] = RowLosses(losses.sum(dim=1), counts)
+            kept = RowLosses(sums, losses, counts, outputs.get("auxiliary_loss"))
+            self.row_losses[context.micro_batch.index] = kept
             return {}
 
     def input_shapes(self, micro_batch: MicroBatch) -> Shapes:

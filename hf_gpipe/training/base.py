@@ -31,6 +31,8 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.runtime.launch import join
 from hf_gpipe.training.arguments import PipelineTrainingArguments
+from hf_gpipe.training.generating import generation_config_of
+from hf_gpipe.training.hub import HubUploads
 from hf_gpipe.training.loader import Batch, MiniBatches
 from hf_gpipe.training.loss_scaling import LossScaler
 from hf_gpipe.training.master_weights import MasterWeights
@@ -77,6 +79,8 @@ class TrainerBase:
         join(self.args.ddp_timeout)
         self.pipe = _pipeline(model if model_init is None else model_init(), self.args)
         self.topology = self.pipe.topology
+        if self.args.generation_config is not None:
+            self.pipe.adapter.reference.generation_config = generation_config_of(self.args.generation_config)
         self.scaler = _loss_scaler(self.pipe)
         self.master_weights = (
             MasterWeights(dict(self.pipe.named_parameters())) if self.args.fp32_master_weights else None
@@ -109,6 +113,9 @@ class TrainerBase:
             self.optimizer,
             self.lr_scheduler,
         )
+        self.uploads = HubUploads(self.args, self.topology)
+        if self.args.push_to_hub:
+            self.uploads.create()
         self.control = TrainerControl()
         self.state = self._new_state()
         #: While a training listens to signals, and the signal on which all processes have agreed to stop; 0: none.

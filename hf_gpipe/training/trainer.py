@@ -12,45 +12,32 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import transformers
-from transformers import TrainerState
-from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
-from hf_gpipe.checkpoint.directory import (
-    check_shared,
-    checkpoint_path,
-    last_checkpoint,
-    remove_leftovers,
-    rotate,
-    written_whole,
-)
-from hf_gpipe.checkpoint.state import load_progress, load_state, save_state
-from hf_gpipe.checkpoint.together import write_on_main
-from hf_gpipe.errors import CheckpointError, NonFiniteError, UserError
+from hf_gpipe.checkpoint.directory import check_shared, checkpoint_path, remove_leftovers
+from hf_gpipe.errors import NonFiniteError, UserError
 from hf_gpipe.runtime.batches import shared_stream
-from hf_gpipe.runtime.whereabouts import during, note, noting
-from hf_gpipe.training.evaluating import EvaluatingTrainer, metric_of, note_best
+from hf_gpipe.runtime.whereabouts import note, noting
+from hf_gpipe.training.evaluating import metric_of, note_best
 from hf_gpipe.training.loader import Batch, MiniBatches, in_groups
 from hf_gpipe.training.meter import Meter
 from hf_gpipe.training.optim import learning_rate, make_optimizer, make_scheduler, takes_metric
+from hf_gpipe.training.saving import SavingTrainer
 from hf_gpipe.training.steps import Plan, Position
 from hf_gpipe.training.stopping import StopRequest, TrainingStopped
-
-STATE_NAME = "trainer_state.json"
 
 logger = transformers.logging.get_logger(__name__)
 
 
-class PipelineTrainer(EvaluatingTrainer):
+class PipelineTrainer(SavingTrainer):
     """Trains a model by pipeline parallelism, with the interface of transformers' Trainer.
 
     Under torchrun, `accelerate launch` or `python -m hf_gpipe.train` every process makes the same trainer and calls the
@@ -313,109 +300,5 @@ class PipelineTrainer(EvaluatingTrainer):
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
             self.pipe.load_pretrained(self.state.best_model_checkpoint)
         self._fire("on_train_end")
+        self.uploads.finish()
         return TrainOutput(self.state.global_step, loss, metrics)
-
-    # ------------------------------------------------------------------ saving and resuming
-
-    def save_model(self, output_dir: str | os.PathLike[str] | None = None) -> None:
-        """Write model and tokenizer in Hub format, by default into `args.output_dir`. Every process calls it."""
-        self._write_model(Path(output_dir) if output_dir is not None else self._output_dir)
-
-    def _write_model(self, directory: Path) -> None:
-        self.pipe.save_pretrained(directory)
-        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-
-        def write() -> None:
-            if tokenizer is not None:
-                tokenizer.save_pretrained(directory)
-
-        write_on_main(directory, self.topology, write)
-
-    def _save_checkpoint(self) -> None:
-        assert self.optimizer is not None
-        final = checkpoint_path(self._output_dir, self.state.global_step)
-        if self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = str(final)
-        with during(f"saving {final.name}"), written_whole(final, self.topology) as directory:
-            self._write_model(directory)
-            if not self.args.save_only_model:
-                progress = {
-                    "position": asdict(self._position),
-                    "pipeline_step": self.pipe.step,
-                    "data": self._data_facts(),
-                }
-                progress["loss_scale"] = None if self.scaler is None else self.scaler.state_dict()
-                stage_of, masters = self.pipe.ties.owner_stage, self.master_weights
-                with masters.in_state_of(self.optimizer) if masters is not None else nullcontext():
-                    updated = self._updated_parameters()
-                    save_state(directory, updated, stage_of, self.optimizer, self.lr_scheduler, progress, self.topology)
-            # The constructor takes the present state of callbacks that keep one.
-            self.state.stateful_callbacks = TrainerState(stateful_callbacks=self._stateful()).stateful_callbacks
-            write_on_main(directory, self.topology, lambda: self.state.save_to_json(directory / STATE_NAME))
-        self._last_saved_step = self.state.global_step
-        best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
-        keep = Path(best) if best is not None else None
-        write_on_main(self._output_dir, self.topology, lambda: rotate(self._output_dir, limit, keep))
-
-    def _checkpoint_to_resume(self, asked: str | os.PathLike[str] | bool | None) -> Path | None:
-        """Where to resume from, as the main process sees it."""
-        if asked is None or asked is False:
-            return None
-        found: Path | None = self._shared(last_checkpoint(self._output_dir) if asked is True else Path(asked))
-        return found
-
-    def _resume(self, checkpoint: Path) -> None:
-        assert self.optimizer is not None
-        progress = load_progress(checkpoint)
-        try:
-            position, pipeline_step = Position(**progress["position"]), progress["pipeline_step"]
-            data = progress["data"]
-            state = TrainerState.load_from_json(checkpoint / STATE_NAME)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{checkpoint}: no training state that can be read: {error!r}") from error
-        self._check_data(checkpoint, data)
-        self.pipe.load_pretrained(checkpoint)
-        load_state(checkpoint, self._updated_parameters(), self.optimizer, self.lr_scheduler)
-        if self.master_weights is not None:
-            self.master_weights.restore(self.optimizer)
-        if self.scaler is not None and progress.get("loss_scale") is not None:
-            self.scaler.load_state_dict(progress["loss_scale"])
-        self.pipe.step = pipeline_step
-        self._position = Position(position.epoch) if self.args.ignore_data_skip else position
-        state.is_local_process_zero = self.state.is_local_process_zero
-        state.is_world_process_zero = self.state.is_world_process_zero
-        self.state = state
-        if self.args.restore_callback_states_from_checkpoint:
-            self._restore_callbacks()
-
-    def _updated_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """What the optimizer of this process updates, by name."""
-        return dict(self.pipe.named_parameters()) if self.master_weights is None else self.master_weights.copies
-
-    def _restore_callbacks(self) -> None:
-        """Give each callback that keeps a state the one saved under its class's name, in order."""
-        callbacks = self.callback_handler.callbacks
-        saved = {n: list(s) if isinstance(s, list) else [s] for n, s in self.state.stateful_callbacks.items()}
-        for index, callback in enumerate(callbacks):
-            states = saved.get(type(callback).__name__)
-            if states and isinstance(callback, ExportableState):
-                callbacks[index] = type(callback).from_state(states.pop(0))
-
-    def _data_facts(self) -> dict[str, Any]:
-        """What decides which rows a place in the data stands for."""
-        names = ("per_device_train_batch_size", "gradient_accumulation_steps", "train_sampling_strategy")
-        return {name: getattr(self.args, name) for name in (*names, "dataloader_drop_last")} | {
-            "data_seed": self._data_seed,
-            "mini_batches_per_epoch": self._mini_batches_per_epoch,
-        }
-
-    def _check_data(self, checkpoint: Path, saved: Mapping[str, Any]) -> None:
-        if self.args.ignore_data_skip:
-            return
-        for name, value in self._data_facts().items():
-            if saved.get(name) != value:
-                raise CheckpointError(
-                    f"{checkpoint} was written with {name}={saved.get(name)!r} and this run has {value!r}, so its "
-                    "place in the data means other rows; use the same value, or ignore_data_skip=True to begin its "
-                    "epoch anew"
-                )

@@ -1,0 +1,111 @@
+"""Prediction by generation: what `predict_with_generate` asks of a mini-batch with targets."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from hf_gpipe.adapters import IGNORED_LABEL
+from hf_gpipe.adapters.dropout import default_generator, mix
+from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.training.arguments import PipelineTrainingArguments
+from hf_gpipe.training.loader import Batch
+
+_TARGET_SIDE = ("labels", "decoder_input_ids", "decoder_attention_mask")
+
+
+class Generation:
+    """Generates for the rows of a mini-batch, as transformers' Seq2SeqTrainer does. Every process has one.
+
+    An encoder-decoder is given the sources. A decoder-only model is given each row up to its first target, padded on
+    the left, and what it adds is compared with the targets: the prompt's labels must be -100. What is sampled depends
+    on the run's seed, the step and the number of the mini-batch.
+
+    Args:
+        pipe: the pipeline.
+        options: keyword arguments of `generate`.
+        pad_token_id: what shorter rows are filled with; None: the model's own, or -100 where it has none.
+    """
+
+    def __init__(self, pipe: Pipeline, options: Mapping[str, Any], pad_token_id: int | None) -> None:
+        self._pipe = pipe
+        self._options = dict(options)
+        self._num_batches = 0
+        self._is_decoder_only = not pipe.adapter.config.is_encoder_decoder
+        own = pipe.adapter.reference.generation_config.pad_token_id
+        self.pad_token_id = pad_token_id if pad_token_id is not None else IGNORED_LABEL if own is None else own
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        """Token ids (B, T'), on every process; of a decoder-only model without the prompts."""
+        if not self._is_decoder_only:
+            inputs = {name: tensor for name, tensor in batch.items() if name not in _TARGET_SIDE}
+            return self._generated(inputs)
+        inputs = left_padded_prompts(batch, max(self.pad_token_id, 0))
+        return self._generated(inputs)[:, inputs["input_ids"].shape[1] :]
+
+    def _generated(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        seed = mix(self._pipe.seed, self._pipe.step, self._num_batches)
+        self._num_batches += 1
+        default_generator(self._pipe.topology.device).manual_seed(seed)
+        ids = self._pipe.generate(**inputs, **self._options)
+        if len(ids) != len(inputs["input_ids"]):
+            raise UserError("num_return_sequences: an evaluation compares one generated row with each row of targets")
+        tokens: torch.Tensor = ids.cpu()
+        return tokens
+
+
+def left_padded_prompts(batch: Batch, pad_token_id: int) -> dict[str, torch.Tensor]:
+    """`input_ids` and `attention_mask` of what comes before the first target of each row, padded on the left.
+
+    Args:
+        batch: of a decoder-only model: input_ids, labels and, where rows are padded, attention_mask, each (B, T).
+        pad_token_id: fills the columns that the mask leaves out.
+
+    Raises:
+        DataError: a row without a prompt or without a target.
+    """
+    ids, is_target = batch["input_ids"], batch["labels"] != IGNORED_LABEL
+    mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
+    positions = torch.arange(ids.shape[1])
+    first = torch.where(is_target, positions, ids.shape[1]).amin(dim=1)
+    in_prompt = mask & (positions < first[:, None])
+    lengths = in_prompt.sum(dim=1)
+    if int(lengths.min()) == 0 or not bool(is_target.any(dim=1).all()):
+        raise DataError(
+            "predict_with_generate: a row of a decoder-only model needs a prompt, whose labels are -100, and targets "
+            "after it; a row without the one or the other was found"
+        )
+    width = int(lengths.max())
+    prompts = torch.full((len(ids), width), pad_token_id, dtype=ids.dtype)
+    prompt_mask = torch.arange(width) >= width - lengths[:, None]
+    prompts[prompt_mask] = ids[in_prompt]
+    return {"input_ids": prompts, "attention_mask": prompt_mask.long()}
+
+
+def generation_options(args: PipelineTrainingArguments, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of `generate`: those of a call go before the training arguments'."""
+    chosen = {name: value for name, value in options.items() if value is not None}
+    if args.generation_max_length is not None and not {"max_length", "max_new_tokens"} & chosen.keys():
+        chosen["max_length"] = args.generation_max_length
+    if args.generation_num_beams is not None:
+        chosen.setdefault("num_beams", args.generation_num_beams)
+    return chosen
+
+
+def generation_config_of(source: str | GenerationConfig) -> GenerationConfig:
+    """The configuration itself, or the one of a file, directory or Hub id. Raises UserError where there is none."""
+    if isinstance(source, GenerationConfig):
+        return copy.deepcopy(source)
+    path = Path(source)
+    try:
+        if path.is_file():
+            return GenerationConfig.from_pretrained(str(path.parent), path.name)
+        return GenerationConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise UserError(f"generation_config={source!r}: no configuration of generation can be read: {error}") from error

@@ -1,0 +1,112 @@
+"""Uploading what a training saves to the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import transformers
+from huggingface_hub import HfApi
+from transformers.trainer_utils import HubStrategy
+
+from hf_gpipe.errors import UserError
+from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.training.arguments import PipelineTrainingArguments
+
+#: Of a checkpoint, what is no part of the model; of an output directory, its checkpoints.
+_STATE = ("training_state/*", "trainer_state.json")
+_CHECKPOINTS = ("_*", "checkpoint-*")
+
+logger = transformers.logging.get_logger(__name__)
+
+
+class HubUploads:
+    """The repository of a training. Every process has one and calls it; the main process talks to the Hub.
+
+    Args:
+        args: `hub_model_id` (by default the output directory's name), `hub_strategy` and their kin.
+        topology: the processes.
+    """
+
+    def __init__(self, args: PipelineTrainingArguments, topology: Topology) -> None:
+        self._args, self._topology = args, topology
+        self._repo_id: str | None = None
+        self._pending: list[Future[Any]] = []
+
+    def create(self, token: str | None = None, private: bool | None = None) -> None:
+        """Make the repository, unless it exists. Raises UserError, in every process, where the Hub refuses."""
+        name = self._args.hub_model_id or Path(self._args.output_dir).absolute().name
+        if private is None:
+            private = self._args.hub_private_repo
+
+        def create() -> str:
+            made = HfApi().create_repo(name, token=token or self._args.hub_token, private=private, exist_ok=True)
+            return str(made.repo_id)
+
+        self._repo_id = self._topology.from_main(lambda: _asking(create, name))
+
+    def push(self, directory: Path, message: str, *, blocking: bool, token: str | None, revision: str | None) -> Any:
+        """Upload a saved model; its checkpoints stay here. What `HfApi.upload_folder` returns, in the main process."""
+        assert self._repo_id is not None, "the repository has been made"
+        outcome: list[Any] = []
+        self.finish()
+
+        def upload() -> None:
+            options: dict[str, Any] = {
+                "repo_id": self._repo_id,
+                "folder_path": str(directory),
+                "commit_message": message,
+                "token": token or self._args.hub_token,
+                "run_as_future": not blocking,
+                "ignore_patterns": list(_CHECKPOINTS),
+                "revision": revision or self._args.hub_revision,
+            }
+            outcome.append(HfApi().upload_folder(**options))
+
+        self._topology.from_main(lambda: _asking(upload, str(self._repo_id)))
+        return outcome[0] if outcome else None
+
+    def push_checkpoint(self, checkpoint: Path, message: str) -> None:
+        """Begin to upload a checkpoint as `hub_strategy` says, without waiting; the main process only.
+
+        While the last upload is under way nothing is begun, unless `hub_always_push`.
+        """
+        strategy = self._args.hub_strategy
+        if strategy == HubStrategy.END or (self._is_busy and not self._args.hub_always_push):
+            return
+        common: dict[str, Any] = {
+            "repo_id": self._repo_id,
+            "folder_path": str(checkpoint),
+            "token": self._args.hub_token,
+            "run_as_future": True,
+            "revision": self._args.hub_revision,
+        }
+        self._pending.append(HfApi().upload_folder(**common, commit_message=message, ignore_patterns=list(_STATE)))
+        if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            place = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else checkpoint.name
+            message = f"{message}, checkpoint"
+            self._pending.append(HfApi().upload_folder(**common, commit_message=message, path_in_repo=place))
+
+    def finish(self) -> None:
+        """Wait for the uploads of checkpoints; one that failed is a warning, for the training can go on without."""
+        for future in self._pending:
+            if (error := future.exception()) is not None:
+                logger.warning(f"a checkpoint was not uploaded to {self._repo_id}: {error}")
+        self._pending.clear()
+
+    @property
+    def _is_busy(self) -> bool:
+        return any(not future.done() for future in self._pending)
+
+
+def _asking(ask: Callable[[], Any], repository: str) -> Any:
+    """What the Hub answers. Raises UserError where it refuses or is not there."""
+    try:
+        return ask()
+    except Exception as error:  # of the library, of its client for HTTP, or of the network
+        raise UserError(
+            f"hub_model_id: the Hub did not accept {repository!r} ({type(error).__name__}: {error}); look at "
+            "hub_token and hub_model_id"
+        ) from error

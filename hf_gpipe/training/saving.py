@@ -1,0 +1,188 @@
+"""Checkpoints of the trainer: saved, uploaded, and resumed from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerState
+from transformers.trainer_callback import ExportableState
+
+from hf_gpipe.checkpoint.directory import checkpoint_path, last_checkpoint, rotate, written_whole
+from hf_gpipe.checkpoint.state import load_progress, load_state, save_state
+from hf_gpipe.checkpoint.together import write_on_main
+from hf_gpipe.errors import CheckpointError
+from hf_gpipe.runtime.whereabouts import during
+from hf_gpipe.training.evaluating import EvaluatingTrainer
+from hf_gpipe.training.steps import Position
+
+STATE_NAME = "trainer_state.json"
+
+
+class SavingTrainer(EvaluatingTrainer):
+    """A trainer whose model and progress can be saved, and that goes on from what was saved."""
+
+    #: Where in the data the training stands, the mini-batches of an epoch, and the step that was saved last.
+    _position: Position
+    _mini_batches_per_epoch: int | None
+    _last_saved_step: int
+
+    def save_model(self, output_dir: str | os.PathLike[str] | None = None) -> None:
+        """Write model and tokenizer in Hub format, by default into `args.output_dir`. Every process calls it.
+
+        With `push_to_hub` the model is then uploaded, as transformers' Trainer does.
+        """
+        directory = Path(output_dir) if output_dir is not None else self._output_dir
+        self._write_model(directory)
+        if self.args.push_to_hub:
+            self._push(directory, "Model save")
+
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+    ) -> Any:
+        """Save the model into `args.output_dir` and upload it to `args.hub_model_id`. Every process calls it.
+
+        Args:
+            commit_message: of the commit.
+            blocking: whether to wait until all is uploaded.
+            token: in place of `hub_token`.
+            revision: branch, in place of `hub_revision`.
+            private: whether a new repository is private, in place of `hub_private_repo`.
+
+        Returns:
+            In the main process what `huggingface_hub.HfApi.upload_folder` returns: the commit, or its future.
+
+        Raises:
+            UserError: in every process, where the Hub does not accept the model.
+        """
+        if not self.args.push_to_hub:
+            self.uploads.create(token, private)
+        self._write_model(self._output_dir)
+        return self._push(self._output_dir, commit_message, blocking, token, revision)
+
+    def _push(
+        self,
+        directory: Path,
+        message: str,
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+    ) -> Any:
+        self._fire("on_push_begin")
+        return self.uploads.push(directory, message, blocking=blocking, token=token, revision=revision)
+
+    def _write_model(self, directory: Path) -> None:
+        self.pipe.save_pretrained(directory)
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+
+        def write() -> None:
+            if tokenizer is not None:
+                tokenizer.save_pretrained(directory)
+
+        write_on_main(directory, self.topology, write)
+
+    def _save_checkpoint(self) -> None:
+        assert self.optimizer is not None
+        final = checkpoint_path(self._output_dir, self.state.global_step)
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(final)
+        with during(f"saving {final.name}"), written_whole(final, self.topology) as directory:
+            self._write_model(directory)
+            if not self.args.save_only_model:
+                progress = {
+                    "position": asdict(self._position),
+                    "pipeline_step": self.pipe.step,
+                    "data": self._data_facts(),
+                }
+                progress["loss_scale"] = None if self.scaler is None else self.scaler.state_dict()
+                stage_of, masters = self.pipe.ties.owner_stage, self.master_weights
+                with masters.in_state_of(self.optimizer) if masters is not None else nullcontext():
+                    updated = self._updated_parameters()
+                    save_state(directory, updated, stage_of, self.optimizer, self.lr_scheduler, progress, self.topology)
+            # The constructor takes the present state of callbacks that keep one.
+            self.state.stateful_callbacks = TrainerState(stateful_callbacks=self._stateful()).stateful_callbacks
+            write_on_main(directory, self.topology, lambda: self.state.save_to_json(directory / STATE_NAME))
+        self._last_saved_step = self.state.global_step
+        if self.args.push_to_hub:
+            self._fire("on_push_begin")
+            if self.topology.is_main:
+                self.uploads.push_checkpoint(final, f"Training in progress, step {self.state.global_step}")
+        best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
+        keep = Path(best) if best is not None else None
+        if limit is not None:
+            # What is being uploaded must not be deleted.
+            self.uploads.finish()
+        write_on_main(self._output_dir, self.topology, lambda: rotate(self._output_dir, limit, keep))
+
+    def _checkpoint_to_resume(self, asked: str | os.PathLike[str] | bool | None) -> Path | None:
+        """Where to resume from, as the main process sees it."""
+        if asked is None or asked is False:
+            return None
+        found: Path | None = self._shared(last_checkpoint(self._output_dir) if asked is True else Path(asked))
+        return found
+
+    def _resume(self, checkpoint: Path) -> None:
+        assert self.optimizer is not None
+        progress = load_progress(checkpoint)
+        try:
+            position, pipeline_step = Position(**progress["position"]), progress["pipeline_step"]
+            data = progress["data"]
+            state = TrainerState.load_from_json(checkpoint / STATE_NAME)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{checkpoint}: no training state that can be read: {error!r}") from error
+        self._check_data(checkpoint, data)
+        self.pipe.load_pretrained(checkpoint)
+        load_state(checkpoint, self._updated_parameters(), self.optimizer, self.lr_scheduler)
+        if self.master_weights is not None:
+            self.master_weights.restore(self.optimizer)
+        if self.scaler is not None and progress.get("loss_scale") is not None:
+            self.scaler.load_state_dict(progress["loss_scale"])
+        self.pipe.step = pipeline_step
+        self._position = Position(position.epoch) if self.args.ignore_data_skip else position
+        state.is_local_process_zero = self.state.is_local_process_zero
+        state.is_world_process_zero = self.state.is_world_process_zero
+        self.state = state
+        if self.args.restore_callback_states_from_checkpoint:
+            self._restore_callbacks()
+
+    def _updated_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """What the optimizer of this process updates, by name."""
+        return dict(self.pipe.named_parameters()) if self.master_weights is None else self.master_weights.copies
+
+    def _restore_callbacks(self) -> None:
+        """Give each callback that keeps a state the one saved under its class's name, in order."""
+        callbacks = self.callback_handler.callbacks
+        saved = {n: list(s) if isinstance(s, list) else [s] for n, s in self.state.stateful_callbacks.items()}
+        for index, callback in enumerate(callbacks):
+            states = saved.get(type(callback).__name__)
+            if states and isinstance(callback, ExportableState):
+                callbacks[index] = type(callback).from_state(states.pop(0))
+
+    def _data_facts(self) -> dict[str, Any]:
+        """What decides which rows a place in the data stands for."""
+        names = ("per_device_train_batch_size", "gradient_accumulation_steps", "train_sampling_strategy")
+        return {name: getattr(self.args, name) for name in (*names, "dataloader_drop_last")} | {
+            "data_seed": self._data_seed,
+            "mini_batches_per_epoch": self._mini_batches_per_epoch,
+        }
+
+    def _check_data(self, checkpoint: Path, saved: Mapping[str, Any]) -> None:
+        if self.args.ignore_data_skip:
+            return
+        for name, value in self._data_facts().items():
+            if saved.get(name) != value:
+                raise CheckpointError(
+                    f"{checkpoint} was written with {name}={saved.get(name)!r} and this run has {value!r}, so its "
+                    "place in the data means other rows; use the same value, or ignore_data_skip=True to begin its "
+                    "epoch anew"
+                )

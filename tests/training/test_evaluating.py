@@ -1,0 +1,221 @@
+"""Evaluation and prediction: transformers' Trainer's numbers, and the tokens of the plain model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    EvalPrediction,
+    GenerationConfig,
+    PreTrainedModel,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+)
+
+from hf_gpipe import PipelineTrainer
+from hf_gpipe.adapters.dropout import mix
+from hf_gpipe.data import PairCollator
+from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.training.generating import left_padded_prompts
+from tests.gloo import run_gloo
+from tests.oracle import plain_model, tiny_config
+from tests.training.test_precision import config_of
+from tests.training.toy import CausalRows, Rows, trainer
+
+
+def sharp(family: str) -> PreTrainedModel:
+    """A model whose tokens depend on all that it has read."""
+    model = plain_model(tiny_config(family, tied=False), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.7, generator=generator)
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+class Completions(CausalRows):
+    """The first part of each row is a prompt without targets."""
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        ids = [*self.rows[index], 7, 8]
+        prompt = 1 + index % len(self.rows[index])
+        return {"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]}
+
+
+# ---------------------------------------------------------------------- losses
+
+
+@pytest.mark.parametrize(("family", "smoothing"), [("llama", 0.0), ("llama", 0.2), ("marian", 0.0), ("mixtral", 0.0)])
+def test_the_loss_is_the_plain_trainer_s(family: str, smoothing: float, tmp_path: Path) -> None:
+    """Mini-batches of unequal length; smoothed labels and the auxiliary loss of a mixture of experts count."""
+    config = config_of("mixtral") if family == "mixtral" else tiny_config(family)
+    plain = plain_model(config, dtype=torch.float32)
+    rows: Any = Rows(7, seed=5) if family == "marian" else CausalRows(7, seed=5)
+    common: dict[str, Any] = {"per_device_eval_batch_size": 3, "label_smoothing_factor": smoothing}
+    expected = Trainer(
+        plain,
+        TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True, **common),
+        data_collator=PairCollator(pad_token_id=0),
+    ).evaluate(rows)
+    # The auxiliary loss of a mini-batch is not that of its micro-batches.
+    made = trainer(tmp_path, model=plain, num_stages=3, num_micro_batches=1 if family == "mixtral" else 2, **common)
+    assert made.evaluate(rows)["eval_loss"] == pytest.approx(expected["eval_loss"], abs=1e-5)
+
+
+def test_a_loss_that_is_no_number_is_left_out_of_the_mean(tmp_path: Path) -> None:
+    def poison(rows: list[Any]) -> Any:
+        batch = PairCollator(0)(rows)
+        return batch | ({"labels": torch.full_like(batch["labels"], -100)} if len(rows) == 1 else {})
+
+    made = trainer(tmp_path, data_collator=poison, per_device_eval_batch_size=3)
+    found, without = made.evaluate(Rows(6, seed=3))["eval_loss"], made.evaluate(Rows(6, seed=3))["eval_loss"]
+    assert found == without
+
+
+# ---------------------------------------------------------------------- metrics
+
+
+def test_metrics_in_parts_and_predictions_in_lists(tmp_path: Path) -> None:
+    calls: list[tuple[int, bool]] = []
+
+    def compute(prediction: EvalPrediction, compute_result: bool = True) -> dict[str, float]:
+        rows = prediction.predictions
+        calls.append((len(rows), compute_result))
+        return {"rows": sum(count for count, _ in calls)} if compute_result else {}
+
+    made = trainer(tmp_path, compute_metrics=compute, batch_eval_metrics=True, per_device_eval_batch_size=4)
+    assert made.evaluate(Rows(10, seed=3))["eval_rows"] == 10
+    assert calls == [(4, False), (4, False), (2, True)]
+    made = trainer(tmp_path, eval_do_concat_batches=False, per_device_eval_batch_size=4)
+    prediction = made.predict(Rows(10, seed=3))
+    assert [len(part) for part in prediction.predictions] == [len(part) for part in prediction.label_ids] == [4, 4, 2]
+    whole = trainer(tmp_path, per_device_eval_batch_size=4).predict(Rows(10, seed=3))
+    np.testing.assert_allclose(prediction.predictions[2], whole.predictions[8:, : prediction.predictions[2].shape[1]])
+
+
+def test_the_order_of_arguments_is_the_plain_trainer_s(tmp_path: Path) -> None:
+    made = trainer(tmp_path, eval_dataset={"one": Rows(3), "two": Rows(4)})
+    assert "valid_loss" in made.evaluate(Rows(3), None, "valid")
+    assert "eval_two_loss" in made.evaluate("two")
+    assert "probe_loss" in made.predict(Rows(3), ["logits"], "probe").metrics
+    with pytest.raises(UserError, match="num_beams: generation needs predict_with_generate"):
+        made.evaluate(Rows(3), num_beams=2)
+
+
+# ---------------------------------------------------------------------- generation
+
+GENERATIONS: list[dict[str, Any]] = [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 5}]
+
+
+@pytest.mark.parametrize("options", GENERATIONS[:2])
+def test_an_encoder_decoder_s_tokens_and_metrics(options: dict[str, Any], tmp_path: Path) -> None:
+    model = sharp("marian")
+
+    def compute(prediction: EvalPrediction) -> dict[str, float]:
+        tokens = prediction.predictions
+        return {"sum": float(np.where(tokens >= 0, tokens, 0).sum()), "targets": float(prediction.label_ids.shape[0])}
+
+    common: dict[str, Any] = {
+        "per_device_eval_batch_size": 4,
+        "predict_with_generate": True,
+        "generation_max_length": 12,
+        "use_cpu": True,
+    }
+    rows = Rows(8, seed=4)
+    reference = Seq2SeqTrainer(
+        model,
+        Seq2SeqTrainingArguments(output_dir=str(tmp_path), report_to="none", disable_tqdm=True, **common),
+        data_collator=PairCollator(pad_token_id=0),
+        compute_metrics=compute,
+    )
+    expected = reference.predict(rows, **options)
+    for num_stages in (1, 3):
+        made = trainer(tmp_path, model=model, num_stages=num_stages, compute_metrics=compute, **common)
+        found = made.predict(rows, **options)
+        width = found.predictions.shape[1]
+        np.testing.assert_array_equal(found.predictions, expected.predictions[:, :width])
+        assert (expected.predictions[:, width:] <= 0).all(), "the rest is padding"
+        for name in ("test_loss", "test_sum", "test_targets"):
+            assert found.metrics[name] == pytest.approx(expected.metrics[name], abs=1e-5), name
+
+
+def _predict_completions(folder: str, options: dict[str, Any]) -> tuple[Any, Any]:
+    made = trainer(
+        Path(folder),
+        model=sharp("llama"),
+        num_stages=2,
+        predict_with_generate=True,
+        per_device_eval_batch_size=4,
+        generation_config=GenerationConfig(max_new_tokens=6, pad_token_id=0, eos_token_id=2),
+    )
+    prediction = made.predict(Completions(7, seed=4), **options)
+    return prediction.predictions, prediction.label_ids
+
+
+def _predict_all(folder: str) -> list[tuple[Any, Any]]:
+    return [_predict_completions(folder, options) for options in GENERATIONS]
+
+
+def test_a_decoder_only_model_completes_left_padded_prompts(tmp_path: Path) -> None:
+    model, rows = sharp("llama"), Completions(7, seed=4)
+    processes = run_gloo(_predict_all, 2, str(tmp_path))
+    for number, options in enumerate(GENERATIONS):
+        expected = []
+        for mini_batch, start in enumerate((0, 4)):
+            batch = PairCollator(0)([rows[index] for index in range(start, min(start + 4, 7))])
+            prompts = left_padded_prompts(batch, 0)
+            torch.default_generator.manual_seed(mix(42, 0, mini_batch))
+            ids = model.generate(**prompts, max_new_tokens=6, pad_token_id=0, **options)
+            expected.append(ids[:, prompts["input_ids"].shape[1] :])
+        for process in processes:
+            tokens, labels = process[number]
+            np.testing.assert_array_equal(tokens, torch.cat(expected).numpy())
+            assert labels.shape[0] == 7
+
+
+def test_prompts_are_what_comes_before_the_targets() -> None:
+    batch = {
+        "input_ids": torch.tensor([[5, 6, 7, 8], [9, 4, 3, 0]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]),
+        "labels": torch.tensor([[-100, -100, -100, 8], [-100, 4, 3, -100]]),
+    }
+    prompts = left_padded_prompts(batch, 0)
+    assert prompts["input_ids"].tolist() == [[5, 6, 7], [0, 0, 9]]
+    assert prompts["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
+    with pytest.raises(DataError, match="needs a prompt"):
+        left_padded_prompts(batch | {"labels": batch["input_ids"]}, 0)
+
+
+def test_generation_in_an_evaluation_while_training(tmp_path: Path) -> None:
+    seen: list[np.ndarray] = []
+
+    def compute(prediction: EvalPrediction) -> dict[str, float]:
+        seen.append(prediction.predictions)
+        return {"length": prediction.predictions.shape[1]}
+
+    made = trainer(
+        tmp_path,
+        eval_dataset=Rows(5, seed=1),
+        compute_metrics=compute,
+        eval_strategy="steps",
+        eval_steps=2,
+        max_steps=4,
+        predict_with_generate=True,
+        generation_max_length=9,
+        generation_num_beams=2,
+    )
+    made.train()
+    assert len(seen) == 2
+    assert all(tokens.shape[0] == 5 and tokens.shape[1] <= 9 for tokens in seen)
+    with pytest.raises(UserError, match="generation_config='nowhere'"):
+        PipelineTrainer(
+            tiny_config("llama"), args=made.args.__class__(str(tmp_path), use_cpu=True, generation_config="nowhere")
+        )
