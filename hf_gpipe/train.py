@@ -109,7 +109,7 @@ def _check(recipe: Recipe) -> None:
     from hf_gpipe.training.from_recipe import check_model
 
     data = recipe.data
-    if data.kind == "jsonl" and data.path is not None and not Path(data.path).is_file():
+    if data.kind == "jsonl" and data.path is not None and not _is_file(data.path):
         raise DataError(f"data.path: there is no file {data.path} (looked in {Path.cwd()}); correct the path")
     make_directory(Path(recipe.training.output_dir))
     # An earlier run's fault is not this one's.
@@ -117,6 +117,14 @@ def _check(recipe: Recipe) -> None:
     if recipe.pipeline.device == "cuda" and not torch.cuda.is_available():
         raise RecipeError("pipeline.device is cuda and torch finds no GPU; use auto or cpu")
     check_model(recipe)
+
+
+def _is_file(path: str) -> bool:
+    """Whether there is a regular file; a name that no file can have is that of none."""
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def _num_processes(recipe: Recipe) -> int:

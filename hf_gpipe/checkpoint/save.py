@@ -75,8 +75,9 @@ def make_directory(directory: Path) -> None:
         probe = directory / f".write-test-{os.getpid()}"
         probe.touch()
         probe.unlink()
-    except OSError as error:
-        raise CheckpointError(f"cannot write into the directory {str(directory)!r}: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"cannot write into the directory {str(directory)!r}: {why}") from error
 
 
 def replace_directory(temporary: Path, final: Path) -> None:

@@ -16,6 +16,7 @@ from hf_gpipe.errors import DataError, nearest
 # What `language` says of the pairs of a file that names no languages.
 ONE_LANGUAGE = "all"
 SIDES = ("source", "target")
+_LONGEST_SHOWN = 60
 
 
 def jsonl_corpus(
@@ -110,6 +111,8 @@ def _record(line: str, where: str) -> dict[str, Any]:
         record = json.loads(line.rstrip())
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}); write one object a line") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets by the thousand
+        raise DataError(f"{where}: JSON that cannot be read ({error}); write one object a line") from error
     if not isinstance(record, dict):
         raise DataError(f"{where}: a JSON {type(record).__name__} where an object such as {{...}} is needed")
     return record
@@ -122,5 +125,14 @@ def _text(record: dict[str, Any], field: str, where: str) -> str:
         )
     value = record[field]
     if not isinstance(value, str) or not value.strip():
-        raise DataError(f"{where}: field {field!r} is {value!r}; it must be text that is not empty")
+        raise DataError(f"{where}: field {field!r} is {_short(value)}; it must be text that is not empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: field {field!r} has half of a surrogate pair, which is no character") from error
     return value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."

@@ -33,6 +33,8 @@ _STARTS_WITH_PADDING = ("marian", "pegasus", "t5", "mt5", "umt5")
 _TOKENS = ("pad_token_id", "eos_token_id", "bos_token_id", "forced_eos_token_id", "decoder_start_token_id")
 #: Of these, the recipe's to choose: which token a decoder starts with, and whether one is forced at the end.
 _FREE_TOKENS = ("forced_eos_token_id", "decoder_start_token_id")
+#: Files by which a directory shows that it has a tokenizer.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 #: Keys of the data section that are not about which pairs there are.
 _NOT_OF_THE_CORPUS = ("max_source_tokens", "max_target_tokens")
 
@@ -75,10 +77,11 @@ def tokenizer_of(recipe: Recipe, corpus: Corpus, checkpoint: Path | None) -> Pre
     if source is not None:
         try:
             return AutoTokenizer.from_pretrained(str(source), trust_remote_code=recipe.model.trust_remote_code)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # of a broken file, the library raises whatever its reading comes upon
             # A directory with weights alone has no tokenizer: one is trained.
-            if checkpoint is not None or recipe.tokenizer.path is not None:
-                raise DataError(f"there is no tokenizer in {str(source)!r}: {error}") from error
+            is_expected = checkpoint is not None or recipe.tokenizer.path is not None
+            if is_expected or any((Path(source) / name).exists() for name in _TOKENIZER_FILES):
+                raise DataError(f"there is no tokenizer that can be read in {str(source)!r}: {error}") from error
     folder = Path(recipe.training.output_dir) / TOKENIZER_FOLDER
     shutil.rmtree(folder, ignore_errors=True)
     return train_tokenizer(
@@ -116,7 +119,7 @@ def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> P
     if model.path is not None:
         try:
             config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code, **model.config)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # of a broken file, the library raises whatever its reading comes upon
             raise RecipeError(f"model.path: no configuration of a model at {model.path!r}: {error}") from error
         if tokenizer is not None and len(tokenizer) > config.vocab_size:
             raise RecipeError(
