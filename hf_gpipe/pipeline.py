@@ -18,11 +18,11 @@ from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.building import ModelSource, Source, make_stages
 from hf_gpipe.checkpoint.peft import load_adapters, save_adapters
 from hf_gpipe.checkpoint.save import save_model
-from hf_gpipe.errors import PartitionError, UserError
+from hf_gpipe.errors import PartitionError, StageError, UserError
 from hf_gpipe.partition import COST_STRATEGIES
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.settings import AUTO, Request
-from hf_gpipe.planner.settle import settle
+from hf_gpipe.planner.settle import Expectation, advice, settle
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe.sizes import read_bytes
 from hf_gpipe.runtime.batches import share
@@ -160,24 +160,21 @@ class Pipeline:
             autocast=None if autocast is None else Autocast(autocast, self.topology.device),
         )
         self.adapter, self.peft = self._source.adapter, self._source.peft
+        request = partial(
+            Request,
+            num_stages,
+            num_processes=self.topology.num_processes,
+            optimizer=optim,
+            memory_bytes=read_bytes(memory, "memory") if isinstance(memory, str) else memory,
+        )
+        self._expectation = Expectation(example, self.adapter, self.peft, label_smoothing, self.topology)
         self.planned: str | None = None
         if AUTO in (num_micro_batches, schedule, recompute) or partition in (AUTO, *COST_STRATEGIES):
-            request = Request(
-                num_stages,
-                num_micro_batches,
-                schedule,
-                recompute,
-                partition,
-                self.topology.num_processes,
-                optim,
-                read_bytes(memory, "memory") if isinstance(memory, str) else memory,
-            )
-            chosen = settle(
-                self.adapter, request, example, self.topology, peft=self.peft, label_smoothing=label_smoothing
-            )
+            chosen = settle(self._expectation, request(num_micro_batches, schedule, recompute, partition))
             self.planned = chosen.why
             num_micro_batches, schedule = chosen.num_micro_batches, chosen.schedule
             recompute, partition = chosen.recompute, chosen.partition
+        self._run_as = request(num_micro_batches, schedule, recompute, partition)
         assert isinstance(num_micro_batches, int)
         self.partition = cut(len(self.adapter.layers), num_stages, partition)
         recomputed = Recompute.parse(recompute, num_stages)
@@ -369,6 +366,21 @@ class Pipeline:
     # ------------------------------------------------------------------ between steps
 
     @contextmanager
+    def advising_on_memory(self) -> Iterator[None]:
+        """A scope in which a failure for want of memory also says what would need less, by the planner.
+
+        Raises:
+            StageError: in place of the failure, whose message it has.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not any(_is_want_of_memory(one) for one in _causes(error)):
+                raise
+            what = str(error) if isinstance(error, StageError) else f"process {self.topology.rank}: {error!r}"
+            raise StageError(f"{what.rstrip('.')}. {advice(self._expectation, self._run_as)}") from error
+
+    @contextmanager
     def holding_weights(self) -> Iterator[None]:
         """A scope in which no weight changes, such as an evaluation: copies of tied parameters are sent once."""
         self._holds_weights, self._copies_are_fresh = True, False
@@ -451,3 +463,16 @@ class Pipeline:
             save_adapters(Path(directory), self.models, self.ties.owner_stage, self.topology, self.peft)
             return
         save_model(Path(directory), self.models, self.ties.owner_stage, self.topology)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An exception, what caused it, and so on."""
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__cause__
+
+
+def _is_want_of_memory(error: BaseException) -> bool:
+    # On the CPU torch has no class of its own for it.
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for
-from hf_gpipe.errors import UserError
+from hf_gpipe.errors import StageError, UserError
 from hf_gpipe.runtime.micro_batch import split_rows, split_tokens
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule.actions import ActionKind
@@ -177,3 +177,40 @@ def test_a_graph_keeps_no_boundary_output_alive() -> None:
     run_pipeline(pipe, padded_batch(config))
     assert alive == [False]
     assert ActionKind.RECOMPUTE not in {a.kind for a in pipe.schedule(1).actions[0]}
+
+
+@pytest.mark.parametrize(
+    "failure", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes")]
+)
+def test_a_failure_for_want_of_memory_says_what_would_need_less(failure: Exception) -> None:
+    config = tiny_config("llama")
+    batch = padded_batch(config)
+    pipe = Pipeline(plain_model(config), 2, 2, recompute="none", example=batch, memory="1MiB")
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise failure
+
+    pipe.stages[1].forward = fail  # type: ignore[method-assign,assignment]
+    with (
+        pytest.raises(StageError, match=r"stage 1, action 1F0: .* By the planner, .*pipeline\."),
+        pipe.advising_on_memory(),
+    ):
+        pipe.train_step(batch)
+    with pytest.raises(ValueError, match="another"), pipe.advising_on_memory():
+        raise ValueError("another failure")
+
+
+@pytest.mark.parametrize("partition", ["parameters", "flops", "auto"])
+def test_the_planner_settles_what_is_left_to_it(partition: str) -> None:
+    config = tiny_config("marian")
+    batch, plain = padded_batch(config), plain_model(config)
+    pipe = Pipeline(plain, 2, "auto", "auto", "auto", partition, example=batch, memory="100MiB")
+    assert isinstance(pipe.num_micro_batches, int)
+    assert pipe.planned is not None
+    assert "num_micro_batches" in pipe.planned
+    assert_same(run_pipeline(pipe, batch), run_plain(plain, batch, 1))
+
+
+def test_the_planner_needs_an_example() -> None:
+    with pytest.raises(UserError, match="give example="):
+        Pipeline(tiny_config("llama"), 2, recompute="auto")

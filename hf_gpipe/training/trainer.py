@@ -106,7 +106,7 @@ class PipelineTrainer(SavingTrainer):
         self._loss_since_log = self._loss_logged = 0.0
         self.pipe.zero_grad()
 
-        with self._stopping_on_request():
+        with self._stopping_on_request(), self.pipe.advising_on_memory():
             self._fire("on_train_begin")
             if self.args.eval_on_start:
                 self.evaluate()
