@@ -41,7 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore")
     try:
         options = parser.parse_intermixed_args(args)
-        return _plan(options)
+        code = _plan(options)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # A reader such as head has seen enough. What is still buffered must not fail at the interpreter's end either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -152,8 +158,10 @@ def _planner(recipe: Recipe, device: Device, request: Request, *, is_profiled: b
     """What plans the recipe; `is_profiled`: its layers are measured here."""
     import torch
 
+    from hf_gpipe.adapters import adapter_for
     from hf_gpipe.adapters.autocast import Autocast
     from hf_gpipe.planner.measure import model_costs
+    from hf_gpipe.planner.measure_seconds import profile_layers
     from hf_gpipe.planner.plan import Planner
     from hf_gpipe.planner.workload import Workload
     from hf_gpipe.training.from_recipe import model_config, model_dtype
@@ -167,16 +175,22 @@ def _planner(recipe: Recipe, device: Device, request: Request, *, is_profiled: b
     of_mini_batch = Workload.of_recipe(recipe, is_encoder_decoder=config.is_encoder_decoder, num_micro_batches=1)
 
     def costs_of(rows: int) -> ModelCosts:
+        workload, smoothing = replace(of_mini_batch, rows=rows), training.label_smoothing_factor
+        dtype, attention = model_dtype(recipe), recipe.model.attn_implementation
+        is_trusted = recipe.model.trust_remote_code
         try:
+            if is_profiled:
+                adapter = adapter_for(config, dtype, attention, trust_remote_code=is_trusted, autocast=autocast)
+                return profile_layers(adapter, workload, here, label_smoothing=smoothing)
             return model_costs(
                 config,
-                replace(of_mini_batch, rows=rows),
-                model_dtype(recipe),
-                recipe.model.attn_implementation,
-                trust_remote_code=recipe.model.trust_remote_code,
+                workload,
+                dtype,
+                attention,
+                trust_remote_code=is_trusted,
                 autocast=autocast,
-                label_smoothing=training.label_smoothing_factor,
-                as_on_gpu=not is_profiled or here.type == "cuda",
+                label_smoothing=smoothing,
+                as_on_gpu=True,
             )
         except (HfGpipeError, KeyboardInterrupt):
             raise

@@ -34,7 +34,7 @@ def choose_partition(planner: Planner, settings: Settings, strategy: str | Seque
     costs = planner.costs(num_micro_batches)
     if strategy == "profile" and not costs.is_measured:
         raise PartitionError(
-            "partition 'profile' needs measured layers, and none were measured; measure them first, or use flops."
+            "partition 'profile' needs measured layers, and none were measured; plan with --profile, or use flops."
         )
     table = planner.table(
         settings.schedule, settings.num_stages, num_micro_batches, settings.recompute, settings.num_processes

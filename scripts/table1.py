@@ -1,0 +1,183 @@
+"""GPipe's Table 1, Transformer half, from the planner: python scripts/table1.py
+
+The table (GPipe, arXiv 1811.06965, section 3) asks how many layers L of a Transformer with d = 2048, feed-forward 8192,
+32 heads, 32000 tokens of vocabulary and sequences of 1024 can be trained on accelerators of 16 GiB, at a mini-batch of
+32 rows and 12 bytes a parameter (float32 weights, gradients and one RMSProp slot): Naive-1 without recomputation and
+micro-batches, Pipeline-K with both, on K accelerators.
+
+Known error of the printed table: the two memory cells of Naive-1 are swapped, for 282.2M parameters of 12 bytes are
+3.15 GiB. ("25x", which is 22x, is in its other half, and 298 times as many parameters on 128 accelerators is right.)
+
+Where the model here differs from the paper's:
+- It is transformers' GPT-2 with an untied head, whose layers are the paper's (12 d^2 + 13 d each). GPT-2 has a table of
+  1024 positions (2.1M parameters) where the paper's positions have none, and its head no bias (32k): so the parameters
+  printed are those of the formula, and the planner's count stands beside them.
+- Attention keeps no (T, T) matrix, as on GPUs today. The paper does not say what its own kept.
+- Activations are in bfloat16 (autocast, as TPUs compute); --float32 keeps them in float32.
+- The paper does not say M; here each micro-batch is one row, M = 32, the leanest there is.
+- L is the largest for which some split into K stages fits by the planner's bill, the allocator's reserve included.
+- Naive-1 keeps the logits of 32 rows, their log-probabilities and the gradient, 3.9 GiB each in float32; with such a
+  loss no layer fits beside them. What it would need, and how many rows it could take, is printed below the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from transformers import GPT2Config
+
+from hf_gpipe.adapters.autocast import Autocast
+from hf_gpipe.errors import PartitionError
+from hf_gpipe.planner.costs import ModelCosts
+from hf_gpipe.planner.devices import device
+from hf_gpipe.planner.measure import model_costs
+from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.resolve import best_plan
+from hf_gpipe.planner.settings import Request, Settings
+from hf_gpipe.planner.workload import Workload
+
+WIDTH, VOCABULARY, LENGTH, ROWS, GIB = 2048, 32000, 1024, 32, 1 << 30
+#: Name, K, and the paper's L, parameters as printed, parameter memory and peak activation memory (GiB, of Naive-1 unswapped).
+PAPER = (
+    ("Naive-1", 1, 3, "282.2M", 3.15, 11.7),
+    ("Pipeline-1", 1, 13, "785.8M", 8.8, 6.4),
+    ("Pipeline-8", 8, 103, "5.3B", 59.5, 50.9),
+    ("Pipeline-32", 32, 415, "21.0B", 235.1, 199.9),
+    ("Pipeline-128", 128, 1663, "83.9B", 937.9, 796.1),
+)
+
+
+def formula(num_layers: int) -> int:
+    """Parameters of the paper's model: untied input table and biased softmax, L layers, a last norm."""
+    return 2 * VOCABULARY * WIDTH + VOCABULARY + num_layers * (12 * WIDTH**2 + 13 * WIDTH) + 2 * WIDTH
+
+
+def printed(count: int) -> str:
+    """A number of parameters to the digits that the paper prints."""
+    return f"{count / 1e9:.1f}B" if count >= 10**9 else f"{count / 1e6:.1f}M"
+
+
+class Model:
+    """The costs of the model of any depth, from those of a shallow one: its layers in the middle are alike."""
+
+    def __init__(self, *, is_float32: bool) -> None:
+        self._is_float32 = is_float32
+        self._shallow: dict[int, ModelCosts] = {}
+
+    def costs(self, rows: int, num_layers: int) -> ModelCosts:
+        """Of one micro-batch of `rows`."""
+        if rows not in self._shallow:
+            config = GPT2Config(
+                n_layer=3,
+                n_embd=WIDTH,
+                n_head=32,
+                n_inner=8192,
+                vocab_size=VOCABULARY,
+                n_positions=LENGTH,
+                tie_word_embeddings=False,
+                bos_token_id=0,
+                eos_token_id=0,
+            )
+            workload = Workload(rows, LENGTH, LENGTH, has_padding=False)
+            autocast = None if self._is_float32 else Autocast(torch.bfloat16, torch.device("cpu"))
+            self._shallow[rows] = model_costs(config, workload, autocast=autocast, as_on_gpu=True)
+        shallow = self._shallow[rows]
+        first, block, *_, norm, head = (layer for layer in shallow.layers)
+        blocks = tuple(replace(block, name=f"transformer.h.{index}") for index in range(num_layers))
+        return replace(shallow, layers=(first, *blocks, norm, head))
+
+    def plan(self, name: str, num_stages: int, num_layers: int, *, is_limited: bool = True) -> Plan:
+        """The plan of a row of the table. Raises PartitionError where no split fits and that matters."""
+        planner = Planner(lambda rows: self.costs(rows, num_layers), ROWS, device("tpu-v3"))
+        planner = planner if is_limited else planner.within(None)
+        is_naive = name.startswith("Naive")
+        return best_plan(
+            planner,
+            Request(
+                num_stages,
+                num_micro_batches=1 if is_naive else ROWS,
+                schedule="gpipe",
+                recompute="none" if is_naive else "stage",
+                partition="auto",
+                optimizer="rmsprop",
+            ),
+        )
+
+    def fits(self, name: str, num_stages: int, num_layers: int) -> bool:
+        """Whether that many layers fit."""
+        try:
+            return self.plan(name, num_stages, num_layers).fits
+        except PartitionError:
+            return False
+
+    def most_layers(self, name: str, num_stages: int) -> int:
+        """The largest L that fits, 0 where none does."""
+        low, high = 0, 4
+        while self.fits(name, num_stages, max(high, num_stages)):
+            low, high = max(high, num_stages), 2 * max(high, num_stages)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if middle + 3 >= num_stages and self.fits(name, num_stages, middle):
+                low = middle
+            else:
+                high = middle
+        return low
+
+
+def naive_text(model: Model) -> str:
+    """What Naive-1 with the paper's three layers needs here."""
+    settings = Settings(1, 1, "gpipe", "none", (6,), 1, "rmsprop")
+    needs: dict[int, Plan] = {}
+    for rows in range(1, ROWS + 1):
+        planner = Planner(partial(model.costs, num_layers=3), rows, device("tpu-v3"))
+        needs[rows] = planner.plan(settings)
+    fitting = max((rows for rows, plan in needs.items() if plan.fits), default=0)
+    whole = needs[ROWS].peak_bytes / GIB
+    return f"Naive-1 with 3 layers needs {whole:.1f} GiB at {ROWS} rows; {fitting} rows fit into 16 GiB."
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table in Markdown."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--float32", action="store_true", help="activations in float32")
+    parser.add_argument("--stages", type=int, nargs="*", default=[1, 8, 32, 128], help="values of K")
+    options = parser.parse_args(argv)
+    model = Model(is_float32=options.float32)
+    print(
+        "| | L, paper | parameters, paper | by formula | planner's model | parameter GiB, paper | planner "
+        "| activation GiB, paper | planner | L, planner | GiB a device |"
+    )
+    print("|" + "---|" * 11)
+    for name, num_stages, paper_layers, paper_count, paper_weights, paper_activations in PAPER:
+        if num_stages not in options.stages:
+            continue
+        count = model.costs(1, paper_layers).total.count
+        bills = [process.memory for process in model.plan(name, num_stages, paper_layers, is_limited=False).processes]
+        weights = sum(3 * bill.parameters for bill in bills)
+        activations = sum(bill.total - bill.parameters - bill.gradients - bill.optimizer for bill in bills)
+        most = model.most_layers(name, num_stages)
+        peak = f"{model.plan(name, num_stages, most).peak_bytes / GIB:.2f}" if most else "none fits"
+        print(
+            f"| {name} | {paper_layers} | {paper_count} | {printed(formula(paper_layers))} | {printed(count)} | "
+            f"{paper_weights} | {weights / GIB:.2f} | {paper_activations} | {activations / GIB:.2f} | {most} | {peak} |",
+            flush=True,
+        )
+    if 1 in options.stages:
+        print(f"\n{naive_text(model)}")
+    started = time.perf_counter()
+    deepest = Model(is_float32=options.float32)
+    deepest.plan("Pipeline-128", 128, 1500)
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
+    print(
+        f"\nOne plan of 1500 layers on 128 stages: {time.perf_counter() - started:.1f} s; peak memory {used:.2f} GiB."
+    )
+
+
+if __name__ == "__main__":
+    main()
