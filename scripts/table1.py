@@ -43,7 +43,7 @@ from hf_gpipe.planner.settings import Request, Settings
 from hf_gpipe.planner.workload import Workload
 
 WIDTH, VOCABULARY, LENGTH, ROWS, GIB = 2048, 32000, 1024, 32, 1 << 30
-#: Name, K, and the paper's L, parameters as printed, parameter memory and peak activation memory (GiB, of Naive-1 unswapped).
+#: Name, K, and the paper's L, parameters as printed, GiB of parameters and of activations (those of Naive-1 unswapped).
 PAPER = (
     ("Naive-1", 1, 3, "282.2M", 3.15, 11.7),
     ("Pipeline-1", 1, 13, "785.8M", 8.8, 6.4),
@@ -165,7 +165,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         peak = f"{model.plan(name, num_stages, most).peak_bytes / GIB:.2f}" if most else "none fits"
         print(
             f"| {name} | {paper_layers} | {paper_count} | {printed(formula(paper_layers))} | {printed(count)} | "
-            f"{paper_weights} | {weights / GIB:.2f} | {paper_activations} | {activations / GIB:.2f} | {most} | {peak} |",
+            f"{paper_weights} | {weights / GIB:.2f} | {paper_activations} | {activations / GIB:.2f} | {most} | "
+            f"{peak} |",
             flush=True,
         )
     if 1 in options.stages:
