@@ -1,0 +1,399 @@
+"""Compares what the planner predicts with what runs on this machine, and writes the table into docs/planner.md.
+
+    python scripts/validate_planner.py                  all cases, the table is written
+    python scripts/validate_planner.py llama-1f1b ...   these only, nothing is written
+    python scripts/validate_planner.py --tiny           small models: does the script work?
+
+Each case is run twice, in fresh processes joined by gloo, each with one thread. In the first run all processes measure
+one layer of each kind at the same time. In the second they train, and note
+
+- the bytes of the parameters that they hold,
+- the peak of their resident memory above what it was after the imports and some steps of a tiny model, which bring in
+  the libraries' own pages,
+- the median time of a step, with clipping and the optimizer's update.
+
+The planner is told the seconds of the layers, nothing else of the run. Run it while the machine does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import pickle
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import transformers
+from transformers import (
+    BartConfig,
+    GPT2Config,
+    LlamaConfig,
+    MarianConfig,
+    MT5Config,
+    PreTrainedConfig,
+    T5Config,
+)
+
+from hf_gpipe import Pipeline
+from hf_gpipe.adapters import adapter_for
+from hf_gpipe.adapters.tiny import tiny_config
+from hf_gpipe.partition import partition
+from hf_gpipe.planner.costs import ModelCosts
+from hf_gpipe.planner.measure_seconds import profile_layers
+from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.settings import Settings
+from hf_gpipe.planner.this_machine import this_machine
+from hf_gpipe.planner.workload import Workload
+
+PAGE = Path(__file__).parents[1] / "docs" / "planner.md"
+BEGIN, END = "<!-- validation: written by scripts/validate_planner.py -->", "<!-- end of validation -->"
+CPU = torch.device("cpu")
+VOCABULARY = 32000
+TOLERANCE = 0.15
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model and one way to train it; `num_processes` share the stages."""
+
+    name: str
+    config: PreTrainedConfig
+    rows: int
+    source: int
+    target: int
+    num_stages: int
+    num_processes: int
+    num_micro_batches: int
+    schedule: str
+    recompute: str
+
+    @property
+    def workload(self) -> Workload:
+        """Of its largest micro-batch."""
+        return Workload(-(-self.rows // self.num_micro_batches), self.source, self.target)
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """The number of layers of each stage."""
+        ranges = partition(len(adapter_for(self.config).layers), self.num_stages, "count")
+        return tuple(len(layers) for layers in ranges)
+
+    @property
+    def settings(self) -> Settings:
+        """As the planner is told."""
+        return Settings(
+            self.num_stages,
+            self.num_micro_batches,
+            self.schedule,
+            self.recompute,
+            self.partition,
+            self.num_processes,
+        )
+
+    def batch(self) -> dict[str, torch.Tensor]:
+        """Random ids; the last row is a token shorter than the others."""
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = self.config.vocab_size
+        ids = torch.randint(3, vocabulary, (self.rows, self.source), generator=generator)
+        labels = torch.randint(3, vocabulary, (self.rows, self.target), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[:, -1] = torch.arange(self.rows) % self.num_micro_batches != 0
+        if not self.config.is_encoder_decoder:
+            labels = ids.masked_fill(mask == 0, -100)
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def cases() -> list[Case]:
+    """Eight of them: both kinds of models, K of 1, 2 and more stages than processes, every schedule, every mode."""
+    wide = {"d_model": 640, "encoder_ffn_dim": 2560, "decoder_ffn_dim": 2560}
+    heads = {"encoder_attention_heads": 10, "decoder_attention_heads": 10}
+    blocks = {"encoder_layers": 4, "decoder_layers": 4, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
+    seq2seq = {"vocab_size": VOCABULARY, "max_position_embeddings": 512, **wide, **heads, **blocks}
+    tokens = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1, "decoder_start_token_id": 0}
+    t5 = {"vocab_size": VOCABULARY, "d_kv": 64, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+    llama = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=640,
+        intermediate_size=1792,
+        num_hidden_layers=6,
+        num_attention_heads=10,
+        pad_token_id=0,
+    )
+    gpt2 = GPT2Config(
+        vocab_size=VOCABULARY, n_embd=768, n_layer=6, n_head=12, n_positions=512, bos_token_id=1, eos_token_id=1
+    )
+    t5_small = T5Config(**t5, d_model=640, d_ff=2560, num_heads=10, num_layers=4, num_decoder_layers=4)
+    mt5 = MT5Config(**t5, d_model=512, d_ff=1536, num_heads=8, num_layers=4, num_decoder_layers=4)
+    bart = BartConfig(**seq2seq, **tokens, forced_eos_token_id=None)
+    return [
+        Case("llama-plain", llama, 4, 128, 128, 1, 1, 2, "gpipe", "none"),
+        Case("llama-gpipe", llama, 8, 128, 128, 2, 2, 4, "gpipe", "stage"),
+        Case("gpt2-1f1b", gpt2, 8, 128, 128, 2, 2, 4, "1f1b", "none"),
+        Case("gpt2-interleaved", gpt2, 8, 128, 128, 4, 2, 4, "interleaved_1f1b", "block"),
+        Case("t5-gpipe", t5_small, 8, 96, 96, 2, 2, 4, "gpipe", "block"),
+        Case("mt5-fused", mt5, 8, 96, 96, 2, 2, 4, "gpipe_fused", "stage"),
+        Case("bart-naive", bart, 8, 96, 96, 2, 2, 2, "naive", "none"),
+        Case("marian-stages", MarianConfig(**seq2seq, **tokens), 8, 96, 96, 2, 1, 4, "1f1b", "stage"),
+    ]
+
+
+def tiny(case: Case) -> Case:
+    """The same with a clone of the model that has sizes of a few dozen."""
+    return replace(case, config=tiny_config(case.config), source=12, target=12)
+
+
+# ---------------------------------------------------------------------- in the processes
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one process of a run saw."""
+
+    parameter_bytes: int
+    peak_bytes: int
+    step_seconds: tuple[float, ...]
+
+
+def profile(case: Case) -> ModelCosts:
+    """The costs of a case's layers, measured while the other processes measure."""
+    return profile_layers(
+        adapter_for(case.config),
+        case.workload,
+        CPU,
+        barrier=_barrier,
+        make_optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    )
+
+
+def train(case: Case, num_steps: int) -> Measured:
+    """Some steps of a case."""
+    _train(tiny(case), 3)
+    gc.collect()
+    baseline = _resident_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    pipe, seconds = _train(case, num_steps)
+    held = {p.data_ptr(): p.nbytes for stage in pipe.models.values() for p in stage.parameters.values()}
+    return Measured(sum(held.values()), _resident_bytes("VmHWM") - baseline, seconds)
+
+
+def _train(case: Case, num_steps: int) -> tuple[Pipeline, tuple[float, ...]]:
+    pipe = Pipeline(
+        case.config,
+        case.num_stages,
+        case.num_micro_batches,
+        case.schedule,
+        case.recompute,
+        case.partition,
+        device="cpu",
+    )
+    optimizer = torch.optim.AdamW([p for p in pipe.parameters() if p.requires_grad], fused=True)
+    batch, seconds = case.batch(), []
+    for _ in range(num_steps):
+        _barrier()
+        start = time.perf_counter()
+        pipe.train_step(batch)
+        pipe.clip_grad_norm_(1.0)
+        optimizer.step()
+        pipe.zero_grad()
+        _barrier()
+        seconds.append(time.perf_counter() - start)
+    return pipe, tuple(seconds[1:])
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _resident_bytes(field: str) -> int:
+    """A line of this process's status, which counts in KiB."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}; this needs Linux")
+
+
+def _worker(rank: int, num_processes: int, folder: str, call: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    if num_processes > 1:
+        store = f"file://{folder}/store"
+        timeout = timedelta(minutes=10)
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_processes, timeout=timeout)
+    (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(call(*args)))
+    if num_processes > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------- in the main process
+
+
+def in_processes(call: Callable[..., Any], num_processes: int, *args: Any) -> list[Any]:
+    """Results of a call in fresh processes, by rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_worker, (num_processes, folder, call, args), nprocs=num_processes)
+        return [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(num_processes)]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Predicted and measured values of a case."""
+
+    case: Case
+    plan: Plan
+    costs: ModelCosts
+    measured: list[Measured]
+
+    @property
+    def state_bytes(self) -> int:
+        """Weights, gradients and AdamW's two moments of the whole model."""
+        return 4 * self.costs.total.trainable_bytes
+
+    @property
+    def predicted_parameters(self) -> list[int]:
+        """Bytes that each process holds."""
+        ranges = [(stage.layers.start, stage.layers.stop) for stage in self.plan.stages]
+        own = [[ranges[stage] for stage in process.stages] for process in self.plan.processes]
+        return [self.costs.held_by(stages).num_bytes for stages in own]
+
+    @property
+    def peak_ratios(self) -> list[float]:
+        """Predicted over measured, of each process."""
+        pairs = zip(self.plan.processes, self.measured, strict=True)
+        return [process.memory.total / measured.peak_bytes for process, measured in pairs]
+
+    @property
+    def step_seconds(self) -> float:
+        """Measured: the median of the steps, each as long as its slowest process."""
+        return median(max(times) for times in zip(*(one.step_seconds for one in self.measured), strict=True))
+
+    @property
+    def step_ratio(self) -> float:
+        """Predicted over measured."""
+        return self.plan.step_seconds / self.step_seconds
+
+
+def validate(case: Case, num_steps: int) -> Result:
+    """Measure the layers, predict, run."""
+    costs = average(in_processes(profile, case.num_processes, case))
+    planner = Planner(lambda _: costs, case.rows, this_machine(CPU))
+    plan = planner.plan(case.settings)
+    return Result(case, plan, costs, in_processes(train, case.num_processes, case, num_steps))
+
+
+def average(measured: Sequence[ModelCosts]) -> ModelCosts:
+    """The same costs with the mean of what the processes measured."""
+
+    def of(name: str, parts: Sequence[Any]) -> float:
+        return mean(getattr(part, name) for part in parts)
+
+    layer_names = ("forward_seconds", "forward_only_seconds", "backward_seconds")
+    layers = tuple(
+        replace(parts[0], **{name: of(name, parts) for name in layer_names})
+        for parts in zip(*(costs.layers for costs in measured), strict=True)
+    )
+    names = ("stage_forward_seconds", "stage_backward_seconds", "update_seconds_per_parameter")
+    return replace(measured[0], layers=layers, **{name: of(name, measured) for name in names})
+
+
+def report(results: Sequence[Result]) -> str:
+    """The section of the page."""
+    lines = [
+        BEGIN,
+        "",
+        "| case | model | K / processes | M | schedule | recompute | model state | parameters a process | "
+        "peak a process: predicted / measured | step: predicted / measured |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        case = result.case
+        held = [measured.parameter_bytes for measured in result.measured]
+        exact = "exact" if held == result.predicted_parameters else f"{result.predicted_parameters} against {held}"
+        peaks = "; ".join(
+            f"{_gib(process.memory.total)} / {_gib(measured.peak_bytes)} = {ratio:.2f}"
+            for process, measured, ratio in zip(result.plan.processes, result.measured, result.peak_ratios, strict=True)
+        )
+        lines.append(
+            f"| {case.name} | {case.config.model_type}, {result.costs.total.count / 1e6:.1f}M | "
+            f"{case.num_stages} / {case.num_processes} | {case.num_micro_batches} | {case.schedule} | "
+            f"{case.recompute} | {result.state_bytes / 1e9:.2f} GB | {exact} | {peaks} | "
+            f"{result.plan.step_seconds:.2f} s / {result.step_seconds:.2f} s = {result.step_ratio:.2f} |"
+        )
+    peaks_within = sum(all(_is_near(ratio) for ratio in result.peak_ratios) for result in results)
+    exact_count = sum([m.parameter_bytes for m in r.measured] == r.predicted_parameters for r in results)
+    times_within = sum(_is_near(result.step_ratio) for result in results)
+    load = os.getloadavg()[2]
+    lines += [
+        "",
+        f"Of {len(results)} cases the parameters' bytes are exact in {exact_count}, the peak of each process is within "
+        f"{TOLERANCE:.0%} in {peaks_within}, and the step's time is within {TOLERANCE:.0%} in {times_within} (median "
+        f"ratio {median(result.step_ratio for result in results):.2f}).",
+        "",
+        f"Measured on {platform.machine()} with {os.cpu_count()} cores, one thread a process, load {load:.1f} over the "
+        f"last 15 minutes; Python {platform.python_version()}, torch {torch.__version__}, transformers "
+        f"{transformers.__version__}. Weights and arithmetic in float32, AdamW.",
+        "",
+        END,
+    ]
+    return "\n".join(lines)
+
+
+def _is_near(ratio: float) -> bool:
+    return abs(ratio - 1) <= TOLERANCE
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def write(section: str) -> None:
+    """Put the section in its place on the page, or at its end."""
+    page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else "# The planner\n"
+    if BEGIN in page:
+        head, rest = page.split(BEGIN, 1)
+        page = head + section + rest.split(END, 1)[1]
+    else:
+        page = f"{page.rstrip()}\n\n## Predicted and measured\n\n{section}\n"
+    PAGE.write_text(page, encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """See the top of the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", help="names of cases; none: all, and the page is written")
+    parser.add_argument("--steps", type=int, default=7, help="steps of a run; the first is not counted")
+    parser.add_argument("--tiny", action="store_true", help="small models, nothing is written")
+    options = parser.parse_args(arguments)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    everything = cases()
+    if unknown := set(options.cases) - {case.name for case in everything}:
+        parser.error(f"no case {sorted(unknown)[0]!r}; there are {', '.join(case.name for case in everything)}")
+    chosen = [case for case in everything if not options.cases or case.name in options.cases]
+    results = []
+    for case in chosen:
+        results.append(validate(tiny(case) if options.tiny else case, options.steps))
+        print(report(results[-1:]).splitlines()[4], flush=True)
+    section = report(results)
+    print(section)
+    if not options.cases and not options.tiny:
+        write(section)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
