@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -200,15 +201,30 @@ def test_a_failure_for_want_of_memory_says_what_would_need_less(failure: Excepti
         raise ValueError("another failure")
 
 
-@pytest.mark.parametrize("partition", ["parameters", "flops", "auto"])
+@pytest.mark.parametrize("partition", ["parameters", "flops", "profile", "auto"])
 def test_the_planner_settles_what_is_left_to_it(partition: str) -> None:
     config = tiny_config("marian")
     batch, plain = padded_batch(config), plain_model(config)
-    pipe = Pipeline(plain, 2, "auto", "auto", "auto", partition, example=batch, memory="100MiB")
+    pipe = Pipeline(plain, 2, "auto", "1f1b", "auto", partition, example=batch, memory="100MiB")
     assert isinstance(pipe.num_micro_batches, int)
     assert pipe.planned is not None
     assert "num_micro_batches" in pipe.planned
     assert_same(run_pipeline(pipe, batch), run_plain(plain, batch, 1))
+
+
+def test_the_planner_decides_the_same_in_every_process() -> None:
+    first, second = run_gloo(decisions, 2)
+    assert first == second
+
+
+def decisions() -> list[object]:
+    config = tiny_config("llama")
+    found: list[object] = []
+    for partition in ("profile", "flops"):
+        example = padded_batch(config) if dist.get_rank() == 0 else None
+        pipe = Pipeline(config, 3, 2, "auto", "auto", partition, example=example, memory="100MiB")
+        found.append((pipe.partition, pipe.schedule_name, pipe.recompute, pipe.planned))
+    return found
 
 
 def test_the_planner_needs_an_example() -> None:

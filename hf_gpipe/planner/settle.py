@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import torch
 
@@ -13,8 +14,9 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.planner.costs import ModelCosts
 from hf_gpipe.planner.fix import smallest_fix
 from hf_gpipe.planner.measure import costs_of
+from hf_gpipe.planner.measure_seconds import profile_layers
 from hf_gpipe.planner.plan import Planner
-from hf_gpipe.planner.resolve import best_plan, resolve
+from hf_gpipe.planner.resolve import best_plan, micro_batch_counts, resolve
 from hf_gpipe.planner.settings import Request, Settled
 from hf_gpipe.planner.this_machine import this_machine
 from hf_gpipe.planner.workload import Workload
@@ -39,16 +41,30 @@ class Expectation:
     label_smoothing: float
     topology: Topology
 
-    def planner(self, memory_bytes: int | None) -> Planner:
-        """For the device of this process. Raises UserError without an example."""
+    def mini_batch(self) -> Workload:
+        """Its shape. Raises UserError without an example."""
         if self.example is None:
             raise UserError(
                 "the planner needs the shape of a mini-batch to choose auto values or to cut the model by cost: give "
                 "example=, a mini-batch as long as the longest to come"
             )
-        mini_batch = self.example if isinstance(self.example, Workload) else Workload.of_batch(self.example)
+        return self.example if isinstance(self.example, Workload) else Workload.of_batch(self.example)
+
+    def planner(self, memory_bytes: int | None, measured: Mapping[int, ModelCosts] | None = None) -> Planner:
+        """For the device of this process.
+
+        Args:
+            memory_bytes: the limit; None: the device's memory.
+            measured: by the rows of a micro-batch, the costs with seconds.
+
+        Raises:
+            UserError: there is no example.
+        """
+        mini_batch = self.mini_batch()
 
         def costs(rows: int) -> ModelCosts:
+            if measured is not None and rows in measured:
+                return measured[rows]
             return costs_of(
                 self.adapter,
                 replace(mini_batch, rows=rows),
@@ -67,7 +83,50 @@ def settle(expectation: Expectation, request: Request) -> Settled:
     Raises:
         UserError: on every process: no example, or nothing that could be run.
     """
-    return expectation.topology.from_main(lambda: resolve(expectation.planner(request.memory_bytes), request))
+    measured = _measure(expectation, request) if request.partition == "profile" else None
+    return expectation.topology.from_main(lambda: resolve(expectation.planner(request.memory_bytes, measured), request))
+
+
+def _measure(expectation: Expectation, request: Request) -> dict[int, ModelCosts]:
+    """The costs of each size of micro-batch that may be chosen, measured by all processes at once, as in a run."""
+    topology = expectation.topology
+    mini_batch = topology.from_main(expectation.mini_batch)
+    measured = {}
+    for count in micro_batch_counts(mini_batch.rows, request.num_micro_batches):
+        rows = -(-mini_batch.rows // min(count, mini_batch.rows))
+        own = profile_layers(
+            expectation.adapter,
+            replace(mini_batch, rows=rows),
+            topology.device,
+            peft=expectation.peft,
+            label_smoothing=expectation.label_smoothing,
+            barrier=topology.barrier,
+        )
+        measured[rows] = _mean(topology.gather_objects(own))
+    return measured
+
+
+def _mean(costs: Sequence[ModelCosts]) -> ModelCosts:
+    """The same costs with the mean of the seconds that several processes have measured."""
+    layers = [
+        replace(
+            layer,
+            forward_seconds=_mean_seconds(one.layers[index].forward_seconds for one in costs),
+            forward_only_seconds=_mean_seconds(one.layers[index].forward_only_seconds for one in costs),
+            backward_seconds=_mean_seconds(one.layers[index].backward_seconds for one in costs),
+        )
+        for index, layer in enumerate(costs[0].layers)
+    ]
+    return replace(
+        costs[0],
+        layers=tuple(layers),
+        stage_forward_seconds=_mean_seconds(one.stage_forward_seconds for one in costs),
+        stage_backward_seconds=_mean_seconds(one.stage_backward_seconds for one in costs),
+    )
+
+
+def _mean_seconds(values: Iterable[float | None]) -> float:
+    return fmean(value for value in values if value is not None)
 
 
 def advice(expectation: Expectation, request: Request) -> str:
