@@ -1,6 +1,6 @@
 """Break a training in every way, in every process and phase, and see that nothing hangs and nothing saved is lost.
 
-    python scripts/chaos.py [--only WORD] [--output FOLDER]
+    python scripts/chaos.py [--quick] [--only WORD] [--output FOLDER]
 
 Each fault is injected into a run of `python -m hf_gpipe.train` over three processes, by wrapping one function of the
 product in one of them. Then: every process is gone in time; the exit code and the one message are right and name the
@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,6 +45,8 @@ from hf_gpipe.training import loader
 NUM_PROCESSES = 3
 #: How long processes wait for one that is stuck, and how long all of them may take to end.
 TIMEOUT_SECONDS, LIMIT_SECONDS = 4, 15
+#: How long a run may take to come to its fault.
+MEET_SECONDS = 120
 
 RECIPE = """
 model:
@@ -167,6 +170,16 @@ def all_faults() -> list[Fault]:
     return faults
 
 
+def some_faults() -> list[Fault]:
+    """Each phase once, each kind at least once."""
+    kinds = ["exception", "SIGKILL", "stuck", "memory", "SIGTERM", "device memory", "exception"]
+    faults = []
+    for turn, phase in enumerate(PHASES):
+        allowed = PHASES[phase].processes or tuple(range(NUM_PROCESSES))
+        faults.append(Fault(allowed[turn % len(allowed)], phase, kinds[turn % len(kinds)]))
+    return [*faults, Fault(1, "weights", "disk full")]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of a run.
@@ -244,21 +257,34 @@ class Forked:
 
 
 def run_forked(words: Sequence[str], folder: Path, fault: Fault | None) -> Forked:
-    """The command, with its processes forked and a fault in one of them."""
+    """The command, with its processes forked and a fault in one of them.
 
-    def start(command: Sequence[str], environment: dict[str, str]) -> Forked:
-        def worker() -> int:
-            os.environ.update(environment)
-            if fault is not None and fault.process == int(environment["RANK"]):
-                fault.inject(folder)
-            return train(list(words))
+    They are forked before the launcher starts a thread, whose locks they would inherit, and wait for their environment.
+    """
 
-        process = Forked(worker)
-        with (folder / "pids").open("a") as pids:
-            pids.write(f"{process.pid}\n")
-        return process
+    def worker(pipe: int) -> int:
+        with os.fdopen(pipe) as file:
+            environment = json.loads(file.readline() or "null")
+        if environment is None:
+            return 0  # the launcher has ended without it
+        os.environ.update(environment)
+        if fault is not None and fault.process == int(environment["RANK"]):
+            fault.inject(folder)
+        return train(list(words))
 
     def launcher() -> int:
+        waiting = []
+        for _ in range(NUM_PROCESSES):
+            read, write = os.pipe()
+            waiting.append((Forked(partial(worker, read)), write))
+            os.close(read)
+        (folder / "pids").write_text("".join(f"{process.pid}\n" for process, _ in waiting))
+
+        def start(command: Sequence[str], environment: dict[str, str]) -> Forked:
+            process, pipe = waiting.pop(0)
+            os.write(pipe, json.dumps(environment).encode() + b"\n")
+            return process
+
         launch.start = start  # type: ignore[assignment]
         return train(list(words))
 
@@ -303,7 +329,8 @@ def try_fault(fault: Fault, recipe: Path, folder: Path, expected: dict[str, torc
     words = [str(recipe), f"training.output_dir={output}"]
     launcher = run_forked(words, folder, fault)
     limit = LIMIT_SECONDS + (TIMEOUT_SECONDS if fault.kind == "stuck" else 0)
-    while launcher.poll() is None and time.time() < _injected(folder, time.time()) + limit:
+    deadline = time.time() + MEET_SECONDS
+    while launcher.poll() is None and time.time() < _injected(folder, deadline) + limit:
         time.sleep(0.02)
     seconds = time.time() - _injected(folder, 0.0)
     is_hang = launcher.poll() is None
@@ -401,11 +428,12 @@ def main() -> int:
     """Try every fault; the exit code is 1 where there was a hang, a loss or a wrong message."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="try the faults whose description has this word in it")
+    parser.add_argument("--quick", action="store_true", help="try a dozen faults")
     parser.add_argument("--output", type=Path, help="an empty folder to keep all runs in")
     options = parser.parse_args()
     torch.set_num_threads(1)
     importlib.import_module("hf_gpipe.training.job")  # once, not in every process
-    faults = [fault for fault in all_faults() if options.only in str(fault)]
+    faults = [fault for fault in (some_faults() if options.quick else all_faults()) if options.only in str(fault)]
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="hf_gpipe-chaos-") as temporary:
         folder = options.output or Path(temporary)

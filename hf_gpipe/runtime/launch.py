@@ -35,7 +35,7 @@ from hf_gpipe.runtime.supervise import (
 #: Seconds between two looks of a process at whether its launcher is still there.
 WATCH_SECONDS = 0.5
 #: Seconds that the processes of a job may start apart, as on machines that read their programs over a network.
-START_SECONDS = 600.0
+START_SECONDS = 300.0
 
 #: How long a process waits for another one; None in a job that was not joined by `join`: torch's default.
 _timeout: timedelta | None = None
