@@ -9,6 +9,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.resolve import micro_batch_counts, planned
 from hf_gpipe.planner.settings import AUTO, Request
+from hf_gpipe.planner.timing import seconds_text
 from hf_gpipe.recipe.sizes import size_text
 
 #: A plan that was to fit and did not is mended by one that needs this share of it at most.
@@ -34,7 +35,7 @@ def smallest_fix(plan: Plan) -> str:
         if changed.fits:
             return (
                 f"{words} fits: {size_text(changed.peak_bytes)} a process at most, and a step of "
-                f"{changed.step_seconds:.3g} s where it was {plan.step_seconds:.3g} s."
+                f"{seconds_text(changed.step_seconds)} where it was {seconds_text(plan.step_seconds)}."
             )
         least = min(least, changed, key=lambda one: one.peak_bytes)
     return (

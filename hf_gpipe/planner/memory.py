@@ -133,8 +133,9 @@ def _kept(
         yield float(maker.start), float(maker.end), "working", peaks.forward
         yield float(maker.end), float(last.end), "activations", graph - head
         yield float(maker.end), float(last.end), "logits", head
-        peak = peaks.first_backward if last is first_backward else peaks.backward
-        yield float(last.start), float(last.end), "working", max(peak - graph, 0)
+        yield float(last.start), float(last.end), "working", max(peaks.backward - graph, 0)
+        if last is first_backward:
+            yield float(last.start), float(last.end), "gradients", peaks.first_backward - peaks.backward
     yield float(first_backward.end), math.inf, "gradients", gradient_bytes
 
 

@@ -11,6 +11,7 @@ from hf_gpipe.planner.fix import smallest_fix
 from hf_gpipe.planner.memory import MemoryBill
 from hf_gpipe.planner.plan import Plan, StagePlan
 from hf_gpipe.planner.search import Found
+from hf_gpipe.planner.timing import seconds_text
 from hf_gpipe.recipe.sizes import size_text
 
 #: From here on consecutive stages that are alike share a line of the table.
@@ -63,8 +64,8 @@ def verdict(plan: Plan) -> str:
     limit = plan.planner.memory_bytes
     if limit is None:
         return f"needs {size_text(plan.peak_bytes)} a process; --memory says whether that is there"
-    share = f"{size_text(plan.peak_bytes)} of {size_text(limit)} in process {plan.fullest_process.number}"
-    return f"fits: {share}" if plan.fits else f"does not fit: {share}; {smallest_fix(plan)}"
+    needs = f"process {plan.fullest_process.number} needs {size_text(plan.peak_bytes)} of {size_text(limit)}"
+    return f"fits: {needs}" if plan.fits else f"does not fit: {needs}; {smallest_fix(plan)}"
 
 
 def memory_why(plan: Plan) -> str:
@@ -91,7 +92,7 @@ def time_why(plan: Plan) -> str:
     if len(seconds) > 1 and share > 1.5 / len(seconds):
         reason += f", {plan.costs.layers[dearest].name} is {share:.0%} of it"
     return (
-        f"the slowest is stage {slowest.number}: {_seconds(slowest.busy_seconds)} of work, "
+        f"the slowest is stage {slowest.number}: {seconds_text(slowest.busy_seconds)} of work, "
         f"{slowest.busy_seconds / mean if mean else 1:.2f} times the mean ({reason})"
     )
 
@@ -183,7 +184,7 @@ def _table(plan: Plan) -> list[str]:
                 str(len(stage.layers)),
                 _count(stage.num_parameters),
                 *(size_text(size) for size in (*sizes, memory.total)),
-                _seconds(stage.busy_seconds),
+                seconds_text(stage.busy_seconds),
                 f"{stage.first_layer} .. {group[-1].last_layer}",
             )
         )
@@ -209,15 +210,15 @@ def _step(plan: Plan) -> str:
         name: sum(getattr(time, name) for time in times) / len(times)
         for name in ("forward", "recompute", "backward", "update")
     }
-    words = ", ".join(f"{name} {_seconds(value)}" for name, value in parts.items())
+    words = ", ".join(f"{name} {seconds_text(value)}" for name, value in parts.items())
     how = "measured layers" if plan.costs.is_measured else "rates of the device"
-    return f"{_seconds(plan.step_seconds)} (a process on average: {words}, bubble {plan.bubble:.1%}); from {how}"
+    return f"{seconds_text(plan.step_seconds)} (a process on average: {words}, bubble {plan.bubble:.1%}); from {how}"
 
 
 def _search_row(plan: Plan) -> str:
     settings = plan.settings
     return (
-        f"{_seconds(plan.step_seconds):>9}  {plan.bubble:>6.1%}  {size_text(plan.peak_bytes):>9}  "
+        f"{seconds_text(plan.step_seconds):>9}  {plan.bubble:>6.1%}  {size_text(plan.peak_bytes):>9}  "
         f"{settings.num_stages:>3}  {settings.num_micro_batches:>4}  {settings.schedule:16}  {_recompute(plan):12}  "
         f"{_runs(settings.partition)}"
     )
@@ -257,10 +258,6 @@ def _count(number: int) -> str:
         if number >= size:
             return f"{number / size:.4g}{unit}"
     return str(number)
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 or seconds == 0 else f"{1000 * seconds:.3g} ms"
 
 
 def _line(item: tuple[str, str]) -> str:

@@ -12,6 +12,7 @@ from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.recompute import choose_recompute
 from hf_gpipe.planner.settings import AUTO, Request, Settings, Settled
 from hf_gpipe.planner.split import choose_partition
+from hf_gpipe.planner.timing import seconds_text
 from hf_gpipe.recipe.sizes import size_text
 
 logger = logging.getLogger(__name__)
@@ -139,6 +140,6 @@ def _why(plan: Plan, request: Request) -> str:
     limit = plan.planner.memory_bytes
     fits = "no limit of memory is known" if limit is None else f"the limit is {size_text(limit)}"
     return (
-        f"planner: {', '.join(chosen)}: a step of {plan.step_seconds:.3g} s, bubble {plan.bubble:.1%}, the fullest "
+        f"planner: {', '.join(chosen)}: a step of {seconds_text(plan.step_seconds)}, bubble {plan.bubble:.1%}, the fullest "
         f"process at {size_text(plan.peak_bytes)}; {fits}{'' if plan.fits else ', which nothing allowed fits'}"
     )

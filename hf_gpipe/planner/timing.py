@@ -133,3 +133,8 @@ class TimeBill:
 
 def _prefix(values: Sequence[float]) -> list[float]:
     return [0.0, *accumulate(values)]
+
+
+def seconds_text(seconds: float) -> str:
+    """A time for people: "1.23 s", "45.6 ms"."""
+    return f"{seconds:.3g} s" if seconds >= 1 or seconds == 0 else f"{1000 * seconds:.3g} ms"

@@ -1,0 +1,83 @@
+"""Models made of numbers: costs of layers that are easy to add up by hand."""
+
+from __future__ import annotations
+
+from hf_gpipe.planner.costs import LayerCost, ModelCosts, Parameters, SharedParameter
+from hf_gpipe.planner.devices import LINKS, Device
+from hf_gpipe.planner.plan import Planner
+from hf_gpipe.planner.settings import Settings
+from hf_gpipe.planner.workload import Workload
+
+DEVICE = Device("toy", None, {"float32": 2.0}, 1e30, LINKS["nvlink4"])
+"""It does one operation a second, at the efficiency that the time bill assumes."""
+
+MIB = 1 << 20
+
+
+def layer(
+    name: str,
+    *,
+    kind: str = "block",
+    weights: int = 10 * MIB,
+    flops: int = 1,
+    boundary: int = MIB,
+    saved: int = 5 * MIB,
+    block_saved: int = MIB,
+    shared: tuple[SharedParameter, ...] = (),
+    seconds: float | None = None,
+) -> LayerCost:
+    """A layer whose backward is twice its forward; `weights`, `boundary` and `saved` in bytes."""
+    return LayerCost(
+        name=name,
+        kind=kind,  # type: ignore[arg-type]  # a text here, one of its names
+        stack="decoder",
+        parameters=Parameters(weights // 4, weights, weights // 4, weights),
+        shared=shared,
+        buffer_bytes=0,
+        forward_flops=flops,
+        backward_flops=2 * flops,
+        input_bytes=boundary,
+        gradient_input_bytes=boundary,
+        saved_bytes=saved,
+        saved_input_bytes=0,
+        stage_saved_bytes=0,
+        block_saved_bytes=block_saved if kind == "block" else saved,
+        block_saved_input_bytes=0,
+        block_stage_saved_bytes=0,
+        forward_working_bytes=0,
+        forward_only_working_bytes=0,
+        backward_working_bytes=0,
+        block_backward_working_bytes=saved,
+        forward_seconds=seconds,
+        forward_only_seconds=seconds,
+        backward_seconds=None if seconds is None else 2 * seconds,
+    )
+
+
+def model(*layers: LayerCost) -> ModelCosts:
+    """Of one row of four tokens; the ids take no memory."""
+    return ModelCosts(layers, Workload(1, 4, 4), 0, "float32", "float32")
+
+
+def blocks(count: int, **options: int) -> ModelCosts:
+    """Equal blocks."""
+    return model(*(layer(f"h.{index}", **options) for index in range(count)))  # type: ignore[arg-type]  # numbers only
+
+
+def planner(costs: ModelCosts, rows: int = 4, memory_bytes: int | None = None) -> Planner:
+    """Of a model whose micro-batches cost the same, however many rows they have."""
+    return Planner(lambda _: costs, rows, DEVICE, memory_bytes)
+
+
+def settings(partition: tuple[int, ...], num_micro_batches: int = 4, **changes: object) -> Settings:
+    """gpipe without recomputation, SGD, a process a stage, where not changed."""
+    values: dict[str, object] = {
+        "num_stages": len(partition),
+        "num_micro_batches": num_micro_batches,
+        "schedule": "gpipe",
+        "recompute": "none",
+        "partition": partition,
+        "num_processes": len(partition),
+        "optimizer": "sgd",
+    }
+    return Settings(**(values | changes))  # type: ignore[arg-type]  # the fields by name

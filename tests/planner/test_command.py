@@ -1,0 +1,119 @@
+"""python -m hf_gpipe.plan, on recipes whose models are never made."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from hf_gpipe.plan import main
+
+TINY = """\
+model:
+  config: {model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 4, num_attention_heads: 4}
+data: {kind: cldr, languages: [de], max_source_tokens: 32, max_target_tokens: 32}
+tokenizer: {vocab_size: 5000}
+pipeline: {num_stages: 2, num_micro_batches: 2}
+training: {output_dir: never, batch_size: 4}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(TINY)
+    return str(path)
+
+
+def test_a_recipe_that_fits(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([recipe, "--memory", "1GiB", "--device", "t4"]) == 0
+    out, err = capsys.readouterr()
+    assert "vocabulary of 5000 tokens, from tokenizer.vocab_size" in err
+    for words in ("2 x t4, 1 GiB each", "4 rows of 64 tokens, as 2 micro-batches of at most 2", "the slowest is stage"):
+        assert words in out
+    assert "verdict     fits: process " in out
+    assert not Path("never").exists()
+
+
+def test_one_that_does_not_says_what_would(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([recipe, "--memory", "17MiB", "training.batch_size=16"]) == 1
+    out = capsys.readouterr().out
+    assert "verdict     does not fit: " in out
+    assert " fits: " in out
+
+
+def test_json_and_a_picture(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "plan.png"
+    assert main([recipe, "--json", "--picture", str(picture), "pipeline.schedule=1f1b"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["settings"]["schedule"] == "1f1b"
+    assert [stage["layers"] for stage in plan["stages"]] == [4, 3]
+    for stage in plan["stages"]:
+        assert stage["memory_bytes"].pop("total") == sum(stage["memory_bytes"].values())
+    assert sum(plan["processes"][0]["seconds"].values()) == pytest.approx(plan["step_seconds"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_auto_values_are_chosen(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    auto = [f"pipeline.{key}=auto" for key in ("num_micro_batches", "schedule", "recompute", "partition")]
+    assert main([recipe, "--memory", "1GiB", *auto]) == 0
+    chosen = capsys.readouterr().out.splitlines()[-1].split()
+    assert chosen[0] == "chosen"
+    assert main([recipe, "--memory", "1GiB", *chosen[1:]]) == 0
+
+
+def test_more_devices_make_more_stages(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([recipe, "--devices", "4", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["processes"]) == 4
+    assert main([recipe, "--devices", "1", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["stages"]) == 2
+
+
+def test_a_search(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([recipe, "--memory", "1GiB", "--search"]) == 0
+    out = capsys.readouterr().out
+    assert "fastest that fit" in out
+    assert "as overrides: pipeline.num_stages=" in out
+    assert "least memory:" in out
+
+
+def test_layers_measured_here(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([recipe, "--profile", "pipeline.partition=profile", "--memory", "8GiB"]) == 0
+    assert "from measured layers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--devices", "0"], "--devices is 0; a pipeline needs at least 1"),
+        (["--devices", "4", "pipeline.num_stages=2"], "--devices is 4 and pipeline.num_stages is 2"),
+        (["--devices", "many"], "argument --devices: invalid int value: 'many'"),
+        (["--memory", "80"], "--memory is '80', without a unit; write for example 80GiB"),
+        (["--device", "a100-8"], "the device 'a100-8' is unknown; known are p100, .*did you mean 'a100-80'"),
+        (["--flops", "3TFLOPS"], "--flops and --bandwidth go together"),
+        (["--device", "t4", "--flops", "3TFLOPS"], "exclude each other"),
+        (
+            ["--memory", "1MiB", "pipeline.partition=flops"],
+            "no split of 7 layers into 2 stages fits .* no number of stages",
+        ),
+        (["pipeline.partition=profile"], "plan with --profile, or use flops"),
+        (["--picture", "plan.pdf"], "cannot draw plan.pdf: the picture of a plan is a PNG"),
+        (["--fast"], "unrecognized arguments: --fast"),
+        (["pipeline.num_stages=9"], "num_stages is 9, but the model has 7 layers"),
+        (["pipeline.memory=much"], "pipeline.memory is 'much', which is no size"),
+    ],
+)
+def test_errors_are_one_line_and_exit_code_2(
+    recipe: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([recipe, *arguments]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert re.search(message, errors[0]), errors[0]
+
+
+def test_help_without_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "--memory" in capsys.readouterr().out

@@ -1,0 +1,97 @@
+"""The memory bill, against sums by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hf_gpipe.planner.costs import Parameters, SharedParameter
+from hf_gpipe.planner.memory import RESERVED_SHARE
+from hf_gpipe.planner.plan import Plan
+from tests.planner.models import MIB, blocks, layer, model, planner, settings
+
+
+def test_gpipe_without_recomputation_keeps_every_graph_and_every_boundary() -> None:
+    """At the end of the forwards stage 1 has M = 4 graphs of two layers and 4 inputs. In the first backward the
+    gradients of weights come as the graph goes: 20 MiB for 5 of its 10 when the first layer's turn comes.
+    """
+    plan = planner(blocks(4)).plan(settings((2, 2)))
+    bill = plan.stages[1].memory
+    assert bill.parameters == 20 * MIB
+    assert bill.activations == 4 * 10 * MIB
+    assert bill.boundaries == 4 * MIB
+    assert bill.gradients == 15 * MIB
+    assert bill.working == bill.optimizer == bill.early_gradients == bill.logits == 0
+    assert bill.reserve == pytest.approx(RESERVED_SHARE * 44 * MIB, abs=1)
+    assert bill.total == sum(vars(bill).values())
+
+
+def test_recomputed_stages_keep_one_graph_and_the_inputs() -> None:
+    plan = planner(blocks(4)).plan(settings((2, 2), recompute="stage"))
+    assert plan.stages[1].memory.activations == 10 * MIB
+    # Before the last backward of the first micro-batches, whose inputs are gone, the gradients have come.
+    assert plan.stages[1].memory.parameters + plan.stages[1].memory.gradients >= 20 * MIB
+    assert plan.peak_bytes < planner(blocks(4)).plan(settings((2, 2))).peak_bytes
+
+
+def test_one_forward_one_backward_keeps_as_many_graphs_as_stages_follow() -> None:
+    plan = planner(blocks(6), rows=8).plan(settings((2, 2, 2), 8, schedule="1f1b"))
+    assert [stage.memory.activations // (10 * MIB) for stage in plan.stages] == [3, 2, 1]
+
+
+def test_recomputed_blocks_keep_their_inputs() -> None:
+    plan = planner(blocks(4)).plan(settings((2, 2), recompute="block"))
+    assert plan.stages[0].memory.activations == 4 * 2 * MIB
+    entries = planner(blocks(4)).plan(settings((2, 2), recompute=("none", "block")))
+    assert [stage.recompute for stage in entries.stages] == ["none", "block"]
+    assert entries.stages[1].memory.activations == 4 * 2 * MIB
+
+
+def test_gradients_that_come_early_wait_under_the_fused_schedule() -> None:
+    """Where the last stage is quick, all its gradients wait at the stage before it."""
+    costs = model(layer("a", flops=8), layer("b", flops=1))
+    plan = planner(costs).plan(settings((1, 1), schedule="gpipe_fused"))
+    assert plan.stages[0].memory.early_gradients > 0
+    assert planner(costs).plan(settings((1, 1), schedule="1f1b")).stages[0].memory.early_gradients <= MIB
+
+
+@pytest.mark.parametrize(("optimizer", "slots"), [("adamw_torch", 2), ("rmsprop", 1), ("sgd", 0), ("adafactor", 0.01)])
+def test_optimizer_state(optimizer: str, slots: float) -> None:
+    bill = planner(blocks(2)).plan(settings((2,), optimizer=optimizer)).stages[0].memory
+    assert bill.optimizer == round(slots * 20 * MIB)
+
+
+def test_master_weights_are_kept_in_float32() -> None:
+    half = replace(blocks(2), dtype="bfloat16")
+    bill = planner(half).plan(settings((2,), optimizer="adamw_torch", fp32_master_weights=True)).stages[0].memory
+    # A copy, its gradient and two moments, each of twice the bytes.
+    assert bill.optimizer == 4 * 2 * 20 * MIB
+
+
+def test_a_tied_weight_counts_once_a_process_and_its_state_once() -> None:
+    table = SharedParameter("table", Parameters(MIB, 4 * MIB, MIB, 4 * MIB), 0)
+    costs = model(layer("embedding", shared=(table,)), layer("block"), layer("head", kind="head", shared=(table,)))
+
+    def bills(plan: Plan) -> list[tuple[int, int]]:
+        return [(one.memory.parameters // MIB, one.memory.optimizer // MIB) for one in plan.processes]
+
+    assert bills(planner(costs).plan(settings((1, 1, 1), optimizer="rmsprop"))) == [(14, 14), (10, 10), (14, 10)]
+    assert bills(planner(costs).plan(settings((1, 2), optimizer="rmsprop"))) == [(14, 14), (24, 20)]
+    one_process = settings((1, 1, 1), optimizer="rmsprop", num_processes=1)
+    assert bills(planner(costs).plan(one_process)) == [(34, 34)]
+
+
+def test_the_head_has_an_item_of_its_own() -> None:
+    costs = model(layer("block"), layer("head", kind="head", saved=50 * MIB))
+    bill = planner(costs).plan(settings((2,), 1)).stages[0].memory
+    assert (bill.activations, bill.logits) == (5 * MIB, 50 * MIB)
+
+
+def test_several_stages_of_a_process_add_up() -> None:
+    plan = planner(blocks(4)).plan(settings((1, 1, 1, 1), num_processes=2))
+    assert [process.stages for process in plan.processes] == [(0, 1), (2, 3)]
+    for process in plan.processes:
+        assert process.memory.parameters == 20 * MIB
+        alone = [plan.stages[stage].memory.total for stage in process.stages]
+        assert max(alone) < process.memory.total <= sum(alone)

@@ -1,0 +1,211 @@
+"""Time, splits, recomputation, auto values, fixes and searches of the planner."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import replace
+
+import pytest
+
+from hf_gpipe.errors import PartitionError, UserError
+from hf_gpipe.planner.fix import smallest_fix
+from hf_gpipe.planner.plan import Plan
+from hf_gpipe.planner.recompute import choose_recompute
+from hf_gpipe.planner.resolve import best_plan, resolve
+from hf_gpipe.planner.search import search
+from hf_gpipe.planner.settings import Request
+from hf_gpipe.planner.split import choose_partition
+from hf_gpipe.runtime.recompute import Recompute
+from tests.planner.models import MIB, blocks, layer, model, planner, settings
+
+
+def test_the_bubble_of_equal_stages_is_the_papers() -> None:
+    plan = planner(blocks(4), rows=8).plan(settings((1, 1, 1, 1), 8))
+    assert plan.bubble == pytest.approx(3 / 11, rel=1e-3)
+    # Eight micro-batches and three steps of fill and drain, each 1 s forward and 2 s backward.
+    assert plan.step_seconds == pytest.approx(11 * 3, rel=1e-3)
+    for process in plan.processes:
+        assert process.time.forward == pytest.approx(8)
+        assert process.time.backward == pytest.approx(16)
+        assert process.time.total == pytest.approx(plan.step_seconds)
+
+
+def test_recomputation_takes_a_forward_more() -> None:
+    plan = planner(blocks(2), rows=8).plan(settings((1, 1), 8, recompute="stage"))
+    assert plan.processes[0].time.recompute == pytest.approx(8)
+    block = planner(blocks(2), rows=8).plan(settings((1, 1), 8, recompute="block"))
+    assert block.processes[0].time.backward == pytest.approx(8 * 3)
+
+
+def test_measured_seconds_go_before_rates() -> None:
+    measured = model(*(replace(layer(f"h.{i}", seconds=0.5), name=f"h.{i}") for i in range(2)))
+    plan = planner(measured).plan(settings((1, 1), 1))
+    assert plan.costs.is_measured
+    assert plan.step_seconds == pytest.approx(2 * 1.5, rel=1e-3)
+
+
+def test_a_mini_batch_of_few_rows_has_as_many_micro_batches() -> None:
+    plan = planner(blocks(2), rows=3).plan(settings((1, 1), 8))
+    assert plan.timeline.schedule.num_micro_batches == 3
+
+
+@pytest.mark.parametrize("strategy", ["flops", "auto"])
+def test_a_dear_head_stands_alone(strategy: str) -> None:
+    costs = model(*(layer(f"h.{i}") for i in range(6)), layer("head", kind="head", flops=6))
+    assert choose_partition(planner(costs), settings((4, 3)), strategy) == (6, 1)
+    assert choose_partition(planner(costs), settings((4, 3)), "count") == (4, 3)
+    assert choose_partition(planner(costs), settings((4, 3)), [2, 5]) == (2, 5)
+
+
+def test_parameters_are_split_by_size() -> None:
+    costs = model(layer("embedding", weights=60 * MIB, flops=0), *(layer(f"h.{i}") for i in range(6)))
+    assert choose_partition(planner(costs), settings((4, 3)), "parameters") == (1, 6)
+
+
+def test_a_stage_that_recomputes_nothing_gets_more_layers() -> None:
+    """The last stage of 1f1b has its gradient at hand: a layer there takes 3 s and elsewhere 4 s."""
+    asked = settings((7, 7), 4, schedule="1f1b", recompute="stage")
+    assert choose_partition(planner(blocks(14)), asked, "auto") == (6, 8)
+
+
+def test_a_split_keeps_to_the_limit() -> None:
+    """By time stage 0, whose graphs are many, would get half of the layers."""
+    costs = blocks(8, weights=MIB, saved=10 * MIB)
+    asked = settings((4, 4), 4, schedule="1f1b")
+    free = planner(costs).plan(replace(asked, partition=choose_partition(planner(costs), asked, "auto")))
+    limit = int(0.9 * free.peak_bytes)
+    tight = planner(costs, memory_bytes=limit)
+    counts = choose_partition(tight, asked, "auto")
+    assert counts[0] < counts[1]
+    assert tight.plan(replace(asked, partition=counts)).peak_bytes <= limit
+
+
+def test_a_limit_that_no_split_meets_is_named_with_the_least_that_would_do() -> None:
+    with pytest.raises(PartitionError, match=r"fits 0\.009766 GiB a stage: .* needs 0\.\d+ GiB"):
+        choose_partition(planner(blocks(4), memory_bytes=10 * MIB), settings((2, 2)), "flops")
+
+
+def test_profile_needs_measured_layers() -> None:
+    with pytest.raises(PartitionError, match="plan with --profile, or use flops"):
+        choose_partition(planner(blocks(4)), settings((2, 2)), "profile")
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "gpipe_fused", "1f1b"])
+def test_chosen_recomputation_fits_and_one_graph_more_would_not(schedule: str) -> None:
+    """The bound that the choice goes by is not far from the bill."""
+    costs = blocks(4, saved=40 * MIB)
+    asked = settings((2, 2), 8, schedule=schedule)
+    whole = planner(costs, rows=8).plan(asked)
+    least = planner(costs, rows=8).plan(replace(asked, recompute=(1, 1)))
+    seen = set()
+    for share in (0.0, 0.3, 0.6, 1.1):
+        limit = int(least.peak_bytes + share * (whole.peak_bytes - least.peak_bytes)) + 30 * MIB
+        within = planner(costs, rows=8, memory_bytes=limit)
+        chosen = choose_recompute(within, asked)
+        Recompute.parse(chosen, 2)
+        plan = within.plan(replace(asked, recompute=chosen))
+        assert plan.fits
+        seen.add(chosen)
+        if not isinstance(chosen, str):
+            more = tuple(entry + 2 if isinstance(entry, int) else entry for entry in chosen)
+            assert not within.plan(replace(asked, recompute=more)).fits
+    assert "none" in seen
+    assert len(seen) > 1
+
+
+def test_blocks_are_recomputed_where_no_whole_graph_fits() -> None:
+    costs = blocks(8, weights=MIB, saved=100 * MIB)
+    asked = settings((4, 4), 2, schedule="1f1b")
+    within = planner(costs, memory_bytes=250 * MIB)
+    assert choose_recompute(within, asked) == ("block", "block")
+    assert within.plan(replace(asked, recompute="block")).fits
+
+
+def test_without_a_limit_nothing_is_recomputed() -> None:
+    assert choose_recompute(planner(blocks(4)), settings((2, 2))) == "none"
+
+
+def test_auto_values_are_the_fastest_that_fits_and_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    costs = blocks(8, weights=MIB, saved=10 * MIB)
+    asked = Request(2, "auto", "auto", "auto", "auto", optimizer="sgd", memory_bytes=150 * MIB)
+    caplog.set_level(logging.INFO, "hf_gpipe")
+    settled = resolve(planner(costs, rows=8), asked)
+    assert settled == resolve(planner(costs, rows=8), asked)
+    assert settled.why in caplog.text
+    for word in ("schedule", "num_micro_batches", "recompute", "partition", "150 MiB"):
+        assert word in settled.why
+    chosen = replace(
+        asked,
+        num_micro_batches=settled.num_micro_batches,
+        schedule=settled.schedule,
+        recompute=settled.recompute,
+        partition=settled.partition,
+    )
+    assert chosen.is_settled
+    plan = best_plan(planner(costs, rows=8), chosen)
+    assert plan.fits
+    for schedule in ("gpipe", "1f1b"):
+        for num_micro_batches in (1, 2, 4, 8):
+            other = Request(2, num_micro_batches, schedule, "stage", optimizer="sgd", memory_bytes=150 * MIB)
+            rival = best_plan(planner(costs, rows=8), other)
+            assert not rival.fits or plan.step_seconds <= rival.step_seconds * 1.01
+
+
+def test_what_is_given_is_kept() -> None:
+    settled = resolve(planner(blocks(5)), Request(2, 3, "gpipe", ["stage", 2], "count"))
+    assert (settled.partition, settled.schedule, settled.num_micro_batches) == ([3, 2], "gpipe", 3)
+    assert settled.recompute == ("stage", 2)
+
+
+def test_a_request_that_is_impossible() -> None:
+    with pytest.raises(UserError, match="3 devices for num_stages=2"):
+        Request(2, num_processes=3)
+    with pytest.raises(UserError, match="'adam' has no known size of state; use one of adamw_torch_fused"):
+        Request(2, optimizer="adam")
+
+
+def limited(plan: Plan, limit: int) -> Plan:
+    return plan.planner.within(limit).plan(plan.settings)
+
+
+def test_the_smallest_fix_is_recomputation_where_that_is_enough() -> None:
+    plan = planner(blocks(8, weights=MIB, saved=10 * MIB), rows=8).plan(settings((4, 4), 8))
+    tight = limited(plan, int(0.7 * plan.peak_bytes))
+    assert not tight.fits
+    assert smallest_fix(tight).startswith("pipeline.recompute=auto fits: ")
+
+
+def test_a_fix_can_be_more_stages_and_says_what_they_need() -> None:
+    plan = planner(blocks(8, weights=100 * MIB), rows=8).plan(settings((4, 4), 8))
+    text = smallest_fix(limited(plan, 450 * MIB))
+    found = re.match(r"pipeline.num_stages=(\d) on \1 devices with .* fits: ([\d.]+) MiB", text)
+    assert found is not None, text
+    assert float(found[2]) <= 450
+
+
+def test_where_nothing_helps_the_least_need_is_named() -> None:
+    plan = planner(blocks(2, weights=100 * MIB)).plan(settings((1, 1)))
+    assert re.match(
+        r"no number of stages or micro-batches fits 50 MiB: .* needs \d+ MiB", smallest_fix(limited(plan, 50 * MIB))
+    )
+
+
+def test_a_plan_that_should_have_fitted_is_mended_by_less() -> None:
+    """A run out of memory that was to fit needs an answer too."""
+    plan = planner(blocks(8, weights=MIB, saved=10 * MIB), rows=8).plan(settings((4, 4), 8))
+    assert " fits: " in smallest_fix(plan)
+
+
+def test_a_search_is_no_slower_than_what_was_asked_for_and_knows_the_leanest() -> None:
+    costs = blocks(8, weights=MIB, saved=10 * MIB)
+    asked = Request(2, 2, "gpipe", "stage", optimizer="sgd", memory_bytes=150 * MIB)
+    within = planner(costs, rows=8, memory_bytes=150 * MIB)
+    found = search(within, asked)
+    given = best_plan(within, asked)
+    assert found.fastest[0].step_seconds <= given.step_seconds
+    assert found.leanest.peak_bytes <= given.peak_bytes
+    assert all(plan.fits for plan in found.fastest)
+    steps = [plan.step_seconds for plan in found.fastest]
+    assert steps == sorted(steps)
+    assert {plan.settings.num_stages for plan in found.fastest} >= {2}
