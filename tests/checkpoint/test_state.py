@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -318,9 +319,11 @@ def test_weights_are_replaced_in_place(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- several processes
 
 
-def _save_with_a_full_disk(folder: str, broken_process: int) -> str:
+def _save_with_a_full_disk(folder: str, broken_process: int, by_limit: bool) -> str:
     made = trainer(Path(folder), num_stages=3, **SAVE | {"max_steps": 4})
-    if made.topology.rank == broken_process:
+    if made.topology.rank == broken_process and by_limit:
+        made.add_callback(_LimitFiles())
+    elif made.topology.rank == broken_process:
         original, calls = save.save_file, 0
 
         def fails_the_second_time(*args: Any, **kwargs: Any) -> None:
@@ -333,16 +336,24 @@ def _save_with_a_full_disk(folder: str, broken_process: int) -> str:
         save.save_file = fails_the_second_time
     with pytest.raises(CheckpointError) as caught:
         made.train()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return str(caught.value)
 
 
-@pytest.mark.parametrize("broken_process", [0, 1])
-def test_a_full_disk_on_one_process_is_told_on_all(broken_process: int, tmp_path: Path) -> None:
+class _LimitFiles(TrainerCallback):
+    """After the first checkpoint, the system refuses to write files of more than a few bytes in one process."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+
+
+@pytest.mark.parametrize(("broken_process", "by_limit"), [(0, False), (1, True)])
+def test_a_full_disk_on_one_process_is_told_on_all(broken_process: int, by_limit: bool, tmp_path: Path) -> None:
     """It was raised on one of them, and the others waited for its part of the checkpoint."""
-    messages = run_gloo(_save_with_a_full_disk, 2, str(tmp_path), broken_process)
+    messages = run_gloo(_save_with_a_full_disk, 2, str(tmp_path), broken_process, by_limit)
     assert messages[0] == messages[1]
     assert f"process {broken_process} cannot write" in messages[0]
-    assert "No space left on device" in messages[0]
+    assert ("File too large" if by_limit else "No space left on device") in messages[0]
     assert [path.name for path in tmp_path.glob("*checkpoint*")] == ["checkpoint-2"], "nothing half written is left"
     AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "checkpoint-2")
     assert trainer(tmp_path, num_stages=3, **SAVE).train(resume_from_checkpoint=True).global_step == 9
@@ -436,3 +447,40 @@ def test_a_training_goes_on_from_the_newest_checkpoint_that_is_whole(
         rotate(folder, 1)
         assert checkpoints(folder) == [folder / "checkpoint-8", newest]
         assert not caplog.text
+
+
+# ---------------------------------------------------------------------- restaged
+
+
+HALF = {"save_strategy": "steps", "save_steps": 8, "max_steps": 16, "dropout": 0.2}
+
+
+def test_half_of_a_run_goes_on_to_the_last_bit(tmp_path: Path) -> None:
+    whole = trainer(tmp_path / "whole", **HALF)
+    whole.train()
+    made = trainer(tmp_path / "again", **HALF)
+    assert made.train(resume_from_checkpoint=tmp_path / "whole" / "checkpoint-8").global_step == 16
+    for name, tensor in weights(whole).items():
+        assert torch.equal(weights(made)[name], tensor), name
+
+
+def test_stages_and_schedule_change_on_the_way(tmp_path: Path) -> None:
+    """Two stages, then three with another schedule, then one: the weights of a run that kept its two."""
+    settings = HALF | {"save_steps": 5, "max_steps": 15, "num_micro_batches": 4}
+    whole = trainer(tmp_path / "whole", num_stages=2, schedule="gpipe", **settings)
+    whole.train()
+    legs = [(2, "gpipe", 5), (3, "1f1b", 10), (1, "gpipe", 15)]
+    for num_stages, schedule, last in legs:
+        stages = {"num_stages": num_stages, "schedule": schedule}
+        made = trainer(tmp_path / "run", callbacks=[_StopAt(last)], **stages, **settings)
+        assert made.train(resume_from_checkpoint=True).global_step == last
+    for name, tensor in weights(whole).items():
+        torch.testing.assert_close(weights(made)[name], tensor, rtol=0, atol=1e-5, msg=name)
+
+
+class _StopAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == self._step
