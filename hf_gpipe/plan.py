@@ -168,6 +168,9 @@ def _planner(recipe: Recipe, device: Device, request: Request, *, is_profiled: b
 
     recipe = _with_vocabulary(recipe)
     config, training = model_config(recipe, None), recipe.training
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        # A run takes it from the tokenizer. Any token will do here.
+        config.decoder_start_token_id = 0
     # Without CUDA the types under autocast are observed on the CPU, whose list of operations is nearly the same.
     half = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")

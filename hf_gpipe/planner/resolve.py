@@ -140,6 +140,6 @@ def _why(plan: Plan, request: Request) -> str:
     limit = plan.planner.memory_bytes
     fits = "no limit of memory is known" if limit is None else f"the limit is {size_text(limit)}"
     return (
-        f"planner: {', '.join(chosen)}: a step of {seconds_text(plan.step_seconds)}, bubble {plan.bubble:.1%}, the fullest "
-        f"process at {size_text(plan.peak_bytes)}; {fits}{'' if plan.fits else ', which nothing allowed fits'}"
+        f"planner: {', '.join(chosen)}: a step of {seconds_text(plan.step_seconds)}, bubble {plan.bubble:.1%}, the "
+        f"fullest process at {size_text(plan.peak_bytes)}; {fits}{'' if plan.fits else ', which nothing allowed fits'}"
     )
