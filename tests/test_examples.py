@@ -1,0 +1,82 @@
+"""Examples run as they stand: alone, under torchrun, under accelerate launch; plain transformers loads the results."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, MarianMTModel
+
+from hf_gpipe.data import train_tokenizer
+from tests.oracle import tiny_config
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+LAUNCHERS = {
+    "alone": [sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"],
+    "accelerate": [
+        *(sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"),
+        *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
+    ],
+}
+FEW_STEPS = ["--use_cpu", "--max_steps", "2", "--per_device_train_batch_size", "4", "--report_to", "none"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(WORDS * 20, 290, folder, model="bpe", character_coverage=1.0, target_tags=())
+    return folder
+
+
+def run(launcher: str, script: str, *arguments: str | Path, options: list[str]) -> str:
+    command = [*LAUNCHERS[launcher], str(EXAMPLES / script), *map(str, arguments), *options, *FEW_STEPS]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent), "HF_HUB_OFFLINE": "1"}
+    finished = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return finished.stdout
+
+
+def write(path: Path, rows: list[dict[str, str]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_translate(launcher: str, tokenizer_folder: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    config = tiny_config(
+        "marian",
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        decoder_start_token_id=tokenizer.pad_token_id,
+    )
+    model = MarianMTModel(config)
+    model.generation_config.max_length = 8
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    pairs = write(tmp_path / "pairs.jsonl", [{"source": word, "target": word.upper()} for word in WORDS * 2])
+    options = ["--num_stages", "2", "--eval_strategy", "no"]
+    said = run(launcher, "translate.py", tmp_path / "model", pairs, tmp_path / "out", options=options)
+    assert said.count("chrF ") == 1
+    AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+
+
+def test_pretrain_and_then_instruct(tokenizer_folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text((" ".join(WORDS) + "\n") * 60)
+    options = ["--num_stages", "2", "--save_steps", "1"]
+    run("alone", "pretrain.py", tokenizer_folder, text, tmp_path / "base", options=options)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert (tmp_path / "base" / "checkpoint-2").is_dir()
+    examples = write(tmp_path / "rows.jsonl", [{"prompt": f"after {w} comes", "completion": w} for w in WORDS])
+    run(
+        "alone", "instruct.py", tmp_path / "base", examples, tmp_path / "tuned", options=["--num_stages", "3", "--bf16"]
+    )
+    AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
