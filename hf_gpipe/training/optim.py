@@ -45,7 +45,19 @@ def make_optimizer(
     optimizer = cls(groups, **kwargs)
     if master_weights is not None:
         master_weights.serve(optimizer)
+    if kwargs.get("optim_bits") == 8:
+        _keep_embeddings_exact(pipe)
     return optimizer
+
+
+def _keep_embeddings_exact(pipe: Pipeline) -> None:
+    """Let an 8-bit optimizer keep the state of embeddings in 32 bits, as transformers' Trainer does."""
+    from bitsandbytes.optim import GlobalOptimManager
+
+    for stage_model in pipe.models.values():
+        for module in stage_model.model.modules():
+            if isinstance(module, torch.nn.Embedding):
+                GlobalOptimManager.get_instance().register_module_override(module, "weight", {"optim_bits": 32})
 
 
 def check_optimizer(optimizer: Optimizer, pipe: Pipeline) -> None:

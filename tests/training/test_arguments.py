@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -136,3 +139,13 @@ def test_from_a_command_line() -> None:
     assert (args.num_stages, args.partition) == (2, [3, 4])
     (args,) = parser.parse_args_into_dataclasses(words)
     assert args.partition == "count"
+
+
+def test_the_page_says_what_the_code_does() -> None:
+    script = Path(__file__).parents[2] / "scripts" / "trainer_arguments.py"
+    finished = subprocess.run(
+        [sys.executable, str(script), "--check"],
+        env={**os.environ, "PYTHONPATH": str(script.parents[1])},
+        check=False,
+    )
+    assert finished.returncode == 0, "run scripts/trainer_arguments.py"
