@@ -87,6 +87,11 @@ def _ours(recompute: str, schedule: str, split: int, *, length_bucketing: bool =
     return Case(name, "ours", Options(recompute, schedule, split, length_bucketing))
 
 
+def _auto(peak_megabytes: int) -> Case:
+    """The planner cuts and chooses what is recomputed, for a process that may grow to this."""
+    return Case(f"ours auto {peak_megabytes} MB", "ours", Options("auto", "1f1b", peak_bytes=peak_megabytes * 10**6))
+
+
 _STANDARD = Work()
 _DEEP = Work(layers=12, rows=32, micro_batches=32, steps=2)
 _LENGTHS = Work(random_lengths=True)
@@ -119,8 +124,13 @@ SETTINGS = (
             _ours("stage", "gpipe_fused", 4),
             _ours("stage", "gpipe", 5),
             _ours("none", "1f1b", 5),
+            # What torch's larger process grows to, under ScheduleGPipe and under Schedule1F1B.
+            _auto(770),
+            _auto(660),
         ),
         (
+            Claim("ours auto 770 MB", "torch ScheduleGPipe", 1.25, memory_at_most=1.03),
+            Claim("ours auto 660 MB", "torch Schedule1F1B", 1.20, memory_at_most=1.03),
             Claim("ours 1f1b none", "torch ScheduleGPipe", 1.25, memory_at_most=1.03),
             Claim("ours 1f1b stage", "torch ScheduleGPipe", 1.25, memory_at_most=1.03),
             Claim("ours 1f1b stage", "torch Schedule1F1B", 1.20, memory_at_most=1.03),

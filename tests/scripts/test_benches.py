@@ -23,7 +23,7 @@ RUN_ALL = """
 import sys
 import bench_emulated, bench_memory, bench_peers, bench_table2
 folder = sys.argv[1]
-cases = ["single", "torch Schedule1F1B", "ours 1f1b stage", "ours 1f1b none", "ours 1f1b none bucketed"]
+cases = ["single", "torch Schedule1F1B", "ours 1f1b stage", "ours auto 770 MB", "ours 1f1b none bucketed"]
 codes = [
     bench_emulated.main(["--quick", "--json", f"{folder}/emulated.json"]),
     bench_memory.main(["--quick", "--json", f"{folder}/memory.json"]),
@@ -70,7 +70,7 @@ def test_saved_bytes_follow_the_formula(figures: dict[str, Any]) -> None:
 def test_all_trainers_end_at_one_loss(figures: dict[str, Any]) -> None:
     for result in figures["peers"]["results"]:
         losses = [one["last_loss"] for runs in result["runs"].values() for one in runs]
-        assert len(losses) >= 4
+        assert len(losses) >= 3
         assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
 
 

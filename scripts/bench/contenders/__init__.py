@@ -22,14 +22,16 @@ class Options:
     Attributes:
         recompute: "none", or what is recomputed: the peers know only "on", ours its own modes, also one for each stage.
         schedule: where there is a choice.
-        split: blocks on the first of two stages, beside the embedding.
+        split: blocks on the first of two stages, beside the embedding; 0: the planner cuts, where there is one.
         length_bucketing: rows of similar length go together, and no micro-batch is longer than its longest row.
+        peak_bytes: what the planner may let a process grow to, libraries included.
     """
 
     recompute: str | tuple[str | int, ...] = "none"
     schedule: str = ""
     split: int = 0
     length_bucketing: bool = False
+    peak_bytes: int | None = None
 
 
 class Contender(Protocol):
