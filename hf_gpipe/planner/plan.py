@@ -135,8 +135,9 @@ class Planner:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
-        return len(self.costs(self.rows).layers)
+        """Layers of the model, the same for every micro-batch."""
+        costs = next(iter(self._costs.values()), None) or self.costs(self.rows)
+        return len(costs.layers)
 
     def micro_batch_rows(self, num_micro_batches: int) -> int:
         """Rows of the largest of M micro-batches."""

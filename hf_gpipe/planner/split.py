@@ -25,13 +25,13 @@ def choose_partition(planner: Planner, settings: Settings, strategy: str | Seque
     Raises:
         PartitionError: no split meets the planner's limit of memory, or `partition` refuses.
     """
-    if strategy not in (*COST_STRATEGIES, AUTO):
-        return tuple(len(stage) for stage in cut(planner.num_layers, settings.num_stages, strategy))
-    cut(planner.num_layers, settings.num_stages)
     num_micro_batches = settings.num_micro_batches
+    costs = planner.costs(num_micro_batches)
+    if strategy not in (*COST_STRATEGIES, AUTO):
+        return tuple(len(stage) for stage in cut(len(costs.layers), settings.num_stages, strategy))
+    cut(len(costs.layers), settings.num_stages)
     times = planner.time_sums(num_micro_batches)
     memory = planner.memory_sums(settings)
-    costs = planner.costs(num_micro_batches)
     if strategy == "profile" and not costs.is_measured:
         raise PartitionError(
             "partition 'profile' needs measured layers, and none were measured; plan with --profile, or use flops."
