@@ -30,13 +30,14 @@ class Source:
     """Where the weights of a model are, and what is known of it before any is read.
 
     Attributes:
-        model: without its PEFT wrapper, if it had one.
+        model: without its PEFT wrapper, if it had one; None once the stages are made, so that no process goes on
+            holding the weights of the others' stages.
         adapter: the model's layers.
         peft: the PEFT adapters to train with.
         has_peft_layers: whether the model in memory has their layers already.
     """
 
-    model: ModelSource
+    model: ModelSource | None
     adapter: Adapter
     peft: PeftAdapter | None
     has_peft_layers: bool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -193,6 +193,7 @@ class Pipeline:
             stage: self._source.stage_model(self.partition[stage], where, seed)
             for stage, where in self.topology.stage_devices.items()
         }
+        self._source = replace(self._source, model=None)
         for stage, stage_model in self.models.items():
             if stage in recomputed.block_stages:
                 stage_model.checkpoint_blocks()

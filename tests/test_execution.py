@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -230,3 +232,14 @@ def decisions() -> list[object]:
 def test_the_planner_needs_an_example() -> None:
     with pytest.raises(UserError, match="give example="):
         Pipeline(tiny_config("llama"), 2, recompute="auto")
+
+
+def test_a_pipeline_lets_go_of_the_model_that_it_was_made_from() -> None:
+    """In several processes each would otherwise hold the weights of all stages."""
+    plain = plain_model(tiny_config("llama"))
+    gone = weakref.ref(plain)
+    pipe = Pipeline(plain, 2)
+    del plain
+    gc.collect()
+    assert gone() is None
+    assert len(pipe.stages) == 2

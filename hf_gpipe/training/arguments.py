@@ -14,6 +14,8 @@ from transformers.training_args import ParallelMode
 from transformers.utils import is_bitsandbytes_available
 
 from hf_gpipe.errors import UserError, nearest
+from hf_gpipe.partition import COST_STRATEGIES
+from hf_gpipe.planner.settings import AUTO
 from hf_gpipe.training.supported import (
     BITSANDBYTES_OPTIMIZERS,
     HARMLESS_ARGUMENTS,
@@ -38,16 +40,24 @@ class PipelineTrainingArguments(TrainingArguments):
     """
 
     num_stages: int = field(default=1, metadata={"help": "K: consecutive stages the model's layers are cut into."})
-    num_micro_batches: int = field(default=1, metadata={"help": "M: micro-batches a mini-batch is cut into."})
+    num_micro_batches: int | str = field(
+        default=1, metadata={"help": "M: micro-batches a mini-batch is cut into; auto: the planner's choice."}
+    )
     schedule: str = field(
         default="gpipe",
-        metadata={"help": "The order of work: gpipe, gpipe_fused, 1f1b, interleaved_1f1b or naive."},
+        metadata={"help": "The order of work: gpipe, gpipe_fused, 1f1b, interleaved_1f1b, naive, or auto."},
     )
     recompute: str = field(
-        default="stage", metadata={"help": "What backward computes again instead of keeping: none, block or stage."}
+        default="stage",
+        metadata={"help": "What backward computes again instead of keeping: none, block, stage, or auto."},
     )
     partition: list[int] | str = field(
-        default="count", metadata={"help": "count, or the number of layers of each stage."}
+        default="count",
+        metadata={"help": "count, parameters, flops, profile, auto, or the number of layers of each stage."},
+    )
+    memory: str | None = field(
+        default=None,
+        metadata={"help": "What a process may use, as 80GiB: the planner's limit for what it chooses; None: all."},
     )
     timeline_steps: int | None = field(
         default=None,
@@ -126,6 +136,12 @@ class PipelineTrainingArguments(TrainingArguments):
                     f"{variable}={value}: accelerate's launcher was told to use {feature}, which a pipeline does not "
                     "support; launch without it"
                 )
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether something is left to the planner."""
+        by_cost = self.partition in (AUTO, *COST_STRATEGIES)
+        return by_cost or AUTO in (self.num_micro_batches, self.schedule, self.recompute)
 
     @property
     def autocast(self) -> torch.dtype | None:

@@ -34,6 +34,7 @@ from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.generating import generation_config_of
 from hf_gpipe.training.hub import HubUploads
 from hf_gpipe.training.loader import Batch, MiniBatches
+from hf_gpipe.training.longest import longest_mini_batch
 from hf_gpipe.training.loss_scaling import LossScaler
 from hf_gpipe.training.master_weights import MasterWeights
 from hf_gpipe.training.optim import check_optimizer
@@ -77,7 +78,7 @@ class TrainerBase:
         seed = enable_full_determinism if self.args.full_determinism else set_seed
         seed(self.args.seed)
         join(self.args.ddp_timeout)
-        self.pipe = _pipeline(model if model_init is None else model_init(), self.args)
+        self.pipe = _pipeline(model if model_init is None else model_init(), self.args, train_dataset)
         self.topology = self.pipe.topology
         if self.args.generation_config is not None:
             self.pipe.adapter.reference.generation_config = generation_config_of(self.args.generation_config)
@@ -222,7 +223,7 @@ class TrainerBase:
         return box[0]
 
 
-def _pipeline(model: Pipeline | ModelSource | None, args: PipelineTrainingArguments) -> Pipeline:
+def _pipeline(model: Pipeline | ModelSource | None, args: PipelineTrainingArguments, dataset: Any) -> Pipeline:
     """The pipeline that the arguments ask for, or the one given, if it is not another one."""
     if isinstance(model, Pipeline):
         _check_given(model, args)
@@ -241,6 +242,9 @@ def _pipeline(model: Pipeline | ModelSource | None, args: PipelineTrainingArgume
         autocast=args.autocast,
         length_bucketing=args.train_sampling_strategy == "group_by_length",
         torch_compile=args.compile_backend,
+        example=longest_mini_batch(dataset, args.per_device_train_batch_size) if args.is_planned else None,
+        memory=args.memory,
+        optim=str(getattr(args.optim, "value", args.optim)),
     )
 
 

@@ -1,0 +1,36 @@
+"""How long mini-batches become, for the planner, which must know before the training begins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hf_gpipe.planner.workload import Workload
+
+#: Rows that are looked at, drawn evenly over the dataset: reading all of a large one would take minutes.
+_SAMPLE = 1000
+
+
+def longest_mini_batch(dataset: Any, num_rows: int) -> Workload | None:
+    """A mini-batch in which every row is as long as the longest one drawn.
+
+    Args:
+        dataset: the training rows, as they are before they are collated.
+        num_rows: of a mini-batch.
+
+    Returns:
+        None where the rows have no `input_ids`, or their number is not known.
+    """
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or len(dataset) == 0:
+        return None
+    rows = [dataset[index] for index in range(0, len(dataset), -(-len(dataset) // _SAMPLE))]
+    if not all(isinstance(row, Mapping) and "input_ids" in row for row in rows):
+        return None
+    source = max(len(row["input_ids"]) for row in rows)
+    # A collator of language modelling makes the labels from the ids.
+    target = max(len(row["labels"]) if _is_sequence(row.get("labels")) else len(row["input_ids"]) for row in rows)
+    return Workload(num_rows, max(source, 1), max(target, 1))
+
+
+def _is_sequence(value: Any) -> bool:
+    return hasattr(value, "__len__")
