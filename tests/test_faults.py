@@ -92,7 +92,7 @@ def test_a_signal_stops_a_training_after_its_step(
 
 def test_torchrun_passes_the_signal_on(prepared: Path, tmp_path: Path) -> None:
     words = [str(prepared / "recipe.yaml"), f"training.output_dir={tmp_path / 'out'}", "pipeline.num_stages=2"]
-    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     _, err = stop([*torchrun, "-m", "hf_gpipe.train", *words], tmp_path / "out", signal.SIGTERM)
     found = re.search(r"stopped by SIGTERM after step (\d+) of 60; all of it is saved in (\S+):", err)
     assert found is not None, err
