@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -106,10 +107,16 @@ class Adapter(ABC):
         What lies outside of every layer goes with the embedding that it is tied to (an encoder-decoder's `shared`)
         or, at the root of the model, with the head that reads it (Marian's `final_logits_bias`).
         """
-        for index, layer in enumerate(self.layers):
-            if any(parameter.startswith(f"{module}.") for module in layer.all_modules):
+        module = parameter
+        while "." in module:
+            module = module.rpartition(".")[0]
+            if (index := self._layer_of_module.get(module)) is not None:
                 return index
         return 0 if "." in parameter else len(self.layers) - 1
+
+    @cached_property
+    def _layer_of_module(self) -> dict[str, int]:
+        return {module: index for index, layer in enumerate(self.layers) for module in layer.all_modules}
 
     def prepare(self, micro_batch: Tensors) -> dict[str, torch.Tensor]:
         """The inputs of a micro-batch's forward on any stage, from what the collator gave.
