@@ -375,7 +375,8 @@ def _wrong_end(fault: Fault, exit_code: int | None, told: list[str], stderr: str
         "stuck": rf"waited {TIMEOUT_SECONDS} seconds in vain.*process {fault.process} was stuck .*_stuck",
         "disk full": rf"process {fault.process}.*No space left on device",
     }
-    pattern = patterns.get(fault.kind, rf"process {fault.process}, {place}.*injected")
+    # Where memory runs out, the planner's advice stands between the two.
+    pattern = patterns.get(fault.kind, rf"(?=.*{place}).*process {fault.process}.*injected")
     if not any(re.search(pattern, line) for line in told):
         problems.append(f"the message does not match {pattern!r}")
     return problems
