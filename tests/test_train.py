@@ -316,7 +316,7 @@ evaluation: {{max_examples: 4, max_new_tokens: 24}}
         ("data.languages=[de, xx]", "'xx'"),
         ("data.test_fraction=0", "no test pairs.*data.test_fraction"),
         ("tokenizer.vocab_size=9999", "vocab_size is 9999"),
-        ("tokenizer.path=/nowhere", "no tokenizer in '/nowhere'"),
+        ("tokenizer.path=/nowhere", "no tokenizer that can be read in '/nowhere'"),
         ("training.output_dir=/proc/nowhere", "cannot write into the directory '/proc/nowhere'"),
     ],
 )
