@@ -352,7 +352,7 @@ class Pipeline:
         norms: dict[torch.device, list[torch.Tensor]] = {}
         for parameter in self.parameters():
             if parameter.grad is not None:
-                norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
+                norm = _norm(parameter.grad)
                 norms.setdefault(norm.device, []).append(norm)
         squares = sum(
             (torch.stack(ones).square().sum().cpu() for ones in norms.values()), torch.zeros((), dtype=torch.float64)
@@ -477,3 +477,15 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 def _is_want_of_memory(error: BaseException) -> bool:
     # On the CPU torch has no class of its own for it.
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def _norm(gradient: torch.Tensor) -> torch.Tensor:
+    """The 2-norm of one gradient in float64.
+
+    The CPU would first copy all of it to float64, which for an embedding is the peak of a step's memory.
+    """
+    if gradient.device.type != "cpu":
+        return torch.linalg.vector_norm(gradient, dtype=torch.float64)
+    pieces = gradient.flatten().split(1 << 16)
+    norms = [float(torch.linalg.vector_norm(piece, dtype=torch.float64)) for piece in pieces]
+    return torch.tensor(norms, dtype=torch.float64).norm()
