@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from hf_gpipe.planner.memory import RESERVED_SHARE, StageLayers
+from hf_gpipe.planner.memory import StageLayers
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.settings import RecomputeChoice, Settings
 from hf_gpipe.runtime.recompute import Recompute
@@ -79,7 +79,9 @@ def stage_parts(planner: Planner, settings: Settings, counts: Alive, stage: Stag
     coming += counts.boundaries * received + counts.gradients * waiting
     always = memory.static_bytes(start, stop) + num_micro_batches * costs.micro_batch_bytes
     working = memory.working_bytes(start, stop, stage.inner)
-    return always + (1 + RESERVED_SHARE) * coming, (1 + RESERVED_SHARE) * working
+    reserved = planner.device.reserved_share
+    always += reserved * costs.held(start, stop).trainable_bytes
+    return always + (1 + reserved) * coming, (1 + reserved) * working
 
 
 def _most(intervals: Sequence[tuple[float, float]]) -> int:

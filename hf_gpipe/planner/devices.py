@@ -46,6 +46,9 @@ class Device:
         flops_per_second: by the type of a matrix product's factors, such as "bfloat16"; float32 is always there.
         bytes_per_second: of its memory.
         link: to the device of the next stage.
+        reserved_share: what the allocator holds without using it, as a share of all that comes and goes in a step:
+            freed blocks that fit nothing. PyTorch's allocator of GPUs wastes little; glibc's on a CPU keeps freed
+            memory below what is still alive (measured: see docs/planner.md).
     """
 
     name: str
@@ -53,6 +56,7 @@ class Device:
     flops_per_second: Mapping[str, float]
     bytes_per_second: float
     link: Link
+    reserved_share: float = 0.05
 
     def flops_for(self, dtype: str) -> float:
         """Peak rate of matrix products; of a type that is not listed as of float32, in float64 half of it."""

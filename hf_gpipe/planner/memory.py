@@ -15,9 +15,6 @@ from typing import TypeAlias
 from hf_gpipe.planner.costs import InnerRecompute, ModelCosts
 from hf_gpipe.schedule import Action, ActionKind, Span, Timeline
 
-#: Share of what comes and goes that the allocator holds without using it: freed blocks that fit nothing.
-RESERVED_SHARE = 0.05
-
 
 @dataclass(frozen=True)
 class MemoryBill:
@@ -71,7 +68,12 @@ def ran(timeline: Timeline) -> Ran:
 
 
 def bill(
-    costs: ModelCosts, stages: Sequence[StageLayers], spans: Ran, own: Sequence[int], state_share: float
+    costs: ModelCosts,
+    stages: Sequence[StageLayers],
+    spans: Ran,
+    own: Sequence[int],
+    state_share: float,
+    reserved_share: float,
 ) -> MemoryBill:
     """What a process with the stages `own` holds at the fullest moment of a step.
 
@@ -81,6 +83,7 @@ def bill(
         spans: of the simulated table.
         own: the process's stages. With one of several, what that stage alone needs.
         state_share: bytes of the optimizer's state a byte of trainable weights.
+        reserved_share: of the device.
     """
     ranges = [(stages[stage].start, stages[stage].stop) for stage in own]
     held = costs.held_by(ranges)
@@ -99,7 +102,7 @@ def bill(
         logits=round(fullest.get("logits", 0)),
         early_gradients=round(fullest.get("early_gradients", 0)),
         working=round(fullest.get("working", 0)),
-        reserve=round(RESERVED_SHARE * sum(size for kind, size in fullest.items() if kind != "gradients")),
+        reserve=round(reserved_share * sum(fullest.values())),
     )
 
 

@@ -191,11 +191,11 @@ class Planner:
                 stages, recompute_shares(table), settings.optimizer, is_local=table.placement.num_processes == 1
             ),
         )
-        spans, state_share = ran(timeline), settings.state_share(costs.dtype)
+        spans, state_share, reserved = ran(timeline), settings.state_share(costs.dtype), self.device.reserved_share
         processes = []
         for number in range(table.placement.num_processes):
             own = table.placement.stages_of(number)
-            memory = bill(costs, stages, spans, own, state_share)
+            memory = bill(costs, stages, spans, own, state_share, reserved)
             processes.append(ProcessPlan(number, own, memory, _time_bill(timeline, spans, own)))
         plans = []
         for number, (stage, entry) in enumerate(zip(stages, _entries(settings), strict=True)):
@@ -211,7 +211,7 @@ class Planner:
                     num_parameters=costs.held(stage.start, stage.stop).count,
                     owned_parameters=costs.owned(stage.start, stage.stop).count,
                     recompute=str(entry),
-                    memory=process.memory if is_alone else bill(costs, stages, spans, (number,), state_share),
+                    memory=process.memory if is_alone else bill(costs, stages, spans, (number,), state_share, reserved),
                     busy_seconds=sum(float(span.busy) for span in spans[number].values()),
                 )
             )

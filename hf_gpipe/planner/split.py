@@ -8,7 +8,7 @@ from hf_gpipe.errors import PartitionError
 from hf_gpipe.partition import COST_STRATEGIES, by_cost
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.bounds import alive, stage_bytes
-from hf_gpipe.planner.memory import RESERVED_SHARE, StageLayers
+from hf_gpipe.planner.memory import StageLayers
 from hf_gpipe.planner.plan import Planner, inner_recompute, recompute_shares
 from hf_gpipe.planner.settings import AUTO, Settings
 
@@ -68,5 +68,10 @@ def choose_partition(planner: Planner, settings: Settings, strategy: str | Seque
     # A run of layers may keep less than a part of it by as much as its ends' boundaries differ.
     dip = 2 * num_micro_batches * (max(boundaries) - min(boundaries[1:], default=0))
     return by_cost(
-        planner.num_layers, settings.num_stages, cost, memory_bytes, cap, memory_dip_bytes=dip * (1 + RESERVED_SHARE)
+        planner.num_layers,
+        settings.num_stages,
+        cost,
+        memory_bytes,
+        cap,
+        memory_dip_bytes=dip * (1 + planner.device.reserved_share),
     )

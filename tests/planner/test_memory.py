@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from hf_gpipe.planner.costs import Parameters, SharedParameter
-from hf_gpipe.planner.memory import RESERVED_SHARE
 from hf_gpipe.planner.plan import Plan
 from tests.planner.models import MIB, blocks, layer, model, planner, settings
 
@@ -23,7 +22,7 @@ def test_gpipe_without_recomputation_keeps_every_graph_and_every_boundary() -> N
     assert bill.boundaries == 4 * MIB
     assert bill.gradients == 15 * MIB
     assert bill.working == bill.optimizer == bill.early_gradients == bill.logits == 0
-    assert bill.reserve == pytest.approx(RESERVED_SHARE * 44 * MIB, abs=1)
+    assert bill.reserve == pytest.approx(0.05 * (44 + 15) * MIB, abs=1)
     assert bill.total == sum(vars(bill).values())
 
 
