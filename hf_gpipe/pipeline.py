@@ -99,6 +99,7 @@ class Pipeline:
         example: for the planner: a mini-batch as long as the longest to come, in the main process.
         memory: for the planner: what a process may use, such as "80GiB" or a number of bytes; None: its device's.
         optim: for the planner: the optimizer, by transformers' name.
+        accumulation: for the planner: the mini-batches of a step.
 
     `num_micro_batches`, `schedule` and `recompute` may be "auto", and `partition` "auto", "parameters", "flops" or
     "profile" (measured): then the planner decides, from the shapes of `example` and within `memory`.
@@ -136,6 +137,7 @@ class Pipeline:
         example: Batch | Workload | None = None,
         memory: str | int | None = None,
         optim: str = "adamw_torch_fused",
+        accumulation: int = 1,
     ) -> None:
         if num_micro_batches != AUTO and (isinstance(num_micro_batches, str) or num_micro_batches < 1):
             raise UserError(f"num_micro_batches={num_micro_batches!r}: expected at least 1, or {AUTO!r}")
@@ -167,14 +169,14 @@ class Pipeline:
             optimizer=optim,
             memory_bytes=read_bytes(memory, "memory") if isinstance(memory, str) else memory,
         )
-        self._expectation = Expectation(example, self.adapter, self.peft, label_smoothing, self.topology)
+        self._expectation = Expectation(example, self.adapter, self.peft, label_smoothing, self.topology, accumulation)
         self.planned: str | None = None
         if AUTO in (num_micro_batches, schedule, recompute) or partition in (AUTO, *COST_STRATEGIES):
             chosen = settle(self._expectation, request(num_micro_batches, schedule, recompute, partition))
             self.planned = chosen.why
             num_micro_batches, schedule = chosen.num_micro_batches, chosen.schedule
             recompute, partition = chosen.recompute, chosen.partition
-        self._run_as = request(num_micro_batches, schedule, recompute, partition)
+        self._run_as = partial(request, num_micro_batches, schedule, recompute, partition)
         assert isinstance(num_micro_batches, int)
         self.partition = cut(len(self.adapter.layers), num_stages, partition)
         recomputed = Recompute.parse(recompute, num_stages)

@@ -202,7 +202,8 @@ def _planner(recipe: Recipe, device: Device, request: Request, *, is_profiled: b
                 f"model: transformers cannot make a {config.model_type} model of this: {error}"
             ) from error
 
-    return Planner(costs_of, training.batch_size, device, request.memory_bytes)
+    accumulated = training.gradient_accumulation_steps
+    return Planner(costs_of, training.batch_size, device, request.memory_bytes, accumulated)
 
 
 def _with_vocabulary(recipe: Recipe) -> Recipe:

@@ -31,7 +31,7 @@ class Alive:
 def alive(planner: Planner, settings: Settings, recompute: RecomputeChoice) -> tuple[Alive, ...]:
     """What each stage has alive under this recomputation, were all stages equally fast."""
     of_table = Recompute.parse(recompute, settings.num_stages).of_table
-    num_micro_batches = min(settings.num_micro_batches, planner.rows)
+    num_micro_batches = planner.micro_batches_of_step(settings.num_micro_batches)
     return _alive(settings.schedule, settings.num_stages, num_micro_batches, of_table, settings.num_processes)
 
 
@@ -71,7 +71,7 @@ def stage_parts(planner: Planner, settings: Settings, counts: Alive, stage: Stag
     """
     costs = planner.costs(settings.num_micro_batches)
     memory = planner.memory_sums(settings)
-    num_micro_batches = min(settings.num_micro_batches, planner.rows)
+    num_micro_batches = planner.micro_batches_of_step(settings.num_micro_batches)
     start, stop = stage.start, stage.stop
     received = costs.layers[start].input_bytes if start else 0
     waiting = costs.layers[stop].gradient_input_bytes if stop < len(costs.layers) else 0

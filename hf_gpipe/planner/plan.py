@@ -109,18 +109,25 @@ class Planner:
         rows: of a mini-batch.
         device: what a process computes on.
         memory_bytes: the most that a process may use; None: the device's memory, where that is known.
+        mini_batches: that are accumulated in a step; their micro-batches run as one table.
 
     Raises:
         UserError: fewer than one row.
     """
 
     def __init__(
-        self, costs_of: Callable[[int], ModelCosts], rows: int, device: Device, memory_bytes: int | None = None
+        self,
+        costs_of: Callable[[int], ModelCosts],
+        rows: int,
+        device: Device,
+        memory_bytes: int | None = None,
+        mini_batches: int = 1,
     ) -> None:
         if rows < 1:
             raise UserError(f"a mini-batch of {rows} rows cannot be planned; expected at least 1")
         self._costs_of = costs_of
         self.rows = rows
+        self.mini_batches = mini_batches
         self.device = device
         self.memory_bytes = device.memory_bytes if memory_bytes is None else memory_bytes
         self._costs: dict[int, ModelCosts] = {}
@@ -142,6 +149,10 @@ class Planner:
     def micro_batch_rows(self, num_micro_batches: int) -> int:
         """Rows of the largest of M micro-batches."""
         return -(-self.rows // min(num_micro_batches, self.rows))
+
+    def micro_batches_of_step(self, num_micro_batches: int) -> int:
+        """Of the table, where a mini-batch is cut into M."""
+        return self.mini_batches * min(num_micro_batches, self.rows)
 
     def costs(self, num_micro_batches: int) -> ModelCosts:
         """Of one of M micro-batches."""
@@ -172,7 +183,7 @@ class Planner:
         """The table that a pipeline with these arguments runs."""
         placement = placement_for(schedule, num_stages, num_processes)
         of_table = Recompute.parse(recompute, num_stages).of_table
-        return build(schedule, num_stages, min(num_micro_batches, self.rows), placement, of_table)
+        return build(schedule, num_stages, self.micro_batches_of_step(num_micro_batches), placement, of_table)
 
     def plan(self, settings: Settings) -> Plan:
         """What one step of a pipeline with these settings needs.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -33,6 +33,7 @@ class Expectation:
         peft: PEFT layers that alone are trained.
         label_smoothing: of the loss.
         topology: the processes, and their devices.
+        mini_batches: accumulated in a step.
     """
 
     example: Mapping[str, torch.Tensor] | Workload | None
@@ -40,6 +41,7 @@ class Expectation:
     peft: PeftAdapter | None
     label_smoothing: float
     topology: Topology
+    mini_batches: int = 1
 
     def mini_batch(self) -> Workload:
         """Its shape. Raises UserError without an example."""
@@ -74,7 +76,7 @@ class Expectation:
             )
 
         device = this_machine(self.topology.device, self.topology.num_processes)
-        return Planner(costs, mini_batch.rows, device, memory_bytes)
+        return Planner(costs, mini_batch.rows, device, memory_bytes, self.mini_batches)
 
 
 def settle(expectation: Expectation, request: Request) -> Settled:
@@ -129,9 +131,15 @@ def _mean_seconds(values: Iterable[float | None]) -> float:
     return fmean(value for value in values if value is not None)
 
 
-def advice(expectation: Expectation, request: Request) -> str:
-    """What to change where the memory of a run that was settled did not suffice, in one sentence."""
+def advice(expectation: Expectation, run_as: Callable[[], Request]) -> str:
+    """What to change where the memory of a run did not suffice, in one sentence.
+
+    Args:
+        expectation: of the run.
+        run_as: makes the request that it was, everything settled; it may fail, for an optimizer that is not known.
+    """
     try:
+        request = run_as()
         plan = best_plan(expectation.planner(request.memory_bytes), request)
         return f"By the planner, {smallest_fix(plan)}"
     except Exception:

@@ -66,7 +66,7 @@ def choose_partition(planner: Planner, settings: Settings, strategy: str | Seque
     cap = None if planner.memory_bytes is None else planner.memory_bytes / most_stages
     boundaries = [layer.input_bytes for layer in costs.layers]
     # A run of layers may keep less than a part of it by as much as its ends' boundaries differ.
-    dip = 2 * num_micro_batches * (max(boundaries) - min(boundaries[1:], default=0))
+    dip = 2 * planner.micro_batches_of_step(num_micro_batches) * (max(boundaries) - min(boundaries[1:], default=0))
     return by_cost(
         planner.num_layers,
         settings.num_stages,

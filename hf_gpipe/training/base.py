@@ -245,6 +245,7 @@ def _pipeline(model: Pipeline | ModelSource | None, args: PipelineTrainingArgume
         example=longest_mini_batch(dataset, args.per_device_train_batch_size) if args.is_planned else None,
         memory=args.memory,
         optim=str(getattr(args.optim, "value", args.optim)),
+        accumulation=args.gradient_accumulation_steps,
     )
 
 

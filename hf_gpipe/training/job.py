@@ -197,6 +197,7 @@ def _pipeline(recipe: Recipe, config: PreTrainedConfig) -> Pipeline:
         example=Workload.of_recipe(recipe, is_encoder_decoder=bool(config.is_encoder_decoder), num_micro_batches=1),
         memory=pipeline.memory,
         optim=recipe.training.optim,
+        accumulation=recipe.training.gradient_accumulation_steps,
         torch_compile=pipeline.torch_compile and (pipeline.torch_compile_backend or True),
     )
 

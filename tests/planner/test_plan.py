@@ -10,14 +10,14 @@ import pytest
 
 from hf_gpipe.errors import PartitionError, UserError
 from hf_gpipe.planner.fix import smallest_fix
-from hf_gpipe.planner.plan import Plan
+from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.recompute import choose_recompute
 from hf_gpipe.planner.resolve import best_plan, resolve
 from hf_gpipe.planner.search import search
 from hf_gpipe.planner.settings import Request
 from hf_gpipe.planner.split import choose_partition
 from hf_gpipe.runtime.recompute import Recompute
-from tests.planner.models import MIB, blocks, layer, model, planner, settings
+from tests.planner.models import DEVICE, MIB, blocks, layer, model, planner, settings
 
 
 def test_the_bubble_of_equal_stages_is_the_papers() -> None:
@@ -48,6 +48,15 @@ def test_measured_seconds_go_before_rates() -> None:
 def test_a_mini_batch_of_few_rows_has_as_many_micro_batches() -> None:
     plan = planner(blocks(2), rows=3).plan(settings((1, 1), 8))
     assert plan.timeline.schedule.num_micro_batches == 3
+
+
+def test_accumulated_mini_batches_are_one_table() -> None:
+    """Under gpipe all their graphs are alive at once, and a cap counts them all."""
+    once = planner(blocks(2), rows=4).plan(settings((1, 1), 4))
+    thrice = Planner(lambda _: blocks(2), 4, DEVICE, mini_batches=3).plan(settings((1, 1), 4))
+    assert thrice.timeline.schedule.num_micro_batches == 12
+    assert thrice.bubble < once.bubble
+    assert thrice.peak_bytes - once.peak_bytes >= 8 * 5 * MIB
 
 
 @pytest.mark.parametrize("strategy", ["flops", "auto"])
