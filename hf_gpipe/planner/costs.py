@@ -92,7 +92,8 @@ class LayerCost:
             once for all layers of a stack on a stage.
         block_saved_bytes, block_saved_input_bytes, block_stage_saved_bytes: the same when each block is recomputed.
         forward_working_bytes: the peak of the forward above what was there before it, with a graph.
-        forward_only_working_bytes: the same without a graph, as in the first forward of a recomputed stage.
+        forward_only_working_bytes: the same without a graph, as in the first forward of a recomputed stage; the layer's
+            input included, which no graph keeps.
         backward_working_bytes: the peak of the backward above what the graph keeps, the gradient that comes in
             included, where the weights have their gradients already.
         block_backward_working_bytes: the same when each block is recomputed: its inside is alive once.

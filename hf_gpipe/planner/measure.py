@@ -128,6 +128,15 @@ def costs_of_opened(
     )
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """A layer as a stage of its own; of the bytes that its graph keeps, those of the layer and those of the stage."""
+
+    trace: Trace
+    own: int
+    of_stage: int
+
+
 class _Tracer:
     """Traces one layer of each kind as a stage of its own."""
 
@@ -155,17 +164,8 @@ class _Tracer:
     def cost(self, index: int) -> LayerCost:
         """A layer's costs; its name, its shared parameters and its boundary are filled in for each layer like it."""
         layer = self.adapter.layers[index]
-        full = self._trace(index, index + 1)
-        block = (
-            self._trace(index, index + 1, recompute_blocks=self._recomputes_blocks) if layer.kind == "block" else full
-        )
-        own, block_own = full.saved - full.saved_outside, block.saved - block.saved_outside
-        if layer.kind == "block" and (second := self._second_of_shared_tables(index)) is not None:
-            pair = self._trace(second - 1, second + 1, window_from=second)
-            block_pair = self._trace(
-                second - 1, second + 1, window_from=second, recompute_blocks=self._recomputes_blocks
-            )
-            own, block_own = pair.saved - pair.saved_outside, block_pair.saved - block_pair.saved_outside
+        full = self._kept(index, recompute_blocks=False)
+        block = self._kept(index, recompute_blocks=True) if layer.kind == "block" and self._recomputes_blocks else full
         sizes = self._input_bytes(index)
         hidden = sizes.get("hidden", 0)
         # The decoder's blocks read the encoder's output until the last of them is done.
@@ -177,27 +177,39 @@ class _Tracer:
             parameters=self.weights.own[index],
             shared=(),
             buffer_bytes=self.weights.buffer_bytes[index],
-            forward_flops=full.forward_flops,
-            backward_flops=full.backward_flops,
+            forward_flops=full.trace.forward_flops,
+            backward_flops=full.trace.backward_flops,
             input_bytes=0,
             gradient_input_bytes=0,
-            saved_bytes=own,
-            saved_input_bytes=entrance or (hidden if full.saves_hidden else 0),
-            stage_saved_bytes=max(full.saved - own, 0),
-            block_saved_bytes=block_own,
-            block_saved_input_bytes=entrance or (hidden if full.saves_hidden or layer.kind == "block" else 0),
-            block_stage_saved_bytes=max(block.saved - block_own, 0),
-            forward_working_bytes=full.forward_peak,
-            forward_only_working_bytes=full.forward_only_peak,
-            backward_working_bytes=full.backward_peak,
-            block_backward_working_bytes=block.backward_peak,
+            saved_bytes=full.own,
+            saved_input_bytes=entrance or (hidden if full.trace.saves_hidden else 0),
+            stage_saved_bytes=full.of_stage,
+            block_saved_bytes=block.own,
+            block_saved_input_bytes=entrance or (hidden if full.trace.saves_hidden or layer.kind == "block" else 0),
+            block_stage_saved_bytes=block.of_stage,
+            forward_working_bytes=full.trace.forward_peak,
+            forward_only_working_bytes=full.trace.forward_only_peak + sum(sizes.values()),
+            backward_working_bytes=full.trace.backward_peak,
+            block_backward_working_bytes=block.trace.backward_peak,
         )
+
+    def _kept(self, index: int, *, recompute_blocks: bool) -> _Kept:
+        """What a layer's graph keeps, apart from what is made once for all layers of the stage."""
+        trace = self._trace(index, index + 1, recompute_blocks=recompute_blocks)
+        own = trace.saved - trace.saved_outside
+        if (second := self._second_of_shared_tables(index)) is None:
+            return _Kept(trace, own, trace.saved_outside)
+        # The first block of a stage makes the bias, and the others are handed it.
+        pair = self._trace(second - 1, second + 1, recompute_blocks=recompute_blocks, window_from=second)
+        own = pair.saved - pair.saved_outside
+        between = self._input_bytes(second).get("hidden", 0)
+        return _Kept(trace, own, max(trace.saved - own, pair.saved - between - 2 * own, 0))
 
     def _second_of_shared_tables(self, index: int) -> int | None:
         """Number of the second block of a stack whose first block makes something for all of them, as T5's bias."""
-        name = self.adapter.layers[index].name
-        stack = next(stack for stack in self.adapter.stacks if name in stack.blocks)
-        if not self.adapter.tables[stack.name]:
+        layer = self.adapter.layers[index]
+        stack = next(stack for stack in self.adapter.stacks if stack.name == layer.stack)
+        if layer.kind != "block" or not self.adapter.tables[stack.name]:
             return None
         return next(i for i, layer in enumerate(self.adapter.layers) if layer.name == stack.blocks[1])
 

@@ -162,6 +162,7 @@ def trace_stage(
     label_smoothing: float = 0.0,
     as_on_gpu: bool = False,
     window_from: int | None = None,
+    is_real: bool = False,
 ) -> Trace:
     """Run a stage once forward and once backward on fake tensors, or where these will not do on real ones.
 
@@ -172,6 +173,7 @@ def trace_stage(
         label_smoothing: of the loss.
         as_on_gpu: count attention as a GPU's kernels do it.
         window_from: number of the layer from whose call on what is made is an own layer's; None: the stage's first.
+        is_real: whether to run on real tensors at once.
     """
     generator = default_generator(CPU)
     state = generator.get_state()
@@ -181,16 +183,21 @@ def trace_stage(
         stage = make_stage(stage_model, wants_gradient, label_smoothing)
         return _trace(stage, shapes, window_from, as_on_gpu=as_on_gpu)
 
+    def trace_real() -> Trace:
+        stage_model = build()
+        initialise(stage_model, CPU, seed=0)
+        return trace(stage_model, inputs)
+
     try:
+        if is_real:
+            return trace_real()
         stage_model = build()
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode, torch.device(CPU):
             materialise(stage_model)
             return trace(stage_model, {name: mode.from_tensor(tensor) for name, tensor in inputs.items()})
     except _DEPENDS_ON_VALUES:
-        stage_model = build()
-        initialise(stage_model, CPU, seed=0)
-        return trace(stage_model, inputs)
+        return trace_real()
     finally:
         generator.set_state(state)
 

@@ -1,0 +1,191 @@
+"""The costs of layers: parameters as a real Pipeline holds them, memory as real and fake stages keep it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
+
+from hf_gpipe import Pipeline
+from hf_gpipe.adapters import StageModel, adapter_for
+from hf_gpipe.adapters.peft import make_peft
+from hf_gpipe.adapters.tiny import tiny_config
+from hf_gpipe.planner import kinds
+from hf_gpipe.planner.costs import InnerRecompute, ModelCosts
+from hf_gpipe.planner.measure import costs_of, model_costs
+from hf_gpipe.planner.tracing import Trace, trace_stage
+from hf_gpipe.planner.weights import Weights
+from hf_gpipe.planner.workload import Workload
+from scripts.families import default_config
+
+WORKLOAD = Workload(rows=3, source_tokens=12, target_tokens=10)
+FAMILIES = ("llama", "gpt2", "mistral", "qwen3", "gemma3_text", "mixtral", "gpt_oss", "t5", "mt5", "bart", "mbart")
+FAMILIES += ("m2m_100", "marian", "pegasus")
+
+
+def clone(family: str) -> PreTrainedConfig:
+    """A tiny configuration of a family, without layers that are left out at random."""
+    config = default_config(family)
+    for name in ("encoder_layerdrop", "decoder_layerdrop"):
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
+    return tiny_config(config)
+
+
+def numbers(parameters: dict[str, torch.nn.Parameter]) -> tuple[int, int, int]:
+    """Count, bytes and trainable bytes."""
+    trainable = sum(p.nbytes for p in parameters.values() if p.requires_grad)
+    return sum(p.numel() for p in parameters.values()), sum(p.nbytes for p in parameters.values()), trainable
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_stage_holds_and_owns_what_a_pipelines_does(family: str) -> None:
+    config = clone(family)
+    costs = model_costs(config, WORKLOAD)
+    for num_stages in (1, 2, 3):
+        pipe = Pipeline(config, num_stages, seed=0, device="cpu")
+        for stage, model in pipe.models.items():
+            layers = pipe.partition[stage]
+            held, owned = costs.held(layers[0], layers[-1] + 1), costs.owned(layers[0], layers[-1] + 1)
+            assert (held.count, held.num_bytes, held.trainable_bytes) == numbers(model.parameters)
+            own = {name: p for name, p in model.parameters.items() if pipe.ties.owner_stage[name] == stage}
+            assert (owned.count, owned.num_bytes, owned.trainable_bytes) == numbers(own)
+        whole = dict(pipe.named_parameters())
+        together = costs.held_by((layers[0], layers[-1] + 1) for layers in pipe.partition)
+        assert costs.total == together
+        assert (together.count, together.num_bytes, together.trainable_bytes) == numbers(whole)
+
+
+def trace(costs_family: PreTrainedConfig, start: int, stop: int, inner: InnerRecompute, *, is_real: bool) -> Trace:
+    """A whole stage at once, on fake tensors or in earnest."""
+    adapter = adapter_for(costs_family)
+    weights = Weights(adapter, adapter.reference)
+
+    def build() -> StageModel:
+        model = StageModel(adapter, start, stop)
+        if inner == "block":
+            model.checkpoint_blocks()
+        return model
+
+    return trace_stage(build, WORKLOAD.inputs(adapter), weights.wants_gradient, is_real=is_real)
+
+
+@pytest.mark.parametrize("inner", ["none", "block"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "t5", "bart"])
+def test_a_stage_keeps_what_its_layers_keep_together(family: str, inner: InnerRecompute) -> None:
+    config = clone(family)
+    costs = model_costs(config, WORKLOAD)
+    num_layers = len(costs.layers)
+    for start, stop in ((0, num_layers), (2, num_layers - 1), (num_layers // 2, num_layers)):
+        found = trace(config, start, stop, inner, is_real=False)
+        assert costs.saved_bytes(start, stop, inner) == pytest.approx(found.saved, rel=0.01)
+        peak = peak_of_backward(costs, start, stop, inner)
+        assert peak == pytest.approx(found.saved + found.backward_peak, rel=0.05)
+
+
+def peak_of_backward(costs: ModelCosts, start: int, stop: int, inner: InnerRecompute) -> int:
+    """As the top of costs.py says."""
+    peaks = []
+    for index in range(start, stop):
+        layer = costs.layers[index]
+        working = layer.backward_working_bytes if inner == "none" else layer.block_backward_working_bytes
+        peaks.append(costs.saved_bytes(start, index + 1, inner) + working)
+    return max(peaks)
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_fake_tensors_keep_what_real_ones_do(family: str) -> None:
+    config = clone(family)
+    config.pad_token_id = 0
+    num_layers = len(adapter_for(config).layers)
+    for layers in ((1, 3), (num_layers - 2, num_layers)):
+        fake, real = (trace(config, *layers, "none", is_real=is_real) for is_real in (False, True))
+        assert fake.saved == pytest.approx(real.saved, rel=0.02)
+        assert fake.forward_flops == real.forward_flops
+        assert fake.backward_flops == real.backward_flops
+
+
+def test_flops_of_a_block_and_of_the_head() -> None:
+    """2 for each weight and token, twice that backward, and attention's two products of T by T for each head."""
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=50, pad_token_id=0
+    )
+    costs = model_costs(config, WORKLOAD)
+    tokens, length, width = WORKLOAD.num_target_tokens, WORKLOAD.target_tokens, 32
+    block, head = costs.layers[1], costs.layers[-1]
+    attention = 2 * 2 * WORKLOAD.rows * length * length * width
+    products = 2 * tokens * (4 * width * width + 3 * width * 64)
+    assert block.forward_flops == products + attention
+    assert block.backward_flops == 2 * products + 2.5 * attention  # flash attention makes the scores again
+    assert (head.forward_flops, head.backward_flops) == (2 * tokens * width * 50, 4 * tokens * width * 50)
+
+
+def test_boundaries_are_what_crosses() -> None:
+    costs = model_costs(clone("bart"), WORKLOAD)
+    source, target = 3 * 12 * 32 * 4, 3 * 10 * 32 * 4
+    by_kind = {(layer.stack, layer.kind): layer.input_bytes for layer in costs.layers}
+    assert costs.layers[0].input_bytes == 0
+    assert by_kind["encoder", "block"] == source
+    assert by_kind["decoder", "embedding"] == source
+    assert by_kind["decoder", "block"] == source + target
+    assert by_kind["decoder", "head"] == target
+    assert all(layer.gradient_input_bytes == layer.input_bytes for layer in costs.layers)
+
+
+@pytest.mark.parametrize("family", ["llama", "t5", "bart"])
+def test_a_short_model_tells_all_of_a_long_one(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = clone(family)
+    for name in ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"):
+        if isinstance(vars(config).get(name), int):
+            setattr(config, name, 5)
+    monkeypatch.setattr(kinds, "FEW_BLOCKS", 3)
+    adapter, places = kinds.open_model(config, torch.float32)
+    assert len(adapter.layers) < len(places)
+    short = model_costs(config, WORKLOAD)
+    monkeypatch.setattr(kinds, "FEW_BLOCKS", 99)
+    assert kinds.open_model(config, torch.float32)[0].layers == adapter_for(config).layers
+    assert short == model_costs(config, WORKLOAD)
+
+
+def test_blocks_of_two_kinds_are_told_apart() -> None:
+    config = clone("gpt_oss")
+    places = kinds.places_of(adapter_for(config))
+    blocks = [place.like for place in places if place.kind == "block"]
+    expected = [config.layer_types.index(kind) + 1 for kind in config.layer_types]
+    assert blocks == expected
+    assert len(set(blocks)) == 2
+
+
+def test_gpipes_largest_transformer_is_costed_in_seconds() -> None:
+    """GPipe, Table 1: 1663 layers, 83.9 billion parameters."""
+    config = GPT2Config(
+        vocab_size=32000, n_positions=1024, n_embd=2048, n_layer=1663, n_head=32, tie_word_embeddings=False
+    )
+    start = time.perf_counter()
+    costs = model_costs(config, Workload(1, 1024, 1024))
+    assert time.perf_counter() - start < 10
+    width = 2048
+    blocks = 1663 * (12 * width**2 + 13 * width)
+    assert costs.total.count == 2 * 32000 * width + 1024 * width + blocks + 2 * width
+    assert len(costs.layers) == 1666
+
+
+def test_lora_trains_and_returns_only_what_it_must() -> None:
+    peft = pytest.importorskip("peft")
+    adapter = adapter_for(clone("llama"))
+    costs = costs_of(
+        adapter, WORKLOAD, peft=make_peft(adapter, "default", peft.LoraConfig(target_modules=["q_proj"], r=2))
+    )
+    assert 0 < costs.total.trainable_count == 4 * 2 * (32 + 32)
+    # Below the first adapted block nothing wants a gradient.
+    assert costs.layers[1].gradient_input_bytes == 0
+    assert costs.layers[2].gradient_input_bytes == costs.layers[2].input_bytes
+
+
+def test_a_gpus_attention_keeps_no_dropout() -> None:
+    config = clone("bart")
+    config.attention_dropout = 0.1
+    on_cpu, on_gpu = (model_costs(config, WORKLOAD, as_on_gpu=as_on_gpu).layers[1] for as_on_gpu in (False, True))
+    assert on_gpu.saved_bytes < on_cpu.saved_bytes
