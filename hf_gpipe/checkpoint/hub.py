@@ -69,12 +69,16 @@ def initialise(stage: StageModel, device: torch.device, seed: int) -> None:
     """Give a stage its initial weights; they depend on (seed, parameter's name) and on nothing else."""
     model = stage.model
     _forget_initialisation(model)
+    # Memory comes with new parameters, all of them trainable; Marian's table of positions, for one, is not.
+    frozen = [name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
     model._move_missing_keys_from_meta_to_device(set(model.state_dict()), {"": device}, None, None)
     state = default_generator(device).get_state()
     with _SeededByName(model, seed):
         model._initialize_missing_keys(False)
     default_generator(device).set_state(state)
     model.tie_weights(recompute_mapping=False)
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
 
 
 def take(stage: StageModel, source: PreTrainedModel, device: torch.device) -> None:
