@@ -1,0 +1,82 @@
+"""Devices, links and rates as a user names them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_gpipe.errors import UserError
+from hf_gpipe.planner.devices import DEVICES, LINKS, custom, device, link_between, read_bandwidth, read_flops
+from hf_gpipe.planner.this_machine import this_machine
+
+
+def test_a_device_by_its_name() -> None:
+    a100 = device(" A100-80 ", "ethernet-100")
+    assert a100.memory_bytes == 80 << 30
+    assert a100.flops_for("bfloat16") == 312e12
+    assert a100.flops_for("float32") == 19.5e12
+    assert a100.flops_for("float64") == 19.5e12 / 2
+    assert a100.link_seconds(12.5e9) == pytest.approx(1 + 3e-5)
+    assert device("a100-80").link == LINKS["nvlink3"]
+
+
+def test_a_type_without_a_rate_has_float32s() -> None:
+    assert device("v100-16").flops_for("bfloat16") == device("v100-16").flops_for("float32")
+
+
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"device 'a100-8' is unknown.*did you mean 'a100-80'"):
+        device("a100-8")
+    with pytest.raises(UserError, match="link 'nvlink5' is unknown; known are nvlink1"):
+        device("h100", "nvlink5")
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("312TFLOPS", 312e12), ("15.7 TFLOP/s", 15.7e12), ("900gflops", 900e9), ("1PFLOPS", 1e15), ("3 flops", 3)],
+)
+def test_rates(text: str, rate: float) -> None:
+    assert read_flops(text, "--flops") == rate
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("900GB/s", 900e9), ("100Gb/s", 12.5e9), ("100Gbit/s", 12.5e9), ("1 GiB/s", 2**30), ("10Gbps", 1.25e9)],
+)
+def test_bandwidths(text: str, rate: float) -> None:
+    assert read_bandwidth(text, "--bandwidth") == rate
+    assert link_between(text).bytes_per_second == rate
+
+
+@pytest.mark.parametrize("text", ["312", "fast", "-1TFLOPS", "0TFLOPS", "3TB"])
+def test_what_is_no_rate(text: str) -> None:
+    with pytest.raises(UserError, match="--flops is"):
+        read_flops(text, "--flops")
+
+
+@pytest.mark.parametrize("text", ["900", "900GB", "GB/s", "0GB/s", "5 parsecs/s"])
+def test_what_is_no_bandwidth(text: str) -> None:
+    with pytest.raises(UserError, match="--bandwidth is"):
+        read_bandwidth(text, "--bandwidth")
+
+
+def test_every_device_of_the_table_is_whole() -> None:
+    for name, entry in DEVICES.items():
+        assert entry.name == name
+        assert entry.flops_per_second["float32"] <= entry.flops_for("float16")
+        assert entry.memory_bytes
+        assert entry.bytes_per_second > entry.link.bytes_per_second
+
+
+def test_a_given_device_has_one_rate() -> None:
+    given = custom(None, 1e12, 1e11, LINKS["pcie4"])
+    assert given.flops_for("bfloat16") == given.flops_for("float64") == 1e12
+
+
+def test_this_machine() -> None:
+    found = this_machine(torch.device("cpu"), num_processes=2)
+    whole = this_machine(torch.device("cpu"))
+    assert found.memory_bytes == (whole.memory_bytes or 0) // 2
+    assert found.flops_for("float32") > 1e8
+    assert found.bytes_per_second > 1e8
+    assert found.link.bytes_per_second > 1e7

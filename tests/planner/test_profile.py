@@ -1,0 +1,89 @@
+"""Layers measured on this machine: seconds of every kind, together with other processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from hf_gpipe.adapters import adapter_for
+from hf_gpipe.adapters.tiny import tiny_config
+from hf_gpipe.planner.costs import ModelCosts
+from hf_gpipe.planner.measure import costs_of
+from hf_gpipe.planner.measure_seconds import Seconds, profile_layers
+from hf_gpipe.planner.workload import Workload
+from scripts.families import default_config
+from tests.gloo import run_gloo
+
+CPU = torch.device("cpu")
+WORKLOAD = Workload(rows=2, source_tokens=12, target_tokens=12)
+
+
+def llama(num_blocks: int = 4) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=3000,
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=num_blocks,
+        num_attention_heads=2,
+        pad_token_id=0,
+    )
+
+
+def test_every_layer_gets_its_seconds_and_keeps_its_costs() -> None:
+    adapter = adapter_for(llama())
+    computed, measured = costs_of(adapter, WORKLOAD), profile_layers(adapter, WORKLOAD, CPU, repeats=2)
+    assert measured.is_measured
+    assert not computed.is_measured
+    assert measured.update_seconds_per_parameter is None
+    blocks = measured.layers[1:5]
+    assert len({layer.forward_seconds for layer in blocks}) == 1
+    assert (measured.layers[-1].backward_seconds or 0) > 0
+    for one, other in zip(computed.layers, measured.layers, strict=True):
+        assert (one.name, one.parameters, one.saved_bytes) == (other.name, other.parameters, other.saved_bytes)
+
+
+def test_a_wide_head_takes_longer_than_a_narrow_block() -> None:
+    config = llama(2)
+    config.vocab_size = 30000
+    costs = profile_layers(adapter_for(config), Workload(2, 32, 32), CPU, repeats=3)
+    block, head = costs.layers[1], costs.layers[-1]
+    assert (head.forward_seconds or 0) > (block.forward_seconds or 0)
+    assert (head.backward_seconds or 0) > (block.backward_seconds or 0)
+
+
+@pytest.mark.parametrize("family", ["t5", "mixtral", "marian"])
+def test_other_families(family: str) -> None:
+    costs = profile_layers(adapter_for(tiny_config(default_config(family))), WORKLOAD, CPU, repeats=1)
+    assert costs.is_measured
+
+
+def test_the_update_is_measured_and_the_random_numbers_go_on_as_before() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    costs = profile_layers(
+        adapter_for(llama(2)),
+        WORKLOAD,
+        CPU,
+        repeats=1,
+        make_optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    )
+    assert 0 < (costs.update_seconds_per_parameter or 0) < 1e-4
+    assert torch.equal(torch.rand(3), expected)
+
+
+def _profile() -> ModelCosts:
+    return profile_layers(adapter_for(llama(2)), WORKLOAD, CPU, repeats=1, barrier=torch.distributed.barrier)
+
+
+def test_processes_measure_at_the_same_time() -> None:
+    """A barrier that one process calls more often than the other would never return."""
+    first, second = run_gloo(_profile, 2)
+    assert first.is_measured
+    assert second.is_measured
+    assert [layer.saved_bytes for layer in first.layers] == [layer.saved_bytes for layer in second.layers]
+
+
+def test_a_difference_of_measurements_is_never_negative() -> None:
+    assert Seconds(1.0, 2.0, 3.0).less(Seconds(2.0, 1.0, 1.0)) == Seconds(0.0, 1.0, 2.0)

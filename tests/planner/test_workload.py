@@ -1,0 +1,50 @@
+"""The shape of a micro-batch, from a recipe and from a batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_gpipe.adapters import adapter_for
+from hf_gpipe.errors import UserError
+from hf_gpipe.planner.workload import Workload
+from hf_gpipe.recipe import parse_recipe
+from tests.oracle import tiny_config
+
+RECIPE = """
+model: {config: {model_type: marian}}
+data: {kind: cldr, languages: [de], max_source_tokens: 30, max_target_tokens: 20}
+training: {output_dir: out, batch_size: 10}
+"""
+
+
+def test_of_a_recipe_the_longest_rows_of_the_largest_micro_batch() -> None:
+    recipe = parse_recipe(RECIPE)
+    assert Workload.of_recipe(recipe, 4, is_encoder_decoder=True) == Workload(3, 30, 20)
+    assert Workload.of_recipe(recipe, 4, is_encoder_decoder=False) == Workload(3, 50, 50)
+
+
+@pytest.mark.parametrize("family", ["llama", "marian"])
+@pytest.mark.parametrize("has_padding", [True, False])
+def test_inputs_have_the_shape(family: str, has_padding: bool) -> None:
+    workload = Workload(3, 7, 5, has_padding)
+    inputs = workload.inputs(adapter_for(tiny_config(family)))
+    expected = {"input_ids": (3, 7), "labels": (3, 5), "decoder_input_ids": (3, 5)}
+    if family == "llama":
+        expected = {"input_ids": (3, 5), "labels": (3, 5)}
+    if has_padding:
+        expected["attention_mask"] = expected["input_ids"]
+    assert {name: tuple(tensor.shape) for name, tensor in inputs.items()} == expected
+    assert not has_padding or not inputs["attention_mask"].all()
+
+
+def test_of_a_batch() -> None:
+    batch = {"input_ids": torch.ones(5, 8), "labels": torch.ones(5, 6), "attention_mask": torch.ones(5, 8)}
+    assert Workload.of_batch(batch, 2) == Workload(3, 8, 6, has_padding=False)
+    batch["attention_mask"][0, 7] = 0
+    assert Workload.of_batch(batch, 99) == Workload(1, 8, 6)
+
+
+def test_an_empty_micro_batch_is_refused() -> None:
+    with pytest.raises(UserError, match="rows=0"):
+        Workload(0, 1, 1)
