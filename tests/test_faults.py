@@ -144,9 +144,12 @@ from hf_gpipe.runtime.topology import Topology
 from hf_gpipe.training.stopping import StopRequest
 before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 with StopRequest(Topology.discover(1, "cpu"), 5.0) as request:
+    is_there, say = os.pipe()
     child = os.fork()
     if child == 0:
+        os.write(say, b".")
         signal.pause()
+    os.read(is_there, 1)
     os.kill(child, signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM, "a child has its usual handlers"
     assert request.signal == 0, "and its signals are its own"

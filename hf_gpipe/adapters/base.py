@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters.autocast import Autocast, scope_of
@@ -345,10 +346,16 @@ class StageModel:
                 self.model.get_submodule(layer.name).compile(**({"backend": backend} if backend else {}))
 
     def checkpoint_blocks(self) -> None:
-        """Recompute each block's forward within backward: transformers' own checkpointing of every block."""
-        # transformers 5.23 renames the method; 5.17 has only the old name.
-        enable = getattr(self.model, "activation_checkpointing_enable", None)
-        (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
+        """Recompute each block's forward within backward: transformers' own checkpointing of every block.
+
+        The switches are set here and not by the model's method, which also looks for the input embeddings, that may be
+        another stage's.
+        """
+        function = partial(checkpoint, use_reentrant=False)
+        for module in self.model.modules():
+            if hasattr(module, "gradient_checkpointing"):
+                module._gradient_checkpointing_func = function  # type: ignore[assignment]
+                module.gradient_checkpointing = True
 
     def replace_parameter(self, name: str, parameter: nn.Parameter) -> None:
         """Put another tensor in a parameter's place, wherever this stage uses it."""

@@ -87,6 +87,11 @@ def _ours(recompute: str, schedule: str, split: int, *, length_bucketing: bool =
     return Case(name, "ours", Options(recompute, schedule, split, length_bucketing))
 
 
+def _cut(partition: str) -> Case:
+    """Cut by one of ours' strategies."""
+    return Case(f"ours by {partition}", "ours", Options("none", "1f1b", partition=partition))
+
+
 def _auto(peak_megabytes: int) -> Case:
     """The planner cuts and chooses what is recomputed, for a process that may grow to this."""
     return Case(f"ours auto {peak_megabytes} MB", "ours", Options("auto", "1f1b", peak_bytes=peak_megabytes * 10**6))
@@ -95,6 +100,7 @@ def _auto(peak_megabytes: int) -> Case:
 _STANDARD = Work()
 _DEEP = Work(layers=12, rows=32, micro_batches=32, steps=2)
 _LENGTHS = Work(random_lengths=True)
+_HEAD = Work(layers=4, hidden=256, intermediate=512, vocabulary=32768)
 
 SETTINGS = (
     Setting(
@@ -163,5 +169,12 @@ SETTINGS = (
             _ours("none", "1f1b", 5, length_bucketing=True),
         ),
         (Claim("ours 1f1b none bucketed", "ours 1f1b none", 1.15),),
+    ),
+    Setting(
+        "head",
+        "4 layers of width 256, vocabulary 32768, 16 x 128 tokens, M = 8, nothing recomputed",
+        _HEAD,
+        (Case("single", "single"), _cut("count"), _cut("flops"), _cut("profile")),
+        (Claim("ours by flops", "ours by count", 1.0), Claim("ours by profile", "ours by count", 1.0)),
     ),
 )

@@ -9,7 +9,7 @@ from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.errors import RecipeError
@@ -145,6 +145,8 @@ def test_a_misspelt_key_gets_a_hint_to_a_key_that_exists(key: KeyPath, data: st.
     section, name = str(key[0]), str(key[1])
     at = data.draw(st.integers(0, len(name) - 1))
     misspelt = name[:at] + data.draw(st.sampled_from(["", "q"])) + name[at + 1 :]
+    # Some keys are one letter from another: devices and device.
+    assume((section, misspelt) not in {(str(known[0]), str(known[1])) for known in KEYS if len(known) > 1})
     with pytest.raises(RecipeError, match="is not a key of a recipe; did you mean") as caught:
         parse_recipe(write(BASE), [f"{section}.{misspelt}=1"])
     hint = str(caught.value).partition("did you mean")[2]

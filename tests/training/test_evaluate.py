@@ -125,7 +125,8 @@ class _Parrot:
     def eval_step(self, batch: dict[str, torch.Tensor]) -> Evaluation:
         rows = batch["input_ids"].shape[0]
         self.num_tokens += batch["input_ids"].numel()
-        return Evaluation(torch.full((rows,), 2.0), torch.full((rows,), 4))
+        losses = torch.full((rows,), 2.0)
+        return Evaluation(losses, losses, torch.full((rows,), 4))
 
     def generate(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
         sources = self._tokenizer.batch_decode(input_ids, skip_special_tokens=True)

@@ -22,7 +22,8 @@ class Options:
     Attributes:
         recompute: "none", or what is recomputed: the peers know only "on", ours its own modes, also one for each stage.
         schedule: where there is a choice.
-        split: blocks on the first of two stages, beside the embedding; 0: the planner cuts, where there is one.
+        split: blocks on the first of two stages, beside the embedding; 0: `partition` says.
+        partition: how ours is cut where `split` is 0.
         length_bucketing: rows of similar length go together, and no micro-batch is longer than its longest row.
         peak_bytes: what the planner may let a process grow to, libraries included.
     """
@@ -32,6 +33,7 @@ class Options:
     split: int = 0
     length_bucketing: bool = False
     peak_bytes: int | None = None
+    partition: str = "auto"
 
 
 class Contender(Protocol):

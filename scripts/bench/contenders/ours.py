@@ -30,7 +30,7 @@ class Ours:
             num_micro_batches=work.micro_batches,
             schedule=options.schedule,
             recompute=recompute,
-            partition=[first, work.layers + 3 - first] if options.split else "auto",
+            partition=[first, work.layers + 3 - first] if options.split else options.partition,
             length_bucketing=options.length_bucketing,
             example=self.batch,
             memory=memory,
