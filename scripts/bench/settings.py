@@ -100,7 +100,7 @@ def _auto(peak_megabytes: int) -> Case:
 _STANDARD = Work()
 _DEEP = Work(layers=12, rows=32, micro_batches=32, steps=2)
 _LENGTHS = Work(random_lengths=True)
-_HEAD = Work(layers=4, hidden=256, intermediate=512, vocabulary=32768)
+_HEAD = Work(vocabulary=32768, steps=2)
 
 SETTINGS = (
     Setting(
@@ -172,7 +172,7 @@ SETTINGS = (
     ),
     Setting(
         "head",
-        "4 layers of width 256, vocabulary 32768, 16 x 128 tokens, M = 8, nothing recomputed",
+        "8 layers, vocabulary 32768, 16 x 128 tokens, M = 8, nothing recomputed",
         _HEAD,
         (Case("single", "single"), _cut("count"), _cut("flops"), _cut("profile")),
         (Claim("ours by flops", "ours by count", 1.0), Claim("ours by profile", "ours by count", 1.0)),
