@@ -354,7 +354,7 @@ class StageModel:
         function = partial(checkpoint, use_reentrant=False)
         for module in self.model.modules():
             if hasattr(module, "gradient_checkpointing"):
-                module._gradient_checkpointing_func = function  # type: ignore[assignment]
+                module._gradient_checkpointing_func = function
                 module.gradient_checkpointing = True
 
     def replace_parameter(self, name: str, parameter: nn.Parameter) -> None:
