@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.partition import partition
-from hf_gpipe.planner.costs import ModelCosts
+from hf_gpipe.planner.costs import ModelCosts, mean_costs
 from hf_gpipe.planner.measure_seconds import profile_layers
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.settings import Settings
@@ -288,25 +288,10 @@ class Result:
 
 def validate(case: Case, num_steps: int) -> Result:
     """Measure the layers, predict, run."""
-    costs = average(in_processes(profile, case.num_processes, case))
+    costs = mean_costs(in_processes(profile, case.num_processes, case))
     planner = Planner(lambda _: costs, case.rows, this_machine(CPU))
     plan = planner.plan(case.settings)
     return Result(case, plan, costs, in_processes(train, case.num_processes, case, num_steps))
-
-
-def average(measured: Sequence[ModelCosts]) -> ModelCosts:
-    """The same costs with the mean of what the processes measured."""
-
-    def of(name: str, parts: Sequence[Any]) -> float:
-        return mean(getattr(part, name) for part in parts)
-
-    layer_names = ("forward_seconds", "forward_only_seconds", "backward_seconds")
-    layers = tuple(
-        replace(parts[0], **{name: of(name, parts) for name in layer_names})
-        for parts in zip(*(costs.layers for costs in measured), strict=True)
-    )
-    names = ("stage_forward_seconds", "stage_backward_seconds", "update_seconds_per_parameter")
-    return replace(measured[0], layers=layers, **{name: of(name, measured) for name in names})
 
 
 def report(results: Sequence[Result]) -> str:

@@ -45,17 +45,15 @@ def _alive(
     end = {span.action: float(span.end) for span in timeline.spans}
     start = {span.action: float(span.start) for span in timeline.spans}
     for stage in range(table.num_stages):
-        boundaries, graphs, gradients = [], [], []
+        boundaries, gradients = [], []
         for micro_batch in range(table.num_micro_batches):
             forward = Action(ActionKind.FORWARD, stage, micro_batch)
             backward = Action(ActionKind.BACKWARD, stage, micro_batch)
-            again = Action(ActionKind.RECOMPUTE, stage, micro_batch)
             if source := forward.source(table.num_stages):
                 boundaries.append((end[source], end[backward]))
-            graphs.append((start[again] if again in start else start[forward], end[backward]))
             if source := backward.source(table.num_stages):
                 gradients.append((end[source], start[backward]))
-        counts.append(Alive(_most(boundaries), _most(graphs), _most(gradients)))
+        counts.append(Alive(_most(boundaries), table.peak_live_graphs(stage), _most(gradients)))
     return tuple(counts)
 
 

@@ -15,14 +15,17 @@ Every number is of ONE micro-batch (see workload.py) and of a layer, so that a s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal
+from statistics import fmean
+from typing import Any, Literal, TypeVar
 
 from hf_gpipe.adapters.layers import LayerKind, StackName
 from hf_gpipe.planner.workload import Workload
+
+Part = TypeVar("Part", "LayerCost", "ModelCosts")
 
 InnerRecompute = Literal["none", "block"]
 """What a graph that is alive keeps: everything, or only the inputs of blocks. ("stage" says when a graph is alive.)"""
@@ -216,6 +219,23 @@ class ModelCosts:
     def _sums(self) -> tuple[Parameters, ...]:
         """Unshared parameters of the layers before each layer."""
         return tuple(accumulate((layer.parameters for layer in self.layers), initial=Parameters()))
+
+
+def mean_costs(measured: Sequence[ModelCosts]) -> ModelCosts:
+    """The same costs with the mean of the seconds that several processes have measured; None where none was."""
+    layer_names = ("forward_seconds", "forward_only_seconds", "backward_seconds")
+    layers = tuple(_with_means(parts, layer_names) for parts in zip(*(costs.layers for costs in measured), strict=True))
+    names = ("stage_forward_seconds", "stage_backward_seconds", "update_seconds_per_parameter")
+    return replace(_with_means(measured, names), layers=layers)
+
+
+def _with_means(parts: Sequence[Part], names: Sequence[str]) -> Part:
+    """The first of `parts` with these fields replaced by their means."""
+    means: dict[str, Any] = {}
+    for name in names:
+        seconds = [value for part in parts if (value := getattr(part, name)) is not None]
+        means[name] = fmean(seconds) if seconds else None
+    return replace(parts[0], **means)
 
 
 def _any_within(users: tuple[int, ...], start: int, stop: int) -> bool:

@@ -16,6 +16,7 @@ from hf_gpipe.planner.memory import MemoryBill, Ran, StageLayers, bill, ran
 from hf_gpipe.planner.settings import RecomputeChoice, Settings
 from hf_gpipe.planner.sums import MemorySums
 from hf_gpipe.planner.timing import TimeBill, TimeSums
+from hf_gpipe.planner.workload import largest_micro_batch
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.schedule import ActionKind, Schedule, Timeline, build, placement_for, simulate
 
@@ -148,7 +149,7 @@ class Planner:
 
     def micro_batch_rows(self, num_micro_batches: int) -> int:
         """Rows of the largest of M micro-batches."""
-        return -(-self.rows // min(num_micro_batches, self.rows))
+        return largest_micro_batch(self.rows, num_micro_batches)
 
     def micro_batches_of_step(self, num_micro_batches: int) -> int:
         """Of the table, where a mini-batch is cut into M."""
@@ -243,11 +244,7 @@ def stage_layers(settings: Settings) -> list[StageLayers]:
 
 def recompute_shares(table: Schedule) -> list[float]:
     """For each stage the share of the micro-batches whose forward a table repeats."""
-    counts = [0] * table.num_stages
-    for actions in table.actions:
-        for action in actions:
-            counts[action.stage] += action.kind == ActionKind.RECOMPUTE
-    return [count / table.num_micro_batches for count in counts]
+    return [table.num_recomputations(stage) / table.num_micro_batches for stage in range(table.num_stages)]
 
 
 def _entries(settings: Settings) -> tuple[str | int, ...]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from statistics import fmean
 
 import torch
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.errors import UserError
-from hf_gpipe.planner.costs import ModelCosts
+from hf_gpipe.planner.costs import ModelCosts, mean_costs
 from hf_gpipe.planner.fix import smallest_fix
 from hf_gpipe.planner.measure import costs_of
 from hf_gpipe.planner.measure_seconds import profile_layers
@@ -19,7 +18,7 @@ from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.resolve import best_plan, micro_batch_counts, resolve
 from hf_gpipe.planner.settings import Request, Settled
 from hf_gpipe.planner.this_machine import this_machine
-from hf_gpipe.planner.workload import Workload
+from hf_gpipe.planner.workload import Workload, largest_micro_batch
 from hf_gpipe.runtime.topology import Topology
 
 
@@ -95,7 +94,7 @@ def _measure(expectation: Expectation, request: Request) -> dict[int, ModelCosts
     mini_batch = topology.from_main(expectation.mini_batch)
     measured = {}
     for count in micro_batch_counts(mini_batch.rows, request.num_micro_batches):
-        rows = -(-mini_batch.rows // min(count, mini_batch.rows))
+        rows = largest_micro_batch(mini_batch.rows, count)
         own = profile_layers(
             expectation.adapter,
             replace(mini_batch, rows=rows),
@@ -104,31 +103,8 @@ def _measure(expectation: Expectation, request: Request) -> dict[int, ModelCosts
             label_smoothing=expectation.label_smoothing,
             barrier=topology.barrier,
         )
-        measured[rows] = _mean(topology.gather_objects(own))
+        measured[rows] = mean_costs(topology.gather_objects(own))
     return measured
-
-
-def _mean(costs: Sequence[ModelCosts]) -> ModelCosts:
-    """The same costs with the mean of the seconds that several processes have measured."""
-    layers = [
-        replace(
-            layer,
-            forward_seconds=_mean_seconds(one.layers[index].forward_seconds for one in costs),
-            forward_only_seconds=_mean_seconds(one.layers[index].forward_only_seconds for one in costs),
-            backward_seconds=_mean_seconds(one.layers[index].backward_seconds for one in costs),
-        )
-        for index, layer in enumerate(costs[0].layers)
-    ]
-    return replace(
-        costs[0],
-        layers=tuple(layers),
-        stage_forward_seconds=_mean_seconds(one.stage_forward_seconds for one in costs),
-        stage_backward_seconds=_mean_seconds(one.stage_backward_seconds for one in costs),
-    )
-
-
-def _mean_seconds(values: Iterable[float | None]) -> float:
-    return fmean(value for value in values if value is not None)
 
 
 def advice(expectation: Expectation, run_as: Callable[[], Request]) -> str:

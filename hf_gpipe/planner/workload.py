@@ -15,6 +15,11 @@ from hf_gpipe.recipe import Recipe
 _TOKEN = 5
 
 
+def largest_micro_batch(num_rows: int, num_micro_batches: int) -> int:
+    """Rows of the largest of the min(M, n) parts that a mini-batch of n rows is cut into."""
+    return -(-num_rows // min(num_micro_batches, num_rows))
+
+
 @dataclass(frozen=True)
 class Workload:
     """The shape of one micro-batch, padding included.
@@ -53,15 +58,15 @@ class Workload:
         source, target = recipe.data.max_source_tokens, recipe.data.max_target_tokens
         if not is_encoder_decoder:
             source = target = source + target
-        return cls(-(-recipe.training.batch_size // num_micro_batches), source, target)
+        return cls(largest_micro_batch(recipe.training.batch_size, num_micro_batches), source, target)
 
     @classmethod
     def of_batch(cls, batch: Tensors, num_micro_batches: int = 1) -> Workload:
         """The largest micro-batch of a mini-batch, which has input_ids (N, T), labels (N, T') and perhaps a mask."""
         num_rows, source = batch["input_ids"].shape
         mask = batch.get("attention_mask")
-        count = min(num_micro_batches, num_rows)
-        return cls(-(-num_rows // count), source, batch["labels"].shape[1], mask is not None and not bool(mask.all()))
+        rows, has_padding = largest_micro_batch(num_rows, num_micro_batches), mask is not None and not bool(mask.all())
+        return cls(rows, source, batch["labels"].shape[1], has_padding)
 
     @property
     def num_target_tokens(self) -> int:

@@ -56,12 +56,17 @@ def split_rows(batch: Batch, num_micro_batches: int) -> list[dict[str, torch.Ten
     Raises:
         DataError: no tensors, no rows, or tensors that differ in their number of rows.
     """
+    count = _num_parts(batch, num_micro_batches)
+    parts = {name: torch.tensor_split(tensor, count) for name, tensor in batch.items()}
+    return [{name: pieces[i] for name, pieces in parts.items()} for i in range(count)]
+
+
+def _num_parts(batch: Batch, num_micro_batches: int) -> int:
+    """min(M, n) for a mini-batch of n rows; raises DataError as `split_rows` says."""
     rows = {name: tensor.shape[0] if tensor.dim() else 0 for name, tensor in batch.items()}
     if len(set(rows.values())) != 1 or not all(rows.values()):
         raise DataError(f"a mini-batch needs tensors with the same number of rows, at least one; found {rows}")
-    count = min(num_micro_batches, next(iter(rows.values())))
-    parts = {name: torch.tensor_split(tensor, count) for name, tensor in batch.items()}
-    return [{name: pieces[i] for name, pieces in parts.items()} for i in range(count)]
+    return min(num_micro_batches, next(iter(rows.values())))
 
 
 def split_tokens(batch: Batch, num_micro_batches: int, adapter: Adapter) -> list[dict[str, torch.Tensor]]:
@@ -75,7 +80,7 @@ def split_tokens(batch: Batch, num_micro_batches: int, adapter: Adapter) -> list
         num_micro_batches: M.
         adapter: says how long a row is.
     """
-    count = len(split_rows(batch, num_micro_batches))
+    count = _num_parts(batch, num_micro_batches)
     lengths = adapter.row_lengths(batch)
     order = lengths.argsort(descending=True, stable=True)
     sizes = _even_cut(lengths[order].tolist(), count)
