@@ -8,6 +8,7 @@ import textwrap
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, get_type_hints
 
+from hf_gpipe.recipe.extends import EXTENDS_HELP
 from hf_gpipe.recipe.fields import Recipe
 from hf_gpipe.recipe.strict_yaml import write
 from hf_gpipe.recipe.typed import describe
@@ -18,7 +19,8 @@ _INDENT = " " * 6
 
 def recipe_help() -> str:
     """Every key with what it allows, its default and its text, section by section."""
-    return "\n\n".join(_section(name, hint) for name, hint in get_type_hints(Recipe).items() if is_dataclass(hint))
+    sections = [_section(name, hint) for name, hint in get_type_hints(Recipe).items() if is_dataclass(hint)]
+    return "\n\n".join([EXTENDS_HELP, *sections])
 
 
 def field_texts(cls: type) -> dict[str, str]:

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from hf_gpipe.errors import RecipeError
+from hf_gpipe.recipe.typed import show
 
 KeyPath = tuple[object, ...]
 """The keys from the top to a value; an entry of a list has its index in it."""
@@ -51,8 +52,17 @@ class Locations:
 
     def replace(self, path: KeyPath, place: str) -> None:
         """Note that the value at `path`, with all below it, now comes from `place`."""
-        self._places = {known: at for known, at in self._places.items() if known[: len(path)] != path}
+        self.forget(path)
         self._places[path] = place
+
+    def take(self, other: Locations, path: KeyPath) -> None:
+        """Note that the value at `path`, with all below it, comes from where `other` has it."""
+        self.forget(path)
+        self._places |= {known: at for known, at in other._places.items() if known[: len(path)] == path}
+
+    def forget(self, path: KeyPath) -> None:
+        """Know nothing more of the value at `path` and of all below it."""
+        self._places = {known: at for known, at in self._places.items() if known[: len(path)] != path}
 
 
 class _Loader(yaml.SafeLoader):
@@ -107,6 +117,18 @@ def read(text: str, source: str) -> tuple[Any, Locations]:
         raise RecipeError(f"{source}{_position(error.problem_mark)}: {_sentence(error)}") from error
     except (yaml.YAMLError, ValueError) as error:
         raise RecipeError(f"{source}: the YAML cannot be read: {' '.join(str(error).split())}.") from error
+
+
+def read_mapping(text: str, source: str) -> tuple[dict[Any, Any], Locations]:
+    """The mapping of sections that a recipe's text is, and the place of each part.
+
+    Raises:
+        RecipeError: no mapping, or what `read` refuses.
+    """
+    data, locations = read(text, source)
+    if not isinstance(data, dict):
+        raise RecipeError(f"{source}: a recipe must be a mapping of sections, such as `model:`; found {show(data)}.")
+    return data, locations
 
 
 def write(value: Any) -> str:

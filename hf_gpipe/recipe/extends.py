@@ -1,0 +1,101 @@
+"""A recipe's file with the files that it extends: `extends: base.yaml` at its top, a path relative to the file.
+
+The base is read first and the file's own keys replace its keys. A mapping within a mapping merges key by key, so that a
+derived recipe states its differences alone; a list or a single value replaces what stood there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_gpipe.errors import RecipeError
+from hf_gpipe.recipe.strict_yaml import KeyPath, Locations, read_mapping
+from hf_gpipe.recipe.typed import show
+
+EXTENDS = "extends"
+EXTENDS_HELP = """\
+extends: a file, its path relative to the recipe's own; optional
+      Another recipe, whose values hold wherever this one gives none. Sections and other mappings
+      merge key by key, model.config too; a list or a single value replaces the other. That recipe
+      may extend a further one. It stands in a file only, above the sections; key=value comes last."""
+
+LONGEST_CHAIN = 8
+"""Files in a row, the recipe itself included; more is a mistake sooner than a plan."""
+
+
+def read_with_bases(path: str | Path) -> tuple[dict[Any, Any], Locations]:
+    """What a recipe's file says together with the files that it extends, and the file and line of each value.
+
+    Raises:
+        RecipeError: a file that is missing, is no UTF-8 text or no YAML mapping; files that extend each other in a
+            circle; more than LONGEST_CHAIN of them.
+    """
+    return _read(Path(path), f"recipe {path}", ())
+
+
+def refuse_extends(data: dict[Any, Any], locations: Locations) -> None:
+    """Raise RecipeError where `extends` is left in a recipe that comes from no file, or came with an override."""
+    if EXTENDS in data:
+        raise RecipeError(
+            f"{locations.of((EXTENDS,))}: {EXTENDS} is understood at the top of a recipe's file only, for its path is "
+            "relative to that file; write it there, and read the recipe with load_recipe."
+        )
+
+
+def _read(path: Path, name: str, chain: Sequence[Path]) -> tuple[dict[Any, Any], Locations]:
+    """One file over its bases; `name` begins messages about the file itself, `chain` are the files that extend it."""
+    data, locations = read_mapping(_text(path, name), str(path))
+    chain = [*chain, path]
+    if EXTENDS in data:
+        base = _base(data.pop(EXTENDS), path, locations, chain)
+        _inherit(data, locations, *_read(base, f"{locations.of((EXTENDS,))}: {EXTENDS}: {base}", chain), ())
+        locations.forget((EXTENDS,))
+    return data, locations
+
+
+def _base(value: object, path: Path, locations: Locations, chain: Sequence[Path]) -> Path:
+    """The file that `path` extends."""
+    place = f"{locations.of((EXTENDS,))}: {EXTENDS}"
+    if not isinstance(value, str) or not value.strip():
+        raise RecipeError(f"{place}: found {show(value)}, expected a file such as base.yaml, relative to this one.")
+    base = path.parent / value
+    try:
+        circle = base.resolve() in {file.resolve() for file in chain}
+    except (OSError, ValueError, RuntimeError) as error:
+        raise RecipeError(f"{place}: {value!r} is no path that can be followed: {error}.") from error
+    files = " -> ".join(str(file) for file in [*chain, base])
+    if circle:
+        raise RecipeError(f"{place}: the recipes extend each other in a circle, {files}; take out one of these.")
+    if len(chain) == LONGEST_CHAIN:
+        raise RecipeError(
+            f"{place}: {len(chain) + 1} recipes extend each other in a row, {files}, and at most {LONGEST_CHAIN} "
+            "may; merge some of them."
+        )
+    return base
+
+
+def _text(path: Path, name: str) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError as error:
+        raise RecipeError(f"{name} does not exist (looked in {Path.cwd()}); correct the path.") from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{name} is not UTF-8 text ({error.reason}, byte {error.start}).") from error
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{name} cannot be read: {error}.") from error
+
+
+def _inherit(
+    own: dict[Any, Any], places: Locations, base: dict[Any, Any], base_places: Locations, path: KeyPath
+) -> None:
+    """Write into `own` what `base` has and it has not; `path` is where both stand in the recipe."""
+    for key, value in base.items():
+        here = (*path, key)
+        # A section's heading without a key under it says nothing; deeper, null is a value.
+        if key not in own or (own[key] is None and not path):
+            own[key] = value
+            places.take(base_places, here)
+        elif isinstance(own[key], dict) and isinstance(value, dict):
+            _inherit(own[key], places, value, base_places, here)
