@@ -4,6 +4,8 @@ Each stage waits instead of computing; tables, executor and messages (gloo) are 
 process that does the work of all without recomputation; the bound of a pipeline with one stage a process is
 M K / (M + K - 1) (GPipe, arXiv 1811.06965, section 2.3). "of its table" compares with the simulation of the very table
 that ran, which knows recomputation and interleaving: 1 means that neither executor nor messages cost anything.
+"cores busy" is the CPU time of all processes over the step's time: near the number of cores, a step waits for the
+machine. "recomputed after the gradient" is not what the tables do; it shows what recomputing before it arrives gains.
 
     python scripts/bench_emulated.py                                   about 15 minutes
     python scripts/bench_emulated.py --processes 8 --micro-batches 32 --steps 5 --json emulated.json
@@ -16,9 +18,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from bench import machine
-from bench.emulation import Emulated, emulate
+from bench.emulation import Emulated, Step, emulate
 from bench.report import Spread, table, write_json
 
 KIBIBYTE = 1024
@@ -41,17 +44,20 @@ EASY = Pace(0.020, 0.040, 64 * KIBIBYTE)
 HARD = Pace(0.005, 0.010, 1024 * KIBIBYTE)
 QUICK = Pace(0.001, 0.002, 64 * KIBIBYTE)
 
-#: (schedule, recompute, stages of a process)
-TABLES = (
-    ("gpipe", "none", 1),
-    ("gpipe_fused", "none", 1),
-    ("1f1b", "none", 1),
-    ("interleaved_1f1b", "none", 2),
-    ("gpipe", "stage", 1),
-    ("1f1b", "stage", 1),
+#: The settings of each table: see `Emulated`.
+TABLES: tuple[dict[str, Any], ...] = (
+    {"schedule": "gpipe"},
+    {"schedule": "gpipe_fused"},
+    {"schedule": "1f1b"},
+    {"schedule": "interleaved_1f1b", "stages_each": 2},
+    {"schedule": "gpipe", "recompute": "stage"},
+    {"schedule": "gpipe", "recompute": "stage", "recomputes_late": True},
+    {"schedule": "1f1b", "recompute": "stage"},
+    {"schedule": "1f1b", "recompute": "stage", "recomputes_late": True},
 )
 #: One micro-batch after another: its time is known without measuring many of them.
-NAIVE, NAIVE_MICRO_BATCHES = ("naive", "none", 1), 8
+NAIVE: dict[str, Any] = {"schedule": "naive"}
+NAIVE_MICRO_BATCHES = 8
 
 
 @dataclass(frozen=True)
@@ -72,44 +78,50 @@ TARGETS = (Target(8, 32, 6.4), Target(16, 32, 0.95 * 32 * 16 / 47))
 def settings_of(pace: Pace, processes: Sequence[int], micro_batches: Sequence[int]) -> list[Emulated]:
     """Every table for every K and M at one pace."""
     return [
-        Emulated(schedule, k, m, recompute=recompute, stages_each=stages_each, **asdict(pace))
+        Emulated(processes=k, micro_batches=m, **one, **asdict(pace))
         for k in processes
         for m in micro_batches
-        for schedule, recompute, stages_each in (*TABLES, *((NAIVE,) if m <= NAIVE_MICRO_BATCHES else ()))
+        for one in (*TABLES, *((NAIVE,) if m <= NAIVE_MICRO_BATCHES else ()))
     ]
 
 
-def speed_ups(setting: Emulated, seconds: Sequence[float]) -> Spread:
-    return Spread.of(setting.one_process_seconds / one for one in seconds)
+def speed_ups(setting: Emulated, steps: Sequence[Step]) -> Spread:
+    return Spread.of(setting.one_process_seconds / one.seconds for one in steps)
 
 
-def summary(settings: Sequence[Emulated], seconds: Sequence[Sequence[float]]) -> str:
+def name_of(setting: Emulated) -> str:
+    """The schedule, and what it recomputes when."""
+    late = " after the gradient" if setting.recomputes_late else ""
+    return setting.schedule + ("" if setting.recompute == "none" else f", {setting.recompute} recomputed{late}")
+
+
+def summary(settings: Sequence[Emulated], steps: Sequence[Sequence[Step]]) -> str:
     rows = []
-    for setting, own in zip(settings, seconds, strict=True):
+    for setting, own in zip(settings, steps, strict=True):
         speed_up = speed_ups(setting, own)
-        name = (
-            setting.schedule if setting.recompute == "none" else f"{setting.schedule}, {setting.recompute} recomputed"
-        )
         rows.append(
             [
-                name,
+                name_of(setting),
                 f"{setting.processes}",
                 f"{setting.micro_batches}",
-                Spread.of(own).text(3),
+                Spread.of(one.seconds for one in own).text(3),
                 speed_up.text(),
                 f"{setting.bound:.2f}",
                 f"{speed_up.median / setting.bound:.3f}",
-                Spread.of(setting.predicted_seconds() / one for one in own).text(3),
+                Spread.of(setting.predicted_seconds() / one.seconds for one in own).text(3),
+                f"{Spread.of(one.cpu_seconds / one.seconds for one in own).median:.2f}",
             ]
         )
-    return table(["schedule", "K", "M", "seconds a step", "speed-up", "bound", "of bound", "of its table"], rows)
+    return table(
+        ["schedule", "K", "M", "seconds a step", "speed-up", "bound", "of bound", "of its table", "cores busy"], rows
+    )
 
 
-def verdicts(settings: Sequence[Emulated], seconds: Sequence[Sequence[float]]) -> str:
+def verdicts(settings: Sequence[Emulated], steps: Sequence[Sequence[Step]]) -> str:
     """The targets, for each table that they are about."""
     rows = []
     for target in TARGETS:
-        for setting, own in zip(settings, seconds, strict=True):
+        for setting, own in zip(settings, steps, strict=True):
             found = (setting.processes, setting.micro_batches, setting.recompute, setting.stages_each)
             if found == (target.processes, target.micro_batches, "none", 1):
                 speed_up = speed_ups(setting, own)
@@ -135,15 +147,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = settings_of(pace, processes, micro_batches)
         if not arguments.quick and not machine.wait_until_quiet(arguments.quiet):
             print("the machine is not quiet", file=sys.stderr)
-        seconds = emulate(settings, steps, lambda text: print(text, file=sys.stderr, flush=True))
-        print(f"{pace.text()}\n\n{summary(settings, seconds)}\n", flush=True)
-        if pace == EASY and (text := verdicts(settings, seconds)):
+        found = emulate(settings, steps, lambda text: print(text, file=sys.stderr, flush=True))
+        print(f"{pace.text()}\n\n{summary(settings, found)}\n", flush=True)
+        if pace == EASY and (text := verdicts(settings, found)):
             print(f"{text}\n", flush=True)
-        for setting, own in zip(settings, seconds, strict=True):
+        for setting, own in zip(settings, found, strict=True):
             results.append(
                 {
                     "setting": asdict(setting),
-                    "seconds": own,
+                    "seconds": [one.seconds for one in own],
+                    "cpu_seconds": [one.cpu_seconds for one in own],
                     "speed_up": asdict(speed_ups(setting, own)),
                     "bound": setting.bound,
                     "predicted_seconds": setting.predicted_seconds(),

@@ -84,10 +84,9 @@ def emulated(schedule: str, steps: int, scale: float) -> dict[tuple[int, int], l
         for k in PROCESSES
         for m in MICRO_BATCHES
     ]
-    seconds = emulate(settings, steps)
     return {
-        (setting.processes, setting.micro_batches): [setting.micro_batches / one for one in own]
-        for setting, own in zip(settings, seconds, strict=True)
+        (setting.processes, setting.micro_batches): [setting.micro_batches / one.seconds for one in own]
+        for setting, own in zip(settings, emulate(settings, steps), strict=True)
     }
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, cast
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.topology import Topology
-from hf_gpipe.schedule import Costs, Schedule, build, simulate
+from hf_gpipe.schedule import ActionKind, Costs, Schedule, build, simulate
 from hf_gpipe.schedule.builders import placement_for
 
 _FLOAT_BYTES = 4
@@ -39,6 +39,8 @@ class Emulated:
         forward_seconds: of one micro-batch in one process, over all its stages; a recomputation takes as long.
         backward_seconds: the same.
         boundary_bytes: what crosses a boundary for each micro-batch.
+        recomputes_late: whether a stage waits for the gradient before it recomputes, as torch.utils.checkpoint does;
+            the tables recompute before it arrives (GPipe, section 2).
     """
 
     schedule: str
@@ -49,16 +51,36 @@ class Emulated:
     boundary_bytes: int
     recompute: str = "none"
     stages_each: int = 1
+    recomputes_late: bool = False
 
     def table(self) -> Schedule:
+        """What runs; a late recomputation is part of the backward."""
+        table = self._early_table()
+        if not self.recomputes_late:
+            return table
+        return replace(
+            table,
+            actions=tuple(tuple(one for one in own if one.kind != ActionKind.RECOMPUTE) for own in table.actions),
+        )
+
+    def _early_table(self) -> Schedule:
         num_stages = self.processes * self.stages_each
         placement = placement_for(self.schedule, num_stages, self.processes)
         return build(self.schedule, num_stages, self.micro_batches, placement, self.recompute)
 
+    def stage_seconds(self, stage: int) -> tuple[float, float]:
+        """Of one micro-batch's forward and backward in one stage. Raises ValueError for one that recomputes in part."""
+        forward, backward = self.forward_seconds / self.stages_each, self.backward_seconds / self.stages_each
+        if not self.recomputes_late or (count := self._early_table().num_recomputations(stage)) == 0:
+            return forward, backward
+        if count != self.micro_batches:
+            raise ValueError(f"stage {stage} recomputes {count} of {self.micro_batches} micro-batches; expected all")
+        return forward, forward + backward
+
     def predicted_seconds(self) -> float:
         """Of a step with free messages, by the simulation of the table."""
-        costs = Costs(self.forward_seconds / self.stages_each, self.backward_seconds / self.stages_each)
-        return float(simulate(self.table(), costs).total_seconds)
+        forward, backward = zip(*map(self.stage_seconds, range(self.processes * self.stages_each)), strict=True)
+        return float(simulate(self.table(), Costs(forward, backward)).total_seconds)
 
     @property
     def one_process_seconds(self) -> float:
@@ -79,8 +101,7 @@ class WaitingStage:
         self.is_first, self._is_last = number == 0, number == num_stages - 1
         self.device = boundary.device
         self.trainable_outputs: Mapping[str, bool] = {} if self._is_last else {"hidden": True}
-        self._forward_seconds = setting.forward_seconds / setting.stages_each
-        self._backward_seconds = setting.backward_seconds / setting.stages_each
+        self._forward_seconds, self._backward_seconds = setting.stage_seconds(number)
         self._message = {"hidden": boundary}
         self._shapes: Shapes = {"hidden": tuple(boundary.shape)}
 
@@ -111,11 +132,23 @@ def wait(seconds: float) -> None:
         time.sleep(left)
 
 
+class Step(NamedTuple):
+    """What one step of all processes took.
+
+    Attributes:
+        seconds: from the first process's beginning to the last one's end.
+        cpu_seconds: of the cores, over all processes and their threads: the executor, the messages and the waking up.
+    """
+
+    seconds: float
+    cpu_seconds: float
+
+
 def emulate(
     settings: list[Emulated], steps: int, on_step: Callable[[str], None] = lambda text: None
-) -> list[list[float]]:
-    """Seconds of each of `steps` steps of each setting; the settings of one number of processes take turns."""
-    seconds: list[list[float]] = [[] for _ in settings]
+) -> list[list[Step]]:
+    """Each of `steps` steps of each setting; the settings of one number of processes take turns."""
+    found: list[list[Step]] = [[] for _ in settings]
     for processes in sorted({setting.processes for setting in settings}):
         numbers = [i for i, setting in enumerate(settings) if setting.processes == processes]
         jobs = [asdict(settings[i]) for i in numbers]
@@ -124,24 +157,29 @@ def emulate(
         )
         for position, i in enumerate(numbers):
             spans = zip(*(part[position] for part in parts), strict=True)
-            seconds[i] = [max(end for _, end in step) - min(start for start, _ in step) for step in spans]
+            found[i] = [
+                Step(
+                    max(end for _, end, _ in step) - min(start for start, _, _ in step), sum(cpu for _, _, cpu in step)
+                )
+                for step in spans
+            ]
         on_step(f"K = {processes}")
-    return seconds
+    return found
 
 
-def _emulate_process(job: Job) -> list[list[tuple[float, float]]]:
-    """One process's part: for each setting the beginning and the end of each step, on one clock."""
+def _emulate_process(job: Job) -> list[list[tuple[float, float, float]]]:
+    """One process's part: for each setting the beginning and the end of each step, on one clock, and its CPU time."""
     machine.wake_up_on_time()
     settings = [Emulated(**setting) for setting in job["settings"]]
     ready = [_Pipeline(setting, int(os.environ["RANK"])) for setting in settings]
-    spans: list[list[tuple[float, float]]] = [[] for _ in settings]
+    spans: list[list[tuple[float, float, float]]] = [[] for _ in settings]
     for step in range(job["steps"] + 1):
         for i in range(len(settings))[:: -1 if step % 2 else 1]:
             dist.barrier()
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             ready[i].step()
             if step:  # the first one warms up
-                spans[i].append((start, time.perf_counter()))
+                spans[i].append((start, time.perf_counter(), time.process_time() - cpu))
     return spans
 
 
