@@ -21,6 +21,8 @@ from hf_gpipe.checkpoint.save import save_model
 from hf_gpipe.errors import PartitionError, StageError, UserError
 from hf_gpipe.partition import COST_STRATEGIES
 from hf_gpipe.partition import partition as cut
+from hf_gpipe.planner.plan import Plan
+from hf_gpipe.planner.resolve import best_plan
 from hf_gpipe.planner.settings import AUTO, Request
 from hf_gpipe.planner.settle import Expectation, advice, settle
 from hf_gpipe.planner.workload import Workload
@@ -319,6 +321,21 @@ class Pipeline:
             self.topology.placement,
             self._table_recompute,
         )
+
+    def plan(self, batch: Batch | None = None) -> Plan:
+        """What the planner predicts of a step as this pipeline runs it, on the device of this process.
+
+        Args:
+            batch: the step's only mini-batch, as `train_step` takes it; None: the constructor's `example`, accumulated.
+
+        Raises:
+            UserError: there is neither, or the optimizer's state has no known size.
+        """
+        expectation = self._expectation
+        if batch is not None:
+            expectation = replace(expectation, example=batch, mini_batches=1)
+        request = self._run_as()
+        return best_plan(expectation.planner(request.memory_bytes), request)
 
     # ------------------------------------------------------------------ parameters and gradients
 

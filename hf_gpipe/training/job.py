@@ -23,6 +23,7 @@ from hf_gpipe.runtime.topology import Topology
 from hf_gpipe.runtime.whereabouts import note
 from hf_gpipe.schedule import Timeline, breakdown, draw_png, write_trace
 from hf_gpipe.training import summary
+from hf_gpipe.training.cost import CostMeter
 from hf_gpipe.training.evaluate import evaluate_translation
 from hf_gpipe.training.from_recipe import arguments_of, autocast_of, corpus_of, model_config, model_dtype, tokenizer_of
 from hf_gpipe.training.timeline import measure_step
@@ -60,6 +61,7 @@ def run(recipe: Recipe) -> None:
     Raises:
         UserError: what the recipe, the data or the checkpoint to resume from get wrong.
     """
+    cost_meter = CostMeter()
     output_dir = Path(recipe.training.output_dir)
     topology = Topology.discover(recipe.pipeline.num_stages, recipe.pipeline.device)
     mine: list[_Prepared] = []
@@ -79,6 +81,7 @@ def run(recipe: Recipe) -> None:
         summary.say(summary.start_text(recipe, pipe, prepared.corpus, checkpoint))
     start = _step_of(checkpoint)
     output = trainer.train(resume_from_checkpoint=checkpoint)
+    cost_meter.note_memory(pipe)
     if prepared is not None and checkpoint is not None and output.global_step == start:
         summary.say(f"the training in {output_dir} is finished ({start} steps); nothing is left to train")
     note("saving the model")
@@ -102,7 +105,9 @@ def run(recipe: Recipe) -> None:
     batch = share([next(batches.epoch(0))] if batches is not None else None, topology)
     measured, predicted = measure_step(pipe, batch, update=_update_of(trainer))
     if prepared is not None:
-        (output_dir / METRICS_FILE).write_text(json.dumps(report.to_dict(), indent=2, ensure_ascii=False) + "\n")
+        metrics = report.to_dict()
+        metrics["cost"] = cost_meter.cost(pipe, trainer.state.log_history, measured, batch, start)
+        (output_dir / METRICS_FILE).write_text(json.dumps(metrics, indent=2, ensure_ascii=False) + "\n")
         _write_timelines(output_dir, measured, predicted)
         summary.say(summary.step_text(breakdown(measured), output_dir / TRACE_FILE))
         summary.say(summary.end_text(recipe, report, output_dir, TIMELINE_FILE, METRICS_FILE))
@@ -143,6 +148,8 @@ def _prepare(recipe: Recipe, output_dir: Path) -> _Prepared:
         for path in checkpoints(output_dir):
             shutil.rmtree(path)
             summary.say(f"deleted {path}, because training.resume is never")
+    # Metrics that are there once a run has ended are that run's own, and the recipe beside them is what they are of.
+    (output_dir / METRICS_FILE).unlink(missing_ok=True)
     (output_dir / RECIPE_FILE).write_text(recipe.to_yaml())
     return _Prepared(corpus, tokenizer, config, checkpoint)
 

@@ -58,6 +58,7 @@ class Meter:
 
         Returns:
             tokens_per_second: of sources and targets, without padding.
+            training_seconds: since the last call, without what was paused for, of the slowest process.
             peak_memory_bytes: the most that one process has used since it started: of its device on CUDA, else of main
                 memory.
             bubble: the idle fraction of all processes in the timed updates, where there were any.
@@ -65,8 +66,10 @@ class Meter:
         mine = (time.perf_counter() - self._since, peak_memory_bytes(set(self._pipe.topology.stage_devices.values())))
         timed = [(_busy_seconds(times), times[-1].end - times[0].start) for times in self._timed]
         everyone = self._pipe.topology.gather_objects((*mine, timed))
+        seconds = max(seconds for seconds, _, _ in everyone)
         metrics: dict[str, float] = {
-            "tokens_per_second": self._num_tokens / max(seconds for seconds, _, _ in everyone),
+            "tokens_per_second": self._num_tokens / seconds,
+            "training_seconds": seconds,
             "peak_memory_bytes": max(peak for _, peak, _ in everyone),
         }
         if timed:

@@ -1,0 +1,110 @@
+"""What a run cost: how fast it trained, how much of that was idle, what it held, beside what the planner predicts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.runtime.batches import Batches
+from hf_gpipe.schedule import Timeline
+from hf_gpipe.training.meter import peak_memory_bytes
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of all updates that a log has lines for, also of those before the run was interrupted and resumed.
+
+    Attributes:
+        num_steps: these updates.
+        training_seconds: that they took, without evaluations and checkpoints.
+        tokens_per_second: of sources and targets, without padding; None where there is no line.
+        seconds_per_step: the median over the lines of their mean, which a first slow step does not change much; None
+            where there is no line.
+    """
+
+    num_steps: int
+    training_seconds: float
+    tokens_per_second: float | None
+    seconds_per_step: float | None
+
+    @classmethod
+    def of_log(cls, log_history: Sequence[Mapping[str, Any]]) -> Speed:
+        """From the history of a trainer's state, which its checkpoints keep."""
+        lines = [line for line in log_history if "tokens_per_second" in line and "training_seconds" in line]
+        ends = [line["step"] for line in lines]
+        steps = [end - start for start, end in pairwise([0, *ends])]
+        seconds = sum(line["training_seconds"] for line in lines)
+        if not seconds or not all(steps):
+            return cls(0, 0.0, None, None)
+        tokens = sum(line["tokens_per_second"] * line["training_seconds"] for line in lines)
+        means = [line["training_seconds"] / count for line, count in zip(lines, steps, strict=True)]
+        return cls(sum(steps), seconds, tokens / seconds, median(means))
+
+
+class CostMeter:
+    """Begins with a run and says at its end what it cost. Every process has one."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._peaks: list[int] = []
+
+    def note_memory(self, pipe: Pipeline) -> None:
+        """The peak so far; called after training, before evaluation. Every process calls it."""
+        mine = peak_memory_bytes(set(pipe.topology.stage_devices.values()))
+        self._peaks = pipe.topology.gather_objects(mine)
+
+    def cost(
+        self,
+        pipe: Pipeline,
+        log_history: Sequence[Mapping[str, Any]],
+        measured: Timeline,
+        batches: Batches,
+        first_step: int,
+    ) -> dict[str, Any]:
+        """The `cost` entry of metrics.json; called in the main process.
+
+        Args:
+            pipe: what was trained.
+            log_history: of the trainer's state.
+            measured: one step, measured after the training.
+            batches: that it was measured on, and that the prediction is for.
+            first_step: where this start of the command went on; 0: it trained all of it.
+        """
+        reference = pipe.adapter.reference
+        return {
+            **asdict(Speed.of_log(log_history)),
+            # Of the step that was measured, on `batches`.
+            "step_seconds": float(measured.total_seconds),
+            "bubble": float(measured.bubble),
+            # Of this start of the command alone, where it was resumed.
+            "resumed_from_step": first_step,
+            "wall_seconds": time.perf_counter() - self._start,
+            "peak_bytes": list(self._peaks),
+            "num_parameters": reference.num_parameters(),
+            "num_stages": pipe.num_stages,
+            "num_processes": pipe.topology.num_processes,
+            "num_micro_batches": pipe.num_micro_batches,
+            "schedule": pipe.schedule_name,
+            "recompute": pipe.recompute,
+            "device": pipe.topology.device.type,
+            "predicted": _predicted(pipe, batches),
+        }
+
+
+def _predicted(pipe: Pipeline, batches: Batches) -> dict[str, Any]:
+    """What the planner says of the measured step, on the rates of this machine, and of the longest mini-batch."""
+    try:
+        step, longest = pipe.plan(batches[0]), pipe.plan()
+    except Exception as error:
+        # A training that is done must not fail for want of a prediction of it.
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {
+        "step_seconds": step.step_seconds,
+        "bubble": step.bubble,
+        "peak_bytes": [process.memory.total for process in longest.processes],
+    }
