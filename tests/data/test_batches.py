@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.data import length_bucketed_batches, shuffled_batches
+from hf_gpipe.data.batches import num_token_batches, token_batches
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=300)
 SIZES = st.integers(1, 40)
@@ -64,3 +65,51 @@ def test_batches_of_one_length_do_not_follow_one_another():
     first = [lengths[batch[0]] for batch in length_bucketed_batches(lengths, 10, seed=0, epoch=0)]
     rises = sum(left < right for left, right in pairwise(first))
     assert rises == pytest.approx(50, abs=15)
+
+
+# ---------------------------------------------------------------------- by tokens
+
+
+TOKENS = st.lists(st.integers(0, 60), min_size=1, max_size=200)
+
+
+@settings(max_examples=200, deadline=None)
+@given(TOKENS, st.integers(1, 500), SEEDS, SEEDS, st.sampled_from(["shuffled", "by length", "in order"]))
+def test_mini_batches_of_tokens_share_an_epoch_evenly(tokens, batch_tokens, seed, epoch, how):
+    count = num_token_batches(tokens, batch_tokens)
+    lengths = [2 * number for number in tokens] if how == "by length" else None
+    batches = token_batches(tokens, count, seed, epoch, lengths, shuffled=how != "in order")
+    assert batches == token_batches(tokens, count, seed, epoch, lengths, shuffled=how != "in order")
+    assert len(batches) == count >= 1
+    assert all(batches)
+    rows = [row for batch in batches for row in batch]
+    assert sorted(rows) == list(range(len(tokens)))
+    if how == "in order":
+        assert rows == sorted(rows)
+    for batch in batches:
+        assert abs(sum(tokens[row] for row in batch) - sum(tokens) / count) <= max(tokens) + 1e-6
+        assert how != "by length" or [lengths[row] for row in batch] == sorted(lengths[row] for row in batch)
+
+
+def test_the_number_of_mini_batches_is_the_rounded_ratio():
+    assert num_token_batches([10] * 100, 100) == 10
+    assert num_token_batches([10] * 104, 100) == 10
+    assert num_token_batches([10] * 106, 100) == 11
+    assert num_token_batches([10] * 3, 1) == 3, "a mini-batch has at least a row"
+    assert num_token_batches([10] * 3, 10**6) == 1
+    assert num_token_batches([], 5) == 0
+    assert token_batches([], 0, 0, 0) == []
+
+
+def test_buckets_of_tokens_save_padding_and_change_every_epoch():
+    generator = random.Random(0)
+    tokens = [generator.randrange(1, 200) for _ in range(10_000)]
+    count = num_token_batches(tokens, 3200)
+
+    def padding(batches: list[list[int]]) -> int:
+        return sum(max(tokens[i] for i in batch) - tokens[j] for batch in batches for j in batch)
+
+    bucketed = token_batches(tokens, count, 0, 0, tokens)
+    assert padding(bucketed) < padding(token_batches(tokens, count, 0, 0)) / 20
+    other = {frozenset(batch) for batch in token_batches(tokens, count, 0, 1, tokens)}
+    assert not other & {frozenset(batch) for batch in bucketed}
