@@ -16,6 +16,7 @@ from transformers.utils import is_bitsandbytes_available
 from hf_gpipe.errors import UserError, nearest
 from hf_gpipe.partition import COST_STRATEGIES
 from hf_gpipe.planner.settings import AUTO
+from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.training.supported import (
     BITSANDBYTES_OPTIMIZERS,
     HARMLESS_ARGUMENTS,
@@ -68,6 +69,13 @@ class PipelineTrainingArguments(TrainingArguments):
         metadata={
             "help": "With enable_jit_checkpoint: how long after SIGTERM or SIGINT a training may take to end its step "
             "and save, before it ends without."
+        },
+    )
+    logit_clipping: float | None = field(
+        default=None,
+        metadata={
+            "help": "The loss of training is that of logits.clamp(-c, c), with c this number; evaluation, generation "
+            "and the saved model do not clip. None: no clipping."
         },
     )
     fp32_master_weights: bool = field(
@@ -124,10 +132,16 @@ class PipelineTrainingArguments(TrainingArguments):
             )
         _choose("train_sampling_strategy", self.train_sampling_strategy, SAMPLING)
         _choose("on_nonfinite_loss", self.on_nonfinite_loss, ("ignore", "skip", "stop"))
+        TokenLoss(logit_clipping=self.logit_clipping)
         if self.recompute == "none" and (self.activation_checkpointing or self.gradient_checkpointing):
             raise UserError(
                 "activation_checkpointing=True contradicts recompute='none'; leave one of them out (recompute='block' "
                 "is the same, recompute='stage' keeps less)"
+            )
+        if self.save_only_model and self.enable_jit_checkpoint:
+            raise UserError(
+                "save_only_model=True contradicts enable_jit_checkpoint=True: what is saved when the training is stopped "
+                "would not be enough to go on from; leave one of them out"
             )
         for variable, feature in REFUSED_ENVIRONMENT.items():
             value = os.environ.get(variable, "")

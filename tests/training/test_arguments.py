@@ -72,6 +72,7 @@ def test_a_refused_field_may_be_given_its_default(name: str, tmp_path: Path) -> 
         ({"optim": "galore_adamw"}, "optim='galore_adamw' is not supported.*adamw_torch_fused"),
         ({"on_nonfinite_loss": "halt"}, "on_nonfinite_loss='halt'.*ignore, skip, stop"),
         ({"recompute": "none", "gradient_checkpointing": True}, "activation_checkpointing=True contradicts"),
+        ({"save_only_model": True, "enable_jit_checkpoint": True}, "save_only_model=True contradicts enable_jit"),
         ({"bf16": True, "fp16": True}, "At most one of fp16 and bf16"),
         ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy='batch_rebalance'"),
         ({"lr_scheduler_type": "linnear"}, "linnear"),
