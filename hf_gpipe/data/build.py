@@ -18,6 +18,8 @@ def build_corpus(
     kind: str,
     seed: int = 0,
     languages: Sequence[str] = (),
+    num_languages: int | None = None,
+    rank_seed: int | None = None,
     validation_fraction: float = 0.05,
     test_fraction: float = 0.05,
     target_tag: bool = False,
@@ -42,6 +44,8 @@ def build_corpus(
     if kind == "cldr":
         return cldr_corpus(
             languages=languages,
+            num_languages=num_languages,
+            rank_seed=rank_seed,
             templates=templates,
             direction=direction,
             max_number=max_number,

@@ -8,12 +8,10 @@ English. The number of pairs may follow a power law over the languages, as in th
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Collection, Iterator, Sequence
 
-from babel import Locale
-
-from hf_gpipe.data.deterministic import stable_random
+from hf_gpipe.data.coverage import cldr_languages, own_words
+from hf_gpipe.data.deterministic import stable_fraction, stable_random
 from hf_gpipe.data.locales import ENGLISH, ROOT, IsolatedLocale, known_locale
 from hf_gpipe.data.pairs import Corpus, Pair, language_tag, split_pairs, tagged
 from hf_gpipe.data.templates import TEMPLATES, Phrase
@@ -26,12 +24,15 @@ DIRECTIONS = ("to_english", "from_english", "both")
 # So many draws in a row without a new pair: the language has nearly said all that it can say.
 FRUITLESS_DRAWS = 500
 
-BIDI_MARKS = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+# A warning names so many languages; 102 of them would not be read.
+MOST_NAMED = 4
 
 
 def cldr_corpus(
     *,
-    languages: Sequence[str],
+    languages: Sequence[str] = (),
+    num_languages: int | None = None,
+    rank_seed: int | None = None,
     templates: Sequence[str] = (),
     direction: str = "to_english",
     max_number: int = 999,
@@ -45,19 +46,22 @@ def cldr_corpus(
 ) -> Corpus:
     """Generates the corpus; the same arguments give the same corpus in any process.
 
-    The n-th of `languages` (from 1) gets examples_per_language / n ** power_law_exponent pairs a direction, and at
-    least `min_examples_per_language`, as far as its templates can say so many different things; a shortage is logged.
+    The languages are `languages`, or the first `num_languages` that CLDR says the templates in (cldr_languages). The
+    n-th in rank (from 1) gets examples_per_language / n ** power_law_exponent pairs a direction, and at least
+    `min_examples_per_language`, as far as its templates can say so many different things; a shortage is logged. Ranks
+    follow the order of the languages, or are dealt out by `rank_seed`. A language's draws do not depend on its rank,
+    so of a language that comes to another rank the shorter list of pairs is the beginning of the longer one.
     No `templates` means all of them. `max_number` bounds the numbers of measures, prices and relative times; years
     stay within templates.YEARS. Sources carry a tag such as "<2de>" where there are several target languages, or
     where `target_tag` asks for it. Pairs are split by their English side, so that no test sentence was seen in
     training in another language, by another template or in the other direction.
 
-    Raises DataError for an unknown language, template or direction, a number out of range, or a language that has no
-    words for any of the templates.
+    Raises DataError for an unknown language, template or direction, a number out of range, both or neither of
+    `languages` and `num_languages`, or a language that has no words for any of the templates.
     """
-    _check_languages(languages)
     _check_choices("templates", templates, TEMPLATES)
     _check_choices("direction", [direction], DIRECTIONS)
+    languages = _chosen_languages(languages, num_languages, templates)
     for key, found, least in (
         ("max_number", max_number, 1),
         ("min_examples_per_language", min_examples_per_language, 1),
@@ -74,10 +78,11 @@ def cldr_corpus(
     targets = {"to_english": ["en"], "from_english": list(languages), "both": ["en", *languages]}[direction]
     with_tag = target_tag or len(targets) > 1
     names = list(templates) or list(TEMPLATES)
+    rank_of = ranks(languages, rank_seed)
     pairs: list[Pair] = []
-    shortages: list[str] = []
-    for rank, language in enumerate(languages, start=1):
-        asked = power_law_count(rank, examples_per_language, min_examples_per_language, power_law_exponent)
+    shortages: list[tuple[str, int, int]] = []
+    for language in languages:
+        asked = power_law_count(rank_of[language], examples_per_language, min_examples_per_language, power_law_exponent)
         translations = _translations(language, names, max_number, asked, seed, direction)
         if not translations:
             raise DataError(
@@ -85,14 +90,14 @@ def cldr_corpus(
                 "remove the language or choose other templates"
             )
         if len(translations) < asked:
-            shortages.append(f"{language} {len(translations)} of {asked}")
+            shortages.append((language, len(translations), asked))
         for text, english in translations:
             if direction != "from_english":
                 pairs.append(Pair(tagged(text, "en") if with_tag else text, english, language, english))
             if direction != "to_english":
                 pairs.append(Pair(tagged(english, language) if with_tag else english, text, language, english))
     if shortages:
-        logger.warning("CLDR has fewer different pairs than asked for: %s", ", ".join(shortages))
+        _warn_of(shortages, len(languages))
     return split_pairs(
         pairs,
         languages=list(languages),
@@ -107,16 +112,16 @@ def power_law_count(rank: int, largest: int, smallest: int, exponent: float) -> 
     return max(smallest, int(largest / rank**exponent + 0.5))
 
 
-def translate(phrase: Phrase, locale: Locale) -> str | None:
-    """What `phrase` says in `locale`, or None where CLDR has no words of that language for it.
+def ranks(languages: Sequence[str], seed: int | None) -> dict[str, int]:
+    """The rank of every language, from 1: its place among `languages`, or dealt out by `seed`.
 
-    Where a locale has no data Babel answers with the root locale's placeholders ("3 d", "€ 3.00"), so words equal to
-    root's are no words of the language. Spaces become plain and direction marks go, as in typed text.
+    A seed orders the languages by a hash of seed and code, so that a language more or less moves no other by more
+    than one rank.
     """
-    text = phrase(locale)
-    if not text or text == phrase(ROOT):
-        return None
-    return " ".join(BIDI_MARKS.sub("", text).split())
+    ordered = languages
+    if seed is not None:
+        ordered = sorted(languages, key=lambda language: stable_fraction(f"rank\x1f{seed}\x1f{language}"))
+    return {language: rank for rank, language in enumerate(ordered, start=1)}
 
 
 def _translations(
@@ -135,7 +140,9 @@ def _translations(
         if len(found) == count or fruitless == FRUITLESS_DRAWS:
             break
         fruitless += 1
-        text, english = translate(phrase, locale), translate(phrase, ENGLISH)
+        placeholder = phrase(ROOT)
+        text = own_words(phrase(locale), placeholder)
+        english = own_words(phrase(ENGLISH), placeholder) if text is not None else None
         if text is None or english is None:
             continue
         sources = {"to_english": {(language, text)}, "from_english": {("en", english)}}
@@ -153,9 +160,33 @@ def _phrases(language: str, names: list[str], max_number: int, seed: int) -> Ite
         yield TEMPLATES[rng.choice(names)](rng, max_number)
 
 
+def _warn_of(shortages: list[tuple[str, int, int]], num_languages: int) -> None:
+    """One line, however many languages there are: those that lack the most."""
+    lacking = sorted(shortages, key=lambda shortage: shortage[1] - shortage[2])
+    named = ", ".join(f"{language} {found} of {asked}" for language, found, asked in lacking[:MOST_NAMED])
+    more = f" and {len(lacking) - MOST_NAMED} more" if len(lacking) > MOST_NAMED else ""
+    logger.warning(
+        "CLDR has fewer different pairs than asked for in %d of %d languages: %s%s",
+        *(len(lacking), num_languages, named, more),
+    )
+
+
+def _chosen_languages(languages: Sequence[str], num_languages: int | None, templates: Sequence[str]) -> list[str]:
+    if num_languages is None:
+        _check_languages(languages)
+        return list(languages)
+    if languages:
+        raise DataError(
+            f"languages names {len(languages)} and num_languages is {num_languages}; give the one or the other"
+        )
+    if num_languages < 1:
+        raise DataError(f"num_languages is {num_languages}; it must be at least 1")
+    return cldr_languages(num_languages, templates)
+
+
 def _check_languages(languages: Sequence[str]) -> None:
     if not languages:
-        raise DataError("languages is empty; name at least one CLDR locale, such as [de, fr, es]")
+        raise DataError("languages is empty; name at least one CLDR locale, such as [de, fr, es], or set num_languages")
     named: dict[str, str] = {}
     for language in languages:
         locale = str(known_locale(language))

@@ -129,11 +129,12 @@ def draw_number(rng: Random, max_number: int) -> int:
 
 def _measure(number: int, unit: str) -> Phrase:
     """`number` of a CLDR unit such as "length-mile"; in the short form where the locale has no long one."""
+    placeholder = units.format_unit(number, unit, "short", locale=ROOT)
 
     def phrase(locale: Locale) -> str | None:
         for length in ("long", "short"):
             text = units.format_unit(number, unit, length, locale=locale)
-            if unit not in text and text != units.format_unit(number, unit, "short", locale=ROOT):
+            if unit not in text and text != placeholder:
                 return text
         return None
 

@@ -29,8 +29,15 @@ def _check_model(model: ModelSection) -> None:
 def _check_data(data: DataSection) -> None:
     if data.kind == "jsonl" and data.path is None:
         raise RecipeError("data.kind is jsonl and data.path is missing; give the file, one JSON object a line.")
-    if data.kind == "cldr" and not data.languages:
-        raise RecipeError("data.kind is cldr and data.languages is empty; name some, such as [de, fr, es].")
+    if data.kind == "cldr" and not data.languages and data.num_languages is None:
+        raise RecipeError(
+            "data.kind is cldr and data.languages is empty; name some, such as [de, fr, es], or set data.num_languages."
+        )
+    if data.kind == "cldr" and data.languages and data.num_languages is not None:
+        raise RecipeError(
+            f"data.languages names {len(data.languages)} languages and data.num_languages is {data.num_languages}; "
+            "leave one of the two out."
+        )
     if data.kind == "cldr" and data.min_examples_per_language > data.examples_per_language:
         raise RecipeError(
             f"data.min_examples_per_language is {data.min_examples_per_language}, more than "

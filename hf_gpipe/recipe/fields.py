@@ -55,6 +55,12 @@ class DataSection:
     languages: list[Text] = field(default_factory=list)
     """The languages beside English, as CLDR codes, largest first (cldr), or those to keep, empty: all (jsonl)."""
 
+    num_languages: Count | None = None
+    """cldr: in place of `languages`: that many, those that CLDR can say the most of `templates` in first."""
+
+    rank_seed: int | None = None
+    """cldr: deals the ranks of the power law out to the languages; null: in their own order."""
+
     validation_fraction: Fraction = 0.05
     """Share of the pairs kept for evaluation during training."""
 

@@ -1,0 +1,21 @@
+"""Thirds of the languages by how many training pairs each has: high, middle and low resource."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+BUCKETS = ("high", "middle", "low")
+
+
+def resource_buckets(training_pairs: Mapping[str, int]) -> dict[str, str]:
+    """The bucket of every language of `training_pairs`, the languages with the most pairs first.
+
+    Equal numbers are ordered by the language's code, so that the same counts always give the same buckets. Where the
+    languages do not divide by three, the larger buckets are the first ones. Of two languages one is "high" and the
+    other "low"; one alone is "high".
+    """
+    ordered = sorted(training_pairs, key=lambda language: (-training_pairs[language], language))
+    names = BUCKETS if len(ordered) > 2 else ("high", "low")
+    return {
+        language: names[place * len(names) // max(len(ordered), len(names))] for place, language in enumerate(ordered)
+    }
