@@ -1,0 +1,135 @@
+"""Two pictures: quality over the languages, as in the paper's figure, and over the buckets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from translation_scaling.claims import Roles
+from translation_scaling.differences import compare, per_language
+from translation_scaling.results import MEASURES, Measure, Results
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LANGUAGES_FILE, BUCKETS_FILE = "languages.png", "buckets.png"
+
+# Colours that stay apart for colour-blind readers and in greyscale.
+_COLOURS = ("#9a9a9a", "#2a7f62", "#d98b2b", "#5b9bd5", "#8e5ea2", "#b5525c")
+_WINDOW = 0.06
+"""Of the smoothing, as a share of the languages."""
+
+
+def smoothed(values: np.ndarray, width: float) -> np.ndarray:
+    """`values` (n,) averaged with Gaussian weights over neighbours; `width` is the standard deviation in places."""
+    places = np.arange(len(values))
+    weights = np.exp(-0.5 * ((places[:, None] - places[None, :]) / max(width, 1e-9)) ** 2)
+    averages: np.ndarray = (weights @ values) / weights.sum(axis=1)
+    return averages
+
+
+def draw_languages(path: Path, results: Results, roles: Roles) -> None:
+    """The gain of each larger model over the base in every language, the one with the most training pairs first."""
+    assert roles.base is not None, "there is something to compare with"
+    figure = _figure((10.5, 7.4))
+    panels = figure.subplots(len(MEASURES), 1, sharex=True)
+    places = np.arange(1, len(results.languages) + 1)
+    for panel, measure in zip(panels, MEASURES, strict=True):
+        for name in roles.large:
+            sign = 1 if measure.higher_is_better else -1
+            gains = sign * per_language(results, name, roles.base, measure)
+            colour = _colour(results, name)
+            panel.plot(places, gains, "o", color=colour, alpha=0.35, markersize=4, markeredgewidth=0)
+            panel.plot(places, smoothed(gains, max(1.0, _WINDOW * len(gains))), color=colour, linewidth=2.2, label=name)
+        panel.axhline(0, color="black", linewidth=0.8)
+        panel.set_title(f"{measure.title}: gain over {roles.base} (above 0 is better)", loc="left", fontsize=11)
+        _mark_buckets(panel, results)
+        _plain(panel)
+    panels[0].legend(frameon=False, ncols=3)
+    panels[-1].set_xlabel("languages, the one with the most training pairs first (training pairs)")
+    ticks = np.unique(np.linspace(0, len(places) - 1, min(9, len(places))).round().astype(int))
+    panels[-1].set_xticks(places[ticks], [f"{results.languages[i]}\n{results.training_pairs[i]}" for i in ticks])
+    figure.savefig(path)
+
+
+def draw_buckets(path: Path, results: Results, roles: Roles) -> None:
+    """Above, each model's score in each bucket, a dot a seed; below, differences with their intervals."""
+    figure = _figure((11.0, 7.4))
+    panels = figure.subplots(2 if roles.pairs else 1, len(MEASURES), squeeze=False)
+    for column, measure in enumerate(MEASURES):
+        _bars(panels[0, column], results, measure)
+        if roles.pairs:
+            _intervals(panels[1, column], results, roles, measure)
+    panels[0, 0].legend(frameon=False)
+    figure.savefig(path)
+
+
+def _bars(panel: Axes, results: Results, measure: Measure) -> None:
+    width = 0.8 / len(results.models)
+    for number, model in enumerate(results.models):
+        scores = results.scores(model, measure)
+        for place, bucket in enumerate(results.bucket_names):
+            of_seeds = scores[:, results.places(bucket)].mean(axis=1)
+            x = place - 0.4 + (number + 0.5) * width
+            label = model if place == 0 else None
+            panel.bar(x, of_seeds.mean(), width * 0.94, color=_colour(results, model), label=label)
+            panel.plot([x] * len(of_seeds), of_seeds, "o", color="black", markersize=3)
+    panel.set_xticks(range(len(results.bucket_names)), _bucket_labels(results))
+    panel.set_title(f"{measure.title}\n({measure.direction}; a dot is a seed)", loc="left", fontsize=10)
+    _plain(panel)
+
+
+def _intervals(panel: Axes, results: Results, roles: Roles, measure: Measure) -> None:
+    width = 0.7 / len(roles.pairs)
+    colours = ("#2a7f62", "#d98b2b", "#3b3b6d")
+    for number, (first, second) in enumerate(roles.pairs):
+        for place, bucket in enumerate(results.bucket_names):
+            difference = compare(results, first, second, measure, bucket)
+            x = place - 0.35 + (number + 0.5) * width
+            label = f"{first} - {second}" if place == 0 else None
+            panel.plot(x, difference.mean, "o", color=colours[number], label=label)
+            if difference.interval is not None:
+                ends = (difference.interval.low, difference.interval.high)
+                panel.plot([x, x], ends, color=colours[number], linewidth=2)
+    panel.axhline(0, color="black", linewidth=0.8)
+    panel.set_xticks(range(len(results.bucket_names)), _bucket_labels(results))
+    panel.set_title(
+        f"difference, 95 % over languages ({measure.direction})",
+        loc="left",
+        fontsize=10,
+    )
+    panel.legend(frameon=False, fontsize=8)
+    _plain(panel)
+
+
+def _bucket_labels(results: Results) -> list[str]:
+    return [f"{bucket}\n{int(results.places(bucket).sum())} languages" for bucket in results.bucket_names]
+
+
+def _mark_buckets(panel: Axes, results: Results) -> None:
+    """Thin lines between the buckets."""
+    for place in range(1, len(results.languages)):
+        if results.buckets[place] != results.buckets[place - 1]:
+            panel.axvline(place + 0.5, color="#cccccc", linewidth=0.8, linestyle=":")
+
+
+def _colour(results: Results, model: str) -> str:
+    return _COLOURS[results.models.index(model) % len(_COLOURS)]
+
+
+def _plain(panel: Axes) -> None:
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.tick_params(labelsize=9)
+
+
+def _figure(size: tuple[float, float]) -> Figure:
+    """A figure that belongs to the caller alone; pyplot never sees it."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure

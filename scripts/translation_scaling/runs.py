@@ -1,0 +1,114 @@
+"""Which runs there are, and how far each has come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hf_gpipe.errors import RecipeError, UserError
+from hf_gpipe.recipe import Recipe, load_recipe
+
+RECIPE_FILE, METRICS_FILE, LOG_FILE, STARTS_FILE = "recipe.yaml", "metrics.json", "run.log", "starts.jsonl"
+
+#: What the script decides for each run.
+_OWN_KEYS = ("training.seed", "training.output_dir")
+
+Progress = Literal["finished", "begun", "new", "other"]
+"""`begun`: interrupted, or it runs now; `other`: the folder has a run of another recipe."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: a recipe with a seed."""
+
+    recipe: Path
+    seed: int
+    overrides: tuple[str, ...]
+    output: Path
+
+    @property
+    def name(self) -> str:
+        """The recipe's, as the report has it."""
+        return self.recipe.stem
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}, seed {self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        return folder_of(self.output, self.name, self.seed)
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of `python -m hf_gpipe.train`."""
+        own = [f"training.seed={self.seed}", f"training.output_dir={json.dumps(str(self.folder))}"]
+        return [str(self.recipe), *self.overrides, *own]
+
+    def resolved(self) -> Recipe:
+        """Raises RecipeError where the recipe or an override is wrong."""
+        return load_recipe(self.recipe, self.arguments[1:])
+
+    def progress(self) -> tuple[Progress, str]:
+        """How far it has come, and one more word about it."""
+        if not (self.folder / RECIPE_FILE).exists():
+            return "new", ""
+        changed = changed_keys(self.folder / RECIPE_FILE, self.resolved())
+        if changed:
+            return "other", f"{self.folder} has a run of another recipe, which differs in {', '.join(changed[:4])}"
+        if (self.folder / METRICS_FILE).exists():
+            return "finished", ""
+        steps = [int(path.name.rpartition("-")[2]) for path in self.folder.glob("checkpoint-*")]
+        return "begun", f"resumes from step {max(steps)}" if steps else "no checkpoint yet"
+
+
+def folder_of(output: Path, name: str, seed: int) -> Path:
+    """Where a run's results are."""
+    return output / name / f"seed-{seed}"
+
+
+def plan_runs(recipes: Sequence[Path], seeds: Sequence[int], overrides: Sequence[str], output: Path) -> list[Run]:
+    """All runs, in an order that ends a seed of all recipes before the next seed begins.
+
+    Raises:
+        UserError: recipes of one name, a seed twice, an override of what the script decides, a recipe that is wrong.
+    """
+    names = [recipe.stem for recipe in recipes]
+    if len(set(names)) < len(names):
+        raise UserError(f"the recipes {', '.join(map(str, recipes))} have not each a name of their own; rename one")
+    if len(set(seeds)) < len(seeds) or not all(seed >= 0 for seed in seeds):
+        raise UserError(f"--seeds {' '.join(map(str, seeds))}: give each seed once, none below 0")
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if key in _OWN_KEYS:
+            option = "--seeds" if key == "training.seed" else "--output"
+            raise UserError(f"override {override!r}: this script sets {key} of each run; use {option}")
+    runs = [Run(recipe, seed, tuple(overrides), output) for seed in seeds for recipe in recipes]
+    for run in runs[: len(recipes)]:
+        run.resolved()
+    return runs
+
+
+def changed_keys(written: Path, wanted: Recipe) -> list[str]:
+    """The keys in which the recipe of a run differs from the one wanted, but for where its results go."""
+    try:
+        before = flat(load_recipe(written))
+    except RecipeError:
+        return ["keys that this version does not read"]
+    after = flat(wanted)
+    return [key for key in after if key != "training.output_dir" and before.get(key) != after[key]]
+
+
+def flat(recipe: Recipe) -> dict[str, Any]:
+    """A recipe's values by their dotted keys; those of the model's configuration too."""
+    values: dict[str, Any] = {}
+    for section, keys in asdict(recipe).items():
+        for key, value in keys.items():
+            if (section, key) == ("model", "config"):
+                values |= {f"model.config.{name}": one for name, one in value.items()}
+            else:
+                values[f"{section}.{key}"] = value
+    return values

@@ -1,0 +1,557 @@
+"""scripts/scaling.py: which runs it starts, what it says of their numbers, and the whole of it on tiny models."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scaling
+from translation_scaling import execute as executing
+from translation_scaling.claims import Roles, claims, contrast_outcome, outcome
+from translation_scaling.differences import (
+    Contrast,
+    Interval,
+    bootstrap_means,
+    compare,
+    contrast,
+    per_language,
+    percentiles,
+)
+from translation_scaling.draw import smoothed
+from translation_scaling.results import CHRF, NLL, Results, finished_runs
+from translation_scaling.roles import roles_of
+from translation_scaling.runs import Run, plan_runs
+from translation_scaling.sizes import Size, size_of
+
+from hf_gpipe.adapters.transformer_size import PAPER_SIZES, transformer_config
+from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.recipe import load_recipe
+
+ROOT = Path(__file__).parents[2]
+MODELS = ("laptop-base", "laptop-deep", "laptop-wide")
+ROLES = Roles(*MODELS)
+NUM_LANGUAGES = 30
+BUCKET = [("high", "middle", "low")[place * 3 // NUM_LANGUAGES] for place in range(NUM_LANGUAGES)]
+
+RECIPE = """
+model: {config: {model_type: marian, d_model: 16, encoder_layers: 1, decoder_layers: 1, encoder_ffn_dim: 16,
+                 decoder_ffn_dim: 16, encoder_attention_heads: 2, decoder_attention_heads: 2,
+                 max_position_embeddings: 64}}
+data: {kind: cldr, languages: [de, fr, es, it, nl, sv], templates: [weekday, month_day], examples_per_language: 100,
+       min_examples_per_language: 50, power_law_exponent: 0.5, test_fraction: 0.1, validation_fraction: 0.02}
+tokenizer: {vocab_size: 330}
+pipeline: {device: cpu}
+training: {output_dir: none, max_steps: 2, batch_size: 8, logging_steps: 1, save_steps: 1}
+evaluation: {max_examples: 4, max_new_tokens: 4, samples: 1}
+"""
+
+
+# ---------------------------------------------------------------------- synthetic runs
+
+Score = Callable[[int, int], tuple[float, float]]
+"""(place of the language, seed) -> NLL per character and chrF."""
+
+
+def write_run(output: Path, model: str, seed: int, score: Score, num_languages: int = NUM_LANGUAGES) -> Path:
+    """What a finished run leaves behind."""
+    folder = output / model / f"seed-{seed}"
+    folder.mkdir(parents=True)
+    languages = {}
+    for place in range(num_languages):
+        nll, chrf = score(place, seed)
+        languages[f"l{place:02}"] = {
+            "num_pairs": 10,
+            "nll": 2 * nll,
+            "nll_per_character": nll,
+            "exact_match": 0.5,
+            "bleu": 20.0,
+            "chrf": chrf,
+            "exact_match_copy": 0.0,
+            "bleu_copy": 5.0,
+            "chrf_copy": 20.0,
+            "training_pairs": 1000 - 10 * place,
+            "bucket": BUCKET[place],
+        }
+    cost = {
+        "num_steps": 100,
+        "training_seconds": 50.0,
+        "tokens_per_second": 1000.0 if model.endswith("wide") else 500.0,
+        "seconds_per_step": 0.5,
+        "step_seconds": 0.45,
+        "bubble": 0.2,
+        "resumed_from_step": 0,
+        "wall_seconds": 70.0,
+        "peak_bytes": [300 << 20, 400 << 20],
+        "num_parameters": 1_000_000,
+        "num_stages": 2,
+        "num_processes": 2,
+        "num_micro_batches": 8,
+        "schedule": "gpipe",
+        "recompute": "stage",
+        "device": "cpu",
+        "predicted": {"step_seconds": 0.4, "bubble": 0.1, "peak_bytes": [100 << 20, 200 << 20]},
+    }
+    mean = {key: float(np.mean([one[key] for one in languages.values()])) for key in ("nll_per_character", "chrf")}
+    metrics = {**mean, "chrf_copy": 20.0, "per_language": languages, "cost": cost}
+    (folder / "metrics.json").write_text(json.dumps(metrics))
+    path = output / f"{model}.yaml"
+    path.write_text(RECIPE)
+    run = Run(path, seed, (), output)
+    (folder / "recipe.yaml").write_text(run.resolved().to_yaml())
+    return folder
+
+
+def noise(place: int, seed: int, model: int) -> float:
+    return float(np.random.default_rng([place, seed, model]).normal())
+
+
+@dataclass
+class World:
+    """How much better each model is, by bucket, in chrF; a hundredth of it is the gain in NLL per character."""
+
+    deep: dict[str, float]
+    wide: dict[str, float]
+    spread: float = 1.0
+
+    def score(self, model: int, place: int, seed: int) -> tuple[float, float]:
+        gain = (0.0, self.deep[BUCKET[place]], self.wide[BUCKET[place]])[model]
+        gain += self.spread * noise(place, seed, model)
+        # Languages differ far more than models do.
+        return 3.0 - 0.05 * place - gain / 100, 40.0 + place + gain
+
+
+def results_of(output: Path, world: World, seeds: tuple[int, ...] = (1, 2)) -> Results:
+    for number, model in enumerate(MODELS):
+        for seed in seeds:
+            write_run(output, model, seed, lambda place, seed, number=number: world.score(number, place, seed))
+    return Results(finished_runs(output, MODELS, None))
+
+
+def same(gain: float) -> dict[str, float]:
+    return dict.fromkeys(("high", "middle", "low"), gain)
+
+
+# ---------------------------------------------------------------------- the bootstrap
+
+
+def test_the_interval_covers_the_true_mean_as_often_as_it_says() -> None:
+    generator = np.random.default_rng(0)
+    hits = 0
+    for trial in range(400):
+        found = percentiles(bootstrap_means(generator.normal(0.3, 1.0, 34), resamples=800, seed=trial))
+        hits += found.low <= 0.3 <= found.high
+    # A percentile interval of 34 values is a little too short: about 94 % in theory; 3 standard errors are 3.5 %.
+    assert 0.90 <= hits / 400 <= 0.98
+
+
+def test_resampled_means_have_the_mean_and_the_error_of_the_sample() -> None:
+    values = np.random.default_rng(1).normal(2.0, 3.0, 100)
+    means = bootstrap_means(values)
+    assert means.shape == (10_000,)
+    assert means.mean() == pytest.approx(values.mean(), abs=0.02)
+    assert means.std() == pytest.approx(values.std() / 10, rel=0.03)
+    assert (means == bootstrap_means(values)).all(), "the seed decides"
+
+
+def test_differences_are_paired_over_languages(tmp_path: Path) -> None:
+    """Languages differ by 30 points of chrF, the models by 2 in each: unpaired, no interval would show it."""
+    results = results_of(tmp_path, World(same(2.0), same(0.0), spread=0.0))
+    found = compare(results, "laptop-deep", "laptop-base", CHRF)
+    assert found.mean == pytest.approx(2.0)
+    assert found.interval == Interval(pytest.approx(2.0), pytest.approx(2.0))
+    assert found.per_seed == {1: pytest.approx(2.0), 2: pytest.approx(2.0)}
+    assert found.num_better == found.num_languages == NUM_LANGUAGES
+
+
+def test_seeds_are_averaged_before_languages_are_compared(tmp_path: Path) -> None:
+    for model, gains in (("laptop-base", {1: 0.0, 2: 0.0}), ("laptop-deep", {1: 3.0, 2: -1.0})):
+        for seed, gain in gains.items():
+            write_run(tmp_path, model, seed, lambda place, _, gain=gain: (1.0 - gain / 100, 40.0 + gain))
+    results = Results(finished_runs(tmp_path, None, None))
+    found = compare(results, "laptop-deep", "laptop-base", CHRF, "low")
+    assert found.mean == pytest.approx(1.0)
+    assert found.per_seed == {1: pytest.approx(3.0), 2: pytest.approx(-1.0)}
+    assert found.num_languages == 10
+    assert per_language(results, "laptop-deep", "laptop-base", NLL) == pytest.approx(np.full(30, -0.01))
+
+
+# ---------------------------------------------------------------------- what is said of the numbers
+
+
+def difference(tmp_path: Path, gain: float, measure: Any) -> str:
+    results = results_of(tmp_path, World(same(gain), same(0.0)))
+    return outcome(compare(results, "laptop-deep", "laptop-wide", measure, "low"))
+
+
+@pytest.mark.parametrize("measure", [NLL, CHRF])
+@pytest.mark.parametrize(
+    ("gain", "words"),
+    [
+        (3.0, "laptop-deep is better than laptop-wide"),
+        (-3.0, "laptop-deep is worse than laptop-wide"),
+        (0.0, "no difference between laptop-deep and laptop-wide is shown"),
+    ],
+)
+def test_an_outcome_is_what_its_interval_says(tmp_path: Path, measure: Any, gain: float, words: str) -> None:
+    assert difference(tmp_path, gain, measure) == words
+
+
+def test_few_languages_have_no_interval(tmp_path: Path) -> None:
+    for model, gain in (("laptop-deep", 5.0), ("laptop-wide", 0.0)):
+        write_run(tmp_path, model, 1, lambda place, _, gain=gain: (1.0, 40.0 + gain), num_languages=4)
+    found = compare(Results(finished_runs(tmp_path, None, None)), "laptop-deep", "laptop-wide", CHRF)
+    assert found.interval is None
+    assert outcome(found) == "4 languages are too few for an interval"
+
+
+def test_the_claims_of_a_world_as_the_paper_s(tmp_path: Path) -> None:
+    world = World(
+        deep={"high": 4.0, "middle": 6.0, "low": 9.0}, wide={"high": 4.0, "middle": 4.0, "low": 4.0}, spread=0.5
+    )
+    helps, high, low, more = claims(results_of(tmp_path, world), ROLES)
+    assert "beats laptop-base in 30 of 30 languages, which is all of them" in helps.lines[0]
+    assert "laptop-deep is better than laptop-base; the sign is that of the mean in 2 of 2 seeds" in helps.lines[0]
+    assert all("10 high-resource languages" in line for line in high.lines)
+    assert all("laptop-deep is better than laptop-wide" in line for line in low.lines[:2])
+    assert all("the low-resource languages are where laptop-deep gains more" in line for line in low.lines[2:])
+    assert more.lines == ("Not measured here: no model of these ratios was trained.",)
+
+
+def test_the_claims_of_a_world_that_is_the_other_way_round(tmp_path: Path) -> None:
+    world = World(deep={"high": 4.0, "middle": 0.0, "low": -5.0}, wide=same(0.0), spread=0.5)
+    helps, high, low, _ = claims(results_of(tmp_path, world), ROLES)
+    assert "which is all of them" not in helps.lines[0]
+    assert "; not in l1" in helps.lines[0]
+    assert " and " in helps.lines[0]
+    assert all("laptop-deep is better than laptop-wide" in line for line in high.lines)
+    assert all("laptop-deep is worse than laptop-wide" in line for line in low.lines[:2])
+    assert all("gains less" in line for line in low.lines[2:])
+
+
+def test_a_claim_without_its_models_is_not_measured(tmp_path: Path) -> None:
+    results = results_of(tmp_path, World(same(1.0), same(1.0)))
+    for claim in claims(results, Roles("laptop-base", None, None)):
+        assert all(line.startswith("Not measured") for line in claim.lines)
+
+
+def test_a_contrast_compares_buckets(tmp_path: Path) -> None:
+    world = World(deep={"high": 1.0, "middle": 0.0, "low": 5.0}, wide=same(0.0), spread=0.3)
+    found = contrast(results_of(tmp_path, world), "laptop-deep", "laptop-wide", CHRF, "low", "high")
+    assert found.gain == pytest.approx(4.0, abs=0.5)
+    assert found.interval is not None
+    assert found.interval.low < found.gain < found.interval.high
+    assert "more" in contrast_outcome(found, "deep")
+    assert contrast_outcome(Contrast(1.0, Interval(-1.0, 3.0)), "deep") == "no difference between the two is shown"
+    assert "too few" in contrast_outcome(Contrast(1.0, None), "deep")
+
+
+def test_smoothing_keeps_a_level_and_averages_noise() -> None:
+    assert smoothed(np.full(20, 3.0), 2.0) == pytest.approx(np.full(20, 3.0))
+    noisy = np.random.default_rng(0).normal(size=100)
+    assert smoothed(noisy, 6.0).std() < noisy.std() / 2
+
+
+# ---------------------------------------------------------------------- roles and sizes
+
+
+def test_roles_come_from_names_or_from_options() -> None:
+    assert roles_of(MODELS) == ROLES
+    assert roles_of(("small", "a", "b"), "small", ("a", "b")) == Roles("small", "a", "b")
+    assert roles_of(MODELS, "base", ("wide", "deep")) == Roles("laptop-base", "laptop-wide", "laptop-deep")
+    assert roles_of(("one", "two")) == Roles(None, None, None)
+    with pytest.raises(UserError, match="--baseline bse: this name is no recipe"):
+        roles_of(MODELS, "bse")
+    with pytest.raises(UserError, match="cannot be two of"):
+        roles_of(MODELS, "deep")
+
+
+@pytest.mark.parametrize("size", list(PAPER_SIZES))
+def test_bodies_of_the_paper_s_sizes_are_counted_right(tmp_path: Path, size: str) -> None:
+    """With d = 1024 an encoder layer has 4 d 64A + 2 d H weights, a decoder layer another 4 d 64A."""
+    path = tmp_path / "paper.yaml"
+    path.write_text(
+        "model: {transformer: 'SIZE', config: {model_type: t5, d_model: 1024, vocab_size: 64000}}\n"
+        "data: {kind: cldr, languages: [de]}\ntraining: {output_dir: out}\n".replace("SIZE", size)
+    )
+    found = size_of(path)
+    config = transformer_config(size)
+    layers, width, heads = config.num_layers, config.d_ff, config.num_heads
+    assert found.body == layers * (3 * 4 * 1024 * 64 * heads + 2 * 2 * 1024 * width)
+    assert found.table == 64000 * 1024
+    assert found.is_tied
+    assert found.with_softmax == found.total + found.table
+    assert found.paper == PAPER_SIZES[size]
+    assert 0.8 < found.total / found.paper < 1.05
+
+
+def test_deep_and_wide_are_compared_where_both_are_there() -> None:
+    from translation_scaling.report import _parameters
+
+    def size(name: str, total: int) -> Size:
+        return Size(name, "T(1, 2, 3)", total, 100, 50, True, None)
+
+    text = _parameters([size("x-deep", 200), size("x-wide", 160), size("y-deep", 1)])
+    assert "- x-deep minus x-wide: +0 in the body, +40 in all (+25.000%)" in text
+    assert "y-deep minus" not in text
+
+
+# ---------------------------------------------------------------------- the runs
+
+
+def runs_of(tmp_path: Path, seeds: tuple[int, ...] = (1, 2)) -> list[Run]:
+    paths = [tmp_path / f"{name}.yaml" for name in ("a", "b")]
+    for path in paths:
+        path.write_text(RECIPE)
+    return plan_runs(paths, seeds, ["training.batch_size=4"], tmp_path / "out")
+
+
+def test_a_seed_of_all_recipes_comes_first(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path)
+    assert [run.title for run in runs] == ["a, seed 1", "b, seed 1", "a, seed 2", "b, seed 2"]
+    resolved = runs[3].resolved()
+    assert (resolved.training.seed, resolved.training.batch_size, resolved.data.seed) == (2, 4, 0)
+    assert Path(resolved.training.output_dir) == tmp_path / "out" / "b" / "seed-2"
+
+
+@pytest.mark.parametrize(
+    ("names", "seeds", "override", "message"),
+    [
+        (["a.yaml", "sub/a.yaml"], [1], "", "a name of their own"),
+        (["a.yaml"], [1, 1], "", "give each seed once"),
+        (["a.yaml"], [1], "training.seed=3", "use --seeds"),
+        (["a.yaml"], [1], "training.output_dir=x", "use --output"),
+        (["a.yaml"], [1], "training.max_stepz=3", "max_steps"),
+        (["missing.yaml"], [1], "", "does not exist"),
+    ],
+)
+def test_what_cannot_be_run_is_said_first(
+    tmp_path: Path, names: list[str], seeds: list[int], override: str, message: str
+) -> None:
+    (tmp_path / "sub").mkdir()
+    for name in ("a.yaml", "sub/a.yaml"):
+        (tmp_path / name).write_text(RECIPE)
+    with pytest.raises(UserError, match=message):
+        plan_runs([tmp_path / name for name in names], seeds, [override] if override else [], tmp_path / "out")
+
+
+def test_progress_is_read_from_what_a_run_left(tmp_path: Path) -> None:
+    run = runs_of(tmp_path)[0]
+    assert run.progress() == ("new", "")
+    run.folder.mkdir(parents=True)
+    (run.folder / "recipe.yaml").write_text(run.resolved().to_yaml())
+    assert run.progress() == ("begun", "no checkpoint yet")
+    for step in (50, 100):
+        (run.folder / f"checkpoint-{step}").mkdir()
+    assert run.progress() == ("begun", "resumes from step 100")
+    (run.folder / "metrics.json").write_text("{}")
+    assert run.progress() == ("finished", "")
+    other = Run(run.recipe, run.seed, ("training.batch_size=16", "model.config.d_model=32"), run.output)
+    progress, detail = other.progress()
+    assert progress == "other"
+    assert detail.endswith("differs in model.config.d_model, training.batch_size")
+
+
+#: In place of the training command: it writes what a run leaves, or does what its seed says.
+FAKE = """
+import json, signal, sys, time
+from pathlib import Path
+from hf_gpipe.recipe import load_recipe
+recipe = load_recipe(sys.argv[1], sys.argv[2:])
+folder = Path(recipe.training.output_dir)
+with open(folder.parents[1] / "calls", "a") as calls:
+    calls.write(f"{folder.parent.name} {recipe.training.seed}\\n")
+if folder.parent.name == "b" and not (folder.parents[1] / "repaired").exists():
+    print("step 1\\nerror: the disk is full")
+    sys.exit(1)
+(folder / "recipe.yaml").write_text(recipe.to_yaml())
+if (folder.parents[1] / "slow").exists():
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(75))
+    (folder.parents[1] / "ready").touch()
+    time.sleep(60)
+(folder / "metrics.json").write_text(json.dumps({"nll_per_character": 0.5, "chrf": 50.0, "chrf_copy": 20.0}))
+"""
+
+
+@pytest.fixture
+def fake_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "fake.py"
+    path.write_text(FAKE)
+    monkeypatch.setattr(executing, "TRAIN", (sys.executable, str(path)))
+    return tmp_path / "out"
+
+
+def calls(output: Path) -> list[str]:
+    return (output / "calls").read_text().splitlines()
+
+
+def test_a_failure_ends_the_command_and_what_is_finished_is_skipped(
+    tmp_path: Path, fake_training: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = runs_of(tmp_path)
+    assert executing.execute(runs) == 1
+    shown = capsys.readouterr()
+    assert calls(fake_training) == ["a 1", "b 1"], "nothing is started after a failure"
+    assert "NLL per character 0.5000, chrF 50.0 (copy 20.0)" in shown.out
+    assert "b, seed 1 failed" in shown.err
+    assert "error: the disk is full" in shown.err
+    (fake_training / "repaired").touch()
+    assert executing.execute(runs) == 0
+    assert calls(fake_training)[2:] == ["b 1", "a 2", "b 2"], "a 1 is finished"
+    assert "a, seed 1: finished already" in capsys.readouterr().out
+    # Each start is remembered, the failed one too.
+    assert [one["exit_code"] for one in executing.starts(runs[1].folder)] == [1, 0]
+
+
+def test_sigint_reaches_the_run_and_leaves_the_rest_for_later(tmp_path: Path, fake_training: Path) -> None:
+    fake_training.mkdir()
+    (fake_training / "slow").touch()
+    (fake_training / "repaired").touch()
+    runs = runs_of(tmp_path)
+    text = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from pathlib import Path\n"
+        "from translation_scaling import execute as executing\n"
+        "from translation_scaling.runs import plan_runs\n"
+        "executing.TRAIN = (sys.executable, sys.argv[2])\n"
+        "paths = [Path(word) for word in sys.argv[3:5]]\n"
+        "sys.exit(executing.execute(plan_runs(paths, [1, 2], ['training.batch_size=4'], Path(sys.argv[5]))))\n"
+    )
+    words = [str(ROOT / "scripts"), str(tmp_path / "fake.py"), str(runs[0].recipe), str(runs[1].recipe)]
+    # Started from a shell's background, SIGINT is ignored and stays so.
+    process = subprocess.Popen(
+        [sys.executable, "-c", text, *words, str(fake_training)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    deadline = time.monotonic() + 60
+    while not (fake_training / "ready").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == executing.EXIT_STOPPED
+    assert "a, seed 1: log" in output
+    assert "stopped; the same command goes on" in output
+    assert calls(fake_training) == ["a 1"]
+
+
+# ---------------------------------------------------------------------- the report
+
+
+def report_of(output: Path, *words: str) -> str:
+    assert scaling.main(["--report-only", "--output", str(output), "--paper", *words]) == 0
+    return (output / "report.md").read_text()
+
+
+def test_the_report_has_every_number_and_both_pictures(tmp_path: Path) -> None:
+    results = results_of(tmp_path, World(same(5.0), same(2.0)))
+    text = report_of(tmp_path)
+    for measure in (NLL, CHRF):
+        for bucket in ("high", "middle", "low", None):
+            found = compare(results, "laptop-deep", "laptop-wide", measure, bucket)
+            assert f"{found.mean:+.{measure.digits}f}" in text
+    assert "laptop-deep is better than laptop-wide" in text
+    assert "0.50 times the tokens a second" in text
+    assert "Nothing but their names." in text
+    assert "(resumed)" not in text
+    for name in ("languages.png", "buckets.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+        assert f"({name})" in text
+    with (tmp_path / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 3 * 2 * NUM_LANGUAGES
+    for row in rows:
+        assert float(row["chrf_minus_copy"]) == pytest.approx(float(row["chrf"]) - 20)
+    assert {row["bucket"] for row in rows} == {"high", "middle", "low"}
+    with (tmp_path / "runs.csv").open(newline="") as file:
+        assert [row["peak_bytes"] for row in csv.DictReader(file)] == [str(400 << 20)] * 6
+
+
+def test_a_report_of_a_part_says_what_is_missing(tmp_path: Path) -> None:
+    write_run(tmp_path, "laptop-base", 1, lambda *_: (1.0, 40.0))
+    write_run(tmp_path, "laptop-deep", 1, lambda *_: (0.9, 44.0))
+    (tmp_path / "laptop-wide.yaml").write_text(RECIPE)
+    recipes = [str(tmp_path / f"{name}.yaml") for name in MODELS]
+    assert scaling.main([*recipes, "--seeds", "1", "--report-only", "--output", str(tmp_path), "--paper"]) == 0
+    text = (tmp_path / "report.md").read_text()
+    assert "Not finished, and so not in any number below: laptop-wide, seed 1." in text
+    assert "laptop-deep is better than laptop-base" in text
+    assert "Not measured: it needs runs of deep and wide" in text
+
+
+def test_runs_of_other_pairs_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, "laptop-base", 1, lambda *_: (1.0, 40.0))
+    write_run(tmp_path, "laptop-deep", 1, lambda *_: (0.9, 44.0), num_languages=20)
+    with pytest.raises(DataError, match="not trained and tested on the same pairs"):
+        Results(finished_runs(tmp_path, None, None))
+    assert scaling.main(["--report-only", "--output", str(tmp_path)]) == 2
+    assert "cannot be compared" in capsys.readouterr().err
+
+
+def test_metrics_of_another_version_are_refused(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "laptop-base", 1, lambda *_: (1.0, 40.0))
+    metrics = json.loads((folder / "metrics.json").read_text())
+    del metrics["cost"]
+    (folder / "metrics.json").write_text(json.dumps(metrics))
+    with pytest.raises(DataError, match="has no cost"):
+        finished_runs(tmp_path, None, None)
+
+
+def test_nothing_to_report_is_an_error_of_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert scaling.main(["--report-only", "--output", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "error: no run is finished, so there is nothing to report\n"
+    assert scaling.main(["--seeds", "x"]) == 2
+    assert scaling.main([]) == 2
+
+
+# ---------------------------------------------------------------------- the whole of it
+
+
+def test_two_tiny_recipes_from_training_to_report(tmp_path: Path) -> None:
+    for name, layers in (("tiny-base", 1), ("tiny-deep", 2)):
+        text = RECIPE.replace("encoder_layers: 1", f"encoder_layers: {layers}")
+        (tmp_path / f"{name}.yaml").write_text(text)
+    recipes = [str(tmp_path / "tiny-base.yaml"), str(tmp_path / "tiny-deep.yaml")]
+    words = [*recipes, "--output", str(tmp_path / "out"), "--seeds", "3", "--paper", recipes[1], "data.max_number=99"]
+    command = [sys.executable, str(ROOT / "scripts" / "scaling.py"), *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def call(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *more], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+        )
+
+    listed = call("--dry-run")
+    assert listed.returncode == 0, listed.stderr
+    assert listed.stdout.count("to be run") == 2
+    assert not (tmp_path / "out").exists()
+    first = call()
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "[2/2] tiny-deep, seed 3: log" in first.stdout
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "6 languages are too few" not in text
+    assert "2 languages are too few for an interval" in text
+    assert "| model.config.encoder_layers |" in text
+    assert "Not planned" not in text, "the planner was asked for the recipe of --paper"
+    with (tmp_path / "out" / "runs.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["num_steps"] for row in rows] == ["2", "2"]
+    assert all(float(row["tokens_per_second"]) > 0 and float(row["predicted_step_seconds"]) > 0 for row in rows)
+    kept = (tmp_path / "out" / "tiny-base" / "seed-3" / "metrics.json").stat().st_mtime_ns
+    assert load_recipe(tmp_path / "out" / "tiny-base" / "seed-3" / "recipe.yaml").training.seed == 3
+    again = call()
+    assert again.returncode == 0
+    assert again.stdout.count("finished already") == 2
+    assert (tmp_path / "out" / "tiny-base" / "seed-3" / "metrics.json").stat().st_mtime_ns == kept
