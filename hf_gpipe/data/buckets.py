@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 BUCKETS = ("high", "middle", "low")
 
@@ -19,3 +21,15 @@ def resource_buckets(training_pairs: Mapping[str, int]) -> dict[str, str]:
     return {
         language: names[place * len(names) // max(len(ordered), len(names))] for place, language in enumerate(ordered)
     }
+
+
+def training_pairs(corpus: Any) -> dict[str, int]:
+    """How many training pairs each language of a corpus has, in the order of its languages.
+
+    A streamed corpus says what it knows of this; a language of which it does not know is left out.
+    """
+    known: Mapping[str, int] | None = getattr(corpus.train, "counts", None)
+    if known is None:
+        counted = Counter(pair.language for pair in corpus.train)
+        known = {language: counted[language] for language in {**dict.fromkeys(corpus.languages), **counted}}
+    return dict(known)

@@ -6,19 +6,23 @@ a score says something only beside that of the copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
 from sacrebleu.metrics import BLEU, CHRF
 from transformers import PreTrainedTokenizerBase
 
+from hf_gpipe.data.buckets import BUCKETS, resource_buckets
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.pairs import ENGLISH, Pair, language_tag
-from hf_gpipe.data.tokenized import TokenizedPairs, encode_sources
+from hf_gpipe.data.tokenized import IGNORE_INDEX, TokenizedPairs, encode_sources
 from hf_gpipe.errors import DataError
 from hf_gpipe.pipeline import Pipeline
+
+#: A table has a line for each of so many languages; of more it has one for each bucket.
+MOST_LINES = 12
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class Scores:
     Attributes:
         num_pairs: how many pairs were translated.
         nll: negative log-likelihood per target token, natural logarithm.
+        nll_per_character: the same sum over tokens, the end of the sequence included, divided by the references'
+            characters (Unicode code points): comparable between vocabularies, as `nll` is not.
         exact_match: share of translations equal to their reference, 0 to 1.
         bleu: corpus BLEU, 0 to 100, of sacrebleu's tokenizer 13a (Papineni et al. 2002; Post 2018). n-grams longer
             than any text are left out, so that a perfect translation of short texts has 100.
@@ -37,6 +43,7 @@ class Scores:
 
     num_pairs: int
     nll: float
+    nll_per_character: float
     exact_match: float
     bleu: float
     chrf: float
@@ -57,28 +64,76 @@ class Sample:
 
 @dataclass(frozen=True)
 class TranslationReport:
-    """Scores of every language, the languages with the most pairs first, and a few samples."""
+    """Scores of every language, the languages with the most pairs first, and a few samples.
+
+    Attributes:
+        per_language: of the languages that were translated.
+        samples: to be read.
+        training_pairs: how many pairs each language was trained on, where that is known.
+    """
 
     per_language: dict[str, Scores]
     samples: tuple[Sample, ...]
+    training_pairs: dict[str, int] = field(default_factory=dict)
 
     @property
     def average(self) -> Scores:
         """The mean over languages, each of which counts alike; `num_pairs` is the sum."""
-        rows = list(self.per_language.values())
-        means = {f.name: sum(getattr(row, f.name) for row in rows) / len(rows) for f in fields(Scores)}
-        return Scores(**{**means, "num_pairs": sum(row.num_pairs for row in rows)})
+        return _average(self.per_language.values())
+
+    @property
+    def languages_of_bucket(self) -> dict[str, list[str]]:
+        """The translated languages of high, middle and low resource: thirds of all those with training pairs known."""
+        buckets = resource_buckets(self.training_pairs)
+        members = {
+            name: [language for language in self.per_language if buckets.get(language) == name] for name in BUCKETS
+        }
+        return {name: languages for name, languages in members.items() if languages}
+
+    @property
+    def per_bucket(self) -> dict[str, Scores]:
+        """The mean over the languages of each bucket; empty where nothing is known of training pairs."""
+        members = self.languages_of_bucket
+        return {name: _average([self.per_language[one] for one in languages]) for name, languages in members.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """The averages under their own names, and `per_language` and `samples`; ready for JSON."""
-        per_language = {language: asdict(scores) for language, scores in self.per_language.items()}
+        """The averages under their own names, and `per_bucket`, `per_language` and `samples`; ready for JSON."""
+        members = self.languages_of_bucket
+        bucket_of = {language: name for name, languages in members.items() for language in languages}
+        per_language = {
+            language: {
+                **asdict(scores),
+                "training_pairs": self.training_pairs.get(language),
+                "bucket": bucket_of.get(language),
+            }
+            for language, scores in self.per_language.items()
+        }
+        per_bucket = {
+            name: {
+                **asdict(scores),
+                "num_languages": len(members[name]),
+                "training_pairs": sum(self.training_pairs[language] for language in members[name]),
+            }
+            for name, scores in self.per_bucket.items()
+        }
         samples = [asdict(sample) for sample in self.samples]
-        return {**asdict(self.average), "per_language": per_language, "samples": samples}
+        return {**asdict(self.average), "per_bucket": per_bucket, "per_language": per_language, "samples": samples}
+
+    @property
+    def is_long(self) -> bool:
+        """Whether there are more languages than the table has lines for."""
+        return len(self.per_language) > MOST_LINES
 
     def table(self) -> str:
-        """The scores as text, a line a language and one for the average."""
+        """The scores as text: a line a language, or, of more than 12, a line a bucket; and one for the average."""
         rows = [*self.per_language.items(), ("average", self.average)]
-        header = ["language", "pairs", "nll", "exact", "BLEU", "chrF", "copy: exact", "BLEU", "chrF"]
+        if self.is_long:
+            members = self.languages_of_bucket
+            rows = [(f"{name} ({len(members[name])})", scores) for name, scores in self.per_bucket.items()]
+            rows.append((f"average ({len(self.per_language)})", self.average))
+        header = ["language", "pairs", "nll", "nll/char", "exact", "BLEU", "chrF", "copy: exact", "BLEU", "chrF"]
+        if self.is_long:
+            header[0] = "languages"
         cells = [header, *([language, *_cells(scores)] for language, scores in rows)]
         widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
         return "\n".join(
@@ -96,10 +151,16 @@ class TranslationReport:
         )
 
 
+def _average(rows: Collection[Scores]) -> Scores:
+    """The mean of each score; `num_pairs` is the sum."""
+    means = {f.name: sum(getattr(row, f.name) for row in rows) / len(rows) for f in fields(Scores)}
+    return Scores(**{**means, "num_pairs": sum(row.num_pairs for row in rows)})
+
+
 def _cells(scores: Scores) -> list[str]:
     return [
         str(scores.num_pairs),
-        f"{scores.nll:.3f}",
+        *(f"{scores.nll:.3f}", f"{scores.nll_per_character:.4f}"),
         *(f"{scores.exact_match:.3f}", f"{scores.bleu:.1f}", f"{scores.chrf:.1f}"),
         *(f"{scores.exact_match_copy:.3f}", f"{scores.bleu_copy:.1f}", f"{scores.chrf_copy:.1f}"),
     ]
@@ -116,6 +177,7 @@ def evaluate_translation(
     max_target_tokens: int,
     max_examples: int | None = None,
     num_samples: int = 5,
+    training_pairs: Mapping[str, int] | None = None,
 ) -> TranslationReport:
     """Translate by greedy generation, and score the translations and the likelihood of the references.
 
@@ -129,18 +191,29 @@ def evaluate_translation(
         batch_size: rows translated at a time; for the likelihood they are cut into the pipeline's micro-batches.
         max_new_tokens: longest translation.
         max_source_tokens: longer sources are cut.
-        max_target_tokens: longer references are cut for the likelihood; translations are compared with all of them.
+        max_target_tokens: longer references are cut for the likelihood, per token and per character alike;
+            translations are compared with all of them.
         max_examples: how many pairs of each language to take, the first ones; None: all.
         num_samples: translations to keep in the report.
+        training_pairs: of the main process: how many pairs each language was trained on (data.training_pairs), by
+            which the report says what languages of high, middle and low resource score; None: unknown.
 
     Raises:
         DataError: on every process, where there is no pair, or tokenizer and limits do not fit.
     """
-    work = _Work([], [])
+    work = _Work([], [], [])
 
     def prepare() -> int:
         work.pairs = _first_of_each_language(pairs or (), max_examples)
-        work.batches = _batches(pipe, tokenizer, work.pairs, batch_size, max_source_tokens, max_target_tokens)
+        rows = TokenizedPairs(
+            work.pairs,
+            tokenizer,
+            max_source_tokens=max_source_tokens,
+            max_target_tokens=max_target_tokens,
+            decoder_only=not pipe.adapter.config.is_encoder_decoder,
+        )
+        work.num_characters = _num_characters(work.pairs, rows, tokenizer, max_target_tokens)
+        work.batches = _batches(pipe, tokenizer, work.pairs, rows, batch_size, max_source_tokens)
         return len(work.batches)
 
     num_batches = pipe.topology.from_main(prepare)
@@ -157,8 +230,8 @@ def evaluate_translation(
             texts = tokenizer.batch_decode(ids[:, prompt_tokens:], skip_special_tokens=True)
             sums, counts = evaluation.row_nll.tolist(), evaluation.row_tokens.tolist()
             for index, text, nll, num_tokens in zip(batch.indices, texts, sums, counts, strict=True):
-                outcomes[index] = _Outcome(text.strip(), nll, num_tokens)
-    return pipe.topology.from_main(lambda: _report(work.pairs, outcomes, num_samples))
+                outcomes[index] = _Outcome(text.strip(), nll, num_tokens, work.num_characters[index])
+    return pipe.topology.from_main(lambda: _report(work.pairs, outcomes, num_samples, training_pairs or {}))
 
 
 @dataclass
@@ -175,16 +248,18 @@ class _Work:
     """What the main process alone has."""
 
     pairs: Sequence[Pair]
+    num_characters: list[int]
     batches: list[_Batch]
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """Of one pair: the translation, and the reference's negative log-likelihood and number of tokens."""
+    """Of one pair: the translation, and the reference's negative log-likelihood, its tokens and its characters."""
 
     translation: str
     nll: float
     num_tokens: int
+    num_characters: int
 
 
 def _first_of_each_language(pairs: Sequence[Pair], count: int | None) -> Sequence[Pair]:
@@ -199,23 +274,30 @@ def _first_of_each_language(pairs: Sequence[Pair], count: int | None) -> Sequenc
     return chosen
 
 
+def _num_characters(
+    pairs: Sequence[Pair], rows: TokenizedPairs, tokenizer: PreTrainedTokenizerBase, max_target_tokens: int
+) -> list[int]:
+    """The characters of each reference that its tokens stand for: of one that was cut, those of the tokens left."""
+    counts = []
+    for index, pair in enumerate(pairs):
+        labels = [token for token in rows[index]["labels"] if token != IGNORE_INDEX]
+        # Only a reference of this length may have been cut.
+        is_full = len(labels) >= max_target_tokens
+        text = tokenizer.decode(labels, skip_special_tokens=True) if is_full else pair.target
+        counts.append(len(text))
+    return counts
+
+
 def _batches(
     pipe: Pipeline,
     tokenizer: PreTrainedTokenizerBase,
     pairs: Sequence[Pair],
+    rows: TokenizedPairs,
     batch_size: int,
     max_source_tokens: int,
-    max_target_tokens: int,
 ) -> list[_Batch]:
     """Mini-batches of rows sorted by length, so that little of them is padding."""
     decoder_only = not pipe.adapter.config.is_encoder_decoder
-    rows = TokenizedPairs(
-        pairs,
-        tokenizer,
-        max_source_tokens=max_source_tokens,
-        max_target_tokens=max_target_tokens,
-        decoder_only=decoder_only,
-    )
     sources, _ = encode_sources([p.source for p in pairs], tokenizer, max_source_tokens, decoder_only=decoder_only)
     # Padding is masked, so that any token serves where the tokenizer has none for it.
     padding = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
@@ -233,7 +315,9 @@ def _batches(
     ]
 
 
-def _report(pairs: Sequence[Pair], outcomes: dict[int, _Outcome], num_samples: int) -> TranslationReport:
+def _report(
+    pairs: Sequence[Pair], outcomes: dict[int, _Outcome], num_samples: int, training_pairs: Mapping[str, int]
+) -> TranslationReport:
     of_language: dict[str, list[int]] = {}
     for index, pair in enumerate(pairs):
         of_language.setdefault(pair.language, []).append(index)
@@ -245,16 +329,17 @@ def _report(pairs: Sequence[Pair], outcomes: dict[int, _Outcome], num_samples: i
     count = min(num_samples, len(pairs))
     chosen = [i * len(pairs) // count for i in range(count)]
     samples = (Sample(pairs[i].language, pairs[i].source, pairs[i].target, outcomes[i].translation) for i in chosen)
-    return TranslationReport(per_language, tuple(samples))
+    return TranslationReport(per_language, tuple(samples), dict(training_pairs))
 
 
 def _score(pairs: Sequence[Pair], outcomes: Sequence[_Outcome]) -> Scores:
     targets = [pair.target.strip() for pair in pairs]
     exact_match, bleu, chrf = _compare([outcome.translation for outcome in outcomes], targets)
     exact_match_copy, bleu_copy, chrf_copy = _compare([_without_tag(pair) for pair in pairs], targets)
-    num_tokens = sum(outcome.num_tokens for outcome in outcomes)
-    nll = sum(outcome.nll for outcome in outcomes) / max(num_tokens, 1)
-    return Scores(len(pairs), nll, exact_match, bleu, chrf, exact_match_copy, bleu_copy, chrf_copy)
+    nll = sum(outcome.nll for outcome in outcomes)
+    per_token = nll / max(sum(outcome.num_tokens for outcome in outcomes), 1)
+    per_character = nll / max(sum(outcome.num_characters for outcome in outcomes), 1)
+    return Scores(len(pairs), per_token, per_character, exact_match, bleu, chrf, exact_match_copy, bleu_copy, chrf_copy)
 
 
 def _compare(texts: list[str], targets: list[str]) -> tuple[float, float, float]:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import subprocess
 import sys
 
+import babel
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hf_gpipe.data.cldr import cldr_corpus, power_law_count
+from hf_gpipe.data.cldr import cldr_corpus, power_law_count, ranks
+from hf_gpipe.data.coverage import cldr_languages
 from hf_gpipe.data.pairs import Corpus, Pair
 from hf_gpipe.data.templates import TEMPLATES
 from hf_gpipe.errors import DataError
 
 LANGUAGES = ["de", "fr", "ru", "zh"]
+# Of recipes/quickstart.yaml and recipes/translation.
+TEMPLATES_OF_RECIPES = [
+    *("date_full", "date_long", "month_day", "month_year", "duration", "relative_time", "hours_and_minutes"),
+    *("length", "mass", "speed", "amount_of_money"),
+]
 
 
 def corpus(**options) -> Corpus:
@@ -124,6 +134,84 @@ def test_counts_follow_the_power_law():
     assert power_law_count(10**3, 10**9, 10**4, 2.0) == 10**4
 
 
+@pytest.mark.skipif(babel.__version__ != "2.18.0", reason="another version of CLDR has other words")
+@pytest.mark.parametrize(
+    ("options", "digest"),
+    [
+        ({}, "e530793054f2def1f33df45fc69cff0ebf5c1f5f8dc4cbf82059d356989d0e4a"),
+        (
+            {
+                "languages": ["ar", "my", "pt_BR", "he", "yo"],
+                "examples_per_language": 300,
+                "direction": "both",
+                "seed": 3,
+                "power_law_exponent": 1.0,
+                "max_number": 20000,
+            },
+            "66c78d6035d85c5ed8757725a3fc283a0dc20f1fd931247f84c8d50da10e6875",
+        ),
+    ],
+)
+def test_a_seed_gives_the_pairs_that_it_has_always_given(options, digest):
+    """Numbers reported of a recipe can be compared with later ones only as long as its corpus stays as it is."""
+    found = corpus(**options)
+    lines = [
+        "\t".join((split, pair.language, pair.source, pair.target, pair.split_key))
+        for split in ("train", "validation", "test")
+        for pair in getattr(found, split)
+    ]
+    assert hashlib.sha256("\n".join(lines).encode()).hexdigest() == digest
+
+
+def test_102_languages_can_say_what_the_recipes_ask():
+    languages = cldr_languages(102, TEMPLATES_OF_RECIPES)
+    assert len(set(languages)) == 102
+    assert all("_" not in language and language != "en" for language in languages)
+    assert {"de", "ru", "zh", "ar", "hi", "sw", "ja", "th", "am", "ka"} <= set(languages)
+    assert "ht" not in languages, "Babel's Haitian is French"
+    assert "no" not in languages, "nb is Norwegian too"
+    assert cldr_languages(5, TEMPLATES_OF_RECIPES) == languages[:5]
+    assert languages[:90] == sorted(languages[:90]), "those that say everything are equals"
+    found = cldr_corpus(
+        num_languages=102,
+        templates=TEMPLATES_OF_RECIPES,
+        rank_seed=0,
+        examples_per_language=100,
+        min_examples_per_language=5,
+        power_law_exponent=1.0,
+        validation_fraction=0,
+        test_fraction=0,
+    )
+    assert found.languages == languages
+    rank_of = ranks(languages, 0)
+    sizes = dict.fromkeys(languages, 0)
+    for pair in found.train:
+        sizes[pair.language] += 1
+    assert sizes == {language: max(5, round(100 / rank_of[language] + 1e-9)) for language in languages}
+
+
+def test_ranks_decide_how_many_pairs_a_language_has_and_nothing_else():
+    steep = {"examples_per_language": 200, "min_examples_per_language": 20, "power_law_exponent": 1.0}
+    in_order, dealt = corpus(**steep), corpus(**steep, rank_seed=5)
+    assert ranks(LANGUAGES, 5) != ranks(LANGUAGES, None)
+    for language in LANGUAGES:
+        mine, theirs = ([pair for pair in found.train if pair.language == language] for found in (in_order, dealt))
+        shorter = min(len(mine), len(theirs))
+        assert mine[:shorter] == theirs[:shorter]
+    assert len({len(found.train) for found in (in_order, dealt, corpus(**steep, rank_seed=6))}) > 1
+
+
+@given(st.lists(st.text("abcdefgh", min_size=2, max_size=3), unique=True, min_size=1), st.integers())
+def test_dealt_ranks_are_all_there_and_stable(languages, seed):
+    dealt = ranks(languages, seed)
+    assert set(dealt) == set(languages)
+    assert sorted(dealt.values()) == list(range(1, len(languages) + 1))
+    assert ranks(languages[::-1], seed) == dealt, "the order of the languages has no say"
+    fewer = ranks(languages[1:], seed)
+    assert all(dealt[language] - rank in (0, 1) for language, rank in fewer.items())
+    assert ranks(languages, None) == {language: n for n, language in enumerate(languages, start=1)}
+
+
 def test_numbers_stay_within_max_number():
     found = every_pair(corpus(templates=["duration", "relative_time"], max_number=20, min_examples_per_language=10))
     numbers = {int(word) for pair in found for word in pair.target.split() if word.isdigit()}
@@ -134,13 +222,29 @@ def test_a_shortage_is_logged_with_both_numbers(caplog):
     with caplog.at_level(logging.WARNING):
         found = corpus(languages=["de"], templates=["weekday"], validation_fraction=0, test_fraction=0)
     assert len(found.train) == 7
-    assert "de 7 of 150" in caplog.text
+    assert "in 1 of 1 languages: de 7 of 150" in caplog.text
+
+
+def test_many_shortages_are_one_short_line(caplog):
+    languages = ["de", "fr", "ru", "zh", "es", "it"]
+    with caplog.at_level(logging.WARNING):
+        corpus(languages=languages, templates=["month"], validation_fraction=0, test_fraction=0)
+    assert caplog.messages == [
+        "CLDR has fewer different pairs than asked for in 6 of 6 languages: de 12 of 150, fr 12 of 150, "
+        "ru 12 of 150, zh 12 of 150 and 2 more"
+    ]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"languages": []}, "languages is empty"),
+        ({"languages": []}, "languages is empty; .* or set num_languages"),
+        ({"num_languages": 3}, "languages names 4 and num_languages is 3; give the one or the other"),
+        ({"languages": [], "num_languages": 0}, "num_languages is 0; it must be at least 1"),
+        (
+            {"languages": [], "num_languages": 9999, "templates": ["month"]},
+            r"num_languages is 9999, and \d+ of CLDR's languages have words of their own .* month; ask for at most",
+        ),
         ({"languages": ["pt_BX"]}, r"no locale 'pt_BX'; did you mean 'pt_BR'\?"),
         ({"languages": ["de", "en"]}, "'en' cannot be one of them"),
         ({"languages": ["de", "DE"]}, "'de' and 'DE' are the same"),

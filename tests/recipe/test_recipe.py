@@ -158,7 +158,8 @@ def test_a_bad_file_is_refused_with_the_line(text: str, message: str) -> None:
         ("model.config={}", "the model is missing; give model.path"),
         ("model.config.model_type=3", "model.config.model_type is 3"),
         ("data.kind=jsonl", "data.path is missing"),
-        ("data.languages=[]", "data.languages is empty"),
+        ("data.languages=[]", "data.languages is empty; name some, such as [de, fr, es], or set data.num_languages"),
+        ("data.num_languages=102", "data.languages names 2 languages and data.num_languages is 102; leave one"),
         ("data.min_examples_per_language=5000", "data.min_examples_per_language is 5000"),
         ("data.test_fraction=0.95", "their sum must be below 1"),
         ("pipeline.num_processes=2", "pipeline.num_processes is 2 and pipeline.num_stages is 1"),
@@ -169,6 +170,14 @@ def test_fields_that_contradict_each_other_are_refused(override: str, message: s
     refusal = refused(MINIMAL, override)
     assert refusal.startswith("r.yaml: ")
     assert message in refusal
+
+
+def test_a_number_of_languages_stands_in_for_their_names() -> None:
+    data = parse_recipe(MINIMAL, ["data.languages=[]", "data.num_languages=102", "data.rank_seed=0"]).data
+    assert (data.languages, data.num_languages, data.rank_seed) == ([], 102, 0)
+    # Other kinds leave the number aside, and name the languages to keep.
+    jsonl = ["data.kind=jsonl", "data.path=pairs.jsonl", "data.num_languages=102"]
+    assert parse_recipe(MINIMAL, jsonl).data.languages == ["de", "fr"]
 
 
 def test_check_serves_a_recipe_made_in_python_too() -> None:

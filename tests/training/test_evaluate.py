@@ -96,7 +96,9 @@ def test_translations_and_likelihood_of_the_plain_model(family: str, tokenizer: 
     for language, scores in report.per_language.items():
         mine = [i for i, pair in enumerate(pairs) if pair.language == language]
         assert scores.num_pairs == len(mine)
-        assert scores.nll == pytest.approx(sum(plain[i][1] for i in mine) / sum(plain[i][2] for i in mine), rel=1e-6)
+        nll = sum(plain[i][1] for i in mine)
+        assert scores.nll == pytest.approx(nll / sum(plain[i][2] for i in mine), rel=1e-6)
+        assert scores.nll_per_character == pytest.approx(nll / sum(len(pairs[i].target) for i in mine), rel=1e-6)
         chrf = CHRF().corpus_score([plain[i][0] for i in mine], [[pairs[i].target for i in mine]]).score
         assert scores.chrf == pytest.approx(chrf)
 
@@ -189,10 +191,65 @@ def test_table_is_aligned_and_the_dictionary_is_plain(tokenizer: PreTrainedToken
     plain = json.loads(json.dumps(report.to_dict()))
     assert plain["chrf"] == report.average.chrf
     assert plain["per_language"]["fr"]["exact_match"] == report.per_language["fr"].exact_match
-    assert {"exact_match", "bleu", "chrf", "chrf_copy", "nll", "per_language", "samples"} <= plain.keys()
+    keys = {"exact_match", "bleu", "chrf", "chrf_copy", "nll", "nll_per_character", "per_bucket", "per_language"}
+    assert keys | {"samples"} <= plain.keys()
     sample = report.samples[0]
     for text in (sample.source, sample.target, sample.translation):
         assert text in report.sample_text()
+
+
+def test_likelihood_per_character_counts_what_was_left_of_a_cut_reference(tokenizer: PreTrainedTokenizerBase) -> None:
+    pair = Pair("3. Mai", "11 March 11 March 11 March", "de", "")
+    kept = tokenizer.decode(tokenizer(pair.target).input_ids[:5], skip_special_tokens=True)
+    assert 0 < len(kept) < len(pair.target)
+    parrot = _Parrot(tokenizer, {pair.source: pair.target})
+    for limit, characters in ((6, len(kept)), (30, len(pair.target))):
+        limits = {"max_source_tokens": 30, "max_target_tokens": limit}
+        scores = evaluate_translation(parrot, tokenizer, [pair], 3, 20, **limits).average  # type: ignore[arg-type]
+        # The parrot says 2 of every row.
+        assert scores.nll_per_character == pytest.approx(2 / characters)
+
+
+def many_pairs(num_languages: int) -> list[Pair]:
+    return [Pair(f"{n} Mai", f"{n} May", f"l{n:02}", str(n)) for n in range(num_languages)]
+
+
+def test_buckets_are_of_all_training_languages_and_average_their_languages(tokenizer: PreTrainedTokenizerBase) -> None:
+    pairs = many_pairs(5)
+    counts = {pair.language: 100 - n for n, pair in enumerate(pairs)} | {"unseen": 1000}
+    report = echo(tokenizer, pairs, wrong=1, training_pairs=counts)
+    plain = json.loads(json.dumps(report.to_dict()))
+    assert {language: row["bucket"] for language, row in plain["per_language"].items()} == {
+        "l00": "high",
+        "l01": "middle",
+        "l02": "middle",
+        "l03": "low",
+        "l04": "low",
+    }
+    assert [row["training_pairs"] for row in plain["per_language"].values()] == [100, 99, 98, 97, 96]
+    assert list(plain["per_bucket"]) == ["high", "middle", "low"]
+    assert {name: row["exact_match"] for name, row in plain["per_bucket"].items()} == {"high": 0, "middle": 1, "low": 1}
+    low = plain["per_bucket"]["low"]
+    assert (low["num_languages"], low["training_pairs"], low["num_pairs"]) == (2, 97 + 96, 2)
+    assert low["nll_per_character"] == report.per_language["l03"].nll_per_character
+    assert plain["nll_per_character"] == report.average.nll_per_character > 0
+
+
+def test_nothing_is_made_up_where_training_pairs_are_unknown(tokenizer: PreTrainedTokenizerBase) -> None:
+    plain = echo(tokenizer, many_pairs(3)).to_dict()
+    assert plain["per_bucket"] == {}
+    assert all(row["bucket"] is row["training_pairs"] is None for row in plain["per_language"].values())
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_table_of_many_languages_is_short(tokenizer: PreTrainedTokenizerBase, known: bool) -> None:
+    pairs = many_pairs(14)
+    counts = {pair.language: n + 1 for n, pair in enumerate(pairs)} if known else None
+    lines = echo(tokenizer, pairs, training_pairs=counts).table().splitlines()
+    assert len({len(line) for line in lines}) == 1
+    buckets = ["high (5)", "middle (5)", "low (4)"] if known else []
+    assert [line.split("  ")[0] for line in lines] == ["languages", *buckets, "average (14)"]
+    assert len(echo(tokenizer, many_pairs(12), training_pairs=counts).table().splitlines()) == 14
 
 
 def test_no_pairs_are_an_error(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -204,7 +261,8 @@ def _on_two_processes(folder: Path) -> tuple[TranslationReport, str]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     pipe = Pipeline(random_model("marian"), 3)
     pairs = some_pairs() if pipe.topology.is_main else None
-    report = evaluate_translation(pipe, tokenizer, pairs, 4, 6, **LIMITS)
+    counts = {"de": 3, "fr": 2} if pipe.topology.is_main else None
+    report = evaluate_translation(pipe, tokenizer, pairs, 4, 6, **LIMITS, training_pairs=counts)
     try:
         evaluate_translation(pipe, tokenizer, [], 4, 6, **LIMITS)
     except DataError as error:
@@ -214,7 +272,8 @@ def _on_two_processes(folder: Path) -> tuple[TranslationReport, str]:
 
 def test_two_gloo_processes(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     model = random_model("marian")
-    alone = evaluate_translation(Pipeline(model, 3), tokenizer, some_pairs(), 4, 6, **LIMITS)
+    counts = {"de": 3, "fr": 2}
+    alone = evaluate_translation(Pipeline(model, 3), tokenizer, some_pairs(), 4, 6, **LIMITS, training_pairs=counts)
     for report, error in run_gloo(_on_two_processes, 2, folder):
         assert report == alone
         assert "no pairs" in error
