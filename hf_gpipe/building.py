@@ -13,11 +13,13 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from hf_gpipe.adapters import Adapter, StageModel, adapter_for, is_known_exact
 from hf_gpipe.adapters.autocast import Autocast
+from hf_gpipe.adapters.feed_forward import divide_by_depth, feed_forward_outputs
 from hf_gpipe.adapters.guards import check_as_configured, check_model
 from hf_gpipe.adapters.peft import PeftAdapter, find_peft, make_peft
 from hf_gpipe.checkpoint import hub
 from hf_gpipe.errors import CheckpointError, UserError
 from hf_gpipe.exactness import verify
+from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.topology import Topology
 
@@ -35,12 +37,14 @@ class Source:
         adapter: the model's layers.
         peft: the PEFT adapters to train with.
         has_peft_layers: whether the model in memory has their layers already.
+        depth_scaled_feed_forward: whether the feed-forward layers of a new model start smaller in a deeper one.
     """
 
     model: ModelSource | None
     adapter: Adapter
     peft: PeftAdapter | None
     has_peft_layers: bool
+    depth_scaled_feed_forward: bool = False
 
     @classmethod
     def open(
@@ -53,6 +57,7 @@ class Source:
         config_overrides: Mapping[str, Any] | None,
         peft_config: Any,
         autocast: Autocast | None = None,
+        depth_scaled_feed_forward: bool = False,
     ) -> Source:
         """What `Pipeline`, whose arguments these are, splits.
 
@@ -62,6 +67,11 @@ class Source:
         check_model(model)
         if config_overrides and not isinstance(model, str | os.PathLike):
             raise UserError("config_overrides go with a Hub id or directory; change the configuration that you give")
+        if depth_scaled_feed_forward and not isinstance(model, PreTrainedConfig):
+            raise UserError(
+                "depth_scaled_feed_forward is for a new model, and this one has its weights; leave it out, or give a "
+                "configuration"
+            )
         config = _config_of(model, trust_remote_code, config_overrides)
         model_class = None
         if isinstance(model, PreTrainedModel):
@@ -73,12 +83,20 @@ class Source:
         adapter = adapter_for(
             config, dtype, attn_implementation, model_class, trust_remote_code=trust_remote_code, autocast=autocast
         )
+        if depth_scaled_feed_forward:
+            feed_forward_outputs(adapter)  # refuses a family before any weight is made
         if not is_known_exact(adapter):
             verify(config, model_class, trust_remote_code=trust_remote_code)
         if (generation_config := _generation_config_of(model)) is not None:
             adapter.reference.generation_config = generation_config
         peft = None if peft_request is None else make_peft(adapter, *peft_request)
-        source = cls(model, adapter, peft, has_peft_layers=bool(getattr(model, "peft_config", None)))
+        source = cls(
+            model,
+            adapter,
+            peft,
+            has_peft_layers=bool(getattr(model, "peft_config", None)),
+            depth_scaled_feed_forward=depth_scaled_feed_forward,
+        )
         if isinstance(model, PreTrainedModel):
             expected = adapter.reference
             if peft is not None and source.has_peft_layers:
@@ -106,6 +124,8 @@ class Source:
             hub.load(stage_model, source, device, seed)
         else:
             hub.initialise(stage_model, device, seed)
+            if self.depth_scaled_feed_forward:
+                divide_by_depth(stage_model)
         if self.peft is not None and not self.has_peft_layers:
             hub.add_peft(stage_model, self.peft, device, seed)
         stage_model.seal(device)
@@ -113,7 +133,7 @@ class Source:
 
 
 def make_stages(
-    models: Mapping[int, StageModel], adapter: Adapter, topology: Topology, label_smoothing: float
+    models: Mapping[int, StageModel], adapter: Adapter, topology: Topology, loss: TokenLoss
 ) -> dict[int, Stage]:
     """This process's stages, which know which tensors' gradients are wanted. Every process calls it."""
     local: dict[int, bool] = {}
@@ -135,7 +155,7 @@ def make_stages(
             one,
             {} if one.is_first else wants_gradient(one.start),
             {} if one.is_last else wants_gradient(one.stop),
-            label_smoothing,
+            loss,
         )
         for number, one in models.items()
     }

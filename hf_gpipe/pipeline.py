@@ -32,6 +32,7 @@ from hf_gpipe.runtime.edges import connect
 from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.generation import Generator
 from hf_gpipe.runtime.launch import join
+from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.micro_batch import Batch, make_micro_batches
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.runtime.stage import LogitsCallback
@@ -50,7 +51,7 @@ class Evaluation:
 
     Attributes:
         row_nll: negative log-likelihood summed over each row's target tokens, (N,), natural logarithm.
-        row_losses: the same with labels smoothed as in training, (N,).
+        row_losses: the same with labels smoothed as in training, (N,); logits are never clipped here.
         row_tokens: number of target tokens of each row, (N,).
         auxiliary_loss: of a mixture of experts, the mean over micro-batches, times its coefficient; else 0.
     """
@@ -62,7 +63,7 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        """What `train_step` would return, but for dropout: the mean loss per target token, and the auxiliary loss."""
+        """What `train_step` would return without dropout and clipping: mean loss per target, and auxiliary loss."""
         return float(self.row_losses.sum() / self.row_tokens.sum().clamp(min=1)) + self.auxiliary_loss
 
 
@@ -88,6 +89,10 @@ class Pipeline:
         trust_remote_code: whether a Hub model may run Python code of its own.
         config_overrides: values of the configuration to change; only with an id or directory.
         label_smoothing: share of the target's probability spread over the vocabulary.
+        logit_clipping: the loss of training is that of logits.clamp(-c, c), with c this number; evaluation, generation
+            and the saved model do not clip. None: no clipping.
+        depth_scaled_feed_forward: whether the last projection of each feed-forward block starts 1/L times as large, L
+            being the layers of its stack; for a configuration only, whose weights are new.
         device: where this process computes; None: a CUDA device where there is one, else the CPU. A list, such as
             ["cuda:0", "cuda:1"], names the devices of this machine: its processes share them out, and a process spreads
             its stages over its own.
@@ -131,6 +136,8 @@ class Pipeline:
         trust_remote_code: bool = False,
         config_overrides: Mapping[str, Any] | None = None,
         label_smoothing: float = 0.0,
+        logit_clipping: float | None = None,
+        depth_scaled_feed_forward: bool = False,
         device: DeviceChoice = None,
         peft_config: Any = None,
         autocast: torch.dtype | None = None,
@@ -145,8 +152,7 @@ class Pipeline:
             raise UserError(f"num_micro_batches={num_micro_batches!r}: expected at least 1, or {AUTO!r}")
         if num_stages < 1:
             raise PartitionError(f"num_stages={num_stages}: expected at least 1")
-        if not 0 <= label_smoothing < 1:
-            raise UserError(f"label_smoothing={label_smoothing!r}: expected at least 0 and below 1")
+        loss = TokenLoss(label_smoothing, logit_clipping)
         # What does not exist is found here, before any weight is read.
         if recompute != AUTO:
             Recompute.parse(recompute, num_stages)
@@ -162,6 +168,7 @@ class Pipeline:
             config_overrides=config_overrides,
             peft_config=peft_config,
             autocast=None if autocast is None else Autocast(autocast, self.topology.device),
+            depth_scaled_feed_forward=depth_scaled_feed_forward,
         )
         self.adapter, self.peft = self._source.adapter, self._source.peft
         request = partial(
@@ -171,7 +178,7 @@ class Pipeline:
             optimizer=optim,
             memory_bytes=read_bytes(memory, "memory") if isinstance(memory, str) else memory,
         )
-        self._expectation = Expectation(example, self.adapter, self.peft, label_smoothing, self.topology, accumulation)
+        self._expectation = Expectation(example, self.adapter, self.peft, loss, self.topology, accumulation)
         self.planned: str | None = None
         if AUTO in (num_micro_batches, schedule, recompute) or partition in (AUTO, *COST_STRATEGIES):
             chosen = settle(self._expectation, request(num_micro_batches, schedule, recompute, partition))
@@ -206,7 +213,7 @@ class Pipeline:
         self.ties = Ties(self.models, self.topology)
         self._holds_weights = self._copies_are_fresh = False
         self._was_trainable = {name: p.requires_grad for m in self.models.values() for name, p in m.parameters.items()}
-        self.stages = make_stages(self.models, self.adapter, self.topology, label_smoothing)
+        self.stages = make_stages(self.models, self.adapter, self.topology, loss)
         self._edges = connect(
             self.topology, lambda stage, name: self.adapter.carry_dtype(self.partition[stage][0], name)
         )

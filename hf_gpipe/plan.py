@@ -164,6 +164,7 @@ def _planner(recipe: Recipe, device: Device, request: Request, *, is_profiled: b
     from hf_gpipe.planner.measure_seconds import profile_layers
     from hf_gpipe.planner.plan import Planner
     from hf_gpipe.planner.workload import Workload
+    from hf_gpipe.runtime.loss import TokenLoss
     from hf_gpipe.training.from_recipe import model_config, model_dtype
 
     recipe = _with_vocabulary(recipe)
@@ -178,13 +179,14 @@ def _planner(recipe: Recipe, device: Device, request: Request, *, is_profiled: b
     of_mini_batch = Workload.of_recipe(recipe, is_encoder_decoder=config.is_encoder_decoder, num_micro_batches=1)
 
     def costs_of(rows: int) -> ModelCosts:
-        workload, smoothing = replace(of_mini_batch, rows=rows), training.label_smoothing_factor
+        workload = replace(of_mini_batch, rows=rows)
+        loss = TokenLoss(training.label_smoothing_factor, training.logit_clipping)
         dtype, attention = model_dtype(recipe), recipe.model.attn_implementation
         is_trusted = recipe.model.trust_remote_code
         try:
             if is_profiled:
                 adapter = adapter_for(config, dtype, attention, trust_remote_code=is_trusted, autocast=autocast)
-                return profile_layers(adapter, workload, here, label_smoothing=smoothing)
+                return profile_layers(adapter, workload, here, loss=loss)
             return model_costs(
                 config,
                 workload,
@@ -192,7 +194,7 @@ def _planner(recipe: Recipe, device: Device, request: Request, *, is_profiled: b
                 attention,
                 trust_remote_code=is_trusted,
                 autocast=autocast,
-                label_smoothing=smoothing,
+                loss=loss,
                 as_on_gpu=True,
             )
         except (HfGpipeError, KeyboardInterrupt):
@@ -203,7 +205,7 @@ def _planner(recipe: Recipe, device: Device, request: Request, *, is_profiled: b
             ) from error
 
     accumulated = training.gradient_accumulation_steps
-    return Planner(costs_of, training.batch_size, device, request.memory_bytes, accumulated)
+    return Planner(costs_of, of_mini_batch.rows, device, request.memory_bytes, accumulated)
 
 
 def _with_vocabulary(recipe: Recipe) -> Recipe:

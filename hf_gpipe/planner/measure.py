@@ -16,6 +16,7 @@ from hf_gpipe.planner.kinds import Place, open_model, places_of, reopen
 from hf_gpipe.planner.tracing import Trace, trace_stage
 from hf_gpipe.planner.weights import Weights
 from hf_gpipe.planner.workload import Workload
+from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 
 
 def model_costs(
@@ -27,7 +28,7 @@ def model_costs(
     *,
     trust_remote_code: bool = False,
     autocast: Autocast | None = None,
-    label_smoothing: float = 0.0,
+    loss: TokenLoss = PLAIN,
     as_on_gpu: bool = False,
 ) -> ModelCosts:
     """What each layer costs for one micro-batch; nothing is measured, so no seconds are known.
@@ -35,7 +36,7 @@ def model_costs(
     Args:
         config: the model's; further arguments are those of `adapter_for`.
         workload: the micro-batch.
-        label_smoothing: of the loss, whose memory it changes.
+        loss: of the target tokens.
         as_on_gpu: whether the stages will run on GPUs, whose attention keeps less.
 
     Raises:
@@ -45,7 +46,7 @@ def model_costs(
         config, dtype, attn_implementation, model_class, trust_remote_code=trust_remote_code, autocast=autocast
     )
     opened = Opened(adapter, places, Weights(adapter, adapter.reference))
-    return costs_of_opened(opened, workload, label_smoothing=label_smoothing, as_on_gpu=as_on_gpu)
+    return costs_of_opened(opened, workload, loss=loss, as_on_gpu=as_on_gpu)
 
 
 def costs_of(
@@ -53,11 +54,11 @@ def costs_of(
     workload: Workload,
     *,
     peft: PeftAdapter | None = None,
-    label_smoothing: float = 0.0,
+    loss: TokenLoss = PLAIN,
     as_on_gpu: bool = False,
 ) -> ModelCosts:
     """`model_costs` of a model that has its adapter, and perhaps PEFT layers to be trained alone."""
-    return costs_of_opened(Opened.of(adapter, peft), workload, label_smoothing=label_smoothing, as_on_gpu=as_on_gpu)
+    return costs_of_opened(Opened.of(adapter, peft), workload, loss=loss, as_on_gpu=as_on_gpu)
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,11 @@ class Opened:
 
 
 def costs_of_opened(
-    opened: Opened, workload: Workload, *, label_smoothing: float = 0.0, as_on_gpu: bool = False
+    opened: Opened, workload: Workload, *, loss: TokenLoss = PLAIN, as_on_gpu: bool = False
 ) -> ModelCosts:
     """The costs of all layers of a model from those of each kind."""
     adapter, places, weights = opened.adapter, opened.places, opened.weights
-    tracer = _Tracer(opened, workload, label_smoothing, as_on_gpu)
+    tracer = _Tracer(opened, workload, loss, as_on_gpu)
     measured = {like: tracer.cost(like) for like in dict.fromkeys(place.like for place in places)}
     first: dict[str, int] = {}
     for index, place in enumerate(places):
@@ -140,12 +141,12 @@ class _Kept:
 class _Tracer:
     """Traces one layer of each kind as a stage of its own."""
 
-    def __init__(self, opened: Opened, workload: Workload, label_smoothing: float, as_on_gpu: bool) -> None:
+    def __init__(self, opened: Opened, workload: Workload, loss: TokenLoss, as_on_gpu: bool) -> None:
         self.adapter = opened.adapter
         self.weights = opened.weights
         self.inputs = workload.inputs(opened.adapter)
         self._peft = opened.peft
-        self._label_smoothing = label_smoothing
+        self._loss = loss
         self._as_on_gpu = as_on_gpu
         self._recomputes_blocks = self._can_recompute_blocks()
 
@@ -226,7 +227,7 @@ class _Tracer:
             build,
             self.inputs,
             self.weights.wants_gradient,
-            label_smoothing=self._label_smoothing,
+            loss=self._loss,
             as_on_gpu=self._as_on_gpu,
             window_from=window_from,
         )

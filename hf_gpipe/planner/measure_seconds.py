@@ -23,6 +23,7 @@ from hf_gpipe.planner.kinds import Place
 from hf_gpipe.planner.measure import Opened, costs_of_opened
 from hf_gpipe.planner.tracing import context_of, make_stage
 from hf_gpipe.planner.workload import Workload
+from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 from hf_gpipe.runtime.stage import Stage
 
 #: Blocks that run in a row, where as many of one kind follow each other.
@@ -57,7 +58,7 @@ def profile_layers(
     device: torch.device,
     *,
     peft: PeftAdapter | None = None,
-    label_smoothing: float = 0.0,
+    loss: TokenLoss = PLAIN,
     repeats: int = 5,
     budget_seconds: float = 20.0,
     barrier: Callable[[], None] | None = None,
@@ -70,7 +71,7 @@ def profile_layers(
         workload: the micro-batch.
         device: where to measure.
         peft: PEFT layers that alone are trained.
-        label_smoothing: of the loss.
+        loss: of the target tokens.
         repeats: runs of each kind of layer.
         budget_seconds: after so long no further run of a kind of layer is begun, but two are always made.
         barrier: waits for all processes that measure at the same time, before each kind of layer, so that each
@@ -79,11 +80,11 @@ def profile_layers(
             None: updates are not measured.
     """
     opened = Opened.of(adapter, peft)
-    costs = costs_of_opened(opened, workload, label_smoothing=label_smoothing, as_on_gpu=device.type == "cuda")
+    costs = costs_of_opened(opened, workload, loss=loss, as_on_gpu=device.type == "cuda")
     generator = default_generator(device)
     state = generator.get_state()
     try:
-        clock = _Clock(opened, workload, device, label_smoothing, repeats, budget_seconds, barrier or _alone)
+        clock = _Clock(opened, workload, device, loss, repeats, budget_seconds, barrier or _alone)
         seconds = _of_kinds(opened.places, clock)
         update = None if make_optimizer is None else _update_seconds(opened, clock, make_optimizer)
     finally:
@@ -157,7 +158,7 @@ class _Clock:
         opened: Opened,
         workload: Workload,
         device: torch.device,
-        label_smoothing: float,
+        loss: TokenLoss,
         repeats: int,
         budget_seconds: float,
         barrier: Callable[[], None],
@@ -165,7 +166,7 @@ class _Clock:
         self._opened = opened
         self._inputs = {name: t.to(device) for name, t in workload.inputs(opened.adapter).items()}
         self._device = device
-        self._label_smoothing = label_smoothing
+        self._loss = loss
         self._repeats = repeats
         self._budget_seconds = budget_seconds
         self._barrier = barrier
@@ -179,7 +180,7 @@ class _Clock:
         if self._opened.peft is not None:
             hub.add_peft(stage_model, self._opened.peft, self._device, seed=0)
         stage_model.seal(self._device)
-        return make_stage(stage_model, self._opened.weights.wants_gradient, self._label_smoothing)
+        return make_stage(stage_model, self._opened.weights.wants_gradient, self._loss)
 
     def measure(self, start: int, stop: int) -> Seconds:
         """The median of several forwards without a graph, with one, and backwards."""

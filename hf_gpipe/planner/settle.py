@@ -19,6 +19,7 @@ from hf_gpipe.planner.resolve import best_plan, micro_batch_counts, resolve
 from hf_gpipe.planner.settings import Request, Settled
 from hf_gpipe.planner.this_machine import this_machine
 from hf_gpipe.planner.workload import Workload, largest_micro_batch
+from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.topology import Topology
 
 
@@ -30,7 +31,7 @@ class Expectation:
         example: a mini-batch like those to come, or its shape; read in the main process. None: nothing is known.
         adapter: the model's.
         peft: PEFT layers that alone are trained.
-        label_smoothing: of the loss.
+        loss: of the target tokens.
         topology: the processes, and their devices.
         mini_batches: accumulated in a step.
     """
@@ -38,7 +39,7 @@ class Expectation:
     example: Mapping[str, torch.Tensor] | Workload | None
     adapter: Adapter
     peft: PeftAdapter | None
-    label_smoothing: float
+    loss: TokenLoss
     topology: Topology
     mini_batches: int = 1
 
@@ -70,7 +71,7 @@ class Expectation:
                 self.adapter,
                 replace(mini_batch, rows=rows),
                 peft=self.peft,
-                label_smoothing=self.label_smoothing,
+                loss=self.loss,
                 as_on_gpu=self.topology.device.type == "cuda",
             )
 
@@ -100,7 +101,7 @@ def _measure(expectation: Expectation, request: Request) -> dict[int, ModelCosts
             replace(mini_batch, rows=rows),
             topology.device,
             peft=expectation.peft,
-            label_smoothing=expectation.label_smoothing,
+            loss=expectation.loss,
             barrier=topology.barrier,
         )
         measured[rows] = mean_costs(topology.gather_objects(own))

@@ -29,6 +29,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.checkpoint.hub import initialise
+from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 from hf_gpipe.runtime.stage import Stage
 
@@ -159,7 +160,7 @@ def trace_stage(
     inputs: Mapping[str, torch.Tensor],
     wants_gradient: Callable[[int], Mapping[str, bool]],
     *,
-    label_smoothing: float = 0.0,
+    loss: TokenLoss = PLAIN,
     as_on_gpu: bool = False,
     window_from: int | None = None,
     is_real: bool = False,
@@ -170,7 +171,7 @@ def trace_stage(
         build: makes the stage, without weights.
         inputs: what `Adapter.prepare` made of a micro-batch.
         wants_gradient: boundary -> for each tensor that crosses it, whether its gradient is wanted.
-        label_smoothing: of the loss.
+        loss: of the target tokens.
         as_on_gpu: count attention as a GPU's kernels do it.
         window_from: number of the layer from whose call on what is made is an own layer's; None: the stage's first.
         is_real: whether to run on real tensors at once.
@@ -180,7 +181,7 @@ def trace_stage(
 
     def trace(stage_model: StageModel, shapes: Mapping[str, torch.Tensor]) -> Trace:
         stage_model.seal(CPU)
-        stage = make_stage(stage_model, wants_gradient, label_smoothing)
+        stage = make_stage(stage_model, wants_gradient, loss)
         return _trace(stage, shapes, window_from, as_on_gpu=as_on_gpu)
 
     def trace_real() -> Trace:
@@ -281,14 +282,14 @@ def materialise(stage_model: StageModel) -> None:
 
 
 def make_stage(
-    stage_model: StageModel, wants_gradient: Callable[[int], Mapping[str, bool]], label_smoothing: float = 0.0
+    stage_model: StageModel, wants_gradient: Callable[[int], Mapping[str, bool]], loss: TokenLoss = PLAIN
 ) -> Stage:
     """The stage as the executor has it."""
     return Stage(
         stage_model,
         {} if stage_model.is_first else wants_gradient(stage_model.start),
         {} if stage_model.is_last else wants_gradient(stage_model.stop),
-        label_smoothing,
+        loss,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hf_gpipe.errors import RecipeError, UserError
 from hf_gpipe.recipe.fields import DataSection, ModelSection, PipelineSection, Recipe
 from hf_gpipe.recipe.sizes import read_bytes
+from hf_gpipe.recipe.transformer import with_transformer
 
 
 def check(recipe: Recipe) -> None:
@@ -24,6 +25,18 @@ def _check_model(model: ModelSection) -> None:
             "the model is missing; give model.path (a Hub id or a directory) for its weights, or "
             "model.config.model_type (marian, llama, ...) with the fields of its config for a new model."
         )
+    if model.path is not None and model.transformer is not None:
+        raise RecipeError(
+            f"model.transformer is {model.transformer!r} and model.path is {model.path!r}, whose model has its size; "
+            "leave one of them out."
+        )
+    if model.path is not None and model.depth_scaled_feed_forward:
+        raise RecipeError(
+            f"model.depth_scaled_feed_forward is for a new model, and model.path is {model.path!r}, whose weights are "
+            "loaded; leave one of them out."
+        )
+    if model.transformer is not None:
+        with_transformer(model.config, model.transformer)
 
 
 def _check_data(data: DataSection) -> None:

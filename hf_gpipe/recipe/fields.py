@@ -32,6 +32,14 @@ class ModelSection:
     config: dict[str, Any] = field(default_factory=dict)
     """`model_type` (marian, llama, ...) and the fields of its transformers config; with `path`, fields to override."""
 
+    transformer: Text | None = None
+    """Size of a new t5, mt5 or umt5 model, as T(6, 8192, 16): encoder and decoder layers, feed-forward width, heads,
+    each 64 wide unless `config` gives d_kv. null: `config` says it all."""
+
+    depth_scaled_feed_forward: bool = False
+    """Whether the last projection of each feed-forward block of a new model starts 1/L times as large, L being the
+    layers of its stack."""
+
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """The type of the weights, of the arithmetic and of what crosses stage boundaries."""
 
@@ -247,6 +255,9 @@ class TrainingSection:
 
     label_smoothing_factor: Fraction = 0.0
     """Share of the target's probability spread over the whole vocabulary."""
+
+    logit_clipping: Positive | None = None
+    """The loss sees no logit beyond this magnitude; evaluation and the saved model do not clip. null: no clipping."""
 
     logging_steps: Count = 10
     """Updates between two lines of metrics."""

@@ -1,58 +1,105 @@
 """Cross-entropy of every target token in little memory: at a large vocabulary it is the peak of the last stage.
 
 `torch.nn.functional.cross_entropy` keeps the logarithms of all probabilities for backward and makes two more tensors of
-that size there. Here the probabilities are kept, and backward turns them into the gradient where they are.
+that size there. Here forward turns the probabilities into the gradient where they are, and backward scales it there.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from hf_gpipe.adapters import IGNORED_LABEL
+from hf_gpipe.errors import UserError
 
 
-def token_losses(logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
-    """The loss of every position, 0 where the target is ignored; half precision is raised to float32.
+@dataclass(frozen=True)
+class TokenLoss:
+    """The loss of every target token.
 
-    Args:
-        logits: (B, T, V).
-        targets: (B, T).
+    Attributes:
         label_smoothing: share of the target's probability spread over the vocabulary, as in
             torch.nn.functional.cross_entropy.
+        logit_clipping: the largest magnitude of a logit that the loss sees, as by `logits.clamp(-c, c)` (GPipe,
+            arXiv 1811.06965, section 5); a logit beyond it gets no gradient. None: all are seen as they are.
 
-    Returns:
-        (B * T,).
+    Raises:
+        UserError: a share that is not at least 0 and below 1, or a magnitude that is not above 0.
     """
-    flat, targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-    if flat.dtype in (torch.float16, torch.bfloat16):
-        flat = flat.float()
-    if label_smoothing:
-        return F.cross_entropy(
-            flat, targets, ignore_index=IGNORED_LABEL, reduction="none", label_smoothing=label_smoothing
-        )
-    losses: torch.Tensor = _CrossEntropy.apply(flat, targets)
-    return losses
+
+    label_smoothing: float = 0.0
+    logit_clipping: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            raise UserError(f"label_smoothing={self.label_smoothing!r}: expected at least 0 and below 1")
+        bound = self.logit_clipping
+        if bound is not None and (isinstance(bound, bool) or not (bound > 0 and math.isfinite(bound))):
+            raise UserError(f"logit_clipping={bound!r}: expected a finite number above 0, or None for no clipping")
+
+    @property
+    def unclipped(self) -> TokenLoss:
+        """The same without clipping, for evaluation: what is saved and loaded elsewhere has unclipped logits."""
+        return replace(self, logit_clipping=None)
+
+    def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The loss of every position, 0 where the target is ignored; half precision is raised to float32.
+
+        Args:
+            logits: (B, T, V).
+            targets: (B, T).
+
+        Returns:
+            (B * T,). Its backward can run once.
+        """
+        flat, targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+        if flat.dtype in (torch.float16, torch.bfloat16):
+            flat = flat.float()
+        losses: torch.Tensor = _CrossEntropy.apply(flat, targets, self.label_smoothing, self.logit_clipping)
+        return losses
+
+
+PLAIN = TokenLoss()
+"""Without smoothing or clipping: the negative log-likelihood."""
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """-log p(target) of logits (N, V) and targets (N,); its backward can run once."""
+    """Losses (N,) of logits (N, V) and targets (N,); its backward can run once."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, smoothing: float, bound: float | None
+    ) -> torch.Tensor:
         is_ignored = targets == IGNORED_LABEL
         columns = targets.masked_fill(is_ignored, 0)[:, None]
-        probabilities = torch.softmax(logits, dim=-1)
+        seen, is_clipped = logits, None
+        if bound is not None:
+            seen = logits.clamp(-bound, bound)
+            is_clipped = seen != logits
+        largest = seen.amax(-1, keepdim=True)
+        losses = (smoothing - 1) * seen.gather(1, columns)
+        if smoothing:
+            losses -= smoothing * seen.mean(-1, keepdim=True)
+        if is_clipped is None:
+            gradient = torch.softmax(seen, dim=-1)
+        else:  # in the memory of the clipped logits, which nothing else reads
+            gradient = seen.sub_(largest).exp_()
+            gradient.div_(gradient.sum(-1, keepdim=True))
         # The logarithm of the sum of exponentials, from the largest logit, whose probability never underflows.
-        log_sum = logits.amax(-1, keepdim=True) - probabilities.amax(-1, keepdim=True).log()
-        ctx.save_for_backward(probabilities, columns, is_ignored)
-        return (log_sum - logits.gather(1, columns)).squeeze(1).masked_fill(is_ignored, 0)
+        losses += largest - gradient.amax(-1, keepdim=True).log()
+        if smoothing:
+            gradient.sub_(smoothing / gradient.shape[1])
+        gradient.scatter_add_(1, columns, torch.full_like(losses, smoothing - 1))
+        if is_clipped is not None:
+            gradient.masked_fill_(is_clipped, 0)
+        ctx.save_for_backward(gradient, is_ignored)
+        return losses.squeeze(1).masked_fill(is_ignored, 0)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        probabilities, columns, is_ignored = ctx.saved_tensors
-        weights = gradient.masked_fill(is_ignored, 0)[:, None]
-        # In place: nothing else reads the probabilities, and there are as many as logits.
-        return probabilities.mul_(weights).scatter_add_(1, columns, -weights), None
+    def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        gradient, is_ignored = ctx.saved_tensors
+        # In place: nothing else reads it, and it is as large as the logits.
+        return gradient.mul_(outer.masked_fill(is_ignored, 0)[:, None]), None, None, None

@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hf_gpipe.adapters import IGNORED_LABEL, StageModel
 from hf_gpipe.runtime.channel import Shapes
-from hf_gpipe.runtime.loss import token_losses
+from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 
 Tensors = dict[str, torch.Tensor]
@@ -59,8 +59,7 @@ class Stage:
         model: the stage's layers.
         trainable_inputs: for each carried tensor that the stage receives, whether its gradient is wanted upstream.
         trainable_outputs: the same for the tensors that it sends; empty on the last stage.
-        label_smoothing: share of the target's probability spread over the vocabulary, as in
-            torch.nn.functional.cross_entropy.
+        loss: of the target tokens, in training; evaluation leaves logits unclipped.
     """
 
     def __init__(
@@ -68,12 +67,12 @@ class Stage:
         model: StageModel,
         trainable_inputs: Mapping[str, bool],
         trainable_outputs: Mapping[str, bool],
-        label_smoothing: float = 0.0,
+        loss: TokenLoss = PLAIN,
     ) -> None:
         self.model = model
         self.trainable_inputs = trainable_inputs
         self.trainable_outputs = trainable_outputs
-        self.label_smoothing = label_smoothing
+        self.loss = loss
         #: See `Pipeline.loss_scale`.
         self.loss_scale = 1.0
         self.loss_sum: torch.Tensor | None = None
@@ -141,9 +140,9 @@ class Stage:
             if self.on_logits is not None:
                 self.on_logits(outputs["logits"], inputs)
             targets = self.model.adapter.targets(inputs)
-            sums = losses = token_losses(outputs["logits"], targets).view(targets.shape).sum(dim=1)
-            if self.label_smoothing:
-                smoothed = token_losses(outputs["logits"], targets, self.label_smoothing)
+            sums = losses = PLAIN(outputs["logits"], targets).view(targets.shape).sum(dim=1)
+            if self.loss.label_smoothing:
+                smoothed = self.loss.unclipped(outputs["logits"], targets)
                 losses = smoothed.view(targets.shape).sum(dim=1)
             counts = (targets != IGNORED_LABEL).sum(dim=1)
             kept = RowLosses(sums, losses, counts, outputs.get("auxiliary_loss"))
@@ -185,7 +184,7 @@ class Stage:
         outputs = self.model(micro_batch.inputs, received, micro_batch.seed)
         if self.is_last:
             targets = self.model.adapter.targets(micro_batch.inputs)
-            losses = token_losses(outputs["logits"], targets, self.label_smoothing)
+            losses = self.loss(outputs["logits"], targets)
             loss = losses.sum() / micro_batch.num_target_tokens
             if (auxiliary := outputs.get("auxiliary_loss")) is not None:
                 loss = loss + auxiliary / micro_batch.num_micro_batches

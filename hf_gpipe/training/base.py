@@ -29,6 +29,7 @@ from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
+from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.launch import join
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.generating import generation_config_of
@@ -238,20 +239,26 @@ def _pipeline(model: Pipeline | ModelSource | None, args: PipelineTrainingArgume
         args.partition,
         args.seed,
         label_smoothing=args.label_smoothing_factor,
+        logit_clipping=args.logit_clipping,
         device="cpu" if args.device.type == "cpu" else None,
         autocast=args.autocast,
         length_bucketing=args.train_sampling_strategy == "group_by_length",
         torch_compile=args.compile_backend,
-        example=longest_mini_batch(dataset, args.per_device_train_batch_size) if args.is_planned else None,
+        example=_example(dataset, args) if args.is_planned else None,
         memory=args.memory,
         optim=str(getattr(args.optim, "value", args.optim)),
         accumulation=args.gradient_accumulation_steps,
     )
 
 
+def _example(dataset: Any, args: PipelineTrainingArguments) -> Workload | None:
+    """What the planner reckons with."""
+    return longest_mini_batch(dataset, args.per_device_train_batch_size, args.batch_tokens)
+
+
 def _check_given(pipe: Pipeline, args: PipelineTrainingArguments) -> None:
     """Raise UserError where the arguments ask for something else than the given pipeline is."""
-    smoothing = next(iter(pipe.stages.values())).label_smoothing
+    loss = next(iter(pipe.stages.values())).loss
     counts = [len(layers) for layers in pipe.partition]
     own = None if pipe.adapter.autocast is None else pipe.adapter.autocast.dtype
     if args.autocast not in (None, own):
@@ -265,7 +272,8 @@ def _check_given(pipe: Pipeline, args: PipelineTrainingArguments) -> None:
         "schedule": pipe.schedule_name,
         "recompute": pipe.recompute,
         "partition": counts,
-        "label_smoothing_factor": smoothing,
+        "label_smoothing_factor": loss.label_smoothing,
+        "logit_clipping": loss.logit_clipping,
     }
     for name, value in found.items():
         asked = getattr(args, name)

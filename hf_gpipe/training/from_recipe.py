@@ -23,6 +23,7 @@ from hf_gpipe.partition import COST_STRATEGIES
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.settings import AUTO
 from hf_gpipe.recipe import Recipe
+from hf_gpipe.recipe.transformer import with_transformer
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 
 TOKENIZER_FOLDER = "tokenizer"
@@ -127,7 +128,8 @@ def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> P
                 "set tokenizer.path to the model's own tokenizer"
             )
         return config
-    family, given = model.config["model_type"], {k: v for k, v in model.config.items() if k != "model_type"}
+    fields = model.config if model.transformer is None else with_transformer(model.config, model.transformer)
+    family, given = fields["model_type"], {k: v for k, v in fields.items() if k != "model_type"}
     if family not in CONFIG_MAPPING:
         raise UnsupportedModelError(
             f"model.config.model_type: transformers has no model family {family!r}{nearest(family, CONFIG_MAPPING)}"
@@ -181,7 +183,7 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
         *("output_dir", "seed", "num_train_epochs", "gradient_accumulation_steps", "learning_rate"),
         *("lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
         *("bf16", "fp16", "fp32_master_weights", "on_nonfinite_loss", "timeline_steps"),
-        *("max_grad_norm", "label_smoothing_factor", "logging_steps", "save_total_limit"),
+        *("max_grad_norm", "label_smoothing_factor", "logit_clipping", "logging_steps", "save_total_limit"),
     )
     return PipelineTrainingArguments(
         **{name: getattr(training, name) for name in same_name},

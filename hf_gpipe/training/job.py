@@ -198,6 +198,8 @@ def _pipeline(recipe: Recipe, config: PreTrainedConfig) -> Pipeline:
         trust_remote_code=model.trust_remote_code,
         config_overrides=model.config if model.path else None,
         label_smoothing=recipe.training.label_smoothing_factor,
+        logit_clipping=recipe.training.logit_clipping,
+        depth_scaled_feed_forward=model.depth_scaled_feed_forward,
         device=pipeline.devices or pipeline.device,
         autocast=autocast_of(recipe),
         length_bucketing=recipe.training.length_bucketing,

@@ -1,0 +1,57 @@
+"""Configurations of T(L, H, A) for users of the API, and how many parameters a configuration's model has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig
+
+from hf_gpipe.adapters.skeleton import build_skeleton
+from hf_gpipe.recipe.transformer import with_transformer
+
+PAPER_SIZES = {
+    "T(6, 8192, 16)": 400_000_000,
+    "T(24, 8192, 16)": 1_300_000_000,
+    "T(12, 16384, 32)": 1_300_000_000,
+    "T(32, 16384, 32)": 3_000_000_000,
+    "T(64, 16384, 32)": 6_000_000_000,
+}
+"""The sizes of GPipe's translation models, and their parameters as the paper rounds them (arXiv 1811.06965, s. 5)."""
+
+
+def transformer_config(size: str, *, model_type: str = "t5", **fields: Any) -> PreTrainedConfig:
+    """The configuration of a T(L, H, A) Transformer: L encoder and L decoder layers, H wide, A heads of width 64.
+
+    Args:
+        size: for example "T(24, 8192, 16)".
+        model_type: t5, mt5 or umt5.
+        fields: of the family's configuration, such as d_model and vocab_size; `d_kv` replaces the head width of 64.
+            `decoder_start_token_id` is the padding token's unless it is given, as in pretrained T5 models.
+
+    Raises:
+        RecipeError: a size that does not parse, another family, or a field that the size decides.
+    """
+    values = with_transformer({"model_type": model_type, **fields}, size, name="the size", prefix="")
+    config = AutoConfig.for_model(**values)
+    if getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = config.pad_token_id
+    return config
+
+
+def body_parameters(config: PreTrainedConfig) -> int:
+    """Parameters in the matrices of attention and feed-forward layers: no embeddings, head, norms, biases, or tables.
+
+    Counted on the model itself, on the meta device: no memory is used.
+    """
+    model = build_skeleton(config, torch.float32)
+    tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    if (head := model.get_output_embeddings()) is not None:
+        tables |= {id(p) for p in head.parameters()}
+    return sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in tables)
+
+
+def total_parameters(config: PreTrainedConfig) -> int:
+    """All parameters of the model, a tied one once; counted on the meta device."""
+    return sum(p.numel() for p in build_skeleton(config, torch.float32).parameters())
