@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_gpipe.errors import DataError, RecipeError, UserError
+from hf_gpipe.errors import RecipeError, UserError
 from hf_gpipe.recipe import Recipe, load_recipe, recipe_help
 
 USAGE = """\
@@ -106,25 +106,18 @@ def _check(recipe: Recipe) -> None:
     import torch
 
     from hf_gpipe.checkpoint.save import make_directory
+    from hf_gpipe.data.rows import ROW_KINDS, check_files
     from hf_gpipe.training.from_recipe import check_model
 
     data = recipe.data
-    if data.kind == "jsonl" and data.path is not None and not _is_file(data.path):
-        raise DataError(f"data.path: there is no file {data.path} (looked in {Path.cwd()}); correct the path")
+    if data.kind in ROW_KINDS:
+        check_files(data.kind, data.path or "", data.target_path, data.languages)
     make_directory(Path(recipe.training.output_dir))
     # An earlier run's fault is not this one's.
     _traceback_file(recipe).unlink(missing_ok=True)
     if recipe.pipeline.device == "cuda" and not torch.cuda.is_available():
         raise RecipeError("pipeline.device is cuda and torch finds no GPU; use auto or cpu")
     check_model(recipe)
-
-
-def _is_file(path: str) -> bool:
-    """Whether there is a regular file; a name that no file can have is that of none."""
-    try:
-        return Path(path).is_file()
-    except (OSError, ValueError):
-        return False
 
 
 def _num_processes(recipe: Recipe) -> int:

@@ -6,12 +6,25 @@ from hf_gpipe.errors import RecipeError, UserError
 from hf_gpipe.recipe.fields import DataSection, ModelSection, PipelineSection, Recipe
 from hf_gpipe.recipe.sizes import read_bytes
 from hf_gpipe.recipe.transformer import with_transformer
+from hf_gpipe.recipe.typed import show
+
+#: Kinds of data that are read from somewhere, and what their path is.
+_PATHS = {
+    "jsonl": "the file, one JSON object a line",
+    "csv": "the file, whose first line names the columns",
+    "parquet": "the file",
+    "parallel": "the file with a source on each line",
+    "hub": "the id of a data set of the Hub, or a directory of that form",
+}
+_STREAMED = tuple(_PATHS)
 
 
 def check(recipe: Recipe) -> None:
     """Raises RecipeError for fields that contradict each other; names the keys and both values."""
     _check_model(recipe.model)
     _check_data(recipe.data)
+    _check_rows(recipe.data)
+    _check_streaming(recipe)
     _check_pipeline(recipe.pipeline)
     _check_precision(recipe)
 
@@ -40,8 +53,14 @@ def _check_model(model: ModelSection) -> None:
 
 
 def _check_data(data: DataSection) -> None:
-    if data.kind == "jsonl" and data.path is None:
-        raise RecipeError("data.kind is jsonl and data.path is missing; give the file, one JSON object a line.")
+    if data.kind in _PATHS and data.path is None:
+        raise RecipeError(f"data.kind is {data.kind} and data.path is missing; give {_PATHS[data.kind]}.")
+    if data.kind == "text" and data.path is None:
+        raise RecipeError(
+            "data.kind is text and data.path is missing; give .txt, .jsonl or .parquet files, or a Hub data set's name."
+        )
+    if data.kind == "text" and isinstance(data.subset, dict):
+        raise RecipeError("data.subset is a mapping of languages and data.kind is text, which has none; give one name.")
     if data.kind == "cldr" and not data.languages and data.num_languages is None:
         raise RecipeError(
             "data.kind is cldr and data.languages is empty; name some, such as [de, fr, es], or set data.num_languages."
@@ -60,6 +79,52 @@ def _check_data(data: DataSection) -> None:
         raise RecipeError(
             f"data.validation_fraction {data.validation_fraction} and data.test_fraction {data.test_fraction} leave "
             "nothing to train on; their sum must be below 1."
+        )
+
+
+def _check_rows(data: DataSection) -> None:
+    if data.kind == "parallel" and data.target_path is None:
+        raise RecipeError(
+            "data.kind is parallel and data.target_path is missing; give the file with the translations of the lines "
+            "of data.path."
+        )
+    if data.kind == "text" and data.subset is not None and not isinstance(data.subset, str):
+        raise RecipeError(f"data.subset is {show(data.subset)} and data.kind is text, which reads one; name it.")
+    if data.kind == "text" and data.temperature != 1:
+        raise RecipeError(
+            f"data.temperature is {data.temperature} and data.kind is text, which has no languages to draw from; leave "
+            "it out."
+        )
+    if isinstance(data.subset, dict):
+        for language, name in data.subset.items():
+            if not isinstance(name, str) or not name:
+                raise RecipeError(f"data.subset.{language} is {show(name)}; give the name of a subset.")
+    for language, number in (data.counts or {}).items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise RecipeError(
+                f"data.counts.{language} is {show(number)}; give the number of its pairs, a whole number of at least 1."
+            )
+
+
+def _check_streaming(recipe: Recipe) -> None:
+    data = recipe.data
+    if not data.streaming:
+        if data.counts is not None:
+            raise RecipeError(
+                "data.counts is for data.streaming, which is false: pairs that are read as a whole are counted; leave "
+                "it out, or set data.streaming."
+            )
+        return
+    if data.kind not in _STREAMED:
+        raise RecipeError(f"data.streaming is true and data.kind is {data.kind}; only {', '.join(_STREAMED)} have it.")
+    if recipe.training.max_steps is None:
+        raise RecipeError(
+            "data.streaming is true, and a stream has no end; say by training.max_steps how long to train."
+        )
+    if data.max_examples is not None:
+        raise RecipeError(
+            f"data.max_examples is {data.max_examples} and data.streaming is true, which has no end to draw from; "
+            "leave one of them out."
         )
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from hf_gpipe.partition import COST_STRATEGIES, STRATEGIES
 from hf_gpipe.recipe.strict_yaml import write
-from hf_gpipe.recipe.typed import NotEmpty, OneOf, Range
+from hf_gpipe.recipe.typed import Length, NotEmpty, OneOf, Range
 from hf_gpipe.schedule import SCHEDULES
 
 TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "forward_only")
@@ -52,16 +52,20 @@ class ModelSection:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
-    """The parallel corpus. Keys that only the other kind reads may stand; they are left aside."""
+    """The corpus. Keys that only other kinds read may stand; they are left aside."""
 
-    kind: Literal["cldr", "jsonl"]
-    """cldr: dates, units, prices and names generated offline from Unicode CLDR; jsonl: a local file of pairs."""
+    kind: Literal["cldr", "jsonl", "csv", "parquet", "parallel", "hub", "text"]
+    """cldr: dates, units, prices and names generated offline from Unicode CLDR. Pairs from local files: jsonl, one JSON
+    object a line; csv, also with tabs; parquet; parallel, two text files with a translation on each line. hub: pairs of
+    a data set of the Hugging Face Hub, or of a directory of the same form. These five are called rows below.
+    text: documents for a decoder-only model, cut into blocks of `max_target_tokens`."""
 
     seed: int = 0
     """Seed of what is generated or drawn; the order of training rows is `training.seed`'s."""
 
     languages: list[Text] = field(default_factory=list)
-    """The languages beside English, as CLDR codes, largest first (cldr), or those to keep, empty: all (jsonl)."""
+    """The languages beside English: cldr: as CLDR codes, largest first; rows: those to keep, empty: all there are.
+    {language} in `path`, `target_path`, `subset` or a field stands for each of them."""
 
     num_languages: Count | None = None
     """cldr: in place of `languages`: that many, those that CLDR can say the most of `templates` in first."""
@@ -75,6 +79,10 @@ class DataSection:
     test_fraction: Fraction = 0.05
     """Share of the pairs kept for the evaluation at the end."""
 
+    temperature: Annotated[float, Range(at_least=1)] = 1.0
+    """T: a language with a share s of the training pairs is drawn in proportion to s ** (1 / T); 1: as often as its
+    pairs, a larger T: small languages more often, large ones less."""
+
     target_tag: bool = False
     """Whether sources start with a tag such as <2de> that asks for the target language; always so with several."""
 
@@ -82,13 +90,14 @@ class DataSection:
     """Longest source, its special tokens included; a longer one is cut."""
 
     max_target_tokens: Annotated[int, Range(at_least=2)] = 128
-    """Longest target, its special tokens included; a longer one is cut."""
+    """Longest target, its special tokens included; a longer one is cut. text: the tokens of a block."""
 
     templates: list[Text] = field(default_factory=list)
     """cldr: the kinds of phrases; empty: all."""
 
-    direction: Literal["to_english", "from_english", "both"] = "to_english"
-    """cldr: the direction of translation."""
+    direction: Literal["to_english", "from_english", "both"] | None = None
+    """The direction of translation; rows: the sides are exchanged where it asks for that. null: to_english (cldr), or
+    from `source_field` to `target_field` (rows)."""
 
     max_number: Count = 999
     """cldr: the largest number in a measure, price or relative time."""
@@ -103,22 +112,59 @@ class DataSection:
     """cldr: how steeply the languages' sizes fall; 0: all are equal."""
 
     path: Text | None = None
-    """jsonl: the file, one JSON object a line, plain or .gz; required."""
+    """All but cldr: a file, a directory of them, or wildcards as data/*.jsonl.gz; jsonl, csv and lines of text may be
+    gzipped. hub: the data set's id or directory. Required."""
+
+    target_path: Text | None = None
+    """parallel: the same of the target's files; required."""
+
+    delimiter: Annotated[str, Length(1)] | None = None
+    """csv: the sign between values; null: a tab in files called .tsv, where nothing is quoted, else a comma."""
+
+    subset: Text | list[Text] | dict[str, Any] | None = None
+    """hub: the subset, as "{language}-en"; or several such names, of which the first that there is is taken, as
+    ["{language}-en", "en-{language}"]; or the name for each language, as {de: de-en, zh: en-zh}. null: there is one."""
+
+    revision: Text | None = None
+    """hub: branch, tag or commit; null: the main branch."""
 
     source_field: Text = "source"
-    """jsonl: the field that holds the source text."""
+    """jsonl, csv, parquet, hub: the field that holds the source; translation.de is the field de inside translation."""
 
     target_field: Text = "target"
-    """jsonl: the field that holds the target text."""
+    """jsonl, csv, parquet, hub: the field that holds the target."""
 
     language_field: Text | None = None
-    """jsonl: the field that holds the language; null: the file has one language."""
+    """jsonl, csv, parquet, hub: the field that holds the language; null: no field does."""
+
+    english: Literal["source", "target"] | None = None
+    """rows: the side that is English, which `direction` needs to know; null: the one whose field has no {language} in
+    it where the other's has."""
+
+    text_field: Text = "text"
+    """text: the field of a row that holds a document; of a .txt file, paragraphs are documents."""
 
     split_by: Literal["source", "target"] = "source"
-    """jsonl: pairs that are equal on this side are never in two splits."""
+    """rows: pairs that are equal on this side are never in two splits, where the data set has none of its own."""
+
+    skip_empty: bool | None = None
+    """rows: whether those without text on one side are left out and counted; null: for parallel and hub only."""
 
     max_examples: Count | None = None
-    """jsonl: how many pairs to draw from the file; null: all."""
+    """rows, text: how many pairs or documents to draw from all of them, before they are split; null: all."""
+
+    max_held_out: Count | None = None
+    """rows: the most pairs of a language kept in validation, and in test; null: all, 2000 of a stream."""
+
+    streaming: bool = False
+    """rows: whether pairs are read while they are trained on, over and over, instead of all at once before."""
+
+    counts: dict[str, Any] | None = None
+    """streaming: how many training pairs each language has, as {de: 4500000, yo: 10000}, where the data do not say;
+    `temperature` draws by them."""
+
+    shuffle_buffer: Count = 1000
+    """streaming: rows of a language that are held in memory and shuffled at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +182,9 @@ class TokenizerSection:
 
     character_coverage: Annotated[float, Range(above=0, at_most=1)] = 1.0
     """Share of the corpus's characters that get a token; the rest is spelt in bytes."""
+
+    training_pairs: Count | None = None
+    """Pairs or documents to train it on, drawn from those of the corpus; null: all, of a stream the first 100,000."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +253,10 @@ class TrainingSection:
     """Passes over the training pairs, where `max_steps` is null."""
 
     batch_size: Count = 32
-    """Rows of a mini-batch: what one pass of the pipeline's schedule trains on."""
+    """Rows of a mini-batch: what one pass of the pipeline's schedule trains on, and evaluates."""
+
+    batch_tokens: Count | None = None
+    """Target tokens of a training mini-batch, about, in place of `batch_size`; null: `batch_size` rows."""
 
     gradient_accumulation_steps: Count = 1
     """Mini-batches whose gradients are added up before an update."""
@@ -283,13 +335,13 @@ class TrainingSection:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSection:
-    """Translation by greedy generation after training, scored in each language."""
+    """After training: translation by greedy generation, scored in each language; of text, its loss and perplexity."""
 
     max_examples: Count | None = None
-    """Pairs translated in each language; null: all of the split."""
+    """Pairs translated in each language, or blocks of text; null: all of the split."""
 
     batch_size: Count = 64
-    """Rows translated at a time."""
+    """Rows translated or predicted at a time."""
 
     max_new_tokens: Count = 64
     """Longest translation, in tokens."""

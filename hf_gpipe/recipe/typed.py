@@ -76,6 +76,21 @@ class NotEmpty:
 
 
 @dataclass(frozen=True)
+class Length:
+    """A string of so many characters."""
+
+    characters: int
+
+    def allows(self, value: str) -> bool:
+        """Whether `value` is as long."""
+        return len(value) == self.characters
+
+    def describe(self, base: str) -> str:
+        """For example "a string of 1 character"."""
+        return f"{base} of {self.characters} character{'s' * (self.characters != 1)}"
+
+
+@dataclass(frozen=True)
 class OneOf:
     """A name out of a collection that another module owns; Literal is for names that stand in the annotation."""
 

@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from hf_gpipe.data.jsonl import jsonl_corpus
 from hf_gpipe.data.pairs import Corpus
+from hf_gpipe.data.rows import rows_corpus
 from hf_gpipe.errors import DataError
+
+
+def jsonl_corpus(*, path: Path, **options) -> Corpus:
+    return rows_corpus(kind="jsonl", path=str(path), **options)
 
 
 def write(path: Path, lines: list[str]) -> Path:

@@ -1,0 +1,154 @@
+"""Data sets of the Hugging Face Hub, or directories of the same form, as parts of a corpus."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import datasets
+
+from hf_gpipe.data.fields import PLACEHOLDER, PairFields
+from hf_gpipe.data.files import Row
+from hf_gpipe.data.pairs import SPLITS
+from hf_gpipe.data.parts import Part, Rows, Subset, languages_of_parts
+from hf_gpipe.errors import DataError, nearest
+
+_MOST_NAMED = 20
+
+
+def hub_parts(
+    *,
+    path: str,
+    subset: Subset = None,
+    revision: str | None = None,
+    streaming: bool = False,
+    languages: Sequence[str],
+    fields: PairFields,
+) -> list[Part]:
+    """The parts of a data set, one for each language where the path, the subset or the fields have its name in them.
+
+    Args:
+        path: the Hub id, or a directory with the same files; "{language}" in it stands for each language.
+        subset: the subset (configuration) to read, "{language}" as in `path`; or several such names, of which the
+            first that the data set has is read, for data sets that order the languages of a pair by the alphabet
+            ("de-en" and "en-zh"); or the name for each language. None: the data set has one subset.
+        revision: branch, tag or commit on the Hub; None: the main branch.
+        streaming: whether rows are read from where they are; otherwise the data set is downloaded first.
+        languages: those to read; of a mapping, none means all of its languages.
+        fields: of a row.
+
+    Raises:
+        DataError: no such data set, subset or split to train on; names what there is.
+    """
+    if isinstance(subset, Mapping) and not languages:
+        languages = list(subset)
+    templates = [] if subset is None or isinstance(subset, Mapping) else [subset] if isinstance(subset, str) else subset
+    in_names = isinstance(subset, Mapping) or any(PLACEHOLDER in name for name in (path, *templates))
+    parts = []
+    for language in languages_of_parts("hub", languages=languages, fields=fields, in_names=in_names, key="data.subset"):
+        own_path = path.replace(PLACEHOLDER, language or "")
+        name = _subset_of(own_path, subset, language, revision)
+        parts.append(_part(own_path, name, language, revision, streaming))
+    return parts
+
+
+def _subset_of(path: str, subset: Subset, language: str | None, revision: str | None) -> str | None:
+    """The name of a language's subset."""
+    if subset is None:
+        return None
+    if isinstance(subset, Mapping):
+        if language is None or language not in subset:
+            raise DataError(
+                f"data.subset names no subset for the language {language!r}; it has {', '.join(subset)}: add the "
+                "language, or take it out of languages"
+            )
+        wanted = [subset[language]]
+    else:
+        templates = [subset] if isinstance(subset, str) else list(subset)
+        wanted = [name.replace(PLACEHOLDER, language or "") for name in templates]
+    known = _subsets(path, revision)
+    for name in wanted:
+        if name in known:
+            return name
+    shown = ", ".join(known[:_MOST_NAMED]) + (
+        f" and {len(known) - _MOST_NAMED} more" if len(known) > _MOST_NAMED else ""
+    )
+    raise DataError(
+        f"data.subset: {path} has no subset {' or '.join(map(repr, wanted))}{nearest(wanted[0], known)}; it has {shown}"
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _subsets(path: str, revision: str | None) -> list[str]:
+    return list(_asked(path, None, lambda: datasets.get_dataset_config_names(path, revision=revision)))
+
+
+def _part(path: str, subset: str | None, language: str | None, revision: str | None, streaming: bool) -> Part:
+    splits = _asked(path, subset, lambda: datasets.load_dataset(path, subset, revision=revision, streaming=streaming))
+    name = f"{path}, {subset}" if subset else path
+    if "train" not in splits:
+        raise DataError(f"{name} has no split 'train'; its splits are {', '.join(map(str, splits))}")
+    opened = {split: _opener(name, split, splits[split]) for split in SPLITS if split in splits}
+    train = splits["train"]
+    known = (train.info.splits or {}).get("train") if streaming else None
+    num_rows = len(train) if not streaming else known.num_examples if known is not None else None
+    return Part(name, language, opened["train"], opened.get("validation"), opened.get("test"), num_rows or None)
+
+
+def _opener(name: str, split: str, rows: Any) -> Callable[[], Rows]:
+    where = f"{name}, split {split}"
+    # Iterating leaves marks in an IterableDataset, so that of two readings one would move the other.
+    return lambda: HubRows(where, copy.deepcopy(rows) if isinstance(rows, datasets.IterableDataset) else rows)
+
+
+class HubRows:
+    """The rows of a split; `state_dict` is that of `datasets.IterableDataset`, which is exact where none of it is
+    shuffled."""
+
+    def __init__(self, where: str, rows: Any) -> None:
+        self._where, self._rows = where, rows
+
+    def __iter__(self) -> Iterator[Row]:
+        rows = iter(self._rows)
+        while True:
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except Exception as error:  # whatever the network, the file system or a file's format bring about
+                raise DataError(f"{self._where} cannot be read: {_line(error)}") from error
+            yield self._where, row
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the shards; 0 is their own."""
+        self._rows.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next row stands."""
+        state: dict[str, Any] = self._rows.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._rows.load_state_dict(state)
+
+
+def _asked(path: str, subset: str | None, ask: Callable[[], Any]) -> Any:
+    """What the library answers; DataError in place of whatever it raises."""
+    name = f"{path}, subset {subset!r}" if subset else path
+    shows_progress = datasets.are_progress_bars_disabled()
+    try:
+        datasets.disable_progress_bars()
+        return ask()
+    except Exception as error:  # of a data set's files and of the network the library raises many classes
+        raise DataError(f"data.path: no data set can be read at {name}: {_line(error)}") from error
+    finally:
+        if not shows_progress:
+            datasets.enable_progress_bars()
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:300]}..."

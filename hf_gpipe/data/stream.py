@@ -1,0 +1,310 @@
+"""A corpus that is read while it is trained on: languages mixed by temperature, each shuffled in blocks.
+
+The library's own shuffle buffer is lost when a run resumes. Here the order is a function of seeds and places alone, so
+that a short state is enough to go on exactly: a language is read in blocks of so many rows; the pairs of a block are
+shuffled by (seed, language, pass, block); the state has where the block began and how many of its pairs were given.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import logging
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hf_gpipe.data.deterministic import stable_fraction, stable_random
+from hf_gpipe.data.fields import ONE_LANGUAGE, PairFields
+from hf_gpipe.data.files import Row
+from hf_gpipe.data.memory import PairReader, check_limits, held_out_of, tags_of, warn_of_few
+from hf_gpipe.data.pairs import Pair, check_fractions, language_tag, split_of
+from hf_gpipe.data.parts import Part, Rows, counts_of
+from hf_gpipe.data.sampling import language_probabilities
+from hf_gpipe.errors import CheckpointError, DataError
+
+logger = logging.getLogger(__name__)
+
+#: Held-out pairs of a language in each split, where the recipe does not say how many.
+HELD_OUT = 2000
+#: Pairs that a tokenizer is trained on, where the recipe does not say how many.
+SAMPLE = 100_000
+
+
+@dataclass(frozen=True)
+class StreamedCorpus:
+    """As `Corpus`, whose training pairs come from a stream without an end."""
+
+    train: PairStream
+    validation: list[Pair]
+    test: list[Pair]
+    languages: list[str]
+    target_tags: list[str]
+
+    def texts(self, max_pairs: int | None = None) -> list[str]:
+        """Sources and targets of the first training pairs, 100,000 unless told; the stream stays where it is."""
+        return [text for pair in self.train.sample(max_pairs or SAMPLE) for text in (pair.source, pair.target)]
+
+
+def streamed_corpus(
+    parts: Sequence[Part],
+    fields: PairFields,
+    *,
+    name: str,
+    languages: Sequence[str] = (),
+    temperature: float = 1.0,
+    counts: Mapping[str, int] | None = None,
+    shuffle_buffer: int = 1000,
+    max_held_out: int | None = None,
+    validation_fraction: float = 0.05,
+    test_fraction: float = 0.05,
+    seed: int = 0,
+) -> StreamedCorpus:
+    """Opens the stream, and reads the pairs held out of it.
+
+    Where a part has no split of its own for them, they are those whose split key's hash falls in the fraction: the
+    first `max_held_out` of a language (None: 2,000), for which the beginning of the part is read; the stream leaves
+    out all of them, kept or not.
+
+    Args:
+        parts: what to read.
+        fields: how a row becomes pairs.
+        name: what messages call the corpus.
+        languages: the languages to keep.
+        temperature: of the mixture over parts.
+        counts: how many training pairs a language has, where the data do not say or should not.
+        shuffle_buffer: rows of a block.
+        max_held_out: the most pairs of a language in validation and in test.
+        validation_fraction: share of the training rows, for a part that has no split of its own.
+        test_fraction: the same of the test split.
+        seed: of the order and the mixture.
+
+    Raises:
+        DataError: rows that are no pairs, a language without any, numbers of pairs that are not known, or a
+            temperature for rows that cannot be read language by language.
+    """
+    check_fractions(validation_fraction, test_fraction)
+    check_limits(None, max_held_out)
+    if fields.language_field is not None and not languages:
+        raise DataError("languages is empty; a stream does not tell which languages its rows are in, so name them")
+    if fields.language_field is not None and temperature != 1:
+        raise DataError(
+            f"temperature is {temperature}, and the languages of {name} are mixed in its rows (language_field): a "
+            "stream cannot choose between them. Give each language files or a subset of its own, or read the data as "
+            "a whole, with streaming: false"
+        )
+    tags = tags_of(parts, fields, languages)
+    of_corpus = list(languages) or [part.language or ONE_LANGUAGE for part in parts]
+    splits = _held_out(parts, fields, of_corpus, tags, max_held_out or HELD_OUT, validation_fraction, test_fraction)
+    known = counts_of(parts, of_corpus, counts or {})
+    names = [part.language or ONE_LANGUAGE for part in parts]
+    probabilities = language_probabilities(known, temperature) if len(names) > 1 else {names[0]: 1.0}
+    shares = {
+        language: BlockReader(
+            part,
+            PairReader(fields, languages, tags),
+            held_out_of(part, validation_fraction, test_fraction),
+            shuffle_buffer,
+            seed,
+        )
+        for language, part in zip(names, parts, strict=True)
+    }
+    warn_of_few(splits, of_corpus)
+    targets = [language_tag(target) for target in fields.targets(of_corpus)] if tags else []
+    stream = PairStream(shares, probabilities, known, seed)
+    return StreamedCorpus(stream, splits["validation"], splits["test"], of_corpus, targets)
+
+
+class PairStream:
+    """Pairs without an end: the n-th pair's language is a function of (seed, n), and each language goes on by itself.
+
+    There is one place in the stream: iterating goes on from it, whoever asks, and `load_state_dict` moves it. A
+    language that ends starts over in another order.
+
+    Args:
+        readers: each language's pairs.
+        probabilities: of each language; they sum to 1.
+        counts: training pairs of each language, where they are known: for reports.
+        seed: of the choice of languages.
+    """
+
+    def __init__(
+        self,
+        readers: Mapping[str, BlockReader],
+        probabilities: Mapping[str, float],
+        counts: Mapping[str, int],
+        seed: int,
+    ) -> None:
+        self.probabilities, self.counts = dict(probabilities), dict(counts)
+        self._readers, self._seed = dict(readers), seed
+        self._languages = list(self._readers)
+        self._bounds = list(itertools.accumulate(self.probabilities[language] for language in self._languages))
+        self._num_drawn = 0
+
+    def __iter__(self) -> Iterator[Pair]:
+        """The pairs from here on. Raises DataError for a row that is no pair, or a language without any."""
+        while True:
+            reader = self._readers[self._language_of(self._num_drawn)]
+            pair = next(reader)
+            # Before the pair is given: whoever has it may ask for the state after it.
+            self._num_drawn += 1
+            yield pair
+
+    def sample(self, count: int) -> list[Pair]:
+        """The first pairs of the stream, whatever its place is, which stays."""
+        fresh = {language: reader.fresh() for language, reader in self._readers.items()}
+        return list(itertools.islice(PairStream(fresh, self.probabilities, self.counts, self._seed), count))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the stream, in a form that JSON can hold; a few hundred bytes a language."""
+        states = {language: reader.state_dict() for language, reader in self._readers.items()}
+        return {"drawn": self._num_drawn, "languages": states}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a place. Raises CheckpointError for that of a stream with other languages."""
+        if set(state["languages"]) != set(self._languages):
+            raise CheckpointError(
+                f"the place in the data is of a stream of {', '.join(state['languages'])}, and this one has "
+                f"{', '.join(self._languages)}; restore the languages of the recipe"
+            )
+        self._num_drawn = state["drawn"]
+        for language, reader in self._readers.items():
+            reader.load_state_dict(state["languages"][language])
+
+    def _language_of(self, number: int) -> str:
+        position = stable_fraction(f"language\x1f{self._seed}\x1f{number}") * self._bounds[-1]
+        return self._languages[min(bisect.bisect_right(self._bounds, position), len(self._languages) - 1)]
+
+
+class BlockReader:
+    """The training pairs of one part, over and over, shuffled in blocks; each pass reads its files in another order.
+
+    Args:
+        part: what to read.
+        reader: makes pairs of rows.
+        held_out: the shares of rows whose pairs are left out, for validation and for test.
+        rows_of_block: how many rows are held and shuffled at a time.
+        seed: of the order.
+    """
+
+    def __init__(
+        self, part: Part, reader: PairReader, held_out: tuple[float, float], rows_of_block: int, seed: int
+    ) -> None:
+        self._part, self._reader, self._held_out = part, reader, held_out
+        self._rows_of_block, self._seed = rows_of_block, seed
+        self._rows: Rows | None = None
+        self._pairs: list[Pair] | None = None
+        self._go_to(pass_=0, block=0, given=0, rows=None)
+
+    def fresh(self) -> BlockReader:
+        """A reader of the same pairs from the first one on."""
+        return BlockReader(self._part, self._reader, self._held_out, self._rows_of_block, self._seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The pass, the block in it, the state of the rows where the block begins (None: of a pass), and how many of
+        the block's pairs were given."""
+        return {"pass": self._pass, "block": self._block, "given": self._given, "rows": self._block_start}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go there. The block is read again when its next pair is asked for."""
+        self._go_to(pass_=state["pass"], block=state["block"], given=state["given"], rows=state["rows"])
+
+    def __next__(self) -> Pair:
+        while True:
+            if self._pairs is None:
+                self._pairs = self._read_block()
+            if self._given < len(self._pairs):
+                self._given += 1
+                return self._pairs[self._given - 1]
+            self._leave_block()
+
+    def _go_to(self, *, pass_: int, block: int, given: int, rows: dict[str, Any] | None) -> None:
+        self._pass, self._block, self._given, self._block_start = pass_, block, given, rows
+        self._rows, self._pairs = None, None
+        self._open: Iterator[Row] = iter(())
+        self._is_last_block, self._gave_any = False, block > 0 or given > 0
+
+    def _read_block(self) -> list[Pair]:
+        """The pairs of the block that begins here, in their shuffled order."""
+        if self._rows is None:
+            self._rows = self._part.train()
+            self._rows.set_epoch(stable_random("pass", self._seed, self._part.name, self._pass).randrange(1, 2**31))
+            if self._block_start is not None:
+                self._rows.load_state_dict(self._block_start)
+            self._open = iter(self._rows)
+            # A generator that is still open when the interpreter ends complains of modules that are gone.
+            if hasattr(self._open, "close"):
+                weakref.finalize(self, self._open.close)
+        rows = list(itertools.islice(self._open, self._rows_of_block))
+        self._is_last_block = len(rows) < self._rows_of_block
+        pairs = [
+            pair
+            for pair in self._reader.pairs_of_rows(self._part, rows)
+            if split_of(pair.split_key, *self._held_out) == "train"
+        ]
+        self._gave_any = self._gave_any or bool(pairs)
+        stable_random("block", self._seed, self._part.name, self._pass, self._block).shuffle(pairs)
+        return pairs
+
+    def _leave_block(self) -> None:
+        """Go to the next block, or to the next pass."""
+        assert self._rows is not None, "the block was read"
+        if not self._is_last_block:
+            self._block, self._given, self._block_start = self._block + 1, 0, self._rows.state_dict()
+            self._pairs = None
+        elif self._gave_any:
+            self._go_to(pass_=self._pass + 1, block=0, given=0, rows=None)
+        else:
+            raise DataError(f"{self._part.name} has no pairs to train on; it is empty, or all are held out")
+
+
+def _held_out(
+    parts: Sequence[Part],
+    fields: PairFields,
+    languages: Sequence[str],
+    tags: bool,
+    limit: int,
+    validation_fraction: float,
+    test_fraction: float,
+) -> dict[str, list[Pair]]:
+    """The validation and test pairs: the first `limit` of each language in each."""
+    splits: dict[str, list[Pair]] = {"validation": [], "test": []}
+    for part in parts:
+        reader = PairReader(fields, languages, tags)
+        of_part = [part.language or ONE_LANGUAGE] if fields.language_field is None else list(languages)
+        for split, open_rows in (("validation", part.validation), ("test", part.test)):
+            if open_rows is not None:
+                splits[split] += _first(
+                    ((split, pair) for pair in reader.pairs(part, open_rows)), [split], of_part, limit
+                )[split]
+        fractions = held_out_of(part, validation_fraction, test_fraction)
+        wanted = [split for split, fraction in zip(("validation", "test"), fractions, strict=True) if fraction > 0]
+        if wanted:
+            found = _first(
+                ((split_of(pair.split_key, *fractions), pair) for pair in reader.pairs(part, part.train)),
+                wanted,
+                of_part,
+                limit,
+            )
+            for split in wanted:
+                splits[split] += found[split]
+    return splits
+
+
+def _first(
+    pairs: Iterator[tuple[str, Pair]], wanted: Sequence[str], languages: Sequence[str], limit: int
+) -> dict[str, list[Pair]]:
+    """The first `limit` pairs of every language in each of the splits; reads no further than it takes."""
+    found: dict[str, list[Pair]] = {split: [] for split in wanted}
+    missing = {(split, language): limit for split in wanted for language in languages}
+    for split, pair in pairs:
+        place = (split, pair.language)
+        if missing.get(place, 0) > 0:
+            found[split].append(pair)
+            missing[place] -= 1
+            if not missing[place]:
+                del missing[place]
+                if not missing:
+                    break
+    return found

@@ -1,0 +1,150 @@
+"""Readers of local files: what they read, from where they go on, and what they refuse."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_gpipe.data.formats import delimited, jsonl, parallel, parquet
+from hf_gpipe.errors import DataError
+
+ROWS = [{"source": f"Satz {n}", "target": f"sentence {n}"} for n in range(25)]
+
+
+def write(path: Path, rows: list[dict[str, str]]) -> Path:
+    """The rows in the format that the file's name says."""
+    if ".parquet" in path.suffixes:
+        # Several row groups, none of them as long as a batch.
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=7)
+        return path
+    if ".jsonl" in path.suffixes:
+        text = "\n\n".join(json.dumps(row) for row in rows) + "\n"
+    else:
+        mark = "\t" if ".tsv" in path.suffixes else ","
+        text = "\n".join(mark.join(row) for row in ([*rows[0]], *(row.values() for row in rows))) + "\n"
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+READERS = {
+    "rows.jsonl": jsonl.read,
+    "rows.jsonl.gz": jsonl.read,
+    "rows.csv": delimited.read,
+    "rows.csv.gz": delimited.read,
+    "rows.tsv": delimited.read,
+    "rows.tsv.gz": delimited.read,
+    "rows.parquet": parquet.read,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_every_row_from_any_row_on(tmp_path, name):
+    path = write(tmp_path / name, ROWS)
+    found = list(READERS[name](path))
+    assert [row for _, row in found] == ROWS
+    assert len({where for where, _ in found}) == len(ROWS)
+    assert all(where.startswith(f"{path}, ") for where, _ in found)
+    for start in (1, 6, 7, 8, 24, 25, 30):
+        assert list(READERS[name](path, start)) == found[start:]
+
+
+def test_the_line_of_a_row_is_named(tmp_path):
+    assert next(iter(delimited.read(write(tmp_path / "rows.csv", ROWS), 3)))[0].endswith("rows.csv, line 5")
+    assert next(iter(jsonl.read(write(tmp_path / "rows.jsonl", ROWS), 3)))[0].endswith("rows.jsonl, line 7")
+    assert next(iter(parquet.read(write(tmp_path / "rows.parquet", ROWS), 3)))[0].endswith("rows.parquet, row 4")
+
+
+def test_parquet_tells_its_rows_and_keeps_nested_values(tmp_path):
+    rows = [{"translation": {"de": f"Satz {n}", "en": f"sentence {n}"}} for n in range(20)]
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert parquet.count(path) == 20
+    assert [row for _, row in parquet.read(path)] == rows
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(*[st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1)] * 2), min_size=1))
+def test_quoted_values_come_back_whole(tmp_path_factory, values):
+    path = tmp_path_factory.mktemp("csv") / "rows.csv"
+    with path.open("w", newline="", encoding="utf-8") as opened:
+        csv.writer(opened, quoting=csv.QUOTE_ALL).writerows([("a", "b"), *values])
+    assert [tuple(row.values()) for _, row in delimited.read(path)] == values
+
+
+def test_values_are_text_and_tabs_part_them_as_they_are(tmp_path):
+    (tmp_path / "rows.csv").write_text('a,b\nNA,007\n"two\nlines","with, comma"\n')
+    assert [row for _, row in delimited.read(tmp_path / "rows.csv")] == [
+        {"a": "NA", "b": "007"},
+        {"a": "two\nlines", "b": "with, comma"},
+    ]
+    (tmp_path / "rows.tsv").write_text('a\tb\n"Hallo", sagte er\t"hello", he said\n')
+    assert [row for _, row in delimited.read(tmp_path / "rows.tsv")] == [
+        {"a": '"Hallo", sagte er', "b": '"hello", he said'}
+    ]
+    (tmp_path / "rows.txt").write_text("a;b\nx,1;y\n")
+    assert [row for _, row in delimited.read(tmp_path / "rows.txt", delimiter=";")] == [{"a": "x,1", "b": "y"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.csv", b"a,b\n1,2\n1,2,3\n", r"rows\.csv, line 3: the number of values is 3, and the first line names 2 col"),
+        ("rows.csv", b"a,b\n1\n", "line 2: the number of values is 1"),
+        ("rows.csv", b"a,a\n1,2\n", "line 1: the column 'a' stands twice"),
+        ("rows.csv", b'a,b\n"1"x,2\n', "line 2: no CSV"),
+        ("rows.csv", b'a,b\n"1,2\n', "no CSV"),
+        ("rows.csv", "a,b\ngrün,2\n".encode("latin-1"), "not UTF-8"),
+        ("rows.csv.gz", b"a,b\n", r"rows\.csv\.gz cannot be read"),
+        ("rows.csv", b"a,b\n" + b"1" * 200_000 + b",2\n", "line 2: no CSV .*field limit"),
+        ("rows.parquet", b"", r"rows\.parquet cannot be read as Parquet"),
+        ("rows.parquet", b"PAR1" + b"\x00" * 40 + b"PAR1", r"rows\.parquet cannot be read as Parquet"),
+        ("rows.parquet", "cut", r"rows\.parquet cannot be read as Parquet"),
+        ("rows.parquet", "damaged", r"rows\.parquet cannot be read as Parquet"),
+    ],
+)
+def test_malformed_files_are_refused(tmp_path, name, content, message):
+    path = tmp_path / name
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        whole = bytearray(write(path, ROWS).read_bytes())
+        whole[4:60] = b"\xff" * 56
+        path.write_bytes(whole[: len(whole) // 2] if content == "cut" else whole)
+    with pytest.raises(DataError, match=message):
+        list(READERS[name](path))
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_missing_files_are_refused(tmp_path, name):
+    with pytest.raises(DataError, match=f"data file .*{name} does not exist"):
+        list(READERS[name](tmp_path / name))
+
+
+def test_lines_of_two_files_belong_together(tmp_path):
+    (tmp_path / "x.de").write_text("eins\nzwei\rhalb\n\ndrei\r\n")
+    (tmp_path / "x.en.gz").write_bytes(gzip.compress(b"one\ntwo\nempty\nthree"))
+    found = list(parallel.read(tmp_path / "x.de", target_path=tmp_path / "x.en.gz"))
+    assert [tuple(row.values()) for _, row in found] == [
+        ("eins", "one"),
+        ("zwei\rhalb", "two"),
+        ("", "empty"),
+        ("drei", "three"),
+    ]
+    assert found[3][0].endswith("x.de, line 4")
+    assert list(parallel.read(tmp_path / "x.de", 2, target_path=tmp_path / "x.en.gz")) == found[2:]
+
+
+@pytest.mark.parametrize(("source", "target"), [(5, 3), (3, 5), (0, 1), (2, 0)])
+def test_unequal_numbers_of_lines_are_refused(tmp_path, source, target):
+    (tmp_path / "x.de").write_text("Satz\n" * source)
+    (tmp_path / "x.en").write_text("sentence\n" * target)
+    with pytest.raises(DataError, match=rf"x\.de has {source} lines and .*x\.en has {target}"):
+        list(parallel.read(tmp_path / "x.de", target_path=tmp_path / "x.en"))
