@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, Protocol, runtime_checkable
 
 from transformers import PreTrainedTokenizerBase
 
@@ -11,6 +13,9 @@ from hf_gpipe.data.pairs import Pair
 from hf_gpipe.errors import DataError
 
 logger = logging.getLogger(__name__)
+
+# A tokenizer is faster with many texts at a time; a stream that is resumed reads at most so many pairs again.
+_PAIRS_AT_ONCE = 256
 
 # A label of this value is no target, in transformers' losses and in ours.
 IGNORE_INDEX = -100
@@ -22,8 +27,8 @@ class TokenizedPairs:
     For an encoder-decoder, input_ids are the source's tokens and labels the target's, each with the special tokens of
     the tokenizer. A decoder-only model reads `source </s> target </s>` in input_ids, and labels repeat it with the
     source masked, so that the target alone is learnt. Sources longer than `max_source_tokens` and targets longer than
-    `max_target_tokens`, special tokens included, are cut before their </s>; how many were cut is logged and kept in
-    `num_truncated_sources` and `num_truncated_targets`.
+    `max_target_tokens`, special tokens included, are cut before their </s>; how many were cut is kept in
+    `num_truncated_sources` and `num_truncated_targets`, and logged if `warns`.
 
     Raises DataError for limits below 2, and for a decoder-only model's tokenizer that has no end-of-sequence token.
     """
@@ -36,15 +41,18 @@ class TokenizedPairs:
         max_source_tokens: int,
         max_target_tokens: int,
         decoder_only: bool = False,
+        warns: bool = True,
     ) -> None:
         self._decoder_only = decoder_only
+        #: The language of each pair, by which pairs may be sampled.
+        self.languages = [pair.language for pair in pairs]
         self._sources, self.num_truncated_sources = encode_sources(
             [pair.source for pair in pairs], tokenizer, max_source_tokens, decoder_only=decoder_only
         )
         self._targets, self.num_truncated_targets = _encode_targets(
             [pair.target for pair in pairs], tokenizer, max_target_tokens, decoder_only=decoder_only
         )
-        if self.num_truncated_sources or self.num_truncated_targets:
+        if warns and (self.num_truncated_sources or self.num_truncated_targets):
             logger.warning(
                 "of %d pairs, %d sources were cut to %d tokens and %d targets to %d tokens",
                 len(pairs),
@@ -67,6 +75,91 @@ class TokenizedPairs:
     def lengths(self) -> list[int]:
         """The tokens of each pair, source and target together: what batches are made by."""
         return [len(source) + len(target) for source, target in zip(self._sources, self._targets, strict=True)]
+
+    @property
+    def target_tokens(self) -> list[int]:
+        """The labels of each pair that are learnt."""
+        return [len(target) for target in self._targets]
+
+
+@runtime_checkable
+class PairsWithState(Protocol):
+    """Pairs that are read one after the other, and that can be left and gone on with."""
+
+    def __iter__(self) -> Iterator[Pair]:
+        """The pairs, from the state that was loaded on."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next pair stands, in a form that JSON can hold."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+
+
+class StreamedRows:
+    """The rows of TokenizedPairs over a stream of pairs: an iterable of {"input_ids", "labels"} with a state.
+
+    Every iteration begins where the stream stood when this object was made, the one after `load_state_dict` where that
+    state was taken. Pairs are tokenized a block at a time, and the state is the stream's at the start of a block with
+    the number of rows that have been given out of it, so that going on is exact whatever was read ahead.
+
+    Raises DataError as TokenizedPairs does, once the first row is asked for.
+    """
+
+    def __init__(
+        self,
+        stream: PairsWithState,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_source_tokens: int,
+        max_target_tokens: int,
+        decoder_only: bool = False,
+    ) -> None:
+        self._stream, self._tokenizer = stream, tokenizer
+        self._max_source_tokens, self._max_target_tokens = max_source_tokens, max_target_tokens
+        self._decoder_only = decoder_only
+        self._begin: dict[str, Any] = {"stream": stream.state_dict(), "rows": 0}
+        self._loaded: dict[str, Any] | None = None
+        self._block, self._num_given = self._begin["stream"], 0
+        self._has_told = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next row of the last iteration stands, in a form that JSON can hold."""
+        if self._loaded is not None:
+            return self._loaded
+        return {"stream": self._block, "rows": self._num_given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin the next iteration there. Raises DataError for a state of something else."""
+        if not isinstance(state, dict) or state.keys() != self._begin.keys():
+            raise DataError("the state to resume from is no state of a stream of pairs; resume with the same data")
+        self._loaded = state
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        begin, self._loaded = self._loaded or self._begin, None
+        self._stream.load_state_dict(begin["stream"])
+        self._block, self._num_given = begin["stream"], begin["rows"]
+        pairs = iter(self._stream)
+        while block := list(islice(pairs, _PAIRS_AT_ONCE)):
+            rows = self._tokenized(block)
+            following = self._stream.state_dict()
+            for number in range(self._num_given, len(rows)):
+                # Before the row is given out: what is asked then is where the next one stands.
+                is_last = number + 1 == len(rows)
+                self._block, self._num_given = (following, 0) if is_last else (self._block, number + 1)
+                yield rows[number]
+
+    def _tokenized(self, pairs: Sequence[Pair]) -> TokenizedPairs:
+        rows = TokenizedPairs(
+            pairs,
+            self._tokenizer,
+            max_source_tokens=self._max_source_tokens,
+            max_target_tokens=self._max_target_tokens,
+            decoder_only=self._decoder_only,
+            warns=not self._has_told,
+        )
+        self._has_told |= bool(rows.num_truncated_sources or rows.num_truncated_targets)
+        return rows
 
 
 def encode_sources(

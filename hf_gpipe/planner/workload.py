@@ -20,6 +20,11 @@ def largest_micro_batch(num_rows: int, num_micro_batches: int) -> int:
     return -(-num_rows // min(num_micro_batches, num_rows))
 
 
+def rows_of_tokens(batch_tokens: int, max_target_tokens: int) -> int:
+    """Rows of a mini-batch of so many target tokens, when all rows are of the longest."""
+    return -(-batch_tokens // max_target_tokens)
+
+
 @dataclass(frozen=True)
 class Workload:
     """The shape of one micro-batch, padding included.
@@ -48,17 +53,21 @@ class Workload:
     def of_recipe(cls, recipe: Recipe, num_micro_batches: int, *, is_encoder_decoder: bool) -> Workload:
         """The largest micro-batch that a recipe can make: its longest source and target in every row.
 
-        A decoder-only model reads source and target in one sequence.
+        A decoder-only model reads source and target in one sequence, or a block of text.
 
         Args:
-            recipe: its batch size and its longest texts are read.
+            recipe: its batch size, in rows or target tokens, and its longest texts are read.
             num_micro_batches: M, since a recipe may leave it open.
             is_encoder_decoder: of the model's configuration.
         """
         source, target = recipe.data.max_source_tokens, recipe.data.max_target_tokens
+        tokens, rows = recipe.training.batch_tokens, recipe.training.batch_size
+        if tokens is not None:
+            rows = rows_of_tokens(tokens, target)
         if not is_encoder_decoder:
-            source = target = source + target
-        return cls(largest_micro_batch(recipe.training.batch_size, num_micro_batches), source, target)
+            # Text comes in blocks of the longest target.
+            source = target = target if recipe.data.kind == "text" else source + target
+        return cls(largest_micro_batch(rows, num_micro_batches), source, target)
 
     @classmethod
     def of_batch(cls, batch: Tensors, num_micro_batches: int = 1) -> Workload:

@@ -56,6 +56,20 @@ class PipelineTrainingArguments(TrainingArguments):
         default="count",
         metadata={"help": "count, parameters, flops, profile, auto, or the number of layers of each stage."},
     )
+    batch_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Target tokens of a training mini-batch, about, in place of per_device_train_batch_size rows; "
+            "None: rows."
+        },
+    )
+    sampling_temperature: float = field(
+        default=1.0,
+        metadata={
+            "help": "T: a language with a share s of the rows is drawn in proportion to s ** (1 / T); 1: every row "
+            "once an epoch. Other values need a dataset with `languages`, the language of each row."
+        },
+    )
     memory: str | None = field(
         default=None,
         metadata={"help": "What a process may use, as 80GiB: the planner's limit for what it chooses; None: all."},
@@ -133,6 +147,7 @@ class PipelineTrainingArguments(TrainingArguments):
         _choose("train_sampling_strategy", self.train_sampling_strategy, SAMPLING)
         _choose("on_nonfinite_loss", self.on_nonfinite_loss, ("ignore", "skip", "stop"))
         TokenLoss(logit_clipping=self.logit_clipping)
+        self._check_sampling()
         if self.recompute == "none" and (self.activation_checkpointing or self.gradient_checkpointing):
             raise UserError(
                 "activation_checkpointing=True contradicts recompute='none'; leave one of them out (recompute='block' "
@@ -150,6 +165,24 @@ class PipelineTrainingArguments(TrainingArguments):
                     f"{variable}={value}: accelerate's launcher was told to use {feature}, which a pipeline does not "
                     "support; launch without it"
                 )
+
+    def _check_sampling(self) -> None:
+        if not self.sampling_temperature >= 1:
+            raise UserError(f"sampling_temperature={self.sampling_temperature}; it must be at least 1")
+        if self.sampling_temperature != 1 and self.train_sampling_strategy == "sequential":
+            raise UserError(
+                f"sampling_temperature={self.sampling_temperature} draws rows, and "
+                "train_sampling_strategy='sequential' keeps their order; use random or group_by_length"
+            )
+        if self.batch_tokens is None:
+            return
+        if self.batch_tokens < 1:
+            raise UserError(f"batch_tokens={self.batch_tokens}; it must be at least 1, or None")
+        if self.dataloader_drop_last:
+            raise UserError(
+                "dataloader_drop_last=True with batch_tokens: its mini-batches are about equal, so there is none to "
+                "drop; leave one of them out"
+            )
 
     @property
     def is_planned(self) -> bool:

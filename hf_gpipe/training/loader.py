@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from hf_gpipe.adapters.dropout import mix
-from hf_gpipe.data.batches import length_bucketed_batches, shuffled_batches
+from hf_gpipe.data.batches import length_bucketed_batches, num_token_batches, shuffled_batches, token_batches
+from hf_gpipe.data.sampling import epoch_rows
 from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.training.pools import Places, Pools, target_tokens
 
 Batch = Mapping[str, torch.Tensor]
 Collate = Callable[[list[Any]], Batch]
@@ -32,12 +35,15 @@ class MiniBatches:
         collate: rows to a mini-batch.
         batch_size: rows of a mini-batch; the last one of an epoch may have fewer.
         order: "sequential", "random", or "group_by_length" (rows of similar length share a mini-batch). An iterable
-            dataset has its own order.
+            dataset has its own order; by length, it is sorted in pools of what has been read.
         seed: of the order and of random transforms.
         drop_last: whether a mini-batch with fewer rows is left out.
         columns: entries of a row to keep; None: all.
         length_column: column of a datasets.Dataset that holds the rows' lengths, for "group_by_length".
         workers: options of torch's DataLoader for loading in other processes; none: this process loads.
+        batch_tokens: target tokens of a mini-batch, about, in place of `batch_size` rows; None: rows. The epochs of a
+            map-style dataset then have equally many mini-batches: as many as the rows of the first make.
+        temperature: T by which languages are drawn (hf_gpipe.data.sampling); 1: every row once an epoch.
     """
 
     dataset: Any
@@ -49,6 +55,9 @@ class MiniBatches:
     columns: Collection[str] | None = None
     length_column: str = "length"
     workers: Mapping[str, Any] | None = None
+    batch_tokens: int | None = None
+    temperature: float = 1.0
+    _places: list[Places] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def is_iterable(self) -> bool:
@@ -64,19 +73,27 @@ class MiniBatches:
         """Mini-batches of an epoch; None where only reading them tells."""
         if self.num_rows is None:
             return None
+        if self.batch_tokens is not None:
+            return None if self.is_iterable else self._num_token_batches
         whole, rest = divmod(self.num_rows, self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, start: int = 0, place: Mapping[str, Any] | None = None) -> Iterator[Batch]:
         """The mini-batches of an epoch from number `start` on; of a map-style dataset, those before are not loaded.
 
+        Args:
+            epoch: from 0.
+            start: from 0.
+            place: what `place` has said of `start`, so that an iterable dataset need not be read from its beginning.
+
         Raises:
-            DataError: rows whose length is not known, for "group_by_length"; rows that cannot be collated.
+            DataError: rows whose length, target tokens or language is not known and needed; rows that cannot be
+                collated.
         """
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         if self.is_iterable:
-            return self._read(epoch, start)
+            return self._read(epoch, start, place)
         batches = self._plan(epoch)
         numbers = range(start, len(batches))
         load = _Loaded(self, epoch, batches)
@@ -84,16 +101,67 @@ class MiniBatches:
             return (load[number] for number in numbers)
         return iter(DataLoader(load, batch_size=None, sampler=numbers, **self.workers))
 
+    def place(self, number: int) -> dict[str, Any] | None:
+        """Where mini-batch `number` of the epoch being read stands, for `epoch` of another run, as JSON values.
+
+        None for a map-style dataset, whose mini-batches have an index, and for an iterable one without `state_dict`
+        and `load_state_dict`, which is read from its beginning.
+        """
+        return self._places[0].at(number) if self._places else None
+
     def _plan(self, epoch: int) -> list[list[int]]:
         """The rows of each mini-batch, by index."""
-        size = self.batch_size
-        if self.order == "random":
-            batches = shuffled_batches(len(self.dataset), size, self.seed, epoch)
-        elif self.order == "group_by_length":
-            batches = length_bucketed_batches(self._lengths(), size, self.seed, epoch)
+        size, drawn = self.batch_size, self._drawn(epoch)
+        lengths = None
+        if self.order == "group_by_length":
+            every = self._lengths()
+            lengths = [every[row] for row in drawn]
+        if self.batch_tokens is not None:
+            tokens = [self._target_tokens[row] for row in drawn]
+            is_shuffled = self.order != "sequential"
+            count = self._num_token_batches
+            batches = token_batches(tokens, count, self.seed, epoch, lengths, shuffled=is_shuffled)
+        elif lengths is not None:
+            batches = length_bucketed_batches(lengths, size, self.seed, epoch)
+        elif self.order == "random":
+            batches = shuffled_batches(len(drawn), size, self.seed, epoch)
         else:
-            batches = [list(range(i, min(i + size, len(self.dataset)))) for i in range(0, len(self.dataset), size)]
-        return [batch for batch in batches if len(batch) == size or not self.drop_last]
+            batches = [list(range(i, min(i + size, len(drawn)))) for i in range(0, len(drawn), size)]
+        is_whole = self.batch_tokens is not None or not self.drop_last
+        return [[drawn[place] for place in batch] for batch in batches if len(batch) == size or is_whole]
+
+    def _drawn(self, epoch: int) -> Sequence[int]:
+        """The rows of an epoch, by index."""
+        return (
+            range(len(self.dataset))
+            if self.temperature == 1
+            else epoch_rows(self._languages, self.temperature, self.seed, epoch)
+        )
+
+    @cached_property
+    def _num_token_batches(self) -> int:
+        """The mini-batches of every epoch: those of the first."""
+        assert self.batch_tokens is not None
+        return num_token_batches([self._target_tokens[row] for row in self._drawn(0)], self.batch_tokens)
+
+    @cached_property
+    def _target_tokens(self) -> Sequence[int]:
+        """Of each row."""
+        if hasattr(self.dataset, "target_tokens"):
+            return list(self.dataset.target_tokens)
+        return [target_tokens(self.dataset[index]) for index in range(len(self.dataset))]
+
+    @cached_property
+    def _languages(self) -> Sequence[str]:
+        """Of each row."""
+        if hasattr(self.dataset, "languages"):
+            return list(self.dataset.languages)
+        if "language" in (getattr(self.dataset, "column_names", None) or ()):
+            return list(self.dataset["language"])
+        raise DataError(
+            f"sampling_temperature={self.temperature} needs the language of each row: a dataset with an attribute "
+            "`languages`, or with a column 'language'"
+        )
 
     def _lengths(self) -> Sequence[int]:
         if hasattr(self.dataset, "lengths"):
@@ -108,20 +176,36 @@ class MiniBatches:
                 f"column {self.length_column!r}, or a dataset with an attribute `lengths`"
             ) from error
 
-    def _read(self, epoch: int, start: int) -> Iterator[Batch]:
-        """The mini-batches of an iterable dataset; those before `start` are read, for only reading them moves on."""
+    def _read(self, epoch: int, start: int, place: Mapping[str, Any] | None) -> Iterator[Batch]:
+        """The mini-batches of an iterable dataset; without a place, those before `start` are read and left out."""
         if self.workers is not None:
             raise UserError("dataloader_num_workers: an iterable dataset is read by the main process; use 0")
+        if self.temperature != 1:
+            raise UserError(
+                f"sampling_temperature={self.temperature}: an iterable dataset draws its rows itself; use 1 here"
+            )
+        pools = Pools(self.batch_size, self.batch_tokens, self.order == "group_by_length", self.seed)
+        places = Places(self.dataset)
+        number = places.begin(start, place)
+        self._places[:] = [places]
+        return self._read_pools(epoch, start, number, pools, places)
+
+    def _read_pools(self, epoch: int, start: int, number: int, pools: Pools, places: Places) -> Iterator[Batch]:
         rows = iter(self.dataset)
-        number = 0
         while True:
             _seed_generators(mix(self.seed, epoch, number))
-            batch = [row for _, row in zip(range(self.batch_size), rows, strict=False)]
-            if not batch or (len(batch) < self.batch_size and self.drop_last):
+            batches = pools.cut(pools.read(rows), epoch, number)
+            if self.drop_last and self.batch_tokens is None:
+                batches = [batch for batch in batches if len(batch) == self.batch_size]
+            if not batches:
                 return
-            if number >= start:
-                yield self._collated(batch)
-            number += 1
+            places.pool_ends(number + len(batches))
+            for index, batch in enumerate(batches, start=number):
+                if index > number:
+                    _seed_generators(mix(self.seed, epoch, index))
+                if index >= start:
+                    yield self._collated(batch)
+            number += len(batches)
 
     def _collated(self, rows: list[Any]) -> Batch:
         if self.columns is not None:

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_gpipe.planner.workload import Workload
+from hf_gpipe.planner.workload import Workload, rows_of_tokens
+from hf_gpipe.training.pools import target_tokens
 
 #: Rows that are looked at, drawn evenly over the dataset: reading all of a large one would take minutes.
 _SAMPLE = 1000
 
 
-def longest_mini_batch(dataset: Any, num_rows: int) -> Workload | None:
+def longest_mini_batch(dataset: Any, num_rows: int, batch_tokens: int | None = None) -> Workload | None:
     """A mini-batch in which every row is as long as the longest one drawn.
 
     Args:
         dataset: the training rows, as they are before they are collated.
         num_rows: of a mini-batch.
+        batch_tokens: target tokens of a mini-batch, in place of the rows.
 
     Returns:
         None where the rows have no `input_ids`, or their number is not known.
@@ -29,6 +31,8 @@ def longest_mini_batch(dataset: Any, num_rows: int) -> Workload | None:
     source = max(len(row["input_ids"]) for row in rows)
     # A collator of language modelling makes the labels from the ids.
     target = max(len(row["labels"]) if _is_sequence(row.get("labels")) else len(row["input_ids"]) for row in rows)
+    if batch_tokens is not None:
+        num_rows = rows_of_tokens(batch_tokens, max(1, *map(target_tokens, rows)))
     return Workload(num_rows, max(source, 1), max(target, 1))
 
 

@@ -23,6 +23,9 @@ from hf_gpipe.training.steps import Position
 
 STATE_NAME = "trainer_state.json"
 
+#: Arguments that older checkpoints do not mention, and what they were then.
+_SAMPLING = {"batch_tokens": None, "sampling_temperature": 1.0}
+
 
 class SavingTrainer(EvaluatingTrainer):
     """A trainer whose model and progress can be saved, and that goes on from what was saved."""
@@ -171,7 +174,7 @@ class SavingTrainer(EvaluatingTrainer):
     def _data_facts(self) -> dict[str, Any]:
         """What decides which rows a place in the data stands for."""
         names = ("per_device_train_batch_size", "gradient_accumulation_steps", "train_sampling_strategy")
-        return {name: getattr(self.args, name) for name in (*names, "dataloader_drop_last")} | {
+        return {name: getattr(self.args, name) for name in (*names, "dataloader_drop_last", *_SAMPLING)} | {
             "data_seed": self._data_seed,
             "mini_batches_per_epoch": self._mini_batches_per_epoch,
         }
@@ -180,9 +183,10 @@ class SavingTrainer(EvaluatingTrainer):
         if self.args.ignore_data_skip:
             return
         for name, value in self._data_facts().items():
-            if saved.get(name) != value:
+            before = saved.get(name, _SAMPLING.get(name))
+            if before != value:
                 raise CheckpointError(
-                    f"{checkpoint} was written with {name}={saved.get(name)!r} and this run has {value!r}, so its "
+                    f"{checkpoint} was written with {name}={before!r} and this run has {value!r}, so its "
                     "place in the data means other rows; use the same value, or ignore_data_skip=True to begin its "
                     "epoch anew"
                 )

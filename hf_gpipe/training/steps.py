@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.training.arguments import PipelineTrainingArguments
@@ -12,10 +14,14 @@ from hf_gpipe.training.arguments import PipelineTrainingArguments
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the data: so many mini-batches of this epoch have been trained on."""
+    """A place in the data: so many mini-batches of this epoch have been trained on.
+
+    `place` is where an iterable dataset stands there (`MiniBatches.place`), in the main process; None: not known.
+    """
 
     epoch: int = 0
     mini_batches: int = 0
+    place: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

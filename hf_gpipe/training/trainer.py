@@ -104,6 +104,7 @@ class PipelineTrainer(SavingTrainer):
         self.state.max_steps, self.state.num_train_epochs = plan.max_steps, plan.num_epochs
         first_step = self._last_logged_step = self.state.global_step
         self._loss_since_log = self._loss_logged = 0.0
+        self._num_rows = 0
         self.pipe.zero_grad()
 
         with self._stopping_on_request(), self.pipe.advising_on_memory():
@@ -125,16 +126,20 @@ class PipelineTrainer(SavingTrainer):
             return None
         order = self.args.train_sampling_strategy
         batches = self._batches(self.train_dataset, self.args.per_device_train_batch_size, order)
-        if batches.is_iterable and order == "group_by_length":
-            raise UserError("train_sampling_strategy='group_by_length': an iterable dataset has its own order")
-        return replace(batches, drop_last=self.args.dataloader_drop_last)
+        return replace(
+            batches,
+            drop_last=self.args.dataloader_drop_last,
+            batch_tokens=self.args.batch_tokens,
+            temperature=self.args.sampling_temperature,
+        )
 
     def _run_epoch(self, epoch: int, batches: MiniBatches | None, plan: Plan) -> None:
         self._fire("on_epoch_begin")
-        start = done = self._position.mini_batches if epoch == self._position.epoch else 0
+        begin = self._position if epoch == self._position.epoch else Position(epoch)
+        done = begin.mini_batches
         source = None
         if batches is not None:
-            groups = in_groups(batches.epoch(epoch, start), plan.accumulation)
+            groups = in_groups(batches.epoch(epoch, done, begin.place), plan.accumulation)
             source = noting(islice(groups, plan.max_steps - self.state.global_step), "reading a mini-batch")
         norm, rate = None, None
         for group in shared_stream(source, self.topology):
@@ -142,7 +147,8 @@ class PipelineTrainer(SavingTrainer):
             self._fire("on_step_begin")
             norm, rate = self._step(group)
             done += len(group)
-            self._position = Position(epoch, done)
+            # Of the mini-batches trained on: those that are read ahead are read again.
+            self._position = Position(epoch, done, None if batches is None else batches.place(done))
             self.state.global_step += 1
             self.state.epoch = epoch + plan.fraction_of_epoch(done)
             self._fire("on_step_end")
@@ -211,6 +217,7 @@ class PipelineTrainer(SavingTrainer):
         """Note how much a step has read and computed."""
         for batch in group:
             ids, mask = batch["input_ids"], batch.get("attention_mask")
+            self._num_rows += len(ids)
             self.state.total_flos += 6 * ids.numel() * self._num_parameters
             if self.args.include_num_input_tokens_seen == "non_padding" and mask is not None:
                 self.state.num_input_tokens_seen += int(mask.sum())
@@ -293,6 +300,8 @@ class PipelineTrainer(SavingTrainer):
         steps = self.state.global_step - first_step
         loss = (self._loss_logged + self._loss_since_log) / max(steps, 1)
         rows = steps * self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        if self.args.batch_tokens is not None:
+            rows = self._num_rows
         metrics = speed_metrics("train", start_time, num_samples=rows, num_steps=steps)
         metrics |= {"total_flos": self.state.total_flos, "train_loss": loss}
         metrics = self._shared(metrics)

@@ -250,8 +250,6 @@ def test_an_iterable_dataset(tmp_path: Path) -> None:
     assert made.train().global_step == 7
     with pytest.raises(UserError, match="max_steps"):
         trainer(tmp_path, train_dataset=Stream(10), max_steps=-1).train()
-    with pytest.raises(UserError, match="group_by_length"):
-        trainer(tmp_path, train_dataset=Stream(10), train_sampling_strategy="group_by_length").train()
     assert trainer(tmp_path, train_dataset=Stream(0)).train().global_step == 0
 
 

@@ -1,0 +1,161 @@
+"""Mini-batches of an iterable dataset: it is read in pools, which are cut into mini-batches like an epoch's rows.
+
+What a pool holds follows from where its first row stands in the dataset. So a place in the data is the dataset's own
+state at the start of a pool and the number of that pool's mini-batches that are done, and a training that resumes there
+reads this one pool again and nothing before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hf_gpipe.adapters import IGNORED_LABEL
+from hf_gpipe.data.batches import POOL_BATCHES, cut_evenly, num_token_batches
+from hf_gpipe.data.deterministic import stable_random
+from hf_gpipe.errors import DataError
+
+# A pool is in memory as Python objects, so it has at most about so many rows or target tokens, or one mini-batch.
+_MOST_ROWS, _MOST_TOKENS = 2**15, 2**20
+
+
+@dataclass(frozen=True)
+class Pools:
+    """How the rows of an iterable dataset are cut.
+
+    Attributes:
+        batch_size: rows of a mini-batch.
+        batch_tokens: target tokens of a mini-batch, in its place; None: rows.
+        by_length: whether rows of similar length share a mini-batch. Otherwise a pool is one mini-batch.
+        seed: of the order of a pool's mini-batches.
+    """
+
+    batch_size: int
+    batch_tokens: int | None
+    by_length: bool
+    seed: int
+
+    def read(self, rows: Iterator[Any]) -> list[Any]:
+        """The rows of the next pool; none at the end."""
+        pool: list[Any] = []
+        num_tokens = 0
+        most_rows = self.batch_size * self._num_batches(self.batch_size, _MOST_ROWS)
+        most_tokens = (self.batch_tokens or 1) * self._num_batches(self.batch_tokens or 1, _MOST_TOKENS)
+        for row in rows:
+            pool.append(row)
+            if self.batch_tokens is None:
+                if len(pool) == most_rows:
+                    break
+            else:
+                num_tokens += target_tokens(row)
+                if num_tokens >= most_tokens:
+                    break
+        return pool
+
+    def cut(self, pool: Sequence[Any], epoch: int, number: int) -> list[list[Any]]:
+        """The mini-batches of a pool, whose first one is mini-batch `number` of the epoch."""
+        order = list(range(len(pool)))
+        if self.by_length:
+            lengths = [row_length(row) for row in pool]
+            order.sort(key=lengths.__getitem__)
+        if self.batch_tokens is None:
+            batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
+        else:
+            tokens = [target_tokens(row) for row in pool]
+            batches = cut_evenly(order, tokens, num_token_batches(tokens, self.batch_tokens))
+        if self.by_length:
+            stable_random("pool", self.seed, epoch, number).shuffle(batches)
+        return [[pool[index] for index in batch] for batch in batches]
+
+    def _num_batches(self, size: int, most: int) -> int:
+        return max(1, min(POOL_BATCHES, most // size)) if self.by_length else 1
+
+
+class Places:
+    """Where the pools of an epoch begin, as far as they have been read: reading may be ahead of training.
+
+    Args:
+        dataset: its state is asked for where it has one.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._starts: list[tuple[int, Any]] = []
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the dataset can say where it stands, and be sent back there."""
+        return all(callable(getattr(self._dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+
+    def begin(self, start: int, place: Mapping[str, Any] | None) -> int:
+        """Send the dataset to the pool of a `place`, or leave it at the beginning of its epoch.
+
+        Args:
+            start: the mini-batch that comes next.
+            place: what `at` has said of it; None: nothing is known.
+
+        Returns:
+            The number of the first mini-batch that will be read.
+
+        Raises:
+            DataError: a place that the dataset does not understand.
+        """
+        state, done = (None, start) if place is None else (place["state"], place["done"])
+        if state is not None:
+            if not self.is_known:
+                raise DataError(
+                    "the checkpoint says where its dataset stood, and this one has no load_state_dict; resume with the "
+                    "same data, or use ignore_data_skip=True to begin them anew"
+                )
+            self._dataset.load_state_dict(state)
+        self._starts = [(start - done, state)]
+        return start - done
+
+    def pool_ends(self, number: int) -> None:
+        """Note that the pool before mini-batch `number` has been read, and no row after it."""
+        if self.is_known:
+            self._starts.append((number, self._dataset.state_dict()))
+
+    def at(self, number: int) -> dict[str, Any] | None:
+        """The place of mini-batch `number`, in a form that JSON can hold; earlier places are forgotten.
+
+        None where only reading from the beginning leads there.
+        """
+        if not self.is_known:
+            return None
+        while len(self._starts) > 1 and self._starts[1][0] <= number:
+            del self._starts[0]
+        first, state = self._starts[0]
+        return {"state": state, "done": number - first}
+
+
+def target_tokens(row: Any) -> int:
+    """The labels of a row that count; of a row without labels the ids, of which a collator makes the labels.
+
+    Raises DataError for a row with neither.
+    """
+    labels: Any = row.get("labels") if isinstance(row, Mapping) else None
+    if hasattr(labels, "__len__"):
+        return len(labels) - _values(labels).count(IGNORED_LABEL)
+    return len(_ids(row))
+
+
+def row_length(row: Any) -> int:
+    """The tokens of source and target. Raises DataError for a row without `input_ids`."""
+    ids, labels = _ids(row), row.get("labels")
+    return len(ids) + (len(labels) if hasattr(labels, "__len__") else 0)
+
+
+def _ids(row: Any) -> Any:
+    if not isinstance(row, Mapping) or "input_ids" not in row:
+        found = f"the entries {', '.join(map(str, row))}" if isinstance(row, Mapping) else f"a {type(row).__name__}"
+        raise DataError(
+            f"a training row is {found}; batch_tokens and train_sampling_strategy='group_by_length' need rows with "
+            "'input_ids' and 'labels'"
+        )
+    return row["input_ids"]
+
+
+def _values(labels: Iterable[Any]) -> list[Any]:
+    return labels if isinstance(labels, list) else labels.tolist() if hasattr(labels, "tolist") else list(labels)

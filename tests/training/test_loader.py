@@ -1,0 +1,262 @@
+"""The loader: languages drawn by temperature, mini-batches of target tokens, streams that are gone on with."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_gpipe.data import PairCollator
+from hf_gpipe.data.sampling import draws_of
+from hf_gpipe.errors import CheckpointError, DataError, UserError
+from hf_gpipe.training.loader import MiniBatches
+from tests.training.toy import CausalRows, Recorder, Rows, Stream, trainer, weights
+
+COLLATE = PairCollator(pad_token_id=0)
+STRATEGIES = ["random", "group_by_length"]
+
+
+class OfLanguages(Rows):
+    """Rows of a large and a small language."""
+
+    def __init__(self, count: int = 24, seed: int = 0) -> None:
+        super().__init__(count, seed)
+        self.languages = ["large"] * (count - count // 6) + ["small"] * (count // 6)
+
+
+class StatefulStream:
+    """Rows without an end, or with one, that can be gone on with. Notes how many it has read."""
+
+    def __init__(self, count: int = 24, *, endless: bool = False) -> None:
+        self.rows, self.endless = Rows(count), endless
+        self.number, self.num_read, self._loaded = 0, 0, False
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        if not self._loaded:
+            self.number = 0
+        self._loaded = False
+        while self.endless or self.number < len(self.rows):
+            row = self.rows[self.number % len(self.rows)]
+            self.number += 1
+            self.num_read += 1
+            yield row
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number, self._loaded = state["number"], True
+
+
+def same(found: list[Any], expected: list[Any]) -> bool:
+    return len(found) == len(expected) and all(
+        ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        for ours, theirs in zip(found, expected, strict=True)
+    )
+
+
+def num_targets(batch: Any) -> int:
+    return int((batch["labels"] != -100).sum())
+
+
+# ---------------------------------------------------------------------- map-style
+
+
+@pytest.mark.parametrize("order", ["sequential", *STRATEGIES])
+@pytest.mark.parametrize("batch_tokens", [None, 20])
+def test_an_epoch_from_any_mini_batch_on(order: str, batch_tokens: int | None) -> None:
+    batches = MiniBatches(Rows(30), COLLATE, 4, order, batch_tokens=batch_tokens)
+    for epoch in range(2):
+        whole = list(batches.epoch(epoch))
+        assert len(whole) == batches.count()
+        assert sum(len(batch["labels"]) for batch in whole) == 30
+        for start in range(len(whole) + 1):
+            assert same(list(batches.epoch(epoch, start, batches.place(start))), whole[start:])
+
+
+@pytest.mark.parametrize("order", STRATEGIES)
+@pytest.mark.parametrize("temperature", [1.0, 5.0])
+def test_every_epoch_has_as_many_mini_batches_of_about_as_many_tokens(order: str, temperature: float) -> None:
+    """At another temperature the sums of the epochs differ, and the number of steps must not."""
+    batches = MiniBatches(OfLanguages(90), COLLATE, 4, order, batch_tokens=40, temperature=temperature)
+    for epoch in range(3):
+        sums = [num_targets(batch) for batch in batches.epoch(epoch)]
+        assert len(sums) == batches.count()
+        assert max(sums) - min(sums) <= 2 * 9, "the longest row has 9 target tokens"
+    assert batches.count() == pytest.approx(sum(sums) / 40, abs=1)
+
+
+@pytest.mark.parametrize("order", STRATEGIES)
+def test_a_small_language_comes_more_often(order: str) -> None:
+    dataset = OfLanguages(60)
+    drawn: Counter[str] = Counter()
+    batches = MiniBatches(dataset, list_of, 4, order, temperature=5.0)
+    assert batches.count() == 15
+    for batch in batches.epoch(1):
+        drawn.update(dataset.languages[index] for index in batch["index"].tolist())
+    assert drawn == draws_of({"large": 50, "small": 10}, 5.0)
+    assert drawn["small"] > 20
+
+
+def list_of(rows: list[Any]) -> Any:
+    known = [json.dumps(row) for row in OfLanguages(60).rows]
+    return {"index": torch.tensor([known.index(json.dumps(row["input_ids"])) for row in rows])}
+
+
+def test_rows_say_what_counts_and_in_which_language_they_are() -> None:
+    masked = [{"input_ids": [5] * 6, "labels": [-100] * 4 + [5, 5]} for _ in range(12)]
+    assert MiniBatches(masked, COLLATE, 4, batch_tokens=6).count() == 4
+    tensors = [{name: torch.tensor(ids) for name, ids in row.items()} for row in masked]
+    assert MiniBatches(tensors, COLLATE, 4, batch_tokens=6).count() == 4
+    unlabelled = [{"input_ids": [5] * 6} for _ in range(12)]
+    assert MiniBatches(unlabelled, COLLATE, 4, batch_tokens=12).count() == 6
+    with pytest.raises(DataError, match="training row is a str.*batch_tokens"):
+        MiniBatches(["text"], COLLATE, 4, batch_tokens=6).count()
+    with pytest.raises(DataError, match="sampling_temperature=5.0 needs the language"):
+        next(MiniBatches(Rows(), COLLATE, 4, "random", temperature=5.0).epoch(0))
+
+
+# ---------------------------------------------------------------------- streams
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 60), st.integers(1, 7), st.none() | st.integers(1, 60), st.sampled_from(STRATEGIES), st.booleans()
+)
+def test_a_stream_is_gone_on_with_at_every_mini_batch(
+    count: int, batch_size: int, batch_tokens: int | None, order: str, is_ahead: bool
+) -> None:
+    """Also where reading is ahead of training, as it is with several processes."""
+    batches = MiniBatches(StatefulStream(count), COLLATE, batch_size, order, batch_tokens=batch_tokens)
+    reader = batches.epoch(0)
+    whole, places = [], [batches.place(0)]
+    ahead = [next(reader, None)] if is_ahead else []
+    while True:
+        ahead.append(next(reader, None))
+        batch = ahead.pop(0)
+        if batch is None:
+            break
+        whole.append(batch)
+        places.append(json.loads(json.dumps(batches.place(len(whole)))))
+    assert sum(len(batch["labels"]) for batch in whole) == count
+    for start, place in enumerate(places):
+        other = MiniBatches(StatefulStream(count), COLLATE, batch_size, order, batch_tokens=batch_tokens)
+        assert same(list(other.epoch(0, start, place)), whole[start:])
+
+
+def test_a_resumed_stream_reads_one_pool_again() -> None:
+    batches = MiniBatches(StatefulStream(20_000), COLLATE, 4, "group_by_length", batch_tokens=24)
+    reader = batches.epoch(0)
+    for _ in range(321):
+        next(reader)
+    other = StatefulStream(20_000)
+    resumed = MiniBatches(other, COLLATE, 4, "group_by_length", batch_tokens=24)
+    assert same([next(resumed.epoch(0, 321, batches.place(321)))], [next(reader)])
+    assert other.num_read < 50 * 24 / 3, "a pool is 50 mini-batches of 24 tokens, a row has at least 3"
+
+
+def test_pools_of_a_stream_save_padding_and_meet_the_budget() -> None:
+    padding = {}
+    for order in STRATEGIES:
+        batches = MiniBatches(StatefulStream(2000), COLLATE, 4, order, batch_tokens=60)
+        read = list(batches.epoch(0))
+        padding[order] = sum(int((batch["labels"] == -100).sum()) for batch in read)
+        sums = [num_targets(batch) for batch in read[:-1]]
+        assert min(sums) >= 60 - 9
+        assert max(sums) <= 60 + 9
+    assert padding["group_by_length"] < padding["random"] / 5
+
+
+def test_what_a_stream_cannot_do() -> None:
+    with pytest.raises(UserError, match="sampling_temperature=5.0: an iterable dataset draws its rows itself"):
+        MiniBatches(Stream(), COLLATE, 4, temperature=5.0).epoch(0)
+    with pytest.raises(DataError, match="no load_state_dict"):
+        MiniBatches(Stream(), COLLATE, 4).epoch(0, 1, {"state": {"number": 4}, "done": 0})
+    assert MiniBatches(Stream(), COLLATE, 4, batch_tokens=9).count() is None
+    batches = MiniBatches(Stream(), COLLATE, 4)
+    next(batches.epoch(0))
+    assert batches.place(1) is None
+
+
+# ---------------------------------------------------------------------- the trainer
+
+
+DATA: dict[str, Any] = {
+    "by temperature and tokens": lambda: (
+        OfLanguages(40),
+        {"sampling_temperature": 5.0, "batch_tokens": 24, "max_steps": -1, "num_train_epochs": 2.0},
+    ),
+    "a stream by tokens": lambda: (StatefulStream(50, endless=True), {"batch_tokens": 24, "max_steps": 13}),
+    "a stream that ends": lambda: (StatefulStream(20), {"max_steps": 13}),
+    "a stream without a state": lambda: (Stream(20), {"batch_tokens": 24, "max_steps": 13}),
+}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("kind", DATA)
+def test_a_resumed_training_trains_on_the_same_mini_batches(kind: str, accumulation: int, tmp_path: Path) -> None:
+    def run(folder: Path, resume: Any = None, **more: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+        dataset, values = DATA[kind]()
+        recorder = Recorder()
+        made = trainer(
+            folder,
+            train_dataset=dataset,
+            callbacks=[recorder],
+            train_sampling_strategy="group_by_length",
+            gradient_accumulation_steps=accumulation,
+            **values | more,
+        )
+        made.train(resume_from_checkpoint=resume)
+        return recorder.losses, weights(made)
+
+    losses, parameters = run(tmp_path, save_strategy="steps", save_steps=1)
+    for step in range(1, len(losses), 3):
+        found, others = run(tmp_path / f"resumed-{step}", str(tmp_path / f"checkpoint-{step}"))
+        assert found == losses[step:]
+        assert all(torch.equal(others[name], parameters[name]) for name in parameters)
+
+
+def test_another_sampling_is_not_resumed(tmp_path: Path) -> None:
+    def made(**values: Any) -> Any:
+        given = {"sampling_temperature": 5.0, "batch_tokens": 24} | values
+        return trainer(tmp_path, train_dataset=OfLanguages(40), save_strategy="steps", save_steps=1, **given)
+
+    made(max_steps=1).train()
+    for name, value in (("batch_tokens", 25), ("sampling_temperature", 2.0)):
+        with pytest.raises(CheckpointError, match=f"was written with {name}="):
+            made(max_steps=2, **{name: value}).train(resume_from_checkpoint=True)
+    state = tmp_path / "checkpoint-1" / "training_state" / "state.json"
+    content = json.loads(state.read_text())
+    for name in ("batch_tokens", "sampling_temperature"):
+        del content["progress"]["data"][name]
+    state.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="was written with batch_tokens=None and this run has 24"):
+        made(max_steps=2).train(resume_from_checkpoint=True)
+
+
+def test_samples_a_second_count_the_rows_there_were(tmp_path: Path) -> None:
+    output = trainer(tmp_path, train_dataset=CausalRows(40), family="llama", batch_tokens=30, max_steps=-1).train()
+    assert output.metrics["train_samples_per_second"] == pytest.approx(
+        3 * 40 / output.metrics["train_runtime"], rel=0.05
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"batch_tokens": 0}, "batch_tokens=0; it must be at least 1"),
+        ({"batch_tokens": 9, "dataloader_drop_last": True}, "dataloader_drop_last=True with batch_tokens"),
+        ({"sampling_temperature": 0.5}, "sampling_temperature=0.5; it must be at least 1"),
+        ({"sampling_temperature": 2, "train_sampling_strategy": "sequential"}, "sequential.*keeps their order"),
+    ],
+)
+def test_what_the_arguments_refuse(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        trainer(tmp_path, **values)
