@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from itertools import islice
 
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from hf_gpipe.data import Pair, TokenizedPairs, encode_sources, train_tokenizer
+from hf_gpipe.data import Pair, StreamedRows, TokenizedPairs, encode_sources, train_tokenizer
 from hf_gpipe.data.cldr import cldr_corpus
 from hf_gpipe.errors import DataError
 
@@ -102,3 +104,60 @@ def test_a_decoder_only_model_needs_an_end_of_sequence(tokenizer):
             TokenizedPairs(PAIRS, tokenizer, decoder_only=True, **LIMITS)
     finally:
         tokenizer.eos_token = before
+
+
+# ---------------------------------------------------------------------- streams
+
+
+class PairsWithoutAnEnd:
+    """PAIRS over and over; iterating goes on from where it stands."""
+
+    def __init__(self):
+        self.number = 0
+
+    def __iter__(self):
+        while True:
+            pair = PAIRS[self.number % len(PAIRS)]
+            self.number += 1
+            yield pair
+
+    def state_dict(self):
+        return {"number": self.number}
+
+    def load_state_dict(self, state):
+        self.number = state["number"]
+
+
+@pytest.mark.parametrize("decoder_only", [False, True])
+def test_a_stream_has_the_rows_of_its_pairs_and_goes_on_after_any_of_them(tokenizer, decoder_only):
+    def streamed():
+        return StreamedRows(PairsWithoutAnEnd(), tokenizer, decoder_only=decoder_only, **LIMITS)
+
+    dataset = TokenizedPairs(PAIRS, tokenizer, decoder_only=decoder_only, **LIMITS)
+    expected = [dataset[index % len(PAIRS)] for index in range(600)]
+    rows, states = streamed(), []
+    states.append(rows.state_dict())
+    for row, wanted in zip(rows, expected, strict=False):
+        assert row == wanted
+        states.append(json.loads(json.dumps(rows.state_dict())))
+    for number in (0, 1, 100, 255, 256, 257, 511, 512, 513, 599):
+        other = streamed()
+        other.load_state_dict(states[number])
+        assert other.state_dict() == states[number]
+        assert list(islice(other, 3)) == [dataset[index % len(PAIRS)] for index in range(number, number + 3)]
+        if number + 3 < len(states):
+            assert other.state_dict() == states[number + 3]
+        assert list(islice(other, 3)) == expected[:3], "an iteration of which nothing was said begins at the beginning"
+
+
+def test_a_stream_tells_once_that_rows_are_cut(tokenizer, caplog):
+    rows = StreamedRows(PairsWithoutAnEnd(), tokenizer, max_source_tokens=3, max_target_tokens=100)
+    with caplog.at_level(logging.WARNING):
+        list(islice(rows, 600))
+    assert len(caplog.records) == 1
+    assert "cut to 3 tokens" in caplog.text
+
+
+def test_a_state_of_something_else_is_refused(tokenizer):
+    with pytest.raises(DataError, match="no state of a stream of pairs"):
+        StreamedRows(PairsWithoutAnEnd(), tokenizer, **LIMITS).load_state_dict({"number": 3})

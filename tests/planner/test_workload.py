@@ -24,6 +24,14 @@ def test_of_a_recipe_the_longest_rows_of_the_largest_micro_batch() -> None:
     assert Workload.of_recipe(recipe, 4, is_encoder_decoder=False) == Workload(3, 50, 50)
 
 
+def test_of_a_recipe_by_tokens_all_rows_are_of_the_longest() -> None:
+    recipe = parse_recipe(RECIPE.replace("batch_size: 10", "batch_tokens: 201"))
+    assert Workload.of_recipe(recipe, 1, is_encoder_decoder=True) == Workload(11, 30, 20)
+    assert Workload.of_recipe(recipe, 4, is_encoder_decoder=False) == Workload(3, 50, 50)
+    recipe = parse_recipe(RECIPE.replace("batch_size: 10", "batch_tokens: 3"))
+    assert Workload.of_recipe(recipe, 4, is_encoder_decoder=True) == Workload(1, 30, 20)
+
+
 @pytest.mark.parametrize("family", ["llama", "marian"])
 @pytest.mark.parametrize("has_padding", [True, False])
 def test_inputs_have_the_shape(family: str, has_padding: bool) -> None:

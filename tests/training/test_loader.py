@@ -117,9 +117,9 @@ def test_rows_say_what_counts_and_in_which_language_they_are() -> None:
     assert MiniBatches(tensors, COLLATE, 4, batch_tokens=6).count() == 4
     unlabelled = [{"input_ids": [5] * 6} for _ in range(12)]
     assert MiniBatches(unlabelled, COLLATE, 4, batch_tokens=12).count() == 6
-    with pytest.raises(DataError, match="training row is a str.*batch_tokens"):
+    with pytest.raises(DataError, match=r"training row is a str.*batch_tokens"):
         MiniBatches(["text"], COLLATE, 4, batch_tokens=6).count()
-    with pytest.raises(DataError, match="sampling_temperature=5.0 needs the language"):
+    with pytest.raises(DataError, match=r"sampling_temperature=5\.0 needs the language"):
         next(MiniBatches(Rows(), COLLATE, 4, "random", temperature=5.0).epoch(0))
 
 
@@ -175,7 +175,7 @@ def test_pools_of_a_stream_save_padding_and_meet_the_budget() -> None:
 
 
 def test_what_a_stream_cannot_do() -> None:
-    with pytest.raises(UserError, match="sampling_temperature=5.0: an iterable dataset draws its rows itself"):
+    with pytest.raises(UserError, match=r"sampling_temperature=5\.0: an iterable dataset draws its rows itself"):
         MiniBatches(Stream(), COLLATE, 4, temperature=5.0).epoch(0)
     with pytest.raises(DataError, match="no load_state_dict"):
         MiniBatches(Stream(), COLLATE, 4).epoch(0, 1, {"state": {"number": 4}, "done": 0})
@@ -191,16 +191,15 @@ def test_what_a_stream_cannot_do() -> None:
 DATA: dict[str, Any] = {
     "by temperature and tokens": lambda: (
         OfLanguages(40),
-        {"sampling_temperature": 5.0, "batch_tokens": 24, "max_steps": -1, "num_train_epochs": 2.0},
+        {"sampling_temperature": 5.0, "batch_tokens": 60, "max_steps": -1, "num_train_epochs": 2.0},
     ),
-    "a stream by tokens": lambda: (StatefulStream(50, endless=True), {"batch_tokens": 24, "max_steps": 13}),
-    "a stream that ends": lambda: (StatefulStream(20), {"max_steps": 13}),
-    "a stream without a state": lambda: (Stream(20), {"batch_tokens": 24, "max_steps": 13}),
+    "a stream by tokens": lambda: (StatefulStream(50, endless=True), {"batch_tokens": 24, "max_steps": 7}),
+    "a stream that ends": lambda: (StatefulStream(20), {"max_steps": 7}),
+    "a stream without a state": lambda: (Stream(20), {"batch_tokens": 40, "max_steps": 5}),
 }
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize(("kind", "accumulation"), [*((kind, 1) for kind in DATA), ("a stream by tokens", 2)])
 def test_a_resumed_training_trains_on_the_same_mini_batches(kind: str, accumulation: int, tmp_path: Path) -> None:
     def run(folder: Path, resume: Any = None, **more: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
         dataset, values = DATA[kind]()
@@ -216,8 +215,8 @@ def test_a_resumed_training_trains_on_the_same_mini_batches(kind: str, accumulat
         made.train(resume_from_checkpoint=resume)
         return recorder.losses, weights(made)
 
-    losses, parameters = run(tmp_path, save_strategy="steps", save_steps=1)
-    for step in range(1, len(losses), 3):
+    losses, parameters = run(tmp_path, save_strategy="steps", save_steps=2)
+    for step in (2, 4):
         found, others = run(tmp_path / f"resumed-{step}", str(tmp_path / f"checkpoint-{step}"))
         assert found == losses[step:]
         assert all(torch.equal(others[name], parameters[name]) for name in parameters)
