@@ -44,16 +44,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     warnings.filterwarnings("ignore")
     try:
-        options = _parser().parse_intermixed_args(argv)
-        return _scale(options)
+        words = list(sys.argv[1:] if argv is None else argv)
+        # Taken out first, for an option that takes several words would take them too.
+        overrides = [word for word in words if _is_override(word)]
+        options = _parser().parse_intermixed_args([word for word in words if not _is_override(word)])
+        return _scale(options, overrides)
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
 
-def _scale(options: argparse.Namespace) -> int:
-    recipes = [Path(word) for word in options.words if "=" not in word]
-    overrides = [word for word in options.words if "=" in word]
+def _is_override(word: str) -> bool:
+    return "=" in word and not word.startswith("-")
+
+
+def _scale(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    recipes = [Path(word) for word in options.recipes]
     if not recipes and not options.report_only:
         raise UserError("no recipe is given; name those to compare, or give --report-only for what is there")
     for path in (paper := _paper_recipes(options)):
@@ -138,7 +144,9 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="*", metavar="RECIPE | key=value", help="recipes, and overrides for all of them")
+    parser.add_argument(
+        "recipes", nargs="*", metavar="RECIPE", help="recipes to compare; key=value overrides a key of all"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", help="values of training.seed; default: 1")
     parser.add_argument("--output", type=Path, default=Path("outputs/scaling"), help="folder; default: outputs/scaling")
     parser.add_argument("--baseline", metavar="NAME", help="the smallest model; default: the recipe named base")

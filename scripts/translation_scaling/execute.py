@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -13,8 +14,10 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 import hf_gpipe
+from hf_gpipe.errors import UserError
 from translation_scaling.runs import LOG_FILE, METRICS_FILE, STARTS_FILE, Run
 
 TRAIN = (sys.executable, "-m", "hf_gpipe.train")
@@ -89,6 +92,7 @@ def _train(run: Run, signals: _Signals, line: _Line) -> int:
     command = [*TRAIN, *run.arguments]
     began, start = datetime.now(UTC), time.perf_counter()
     with (run.folder / LOG_FILE).open("a", encoding="utf-8") as log:
+        _hold(log, run)
         log.write(f"\n{began:%Y-%m-%d %H:%M:%S} {' '.join(command)}\n")
         log.flush()
         # A session of its own: a terminal's Ctrl-C reaches it once, through this script, for a second one would end it
@@ -108,6 +112,17 @@ def _train(run: Run, signals: _Signals, line: _Line) -> int:
         entry = {"began": f"{began:%Y-%m-%dT%H:%M:%SZ}", "seconds": round(seconds, 1), "exit_code": code}
         file.write(json.dumps(entry) + "\n")
     return code
+
+
+def _hold(log: TextIO, run: Run) -> None:
+    """Lock the log for this start and for its processes, which inherit it. Raises UserError where it is locked."""
+    try:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(
+            f"{run.title} is being trained already, by processes that write to {run.folder / LOG_FILE}; wait for them "
+            "or end them, and give the command again"
+        ) from error
 
 
 def _environment() -> dict[str, str]:
