@@ -54,9 +54,10 @@ def corpus_in_memory(
     check_fractions(validation_fraction, test_fraction)
     check_limits(max_examples, max_held_out)
     read = PairReader(fields, languages, tags_of(parts, fields, languages))
-    found: list[tuple[Part, Pair]] = []
-    every = ((part, pair) for part in parts for pair in read.pairs(part, part.train))
-    found = list(every) if max_examples is None else _drawn(every, max_examples, seed)
+    every = ((place, pair) for place, part in enumerate(parts) for pair in read.pairs(part, part.train))
+    found: list[list[Pair]] = [[] for _ in parts]
+    for place, pair in every if max_examples is None else _drawn(every, max_examples, seed):
+        found[place].append(pair)
     read.check(name)
     splits: dict[str, list[Pair]] = {split: [] for split in SPLITS}
     kept: Counter[tuple[str, str]] = Counter()
@@ -66,9 +67,10 @@ def corpus_in_memory(
             splits[split].append(pair)
             kept[split, pair.language] += 1
 
-    for part, pair in found:
-        add(split_of(pair.split_key, *held_out_of(part, validation_fraction, test_fraction)), pair)
-    for part in parts:
+    for part, of_part in zip(parts, found, strict=True):
+        fractions = held_out_of(part, validation_fraction, test_fraction)
+        for pair in of_part:
+            add(split_of(pair.split_key, *fractions), pair)
         for split, open_rows in (("validation", part.validation), ("test", part.test)):
             for pair in read.pairs(part, open_rows) if open_rows else ():
                 add(split, pair)
@@ -161,7 +163,7 @@ def warn_of_few(splits: dict[str, list[Pair]], languages: Sequence[str]) -> None
             logger.warning("no %s pairs in these languages: %s%s", split, ", ".join(shown[:_MOST_NAMED]), more)
 
 
-def _drawn(pairs: Iterator[tuple[Part, Pair]], count: int, seed: int) -> list[tuple[Part, Pair]]:
+def _drawn(pairs: Iterator[tuple[int, Pair]], count: int, seed: int) -> list[tuple[int, Pair]]:
     """`count` of the pairs, or all, in their order; only these are held in memory.
 
     A pair is drawn by its place alone: those whose places have the lowest hashes.

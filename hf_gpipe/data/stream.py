@@ -151,10 +151,14 @@ class PairStream:
             self._num_drawn += 1
             yield pair
 
+    def fresh(self) -> PairStream:
+        """Another stream of the same pairs, from the first one on."""
+        readers = {language: reader.fresh() for language, reader in self._readers.items()}
+        return PairStream(readers, self.probabilities, self.counts, self._seed)
+
     def sample(self, count: int) -> list[Pair]:
         """The first pairs of the stream, whatever its place is, which stays."""
-        fresh = {language: reader.fresh() for language, reader in self._readers.items()}
-        return list(itertools.islice(PairStream(fresh, self.probabilities, self.counts, self._seed), count))
+        return list(itertools.islice(self.fresh(), count))
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the stream, in a form that JSON can hold; a few hundred bytes a language."""
