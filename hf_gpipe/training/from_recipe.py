@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from hf_gpipe.adapters import adapter_for
-from hf_gpipe.data import Corpus, build_corpus, train_tokenizer
+from hf_gpipe.data import Corpus, StreamedCorpus, build_corpus, train_tokenizer
+from hf_gpipe.data.text import TextCorpus, text_corpus
 from hf_gpipe.errors import DataError, RecipeError, UnsupportedModelError, UserError, nearest
 from hf_gpipe.partition import COST_STRATEGIES
 from hf_gpipe.partition import partition as cut
@@ -37,13 +38,18 @@ _FREE_TOKENS = ("forced_eos_token_id", "decoder_start_token_id")
 #: Files by which a directory shows that it has a tokenizer.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 #: Keys of the data section that are not about which pairs there are.
-_NOT_OF_THE_CORPUS = ("max_source_tokens", "max_target_tokens")
+_NOT_OF_THE_CORPUS = ("max_source_tokens", "max_target_tokens", "text_field")
 
 
 def check_model(recipe: Recipe) -> None:
     """Raise UserError where the recipe's model cannot be made, or not be cut as the recipe says. Makes no weights."""
     config = model_config(recipe, None)
     model = recipe.model
+    if recipe.data.kind == "text" and config.is_encoder_decoder:
+        raise RecipeError(
+            f"data.kind is text, which a decoder-only model learns, and {config.model_type} is an encoder-decoder; "
+            "choose a model such as llama, or data of pairs"
+        )
     try:
         adapter = adapter_for(
             config, model_dtype(recipe), model.attn_implementation, trust_remote_code=model.trust_remote_code
@@ -58,21 +64,45 @@ def check_model(recipe: Recipe) -> None:
     cut(len(adapter.layers), recipe.pipeline.num_stages, "count" if is_planned else strategy)
 
 
-def corpus_of(recipe: Recipe) -> Corpus:
-    """The corpus, with pairs to evaluate on. Raises DataError."""
+def corpus_of(recipe: Recipe) -> Corpus | StreamedCorpus:
+    """The pairs, with some to evaluate on. Raises DataError."""
     fields = {name: value for name, value in asdict(recipe.data).items() if name not in _NOT_OF_THE_CORPUS}
-    corpus = build_corpus(**fields)
-    for key, split, pairs in (
+    corpus = build_corpus(**fields, order_seed=recipe.training.seed)
+    _check_held_out(recipe, corpus, "pairs")
+    return corpus
+
+
+def text_corpus_of(recipe: Recipe) -> TextCorpus:
+    """The documents, with some to evaluate on. Raises DataError."""
+    data = recipe.data
+    corpus = text_corpus(
+        data.path or "",
+        text_field=data.text_field,
+        subset=data.subset if isinstance(data.subset, str) else None,  # a recipe of text has no other
+        revision=data.revision,
+        validation_fraction=data.validation_fraction,
+        test_fraction=data.test_fraction,
+        max_documents=data.max_examples,
+        seed=data.seed,
+    )
+    _check_held_out(recipe, corpus, "documents")
+    return corpus
+
+
+def _check_held_out(recipe: Recipe, corpus: Corpus | StreamedCorpus | TextCorpus, things: str) -> None:
+    """Raise DataError where a split that is evaluated on is empty."""
+    for key, split, held_out in (
         ("data.test_fraction", "test", corpus.test),
         ("data.validation_fraction", "validation", corpus.validation),
     ):
         is_needed = recipe.evaluation.split == split or (split == "validation" and recipe.training.eval_steps)
-        if is_needed and not pairs:
-            raise DataError(f"the corpus has no {split} pairs to evaluate on; raise {key}, or ask for more examples")
-    return corpus
+        if is_needed and not held_out:
+            raise DataError(f"the corpus has no {split} {things} to evaluate on; raise {key}, or ask for more examples")
 
 
-def tokenizer_of(recipe: Recipe, corpus: Corpus, checkpoint: Path | None) -> PreTrainedTokenizerBase:
+def tokenizer_of(
+    recipe: Recipe, corpus: Corpus | StreamedCorpus | TextCorpus, checkpoint: Path | None
+) -> PreTrainedTokenizerBase:
     """The tokenizer: a resumed run's own, the one that the recipe names, or one trained on the corpus."""
     source = checkpoint or recipe.tokenizer.path or recipe.model.path
     if source is not None:
@@ -86,7 +116,7 @@ def tokenizer_of(recipe: Recipe, corpus: Corpus, checkpoint: Path | None) -> Pre
     folder = Path(recipe.training.output_dir) / TOKENIZER_FOLDER
     shutil.rmtree(folder, ignore_errors=True)
     return train_tokenizer(
-        corpus.texts(),
+        corpus.texts(recipe.tokenizer.training_pairs),
         recipe.tokenizer.vocab_size,
         folder,
         model=recipe.tokenizer.model,
@@ -191,6 +221,9 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
         max_steps=training.max_steps or -1,
         per_device_train_batch_size=training.batch_size,
         per_device_eval_batch_size=training.batch_size,
+        batch_tokens=training.batch_tokens,
+        # A stream draws its pairs by temperature itself.
+        sampling_temperature=1.0 if recipe.data.streaming else recipe.data.temperature,
         train_sampling_strategy="group_by_length" if training.length_bucketing else "random",
         logging_first_step=True,
         eval_strategy="steps" if training.eval_steps else "no",

@@ -13,7 +13,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_gpipe.checkpoint.directory import checkpoints, last_checkpoint, remove_leftovers
 from hf_gpipe.checkpoint.save import make_directory
-from hf_gpipe.data import Corpus, PairCollator, TokenizedPairs
+from hf_gpipe.data import Corpus, PairCollator, StreamedCorpus
+from hf_gpipe.data.text import TextCorpus
 from hf_gpipe.errors import RecipeError
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.planner.workload import Workload
@@ -24,8 +25,8 @@ from hf_gpipe.runtime.whereabouts import note
 from hf_gpipe.schedule import Timeline, breakdown, draw_png, write_trace
 from hf_gpipe.training import summary
 from hf_gpipe.training.cost import CostMeter
-from hf_gpipe.training.evaluate import evaluate_translation
-from hf_gpipe.training.from_recipe import arguments_of, autocast_of, corpus_of, model_config, model_dtype, tokenizer_of
+from hf_gpipe.training.from_recipe import arguments_of, autocast_of, model_config, model_dtype, tokenizer_of
+from hf_gpipe.training.tasks import Task, task_of
 from hf_gpipe.training.timeline import measure_step
 from hf_gpipe.training.trainer import PipelineTrainer
 
@@ -49,7 +50,7 @@ _MAY_CHANGE = (
 class _Prepared(NamedTuple):
     """What the main process makes before there is a model."""
 
-    corpus: Corpus
+    corpus: Corpus | StreamedCorpus | TextCorpus
     tokenizer: PreTrainedTokenizerBase
     config: PreTrainedConfig
     checkpoint: Path | None
@@ -62,12 +63,13 @@ def run(recipe: Recipe) -> None:
         UserError: what the recipe, the data or the checkpoint to resume from get wrong.
     """
     cost_meter = CostMeter()
+    task = task_of(recipe)
     output_dir = Path(recipe.training.output_dir)
     topology = Topology.discover(recipe.pipeline.num_stages, recipe.pipeline.device)
     mine: list[_Prepared] = []
 
     def prepare() -> tuple[PreTrainedConfig, Path | None]:
-        mine.append(_prepare(recipe, output_dir))
+        mine.append(_prepare(recipe, task, output_dir))
         return mine[0].config, mine[0].checkpoint
 
     note("preparing the corpus and the tokenizer")
@@ -76,9 +78,9 @@ def run(recipe: Recipe) -> None:
     pipe = _pipeline(recipe, config)
     pipe.adapter.reference.generation_config.max_new_tokens = recipe.evaluation.max_new_tokens
     prepared = mine[0] if mine else None
-    trainer = _trainer(recipe, pipe, prepared)
+    trainer = _trainer(recipe, task, pipe, prepared)
     if prepared is not None:
-        summary.say(summary.start_text(recipe, pipe, prepared.corpus, checkpoint))
+        summary.say(summary.start_text(recipe, pipe, task.corpus_text(prepared.corpus), checkpoint))
     start = _step_of(checkpoint)
     output = trainer.train(resume_from_checkpoint=checkpoint)
     cost_meter.note_memory(pipe)
@@ -86,20 +88,10 @@ def run(recipe: Recipe) -> None:
         summary.say(f"the training in {output_dir} is finished ({start} steps); nothing is left to train")
     note("saving the model")
     trainer.save_model()
-    note("translating")
+    note(task.evaluating)
     if prepared is not None:
-        summary.say(f"translating pairs of the {recipe.evaluation.split} split")
-    report = evaluate_translation(
-        pipe,
-        prepared.tokenizer if prepared is not None else None,
-        _evaluated_pairs(recipe, prepared),
-        recipe.evaluation.batch_size,
-        recipe.evaluation.max_new_tokens,
-        max_source_tokens=recipe.data.max_source_tokens,
-        max_target_tokens=recipe.data.max_target_tokens,
-        max_examples=recipe.evaluation.max_examples,
-        num_samples=recipe.evaluation.samples,
-    )
+        summary.say(task.evaluating)
+    report = task.evaluate(pipe, *(prepared.tokenizer, prepared.corpus) if prepared is not None else (None, None))
     note("measuring a step")
     batches = trainer.train_batches()
     batch = share([next(batches.epoch(0))] if batches is not None else None, topology)
@@ -110,7 +102,7 @@ def run(recipe: Recipe) -> None:
         (output_dir / METRICS_FILE).write_text(json.dumps(metrics, indent=2, ensure_ascii=False) + "\n")
         _write_timelines(output_dir, measured, predicted)
         summary.say(summary.step_text(breakdown(measured), output_dir / TRACE_FILE))
-        summary.say(summary.end_text(recipe, report, output_dir, TIMELINE_FILE, METRICS_FILE))
+        summary.say(summary.end_text(task.report_text(report), output_dir, TIMELINE_FILE, METRICS_FILE))
 
 
 def _update_of(trainer: PipelineTrainer) -> Callable[[], None]:
@@ -134,13 +126,13 @@ def _write_timelines(output_dir: Path, measured: Timeline, predicted: Timeline) 
     (output_dir / BREAKDOWN_FILE).write_text(json.dumps(breakdown(measured).to_dict(), indent=2) + "\n")
 
 
-def _prepare(recipe: Recipe, output_dir: Path) -> _Prepared:
+def _prepare(recipe: Recipe, task: Task, output_dir: Path) -> _Prepared:
     make_directory(output_dir)
     summary.say("preparing the corpus and the tokenizer")
     # First, for it gives back a checkpoint that was being replaced.
     remove_leftovers(output_dir)
     checkpoint = _checkpoint_of(recipe, output_dir)
-    corpus = corpus_of(recipe)
+    corpus = task.corpus()
     tokenizer = tokenizer_of(recipe, corpus, checkpoint)
     config = model_config(recipe, tokenizer)
     if recipe.training.resume == "never":
@@ -211,20 +203,14 @@ def _pipeline(recipe: Recipe, config: PreTrainedConfig) -> Pipeline:
     )
 
 
-def _trainer(recipe: Recipe, pipe: Pipeline, prepared: _Prepared | None) -> PipelineTrainer:
+def _trainer(recipe: Recipe, task: Task, pipe: Pipeline, prepared: _Prepared | None) -> PipelineTrainer:
     args = arguments_of(recipe)
     if prepared is None:
         return PipelineTrainer(pipe, args)
     decoder_only = not pipe.adapter.config.is_encoder_decoder
 
-    def rows(pairs: list[Any]) -> TokenizedPairs:
-        return TokenizedPairs(
-            pairs,
-            prepared.tokenizer,
-            max_source_tokens=recipe.data.max_source_tokens,
-            max_target_tokens=recipe.data.max_target_tokens,
-            decoder_only=decoder_only,
-        )
+    def rows(split: Any) -> Any:
+        return task.rows(split, prepared.tokenizer, decoder_only=decoder_only)
 
     padding = prepared.tokenizer.pad_token_id
     collator = PairCollator(padding if padding is not None else prepared.tokenizer.eos_token_id or 0)
@@ -236,9 +222,3 @@ def _trainer(recipe: Recipe, pipe: Pipeline, prepared: _Prepared | None) -> Pipe
         eval_dataset=rows(prepared.corpus.validation) if recipe.training.eval_steps else None,
         processing_class=prepared.tokenizer,
     )
-
-
-def _evaluated_pairs(recipe: Recipe, prepared: _Prepared | None) -> list[Any] | None:
-    if prepared is None:
-        return None
-    return prepared.corpus.test if recipe.evaluation.split == "test" else prepared.corpus.validation

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hf_gpipe.data import Corpus
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import Recipe
 from hf_gpipe.schedule import Breakdown
-from hf_gpipe.training.evaluate import TranslationReport
 
 
 def say(text: str) -> None:
@@ -16,8 +14,8 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def start_text(recipe: Recipe, pipe: Pipeline, corpus: Corpus, checkpoint: Path | None) -> str:
-    """The model, its stages and the data."""
+def start_text(recipe: Recipe, pipe: Pipeline, corpus: str, checkpoint: Path | None) -> str:
+    """The model, its stages and the data; `corpus` says in words how much there is."""
     reference = pipe.adapter.reference
     sizes = ", ".join(str(len(layers)) for layers in pipe.partition)
     processes = pipe.topology.num_processes
@@ -26,8 +24,7 @@ def start_text(recipe: Recipe, pipe: Pipeline, corpus: Corpus, checkpoint: Path 
         f"{len(pipe.adapter.layers)} layers",
         f"pipeline   K = {pipe.num_stages} stages of {sizes} layers in {processes} process{'es' * (processes > 1)}, "
         f"M = {pipe.num_micro_batches} micro-batches, schedule {pipe.schedule_name}, recompute {pipe.recompute}",
-        f"data       {len(corpus.train)} training pairs, {len(corpus.languages)} "
-        f"language{'s' * (len(corpus.languages) > 1)}; mini-batches of {recipe.training.batch_size} rows",
+        f"data       {corpus}; mini-batches of {_mini_batch(recipe)}",
         f"output     {recipe.training.output_dir}",
     ]
     if pipe.planned is not None:
@@ -45,25 +42,22 @@ def step_text(parts: Breakdown, trace: Path) -> str:
     )
 
 
-def end_text(recipe: Recipe, report: TranslationReport, output_dir: Path, timeline_file: str, metrics_file: str) -> str:
-    """The quality of each language, some translations, and where everything is."""
-    average = report.average
-    parts = [
-        "",
-        f"Quality on held-out pairs ({recipe.evaluation.split} split; `copy` is the score of the source itself)",
-        "",
-        report.table(),
-    ]
-    if report.samples:
-        parts += ["", "Translations", "", report.sample_text()]
-    parts += [
-        "",
-        f"exact match {average.exact_match:.3f}, chrF {average.chrf:.1f} (copying the source: {average.chrf_copy:.1f})",
-        f"model and tokenizer  {output_dir}",
-        f"one step's timeline  {output_dir / timeline_file}",
-        f"metrics              {output_dir / metrics_file}",
-    ]
-    return "\n".join(parts)
+def end_text(quality: str, output_dir: Path, timeline_file: str, metrics_file: str) -> str:
+    """The quality, in words or tables, and where everything is."""
+    return "\n".join(
+        [
+            "",
+            quality,
+            f"model and tokenizer  {output_dir}",
+            f"one step's timeline  {output_dir / timeline_file}",
+            f"metrics              {output_dir / metrics_file}",
+        ]
+    )
+
+
+def _mini_batch(recipe: Recipe) -> str:
+    tokens = recipe.training.batch_tokens
+    return f"{recipe.training.batch_size} rows" if tokens is None else f"about {tokens} target tokens"
 
 
 def _count(number: int) -> str:

@@ -144,7 +144,7 @@ def test_a_bad_override_is_refused_with_its_key_and_what_is_allowed(override: st
         (MINIMAL + "pipeline.num_stages: 2", "write 'num_stages' below 'pipeline'"),
         (MINIMAL + "1: 2", "r.yaml, line 8: 1 is not a key of a recipe"),
         (MINIMAL.replace("  output_dir: outputs/test", "  seed: 1"), "r.yaml: training.output_dir is missing"),
-        (MINIMAL.replace("  kind: cldr\n", ""), "data.kind is missing and has no default; give it 'cldr' or 'jsonl'"),
+        (MINIMAL.replace("  kind: cldr\n", ""), "data.kind is missing and has no default; give it 'cldr'"),
         ("model: {config: {model_type: marian}}", "r.yaml: data.kind is missing"),
     ],
 )

@@ -1,0 +1,226 @@
+"""Monolingual text: documents for pretraining, and the blocks of tokens that they are cut into."""
+
+from __future__ import annotations
+
+import glob
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hf_gpipe.data.deterministic import stable_fraction, stable_random
+from hf_gpipe.data.fields import PairFields
+from hf_gpipe.data.files import SUFFIXES, files_of
+from hf_gpipe.data.formats import jsonl, parquet
+from hf_gpipe.data.formats.text import numbered_lines
+from hf_gpipe.errors import DataError, nearest
+
+_DOCUMENTS_AT_ONCE = 1000
+
+
+@dataclass(frozen=True)
+class TextCorpus:
+    """Documents in three splits."""
+
+    train: list[str]
+    validation: list[str]
+    test: list[str]
+    languages: list[str] = field(default_factory=list)
+    target_tags: list[str] = field(default_factory=list)
+
+    def texts(self, max_texts: int | None = None) -> list[str]:
+        """What a tokenizer may be trained on: the training documents, so many drawn ones where there are more."""
+        if max_texts is None or max_texts >= len(self.train):
+            return self.train
+        drawn = stable_random("texts", max_texts).sample(range(len(self.train)), max_texts)
+        return [self.train[place] for place in sorted(drawn)]
+
+
+def text_corpus(
+    path: str,
+    *,
+    text_field: str = "text",
+    subset: str | None = None,
+    revision: str | None = None,
+    validation_fraction: float = 0.05,
+    test_fraction: float = 0.05,
+    max_documents: int | None = None,
+    seed: int = 0,
+) -> TextCorpus:
+    """The documents of local files, or of a data set of the Hub.
+
+    A data set's own splits "validation" and "test" are kept; a split that it has not is cut off from the training
+    documents by a hash of each (split_documents).
+
+    Args:
+        path: a file, wildcards, or a directory with files whose names end in .txt, .jsonl or .parquet, the first two
+            perhaps in .gz; otherwise the Hub id of a data set, or a directory in its form.
+        text_field: of a row, the field with the document; rows without text are left out. In a .txt file a document is
+            a paragraph: lines up to a blank one.
+        subset: of the data set (its configuration); None: it has one.
+        revision: branch, tag or commit on the Hub; None: the main branch.
+        validation_fraction: share of the documents held out for evaluation during training.
+        test_fraction: the same for the end.
+        max_documents: that many to train on, or of files to split, drawn with `seed`, in their order; None: all.
+        seed: of that draw.
+
+    Raises:
+        DataError: no such files or data set, a name that ends otherwise, rows without the field, or no document to
+            train on.
+    """
+    if _is_local(path):
+        documents: Iterable[str] = (text for file in files_of(path, "text") for text in _documents(file, text_field))
+        own: dict[str, list[str]] = {}
+    else:
+        from hf_gpipe.data.hub import hub_parts  # its library takes a second to import
+
+        (part,) = hub_parts(path=path, subset=subset, revision=revision, languages=(), fields=PairFields())
+        documents = texts_of_rows(part.train(), text_field)
+        held_out = {"validation": part.validation, "test": part.test}
+        own = {name: list(texts_of_rows(rows(), text_field)) for name, rows in held_out.items() if rows is not None}
+    corpus = split_documents(
+        _drawn(list(documents), max_documents, seed),
+        validation_fraction=0.0 if "validation" in own else validation_fraction,
+        test_fraction=0.0 if "test" in own else test_fraction,
+    )
+    return replace(corpus, **own)
+
+
+def _is_local(path: str) -> bool:
+    """Whether `path` means files of text on this machine, there or not."""
+    if glob.has_magic(path) or path.endswith(SUFFIXES["text"]):
+        return True
+    try:
+        found = Path(path).expanduser()
+        return found.is_file() or (found.is_dir() and any(_is_text(file) for file in found.iterdir()))
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a file's name ends as those that are read."""
+    return path.name.endswith(SUFFIXES["text"]) and path.is_file()
+
+
+def _drawn(documents: list[str], count: int | None, seed: int) -> list[str]:
+    if count is None or count >= len(documents):
+        return documents
+    chosen = stable_random("max_examples", seed).sample(range(len(documents)), count)
+    return [documents[index] for index in sorted(chosen)]
+
+
+def _documents(path: Path, text_field: str) -> Iterator[str]:
+    name = path.name.removesuffix(".gz")
+    if name.endswith(".txt"):
+        yield from _paragraphs(line for _, line in numbered_lines(path))
+    elif name.endswith(".jsonl"):
+        yield from texts_of_rows(jsonl.read(path), text_field)
+    elif name.endswith(".parquet"):
+        yield from texts_of_rows(parquet.read(path), text_field)
+    else:
+        raise DataError(f"data.path: {path} is no text file; names that end in .txt, .jsonl or .parquet are read")
+
+
+def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
+    """Lines up to a blank one, together."""
+    for is_blank, some in groupby(lines, key=lambda line: not line.strip()):
+        if not is_blank:
+            yield "".join(some).rstrip("\r\n")
+
+
+def texts_of_rows(rows: Iterable[tuple[str, Mapping[str, Any]]], text_field: str) -> Iterator[str]:
+    """The text in a field of each row that has any; a row comes with what messages call it.
+
+    Raises DataError for a row without the field, or with something else in it; names the row and its fields.
+    """
+    for where, row in rows:
+        if text_field not in row:
+            raise DataError(
+                f"{where}: no field {text_field!r}{nearest(text_field, row)}; data.text_field names the one with the "
+                f"text; the fields found are {', '.join(map(str, row)) or 'none'}"
+            )
+        text = row[text_field]
+        if text is not None and not isinstance(text, str):
+            raise DataError(f"{where}: field {text_field!r} is no text but a {type(text).__name__}")
+        if text and text.strip():
+            yield text
+
+
+def split_documents(documents: Iterable[str], *, validation_fraction: float, test_fraction: float) -> TextCorpus:
+    """Distributes documents over the splits by a hash of each one's text, so that equal ones are in the same split.
+
+    The other documents have no say: one keeps its split when the corpus grows. The fractions are met on average.
+
+    Raises DataError without a training document.
+    """
+    train: list[str] = []
+    validation: list[str] = []
+    test: list[str] = []
+    for document in documents:
+        position = stable_fraction(document)
+        if position < test_fraction:
+            test.append(document)
+        elif position < test_fraction + validation_fraction:
+            validation.append(document)
+        else:
+            train.append(document)
+    if not train:
+        raise DataError(
+            f"there are no documents to train on ({len(validation)} for validation, {len(test)} for test); give more "
+            "text, or smaller validation_fraction and test_fraction"
+        )
+    return TextCorpus(train, validation, test)
+
+
+class TokenBlocks:
+    """A dataset of {"input_ids": [...], "labels": [...]}, both the same block of consecutive tokens.
+
+    The documents' tokens stand in a row, each document's followed by the end-of-sequence token, and are cut every
+    `block_tokens`; the last block is shorter. So nothing is padded, a block may hold the end of one document and the
+    start of the next, and a model learns every token from those before it in its block, all but the block's first.
+
+    Raises DataError for blocks of fewer than 2 tokens, a tokenizer without an end-of-sequence token, or no text.
+    """
+
+    def __init__(self, documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, block_tokens: int) -> None:
+        if block_tokens < 2:
+            raise DataError(
+                f"max_target_tokens is {block_tokens}; a block needs at least 2 tokens, to learn the second"
+            )
+        end = tokenizer.eos_token_id
+        if end is None:
+            raise DataError(
+                f"the tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token, which parts documents; set "
+                "its eos_token"
+            )
+        self._tokens = array("i")
+        remaining = iter(documents)
+        while some := list(islice(remaining, _DOCUMENTS_AT_ONCE)):
+            for ids in tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]:
+                self._tokens.extend(ids)
+                self._tokens.append(end)
+        self._block_tokens = block_tokens
+        # Of a single token nothing is learnt.
+        self._num_tokens = len(self._tokens) - (len(self._tokens) % block_tokens == 1)
+        if not self._num_tokens:
+            raise DataError("the text has no tokens; give documents that are not empty")
+
+    def __len__(self) -> int:
+        return -(-self._num_tokens // self._block_tokens)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        start = index * self._block_tokens
+        block = self._tokens[start : min(start + self._block_tokens, self._num_tokens)].tolist()
+        return {"input_ids": block, "labels": list(block)}
+
+    @property
+    def lengths(self) -> list[int]:
+        """The tokens of each block."""
+        last = self._num_tokens - (len(self) - 1) * self._block_tokens
+        return [*[self._block_tokens] * (len(self) - 1), last]

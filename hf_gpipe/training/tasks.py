@@ -1,0 +1,164 @@
+"""What a run learns: to translate, or to predict text. The kind of its data decides, once; the job then asks the task.
+
+A task knows which corpus there is, what the rows of a mini-batch are, how the model is evaluated, what is said of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from hf_gpipe.data import Corpus, PairStream, StreamedCorpus, StreamedRows, TokenizedPairs
+from hf_gpipe.data.buckets import training_pairs
+from hf_gpipe.data.text import TextCorpus, TokenBlocks
+from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.recipe import Recipe
+from hf_gpipe.training.evaluate import TranslationReport, evaluate_translation
+from hf_gpipe.training.evaluate_text import TextReport, evaluate_text
+from hf_gpipe.training.from_recipe import corpus_of, text_corpus_of
+
+
+class Task(Protocol):
+    """What depends on what is learnt; `corpus` is what its own method of this name returned."""
+
+    @property
+    def evaluating(self) -> str:
+        """What the evaluation at the end does, in words."""
+
+    def corpus(self) -> Any:
+        """The corpus that the recipe names, in three splits. Raises DataError."""
+
+    def corpus_text(self, corpus: Any) -> str:
+        """How much there is of it."""
+
+    def rows(self, split: Any, tokenizer: PreTrainedTokenizerBase, *, decoder_only: bool) -> Any:
+        """A dataset of {"input_ids", "labels"} of a corpus's split."""
+
+    def evaluate(self, pipe: Pipeline, tokenizer: PreTrainedTokenizerBase | None, corpus: Any) -> Any:
+        """A report with `to_dict()`, the same in every process; those that are not the main one give None."""
+
+    def report_text(self, report: Any) -> str:
+        """What people want to know of a report."""
+
+
+def task_of(recipe: Recipe) -> Task:
+    """The task that the kind of a recipe's data decides."""
+    return LanguageModelling(recipe) if recipe.data.kind == "text" else Translation(recipe)
+
+
+@dataclass(frozen=True)
+class Translation:
+    """Pairs of a source and a target, for an encoder-decoder or, in one sequence, a decoder-only model."""
+
+    recipe: Recipe
+
+    @property
+    def evaluating(self) -> str:
+        """What the evaluation at the end does, in words."""
+        return f"translating pairs of the {self.recipe.evaluation.split} split"
+
+    def corpus(self) -> Corpus | StreamedCorpus:
+        """The pairs."""
+        return corpus_of(self.recipe)
+
+    def corpus_text(self, corpus: Corpus | StreamedCorpus) -> str:
+        """Pairs and languages."""
+        count = len(corpus.languages)
+        pairs = f"{len(corpus.train)} training" if isinstance(corpus, Corpus) else "streamed"
+        return f"{pairs} pairs, {count} language{'s' * (count > 1)}"
+
+    def rows(
+        self, split: Any, tokenizer: PreTrainedTokenizerBase, *, decoder_only: bool
+    ) -> TokenizedPairs | StreamedRows:
+        """Each pair's tokens."""
+        rows = StreamedRows if isinstance(split, PairStream) else TokenizedPairs
+        return rows(
+            split,
+            tokenizer,
+            max_source_tokens=self.recipe.data.max_source_tokens,
+            max_target_tokens=self.recipe.data.max_target_tokens,
+            decoder_only=decoder_only,
+        )
+
+    def evaluate(
+        self, pipe: Pipeline, tokenizer: PreTrainedTokenizerBase | None, corpus: Corpus | StreamedCorpus | None
+    ) -> TranslationReport:
+        """Translate, and score."""
+        data, evaluation = self.recipe.data, self.recipe.evaluation
+        return evaluate_translation(
+            pipe,
+            tokenizer,
+            _evaluated(self.recipe, corpus),
+            evaluation.batch_size,
+            evaluation.max_new_tokens,
+            max_source_tokens=data.max_source_tokens,
+            max_target_tokens=data.max_target_tokens,
+            max_examples=evaluation.max_examples,
+            num_samples=evaluation.samples,
+            training_pairs=training_pairs(corpus) if corpus is not None else None,
+        )
+
+    def report_text(self, report: TranslationReport) -> str:
+        """The quality of each language and some translations."""
+        average = report.average
+        parts = [
+            f"Quality on held-out pairs ({self.recipe.evaluation.split} split; `copy` is the score of the source)",
+            report.table(),
+            *(["Each row is the mean of its languages' scores; the metrics hold every language's."] * report.is_long),
+            *(["Translations", report.sample_text()] if report.samples else []),
+            f"exact match {average.exact_match:.3f}, chrF {average.chrf:.1f} (copying the source: "
+            f"{average.chrf_copy:.1f})",
+        ]
+        return "\n\n".join(parts)
+
+
+@dataclass(frozen=True)
+class LanguageModelling:
+    """Text, for a decoder-only model."""
+
+    recipe: Recipe
+
+    @property
+    def evaluating(self) -> str:
+        """What the evaluation at the end does, in words."""
+        return f"predicting the text of the {self.recipe.evaluation.split} split"
+
+    def corpus(self) -> TextCorpus:
+        """The documents."""
+        return text_corpus_of(self.recipe)
+
+    def corpus_text(self, corpus: TextCorpus) -> str:
+        """Documents and the length of their blocks."""
+        return f"{len(corpus.train)} training documents in blocks of {self.recipe.data.max_target_tokens} tokens"
+
+    def rows(self, split: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, decoder_only: bool) -> TokenBlocks:
+        """Blocks of the documents' tokens."""
+        return TokenBlocks(split, tokenizer, self.recipe.data.max_target_tokens)
+
+    def evaluate(
+        self, pipe: Pipeline, tokenizer: PreTrainedTokenizerBase | None, corpus: TextCorpus | None
+    ) -> TextReport:
+        """The loss on held-out blocks."""
+        return evaluate_text(
+            pipe,
+            tokenizer,
+            _evaluated(self.recipe, corpus),
+            self.recipe.evaluation.batch_size,
+            self.recipe.data.max_target_tokens,
+            max_blocks=self.recipe.evaluation.max_examples,
+        )
+
+    def report_text(self, report: TextReport) -> str:
+        """Loss and perplexity."""
+        split = self.recipe.evaluation.split
+        return f"Quality on held-out text ({split} split, {report.num_tokens} tokens)\n\n{report.text()}"
+
+
+def _evaluated(recipe: Recipe, corpus: Corpus | StreamedCorpus | TextCorpus | None) -> Any:
+    """The split to evaluate on."""
+    if corpus is None:
+        return None
+    return corpus.test if recipe.evaluation.split == "test" else corpus.validation
