@@ -25,11 +25,6 @@ PROBES = 40
 PROBE_MAX_NUMBER = 999
 
 
-def translate(phrase: Phrase, locale: Locale) -> str | None:
-    """What `phrase` says in `locale`, or None where CLDR has no words of that language for it."""
-    return own_words(phrase(locale), phrase(ROOT))
-
-
 def own_words(text: str | None, placeholder: str | None) -> str | None:
     """`text` as typed text, with plain spaces and no direction marks; None where it is what the root locale says."""
     if not text or text == placeholder:
@@ -62,27 +57,30 @@ def cldr_languages(count: int, templates: Sequence[str] = ()) -> list[str]:
 @cache
 def _qualified(names: tuple[str, ...]) -> tuple[str, ...]:
     """All languages that qualify, in order. Takes a few seconds: some 300 locales are read."""
-    probes = {
-        name: [TEMPLATES[name](stable_random("probe", name, number), PROBE_MAX_NUMBER) for number in range(PROBES)]
+    probes = [
+        [TEMPLATES[name](stable_random("probe", name, number), PROBE_MAX_NUMBER) for number in range(PROBES)]
         for name in names
-    }
+    ]
+    placeholders = [[phrase(ROOT) for phrase in phrases] for phrases in probes]
     said: dict[str, int] = {}
     seen: set[tuple[str | None, ...]] = set()
     for code in sorted(localedata.locale_identifiers()):
         if "_" in code or code == "en":
             continue
-        texts = _say(probes, IsolatedLocale(Locale(code)))
+        texts = _say(probes, placeholders, IsolatedLocale(Locale(code)))
         if texts is not None and texts not in seen:
             seen.add(texts)
             said[code] = sum(text is not None for text in texts)
     return tuple(sorted(said, key=lambda code: (-said[code], code)))
 
 
-def _say(probes: dict[str, list[Phrase]], locale: Locale) -> tuple[str | None, ...] | None:
+def _say(
+    probes: list[list[Phrase]], placeholders: list[list[str | None]], locale: Locale
+) -> tuple[str | None, ...] | None:
     """Every probe in `locale`; None as soon as it has no words for a whole template."""
     texts: list[str | None] = []
-    for phrases in probes.values():
-        said = [translate(phrase, locale) for phrase in phrases]
+    for phrases, root_says in zip(probes, placeholders, strict=True):
+        said = [own_words(phrase(locale), placeholder) for phrase, placeholder in zip(phrases, root_says, strict=True)]
         if not any(said):
             return None
         texts += said
