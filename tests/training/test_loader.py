@@ -259,3 +259,24 @@ def test_samples_a_second_count_the_rows_there_were(tmp_path: Path) -> None:
 def test_what_the_arguments_refuse(values: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         trainer(tmp_path, **values)
+
+
+@pytest.mark.parametrize("order", STRATEGIES)
+def test_streams_of_the_library_are_gone_on_with_in_any_epoch(order: str) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def batches() -> MiniBatches:
+        rows = Rows(30)
+        dataset = datasets.Dataset.from_list([rows[index] for index in range(30)]).to_iterable_dataset(num_shards=5)
+        return MiniBatches(dataset, COLLATE, 4, order, batch_tokens=40)
+
+    first = batches()
+    for epoch in range(2):
+        whole, places = [], [first.place(0)]
+        for batch in first.epoch(epoch):
+            whole.append(batch)
+            places.append(json.loads(json.dumps(first.place(len(whole)))))
+        for start, place in list(enumerate(places))[1:]:
+            other = batches()
+            assert same(list(other.epoch(epoch, start, place)), whole[start:])
+            assert len(list(other.epoch(epoch + 1))) >= 4, "the next epoch begins at its beginning"
