@@ -27,7 +27,7 @@ from typing import NoReturn
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from translation_scaling.claims import Roles
-from translation_scaling.execute import execute
+from translation_scaling.execute import EXIT_STOPPED, execute
 from translation_scaling.results import RESULTS_FILE, RUNS_FILE, Results, finished_runs, write_csv
 from translation_scaling.roles import roles_of
 from translation_scaling.runs import Run, plan_runs
@@ -72,6 +72,9 @@ def _scale(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     code = 0
     if not options.report_only:
         code = execute(runs)
+    if code == EXIT_STOPPED:
+        # Whoever stops it does not want to wait for a report; --report-only makes one of what is finished.
+        return code
     try:
         results = _results(options, runs)
     except UserError:
@@ -155,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--report-only", action="store_true", help="train nothing; report on what is finished")
     parser.add_argument("--dry-run", action="store_true", help="list the runs and how far each has come")
-    parser.add_argument("--device", default="a100-80", help="of the planner's predictions; default: a100-80")
+    parser.add_argument("--device", default="tpu-v3", help="of the planner's predictions; default: tpu-v3, the paper's")
     parser.add_argument(
         "--paper", nargs="*", metavar="RECIPE", help="recipes to plan and count; default: recipes/translation/paper-*"
     )
