@@ -20,7 +20,9 @@ def test_kind_chooses_the_corpus(tmp_path):
 
 
 def test_unknown_kind_and_missing_path_are_refused():
-    with pytest.raises(DataError, match=r"kind 'json' is unknown; did you mean 'jsonl'\?; choose from cldr, jsonl, csv, "):
+    with pytest.raises(
+        DataError, match=r"kind 'json' is unknown; did you mean 'jsonl'\?; choose from cldr, jsonl, csv, "
+    ):
         build_corpus(kind="json")
     with pytest.raises(DataError, match="needs `path`"):
         build_corpus(kind="jsonl")

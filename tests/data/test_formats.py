@@ -96,7 +96,11 @@ def test_values_are_text_and_tabs_part_them_as_they_are(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("rows.csv", b"a,b\n1,2\n1,2,3\n", r"rows\.csv, line 3: the number of values is 3, and the first line names 2 col"),
+        (
+            "rows.csv",
+            b"a,b\n1,2\n1,2,3\n",
+            r"rows\.csv, line 3: the number of values is 3, and the first line names 2 col",
+        ),
         ("rows.csv", b"a,b\n1\n", "line 2: the number of values is 1"),
         ("rows.csv", b"a,a\n1,2\n", "line 1: the column 'a' stands twice"),
         ("rows.csv", b'a,b\n"1"x,2\n', "line 2: no CSV"),
