@@ -335,7 +335,7 @@ class TrainingSection:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSection:
-    """After training: translation by greedy generation, scored in each language; of text, its loss and perplexity."""
+    """After training: greedy translations, scored in each language; of text, loss and perplexity."""
 
     max_examples: Count | None = None
     """Pairs translated in each language, or blocks of text; null: all of the split."""
