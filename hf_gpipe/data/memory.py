@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from hf_gpipe.data.deterministic import stable_fraction
@@ -82,7 +82,7 @@ def corpus_in_memory(
     seen = {pair.language for pair in chain(*splits.values())}
     of_corpus = [language for language in read.languages if language in seen]
     read.warn_of_empty_rows()
-    warn_of_few(splits, of_corpus)
+    warn_of_few(splits, of_corpus, Counter(pair.language for pair in chain(*splits.values())))
     tags = [language_tag(target) for target in fields.targets(read.languages)] if read.tags else []
     return Corpus(splits["train"], splits["validation"], splits["test"], of_corpus, tags)
 
@@ -152,13 +152,13 @@ def check_limits(max_examples: int | None, max_held_out: int | None) -> None:
             raise DataError(f"{key} is {limit}; it must be at least 1, or null for all there are")
 
 
-def warn_of_few(splits: dict[str, list[Pair]], languages: Sequence[str]) -> None:
-    """Log the languages that have no pairs in a split where others have some."""
-    counts = {split: Counter(pair.language for pair in pairs) for split, pairs in splits.items()}
-    for split, of_language in counts.items():
-        missing = [language for language in languages if not of_language[language]]
-        if missing and of_language:
-            shown = [f"{each} ({sum(count[each] for count in counts.values())} in all)" for each in missing]
+def warn_of_few(splits: dict[str, list[Pair]], languages: Sequence[str], totals: Mapping[str, int]) -> None:
+    """Log the languages that have no pairs in a split where others have some, with their `totals` where known."""
+    for split, pairs in splits.items():
+        seen = {pair.language for pair in pairs}
+        missing = [language for language in languages if language not in seen]
+        if missing and seen:
+            shown = [f"{each} ({totals[each]} in all)" if each in totals else each for each in missing]
             more = f" and {len(shown) - _MOST_NAMED} more" if len(shown) > _MOST_NAMED else ""
             logger.warning("no %s pairs in these languages: %s%s", split, ", ".join(shown[:_MOST_NAMED]), more)
 

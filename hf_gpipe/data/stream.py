@@ -110,7 +110,7 @@ def streamed_corpus(
         )
         for language, part in zip(names, parts, strict=True)
     }
-    warn_of_few(splits, of_corpus)
+    warn_of_few(splits, of_corpus, known)
     targets = [language_tag(target) for target in fields.targets(of_corpus)] if tags else []
     stream = PairStream(shares, probabilities, known, seed)
     return StreamedCorpus(stream, splits["validation"], splits["test"], of_corpus, targets)
@@ -196,6 +196,8 @@ class BlockReader:
         self, part: Part, reader: PairReader, held_out: tuple[float, float], rows_of_block: int, seed: int
     ) -> None:
         self._part, self._reader, self._held_out = part, reader, held_out
+        # Not the part's name, which is a path: data that have moved keep their order.
+        self._language = part.language or ONE_LANGUAGE
         self._rows_of_block, self._seed = rows_of_block, seed
         self._rows: Rows | None = None
         self._pairs: list[Pair] | None = None
@@ -233,7 +235,7 @@ class BlockReader:
         """The pairs of the block that begins here, in their shuffled order."""
         if self._rows is None:
             self._rows = self._part.train()
-            self._rows.set_epoch(stable_random("pass", self._seed, self._part.name, self._pass).randrange(1, 2**31))
+            self._rows.set_epoch(stable_random("pass", self._seed, self._language, self._pass).randrange(1, 2**31))
             if self._block_start is not None:
                 self._rows.load_state_dict(self._block_start)
             self._open = iter(self._rows)
@@ -248,7 +250,7 @@ class BlockReader:
             if split_of(pair.split_key, *self._held_out) == "train"
         ]
         self._gave_any = self._gave_any or bool(pairs)
-        stable_random("block", self._seed, self._part.name, self._pass, self._block).shuffle(pairs)
+        stable_random("block", self._seed, self._language, self._pass, self._block).shuffle(pairs)
         return pairs
 
     def _leave_block(self) -> None:

@@ -16,7 +16,7 @@ from hf_gpipe.data import PairStream, build_corpus
 from hf_gpipe.errors import CheckpointError
 from tests.data import hub_directories, test_formats
 
-LENGTH = 700
+LENGTH = 900
 SIZES = {"de": 90, "fr": 31, "yo": 5}
 
 
@@ -128,6 +128,19 @@ def test_every_pass_holds_every_pair_once():
 def test_the_language_of_a_draw_depends_on_the_seed_and_its_number_alone():
     languages = [[pair.language for pair in islice(stream("jsonl", buffer), 200)] for buffer in (3, 16)]
     assert languages[0] == languages[1]
+
+
+def test_data_that_have_moved_keep_their_order(tmp_path):
+    found = []
+    for name in ("here", "there"):
+        folder = tmp_path / name
+        folder.mkdir()
+        for piece in range(3):
+            rows = [{"source": f"{piece} {n}", "target": "x"} for n in range(9)]
+            test_formats.write(folder / f"{piece}.jsonl", rows)
+        corpus = build_corpus(kind="jsonl", path=str(folder), streaming=True, shuffle_buffer=4)
+        found.append(ahead(corpus.train, 80))
+    assert found[0] == found[1]
 
 
 def test_a_place_in_another_stream_is_refused():
