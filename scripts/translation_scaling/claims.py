@@ -119,10 +119,14 @@ def _helps_every_language(results: Results, roles: Roles) -> tuple[str, ...]:
 def _exceptions(results: Results, first: str, second: str, measure: Measure) -> str:
     """The languages that a larger model does not help."""
     values = per_language(results, first, second, measure) * (1 if measure.higher_is_better else -1)
-    names = [language for language, gain in zip(results.languages, values, strict=True) if gain <= 0]
-    if not names:
+    worse = [language for language, gain in zip(results.languages, values, strict=True) if gain < 0]
+    num_equal = int((values == 0).sum())
+    if not worse and not num_equal:
         return ", which is all of them"
-    return f"; not in {', '.join(names[:_MOST_NAMES])}{_more(names)}"
+    parts = [f"equal in {num_equal}"] if num_equal else []
+    if worse:
+        parts.append(f"worse in {', '.join(worse[:_MOST_NAMES])}{_more(worse)}")
+    return f" ({'; '.join(parts)})"
 
 
 def _more(names: Sequence[str]) -> str:

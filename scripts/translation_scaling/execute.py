@@ -25,6 +25,9 @@ TRAIN = (sys.executable, "-m", "hf_gpipe.train")
 EXIT_STOPPED = 75
 """Of the training command: a signal stopped it, and all of it is saved."""
 
+EXIT_USER_ERROR = 2
+"""Of the same: the recipe or its data are wrong, and nothing was trained."""
+
 _LOG_LINES = 15
 _POLL_SECONDS = 0.5
 
@@ -70,7 +73,7 @@ def result_text(folder: Path) -> str:
     metrics = json.loads((folder / METRICS_FILE).read_text(encoding="utf-8"))
     return (
         f"NLL per character {metrics['nll_per_character']:.4f}, chrF {metrics['chrf']:.1f} "
-        f"(copy {metrics['chrf_copy']:.1f}), {sum(one['seconds'] for one in starts(folder)):.0f} s"
+        f"(copy {metrics['chrf_copy']:.1f}), {wall_seconds(folder):.0f} s"
     )
 
 
@@ -78,6 +81,11 @@ def starts(folder: Path) -> list[dict[str, float]]:
     """Each start of a run's command: when, how many seconds it took, and its exit code."""
     path = folder / STARTS_FILE
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wall_seconds(folder: Path) -> float:
+    """Of all starts of a run's command, imports and evaluation included, but for those that were refused."""
+    return sum(one["seconds"] for one in starts(folder) if one["exit_code"] != EXIT_USER_ERROR)
 
 
 def log_end(path: Path, count: int = _LOG_LINES) -> list[str]:

@@ -15,7 +15,7 @@ import numpy as np
 from hf_gpipe.data.buckets import BUCKETS
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import Recipe, load_recipe
-from translation_scaling.execute import starts
+from translation_scaling.execute import starts, wall_seconds
 from translation_scaling.runs import METRICS_FILE, RECIPE_FILE
 
 RESULTS_FILE, RUNS_FILE = "results.csv", "runs.csv"
@@ -92,7 +92,7 @@ class Finished:
     @property
     def all_wall_seconds(self) -> float:
         """Of all starts of the command, imports included, where the script started it."""
-        return sum(one["seconds"] for one in starts(self.folder)) or float(self.cost["wall_seconds"])
+        return wall_seconds(self.folder) or float(self.cost["wall_seconds"])
 
     def rows(self) -> list[dict[str, Any]]:
         """A row a language."""

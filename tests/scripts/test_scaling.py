@@ -233,11 +233,17 @@ def test_the_claims_of_a_world_that_is_the_other_way_round(tmp_path: Path) -> No
     world = World(deep={"high": 4.0, "middle": 0.0, "low": -5.0}, wide=same(0.0), spread=0.5)
     helps, high, low, _ = claims(results_of(tmp_path, world), ROLES)
     assert "which is all of them" not in helps.lines[0]
-    assert "; not in l1" in helps.lines[0]
+    assert " (worse in l1" in helps.lines[0]
     assert " and " in helps.lines[0]
     assert all("laptop-deep is better than laptop-wide" in line for line in high.lines)
     assert all("laptop-deep is worse than laptop-wide" in line for line in low.lines[:2])
     assert all("gains less" in line for line in low.lines[2:])
+
+
+def test_languages_that_stay_equal_are_neither_helped_nor_harmed(tmp_path: Path) -> None:
+    world = World(deep={"high": 2.0, "middle": 0.0, "low": -1.0}, wide=same(0.0), spread=0.0)
+    helps, *_ = claims(results_of(tmp_path, world), ROLES)
+    assert "in 10 of 30 languages (equal in 10; worse in l20, l21," in helps.lines[1]
 
 
 def test_a_claim_without_its_models_is_not_measured(tmp_path: Path) -> None:
@@ -412,6 +418,9 @@ def test_a_failure_ends_the_command_and_what_is_finished_is_skipped(
     assert "a, seed 1: finished already" in capsys.readouterr().out
     # Each start is remembered, the failed one too.
     assert [one["exit_code"] for one in executing.starts(runs[1].folder)] == [1, 0]
+    with (runs[1].folder / "starts.jsonl").open("a") as file:
+        file.write('{"seconds": 1000.0, "exit_code": 2}\n')
+    assert 0 < executing.wall_seconds(runs[1].folder) < 1000, "a start that was refused trained nothing"
 
 
 def test_a_run_that_goes_on_elsewhere_is_not_started_twice(tmp_path: Path, fake_training: Path) -> None:
