@@ -155,8 +155,8 @@ class PipelineTrainingArguments(TrainingArguments):
             )
         if self.save_only_model and self.enable_jit_checkpoint:
             raise UserError(
-                "save_only_model=True contradicts enable_jit_checkpoint=True: what is saved when the training is stopped "
-                "would not be enough to go on from; leave one of them out"
+                "save_only_model=True contradicts enable_jit_checkpoint=True: what is saved when the training is "
+                "stopped would not be enough to go on from; leave one of them out"
             )
         for variable, feature in REFUSED_ENVIRONMENT.items():
             value = os.environ.get(variable, "")
