@@ -1,0 +1,181 @@
+"""Every recipe under recipes/: it parses, can be planned, and trains once it is made small."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+from hf_gpipe import plan
+from hf_gpipe.data import train_tokenizer
+from hf_gpipe.recipe import load_recipe
+from hf_gpipe.training import cost, job
+from hf_gpipe.training.from_recipe import check_model
+from tests.data import hub_directories
+
+REPOSITORY = Path(__file__).parents[1]
+RECIPES = sorted((REPOSITORY / "recipes").glob("**/*.yaml"))
+NAMES = [str(path.relative_to(REPOSITORY / "recipes")) for path in RECIPES]
+every_recipe = pytest.mark.parametrize("path", RECIPES, ids=NAMES)
+
+#: What makes a model of each family tiny; T(L, H, A) comes from the dial.
+TINY_MODEL = {
+    "marian": [
+        *(f"model.config.{side}_{name}" for side in ("encoder", "decoder") for name in ("layers=1", "ffn_dim=16")),
+        *(f"model.config.{side}_attention_heads=2" for side in ("encoder", "decoder")),
+        "model.config.d_model=16",
+    ],
+    "t5": ["model.transformer=T(1, 16, 1)", "model.config.d_model=16"],
+    "llama": [
+        *("model.config.hidden_size=16", "model.config.intermediate_size=16", "model.config.num_hidden_layers=2"),
+        *("model.config.num_attention_heads=2", "model.config.num_key_value_heads=2"),
+    ],
+}
+TINY_TRAINING = [
+    *("training.max_steps=2", "training.batch_size=4", "training.logging_steps=1", "training.save_steps=null"),
+    *("training.warmup_steps=0", "training.bf16=false", "pipeline.num_stages=2", "pipeline.num_processes=1"),
+    *(
+        "training.gradient_accumulation_steps=1",
+        "pipeline.num_micro_batches=2",
+        "pipeline.device=cpu",
+        "evaluation.max_examples=2",
+        "evaluation.samples=1",
+    ),
+    *("evaluation.batch_size=8", "evaluation.max_new_tokens=4"),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny pretrained decoder-only model with its tokenizer, in place of one of the Hub."""
+    folder = tmp_path_factory.mktemp("qwen")
+    train_tokenizer(["de of de-en, train 0 1 2 3 4 5 6 7 8 9", "en of de-en, test validation"], 288, folder)
+    config = Qwen2Config(
+        vocab_size=len(AutoTokenizer.from_pretrained(folder)),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data in the form that each recipe names, a few rows of it."""
+    folder = tmp_path_factory.mktemp("data")
+    splits = {"train": 40, "validation": 6, "test": 6}
+    hub_directories.write(folder / "opus-100", {"de-en": splits, "en-fr": splits})
+    hub_directories.write(folder / "wmt19", {"de-en": {"train": 40, "validation": 6}})
+    with (folder / "tldr.jsonl").open("w", encoding="utf-8") as lines:
+        for number in range(120):
+            row = {"src_lang": "en", "tgt_lang": ["de", "ko"][number % 2], "src": f"Show the page {number}"}
+            lines.write(json.dumps(row | {"tgt": f"Zeige Seite {number}", "page": "common/man.md"}) + "\n")
+    text = folder / "wikitext"
+    text.mkdir()
+    for split, count in splits.items():
+        rows = [
+            {"text": "" if n % 3 else f" Paragraph {n} of the {split} split , which says a few things . \n"}
+            for n in range(count)
+        ]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), text / f"{split}-00000-of-00001.parquet")
+    return folder
+
+
+def tiny(path: Path, data: Path, models: Path) -> list[str]:
+    """Overrides that make a recipe small, and have it read data and models of this machine."""
+    recipe = load_recipe(path)
+    overrides = list(TINY_TRAINING)
+    if recipe.model.path is not None:
+        overrides += [f"model.path={models}", "pipeline.partition=count", "pipeline.recompute=none"]
+    else:
+        overrides += TINY_MODEL[recipe.model.config["model_type"]]
+    if recipe.training.batch_tokens is not None:
+        overrides.append("training.batch_tokens=40")
+    if recipe.training.eval_steps is not None:
+        overrides.append("training.eval_steps=2")
+    if recipe.data.kind == "cldr":
+        few = ["data.languages=[de, fr]"] if recipe.data.languages else ["data.num_languages=3"]
+        return [
+            *(*overrides, *few, "data.examples_per_language=60", "data.min_examples_per_language=20"),
+            *("tokenizer.vocab_size=400", "data.test_fraction=0.2", "data.validation_fraction=0.2"),
+        ]
+    overrides.append("tokenizer.vocab_size=300")
+    if recipe.data.kind == "jsonl":
+        return [
+            *overrides,
+            f"data.path={data / 'tldr.jsonl'}",
+            "data.test_fraction=0.2",
+            "data.validation_fraction=0.2",
+        ]
+    name = recipe.data.path.rpartition("/")[2]
+    overrides.append(f"data.path={data / name}")
+    if len(recipe.data.languages) > 1:
+        overrides += ["data.languages=[de, fr]", "data.shuffle_buffer=16"]
+    return [*overrides, "data.subset=null"] if recipe.data.kind == "text" else overrides
+
+
+def test_no_two_recipes_write_into_the_same_directory() -> None:
+    directories = [load_recipe(path).training.output_dir for path in RECIPES]
+    assert len(set(directories)) == len(directories)
+
+
+def test_there_are_recipes() -> None:
+    assert len(NAMES) >= 16
+    assert {"quickstart.yaml", "translation/laptop-deep.yaml", "causal/pretrain.yaml"} <= set(NAMES)
+
+
+@every_recipe
+def test_it_parses_and_stands_alone_once_resolved(path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(path)
+    (tmp_path / "resolved.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+    assert load_recipe(tmp_path / "resolved.yaml") == recipe
+
+
+@every_recipe
+def test_it_explains_itself(path: Path) -> None:
+    """A comment at the top says what it is for and how to start it, or what to read first."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    head = [line for line in lines[:25] if line.startswith("#")]
+    assert len(head) >= 1
+    assert any("hf_gpipe.train" in line or ".yaml" in line for line in head)
+
+
+@every_recipe
+def test_it_is_planned(path: Path, models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The paper's models fit the paper's devices, as their recipes say."""
+    words = [f"model.path={models}"] if load_recipe(path).model.path else []
+    assert plan.main([str(path), "--json", "--device", "tpu-v3", *words]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["fits"]
+
+
+@every_recipe
+def test_it_trains_once_it_is_small(
+    path: Path, data: Path, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What the planner predicts of a tiny model takes longer than its training.
+    monkeypatch.setattr(cost, "_predicted", lambda pipe, batches: {})
+    out = tmp_path / "out"
+    recipe = load_recipe(path, [*tiny(path, data, models), f"training.output_dir={out}"])
+    check_model(recipe)
+    logging.getLogger("hf_gpipe").setLevel(logging.ERROR)
+    job.run(recipe)
+    metrics = json.loads((out / "metrics.json").read_text())
+    if recipe.data.kind == "text":
+        assert metrics["task"] == "language modelling"
+        assert metrics["perplexity"] > 1
+    else:
+        assert metrics["nll"] > 0
+        languages = recipe.data.languages or {"tldr-deep": ["de", "ko"]}.get(path.stem)
+        assert len(metrics["per_language"]) == len(languages or metrics["per_language"])
+    assert metrics["cost"]["num_stages"] == 2
+    assert load_recipe(out / "recipe.yaml") == recipe
+    assert list(out.glob("*.safetensors"))

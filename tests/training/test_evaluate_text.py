@@ -1,0 +1,74 @@
+"""The loss on held-out text is the plain model's, whatever the number of stages and the size of a batch."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from hf_gpipe import Pipeline
+from hf_gpipe.data.tokenizer import train_tokenizer
+from hf_gpipe.errors import DataError, RecipeError
+from hf_gpipe.recipe import parse_recipe
+from hf_gpipe.training.evaluate_text import TextReport, evaluate_text
+from hf_gpipe.training.from_recipe import check_model
+from tests.oracle import plain_model, tiny_config
+
+DOCUMENTS = ["a bad cab", "a dab", "bad", "cab dab abc"]
+BLOCK = 7
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(DOCUMENTS, 268, folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(("num_stages", "batch_size"), [(1, 1), (3, 2), (2, 50)])
+def test_it_is_the_plain_model_s(num_stages: int, batch_size: int, tokenizer: Any) -> None:
+    config = tiny_config("llama")
+    config.vocab_size = len(tokenizer)
+    model = plain_model(config).eval()
+    joined = [t for d in DOCUMENTS for t in [*tokenizer(d, add_special_tokens=False).input_ids, tokenizer.eos_token_id]]
+    nll, count = 0.0, 0
+    with torch.no_grad():
+        for start in range(0, len(joined), BLOCK):
+            ids = torch.tensor([joined[start : start + BLOCK]])
+            if ids.shape[1] > 1:
+                logits = model(input_ids=ids).logits[0, :-1].double()
+                nll += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+                count += ids.shape[1] - 1
+    pipe = Pipeline(model, num_stages, 2)
+    report = evaluate_text(pipe, tokenizer, DOCUMENTS, batch_size, BLOCK)
+    assert report.num_tokens == count
+    assert report.loss == pytest.approx(nll / count, rel=1e-5)
+    assert report.perplexity == pytest.approx(math.exp(nll / count), rel=1e-5)
+    first = evaluate_text(pipe, tokenizer, DOCUMENTS, batch_size, BLOCK, max_blocks=2)
+    assert (first.num_blocks, first.num_tokens) == (2, 2 * (BLOCK - 1))
+    with pytest.raises(DataError, match="no text to evaluate on"):
+        evaluate_text(pipe, tokenizer, [], batch_size, BLOCK)
+
+
+def test_a_report_is_json_even_where_the_model_is_sure_of_the_wrong_token() -> None:
+    assert TextReport(1, 4, 800.0).to_dict()["perplexity"] is None
+    assert TextReport(1, 4, 0.0).perplexity == 1.0
+    assert "perplexity inf" in TextReport(1, 4, 800.0).text()
+
+
+def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
+    text = """
+model: {config: {model_type: t5}}
+data: {kind: text, path: text.txt}
+training: {output_dir: out}
+"""
+    with pytest.raises(RecipeError, match="t5 is an encoder-decoder"):
+        check_model(parse_recipe(text))
+    with pytest.raises(RecipeError, match=r"data\.path is missing"):
+        parse_recipe(text, ["data.path=null"])
+    with pytest.raises(RecipeError, match=r"data\.subset is a mapping"):
+        parse_recipe(text, ["data.subset={de: de}"])
