@@ -43,8 +43,12 @@ class StreamedCorpus:
     target_tags: list[str]
 
     def texts(self, max_pairs: int | None = None) -> list[str]:
-        """Sources and targets of the first training pairs, 100,000 unless told; the stream stays where it is."""
-        return [text for pair in self.train.sample(max_pairs or SAMPLE) for text in (pair.source, pair.target)]
+        """Sources and targets of the first training pairs; the stream stays where it is.
+
+        Unless told, 100,000 pairs, or as many as there are where that is known and less.
+        """
+        count = max_pairs or min(SAMPLE, sum(self.train.counts.values()) or SAMPLE)
+        return [text for pair in self.train.sample(count) for text in (pair.source, pair.target)]
 
 
 def streamed_corpus(

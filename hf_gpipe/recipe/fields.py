@@ -184,7 +184,7 @@ class TokenizerSection:
     """Share of the corpus's characters that get a token; the rest is spelt in bytes."""
 
     training_pairs: Count | None = None
-    """Pairs or documents to train it on, drawn from those of the corpus; null: all, of a stream the first 100,000."""
+    """Pairs or documents to train it on, drawn from those of the corpus; null: all, of a stream at most 100,000."""
 
 
 @dataclass(frozen=True, kw_only=True)
