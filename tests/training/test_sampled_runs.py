@@ -31,7 +31,7 @@ data:
   max_target_tokens: 24
 tokenizer: {vocab_size: 300}
 pipeline: {num_stages: 2, num_micro_batches: 2, device: cpu}
-training: {output_dir: FOLDER/out, max_steps: 60, batch_tokens: 100, batch_size: 8, logging_steps: 1, save_steps: 20}
+training: {output_dir: FOLDER/out, max_steps: 30, batch_tokens: 100, batch_size: 8, logging_steps: 1, save_steps: 10}
 evaluation: {max_examples: 2, max_new_tokens: 4, samples: 0}
 """
 
@@ -39,7 +39,6 @@ WORDS = "ein Schiff fährt langsam über das weite Meer"
 
 
 def write(folder: Path) -> Path:
-    folder.mkdir()
     for language, count in (("large", 300), ("small", 40)):
         rows = [
             {"source": f"{language} {number} {WORDS[: number % 40]}", "target": f"{number} {WORDS[-(number % 30) :]}"}
@@ -79,27 +78,29 @@ def kill_after(words: list[str], folder: Path, steps: int) -> None:
 
 @pytest.mark.parametrize("streaming", ["false", "true"])
 def test_a_killed_run_trains_on_the_same_mini_batches(streaming: str, tmp_path: Path) -> None:
-    def words(path: Path) -> list[str]:
-        given = [f"data.streaming={streaming}"]
+    recipe = write(tmp_path)
+
+    def words(folder: Path) -> list[str]:
+        given = [f"data.streaming={streaming}", f"training.output_dir={folder / 'out'}"]
         if streaming == "true":
             given += ["data.counts={large: 300, small: 40}"]
-        return [sys.executable, "-m", "hf_gpipe.train", str(path), *given]
+        return [sys.executable, "-m", "hf_gpipe.train", str(recipe), *given]
 
-    def finish(path: Path) -> subprocess.CompletedProcess[str]:
+    def finish(folder: Path) -> subprocess.CompletedProcess[str]:
         result = subprocess.run(
-            words(path), cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False
+            words(folder), cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False
         )
         assert result.returncode == 0, result.stderr
         return result
 
-    whole, killed = write(tmp_path / "whole"), write(tmp_path / "killed")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert "mini-batches of about 100 target tokens" in finish(whole).stdout
-    kill_after(words(killed), killed.parent, 25)
-    assert not (killed.parent / "out" / "metrics.json").exists(), "it had ended before it was killed"
+    kill_after(words(killed), killed, 13)
+    assert not (killed / "out" / "metrics.json").exists(), "it had ended before it was killed"
     assert "resuming   from" in finish(killed).stdout
-    assert lines(killed.parent) == lines(whole.parent)
-    assert len(lines(whole.parent)) == 60
-    expected, found = weights(whole.parent), weights(killed.parent)
+    assert lines(killed) == lines(whole)
+    assert len(lines(whole)) == 30
+    expected, found = weights(whole), weights(killed)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -108,7 +109,7 @@ def test_a_killed_run_trains_on_the_same_mini_batches(streaming: str, tmp_path: 
 def test_another_sampling_is_another_training(
     override: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write(tmp_path / "run")
+    path = write(tmp_path)
     words = [str(path), "pipeline.num_processes=1", "training.max_steps=1", "training.save_steps=1"]
     assert main(words) == 0
     assert main([*words, override]) == 2
