@@ -59,6 +59,11 @@ def _check_data(data: DataSection) -> None:
         raise RecipeError(
             "data.kind is text and data.path is missing; give .txt, .jsonl or .parquet files, or a Hub data set's name."
         )
+    if data.kind == "text" and data.temperature != 1:
+        raise RecipeError(
+            f"data.temperature is {data.temperature:g} and data.kind is text, which has no languages to draw from; leave "
+            "it out."
+        )
     if data.kind == "text" and isinstance(data.subset, dict):
         raise RecipeError("data.subset is a mapping of languages and data.kind is text, which has none; give one name.")
     if data.kind == "cldr" and not data.languages and data.num_languages is None:
