@@ -61,8 +61,8 @@ def _check_data(data: DataSection) -> None:
         )
     if data.kind == "text" and data.temperature != 1:
         raise RecipeError(
-            f"data.temperature is {data.temperature:g} and data.kind is text, which has no languages to draw from; leave "
-            "it out."
+            f"data.temperature is {data.temperature:g} and data.kind is text, which has no languages to draw "
+            "from; leave it out."
         )
     if data.kind == "text" and isinstance(data.subset, dict):
         raise RecipeError("data.subset is a mapping of languages and data.kind is text, which has none; give one name.")
@@ -97,8 +97,8 @@ def _check_rows(data: DataSection) -> None:
         raise RecipeError(f"data.subset is {show(data.subset)} and data.kind is text, which reads one; name it.")
     if data.kind == "text" and data.temperature != 1:
         raise RecipeError(
-            f"data.temperature is {data.temperature} and data.kind is text, which has no languages to draw from; leave "
-            "it out."
+            f"data.temperature is {data.temperature} and data.kind is text, which has no languages to draw "
+            "from; leave it out."
         )
     if isinstance(data.subset, dict):
         for language, name in data.subset.items():
