@@ -34,10 +34,7 @@ class TextCorpus:
 
     def texts(self, max_texts: int | None = None) -> list[str]:
         """What a tokenizer may be trained on: the training documents, so many drawn ones where there are more."""
-        if max_texts is None or max_texts >= len(self.train):
-            return self.train
-        drawn = stable_random("texts", max_texts).sample(range(len(self.train)), max_texts)
-        return [self.train[place] for place in sorted(drawn)]
+        return _drawn(self.train, max_texts, "texts", max_texts)
 
 
 def text_corpus(
@@ -83,7 +80,7 @@ def text_corpus(
         held_out = {"validation": part.validation, "test": part.test}
         own = {name: list(texts_of_rows(rows(), text_field)) for name, rows in held_out.items() if rows is not None}
     corpus = split_documents(
-        _drawn(list(documents), max_documents, seed),
+        _drawn(list(documents), max_documents, "max_examples", seed),
         validation_fraction=0.0 if "validation" in own else validation_fraction,
         test_fraction=0.0 if "test" in own else test_fraction,
     )
@@ -106,10 +103,11 @@ def _is_text(path: Path) -> bool:
     return path.name.endswith(SUFFIXES["text"]) and path.is_file()
 
 
-def _drawn(documents: list[str], count: int | None, seed: int) -> list[str]:
+def _drawn(documents: list[str], count: int | None, *seed: object) -> list[str]:
+    """So many of them, in their order; all where there are no more."""
     if count is None or count >= len(documents):
         return documents
-    chosen = stable_random("max_examples", seed).sample(range(len(documents)), count)
+    chosen = stable_random(*seed).sample(range(len(documents)), count)
     return [documents[index] for index in sorted(chosen)]
 
 
