@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, PreTrainedConfig, Qwen2Config, Qwen2ForCausalLM
 
 from hf_gpipe import plan
 from hf_gpipe.data import train_tokenizer
+from hf_gpipe.planner import measure
+from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import load_recipe
 from hf_gpipe.training import cost, job
 from hf_gpipe.training.from_recipe import check_model
@@ -147,9 +150,31 @@ def test_it_explains_itself(path: Path) -> None:
     assert any("hf_gpipe.train" in line or ".yaml" in line for line in head)
 
 
+@pytest.fixture(scope="module")
+def measured() -> dict[str, Any]:
+    """The costs of a model, by what they were asked for."""
+    return {}
+
+
 @every_recipe
-def test_it_is_planned(path: Path, models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_planned(
+    path: Path,
+    models: Path,
+    measured: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """The paper's models fit the paper's devices, as their recipes say."""
+    model_costs = measure.model_costs
+
+    def costs_once(config: PreTrainedConfig, workload: Workload, *args: Any, **options: Any) -> Any:
+        # Recipes of the same model and micro-batch: one of them is measured.
+        asked = f"{config.to_json_string()} {workload} {options['loss']}"
+        if asked not in measured:
+            measured[asked] = model_costs(config, workload, *args, **options)
+        return measured[asked]
+
+    monkeypatch.setattr(measure, "model_costs", costs_once)
     words = [f"model.path={models}"] if load_recipe(path).model.path else []
     assert plan.main([str(path), "--json", "--device", "tpu-v3", *words]) == 0
     planned = json.loads(capsys.readouterr().out)
