@@ -92,12 +92,12 @@ def _results(options: argparse.Namespace, runs: Sequence[Run]) -> Results:
     found = finished_runs(
         options.output, models, options.seeds or ([1] if models and not options.report_only else None)
     )
-    wanted = {run.folder for run in runs if run.progress()[0] == "other"}
-    for folder in sorted(wanted):
+    others = {run.folder for run in runs if run.progress()[0] == "other"}
+    for folder in sorted(others):
         print(f"{folder} has results of another recipe; they are left out", file=sys.stderr)
-    results = Results([run for run in found if run.folder not in wanted])
-    write_csv(options.output / RESULTS_FILE, (row for run in results.runs for row in run.rows()))
-    write_csv(options.output / RUNS_FILE, (run.cost_row() for run in results.runs))
+    results = Results([run for run in found if run.folder not in others])
+    write_csv(options.output / RESULTS_FILE, (row for run in results.all_runs for row in run.rows()))
+    write_csv(options.output / RUNS_FILE, (run.cost_row() for run in results.all_runs))
     return results
 
 
@@ -117,7 +117,7 @@ def write_report(
     recipes = dict.fromkeys((run.recipe, run.overrides) for run in runs)
     sizes = [*(size_of(path, own) for path, own in recipes), *map(size_of, paper)]
     plans = [predict(path, options.device) for path in paper]
-    done = {run.folder for run in results.runs}
+    done = {run.folder for run in results.all_runs}
     unfinished = [run.title for run in runs if run.folder not in done]
     text = report(results, measured, sizes, plans, options.device, unfinished)
     (options.output / REPORT_FILE).write_text(text, encoding="utf-8")

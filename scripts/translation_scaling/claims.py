@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from translation_scaling.differences import Contrast, Difference, compare, contrast, per_language
+from translation_scaling.differences import Contrast, Difference, Interval, compare, contrast, per_language
 from translation_scaling.results import MEASURES, Measure, Results
 
 _MOST_NAMES = 12
@@ -62,7 +62,7 @@ def claims(results: Results, roles: Roles) -> list[Claim]:
         ),
         Claim(
             "3B and 6B parameters give diminishing returns.",
-            ("Not measured here: no model of these ratios was trained.",),
+            ("Not measured: of larger models the report has the planner's predictions alone, if any.",),
         ),
     ]
 
@@ -86,19 +86,18 @@ def numbers(difference: Difference) -> str:
     )
 
 
-def interval_text(interval: object, digits: int) -> str:
+def interval_text(interval: Interval | None, digits: int) -> str:
     """An interval in brackets; nothing where there is none."""
-    low, high = getattr(interval, "low", None), getattr(interval, "high", None)
-    return "" if low is None or high is None else f" [{low:+.{digits}f}, {high:+.{digits}f}]"
+    return "" if interval is None else f" [{interval.low:+.{digits}f}, {interval.high:+.{digits}f}]"
 
 
 def seeds_agree(difference: Difference) -> str:
     """Whether every seed has the sign of the mean."""
-    signs = [value > 0 for value in difference.per_seed.values()]
-    if len(signs) < 2:
-        return "one seed: its chance is not known"
-    same = sum(sign == (difference.mean > 0) for sign in signs)
-    return f"the sign is that of the mean in {same} of {len(signs)} seeds"
+    of_seeds = list(difference.per_seed.values())
+    if len(of_seeds) < 2:
+        return "fewer than two seeds of both models: the chance of the seed is not known"
+    same = sum((value > 0) - (value < 0) == (difference.mean > 0) - (difference.mean < 0) for value in of_seeds)
+    return f"the sign is that of the mean in {same} of {len(of_seeds)} seeds"
 
 
 def _helps_every_language(results: Results, roles: Roles) -> tuple[str, ...]:
@@ -110,7 +109,7 @@ def _helps_every_language(results: Results, roles: Roles) -> tuple[str, ...]:
             difference = compare(results, name, roles.base, measure)
             lines.append(
                 f"{measure.title}: {name} beats {roles.base} in {difference.num_better} of {difference.num_languages} "
-                f"languages{_exceptions(results, name, roles.base, measure)}. On average "
+                f"languages{_exceptions(results, name, roles.base, measure)}. {name} minus {roles.base} is on average "
                 f"{numbers(difference)}: {outcome(difference)}; {seeds_agree(difference)}."
             )
     return tuple(lines)
@@ -150,10 +149,11 @@ def _on_bucket(results: Results, roles: Roles, bucket: str) -> tuple[str, ...]:
 
 
 def _relative(results: Results, difference: Difference) -> str:
-    """A difference as a share of the second model's own score."""
+    """A difference as a share of the second model's own score, whatever the sign of that."""
     score = results.scores(difference.second, difference.measure)[:, results.places(difference.bucket)].mean()
     return (
-        f", {difference.mean / abs(score):+.1%} of {difference.second}'s {score:.{difference.measure.digits}f}"
+        f", {difference.mean / abs(score):+.1%} of the size of {difference.second}'s "
+        f"{score:.{difference.measure.digits}f}"
         if score
         else ""
     )

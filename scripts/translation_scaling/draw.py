@@ -48,8 +48,10 @@ def draw_languages(path: Path, results: Results, roles: Roles) -> None:
         panel.set_title(f"{measure.title}: gain over {roles.base} (above 0 is better)", loc="left", fontsize=11)
         _mark_buckets(panel, results)
         _plain(panel)
-    panels[0].legend(frameon=False, ncols=3)
-    panels[-1].set_xlabel("languages, the one with the most training pairs first (training pairs)")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False)
+    panels[-1].set_xlabel(
+        "languages with their training pairs, the most first; a dot is a language, a line is smoothed"
+    )
     ticks = np.unique(np.linspace(0, len(places) - 1, min(9, len(places))).round().astype(int))
     panels[-1].set_xticks(places[ticks], [f"{results.languages[i]}\n{results.training_pairs[i]}" for i in ticks])
     figure.savefig(path)
@@ -63,7 +65,10 @@ def draw_buckets(path: Path, results: Results, roles: Roles) -> None:
         _bars(panels[0, column], results, measure)
         if roles.pairs:
             _intervals(panels[1, column], results, roles, measure)
-    panels[0, 0].legend(frameon=False)
+    # Beside the panels, where no score lies under it.
+    for row, place in zip(panels, ("outside upper center", "outside lower center"), strict=False):
+        handles, labels = row[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc=place, ncols=len(labels), frameon=False)
     figure.savefig(path)
 
 
@@ -96,12 +101,7 @@ def _intervals(panel: Axes, results: Results, roles: Roles, measure: Measure) ->
                 panel.plot([x, x], ends, color=colours[number], linewidth=2)
     panel.axhline(0, color="black", linewidth=0.8)
     panel.set_xticks(range(len(results.bucket_names)), _bucket_labels(results))
-    panel.set_title(
-        f"difference, 95 % over languages ({measure.direction})",
-        loc="left",
-        fontsize=10,
-    )
-    panel.legend(frameon=False, fontsize=8)
+    panel.set_title(f"difference, with its 95 % interval over languages ({measure.direction})", loc="left", fontsize=10)
     _plain(panel)
 
 
@@ -110,10 +110,13 @@ def _bucket_labels(results: Results) -> list[str]:
 
 
 def _mark_buckets(panel: Axes, results: Results) -> None:
-    """Thin lines between the buckets."""
-    for place in range(1, len(results.languages)):
-        if results.buckets[place] != results.buckets[place - 1]:
-            panel.axvline(place + 0.5, color="#cccccc", linewidth=0.8, linestyle=":")
+    """Thin lines between the buckets, and their names at the top."""
+    for bucket in results.bucket_names:
+        places = np.flatnonzero(results.places(bucket)) + 1
+        if places[0] > 1:
+            panel.axvline(places[0] - 0.5, color="#cccccc", linewidth=0.8, linestyle=":")
+        top = panel.get_xaxis_transform()
+        panel.text(places.mean(), 0.98, f"{bucket} resource", transform=top, ha="center", va="top", color="#777777")
 
 
 def _colour(results: Results, model: str) -> str:

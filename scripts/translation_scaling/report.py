@@ -17,7 +17,7 @@ from translation_scaling.differences import FEWEST_LANGUAGES, RESAMPLES, compare
 from translation_scaling.draw import BUCKETS_FILE, LANGUAGES_FILE
 from translation_scaling.plans import Predicted
 from translation_scaling.results import MEASURES, RESULTS_FILE, RUNS_FILE, Finished, Measure, Results
-from translation_scaling.runs import flat
+from translation_scaling.runs import differing_keys, flat
 from translation_scaling.sizes import Size
 
 #: Of each run, or where it runs and what it says about itself: no difference between models.
@@ -25,11 +25,15 @@ _OF_A_RUN = ("training.seed", "training.output_dir")
 
 _WHAT = """\
 {num_languages} languages, {num_pairs} training pairs in all, from {most} to {fewest}. Seeds of each model: {seeds}.
-A seed decides the initial weights and the order of rows; the pairs are the same for all. Updates: {updates}. Every
-number is in [{results}]({results}), a row a language, and [{runs}]({runs}), a row a run. Written by
+A seed decides the initial weights, the order of rows and dropout; the pairs are the same for all. Updates: {updates}.
+Every score is in [{results}]({results}), a row a language, and every cost in [{runs}]({runs}), a row a run. Written by
 scripts/scaling.py on {machine}, Python {python}, torch {torch}, transformers {transformers}."""
 
 _EXPLANATION = """\
+The paper compares BLEU, which says little of texts of a few words; it is in [{results}]({results}). Models are
+compared here by the negative log-likelihood (NLL) of the references, in nats a character, and by chrF (0 to 100) minus
+that of a copy of the source.
+
 Buckets are thirds of the languages by training pairs ({sizes}). A model's score in a bucket is the mean over its
 languages, each of which counts alike, and over seeds; beside it the mean of each seed. A difference is paired:
 first the mean over seeds for each language, then the difference, then the mean over languages. Its 95 % interval is
@@ -52,11 +56,12 @@ Of each run. `tokens/s` counts tokens of sources and targets, without padding, e
 planner's time beside it is for the same mini-batch on this machine's rates. `peak memory` is the largest process's,
 libraries included (resident, on a GPU what torch allocated); the planner's is for a mini-batch of the longest rows,
 without the libraries. `wall` is all starts of the command, evaluation included. Of a run that was resumed, updates
-and times are those of all its parts, memory that of the last part."""
+and times are those of all its parts, less what lay between an interruption and the line of the log before it; memory
+is that of the last part."""
 
 _PLANNED = """\
-Of the recipes at the paper's scale, by the planner: `python -m hf_gpipe.plan RECIPE --device {device} --json`, one
-device a stage. Nothing of this was run. Rows are as long as the recipe allows, and so are the tokens a second."""
+By the planner, `python -m hf_gpipe.plan RECIPE --device {device} --json`, with one device a stage. Nothing of this is
+measured. Rows are as long as the recipe allows, and so are the tokens a second."""
 
 
 def report(
@@ -87,11 +92,10 @@ def report(
         *(_levels(results, measure) for measure in MEASURES),
         f"![Scores and differences by bucket]({BUCKETS_FILE})",
         *([_differences(results, roles), f"![Gain over languages]({LANGUAGES_FILE})"] if roles.pairs else []),
-        "## Parameters",
-        _parameters(sizes),
+        *(["## Parameters", _parameters(sizes)] if sizes else []),
         "## Cost: depth against width",
         _costs(results, roles),
-        *([_plans(plans, device)] if plans else []),
+        *(["## What the planner says of larger models", _plans(plans, device)] if plans else []),
         "## What the models differ in",
         _settings(results),
     ]
@@ -99,7 +103,10 @@ def report(
 
 
 def _what(results: Results, unfinished: Sequence[str]) -> str:
-    steps = {run.model: run.cost["num_steps"] for run in results.runs}
+    steps = {
+        model: ", ".join(map(str, dict.fromkeys(run.cost["num_steps"] for run in results.of_model(model))))
+        for model in results.models
+    }
     pairs, languages = results.training_pairs, results.languages
     text = _WHAT.format(
         num_languages=len(languages),
@@ -115,6 +122,9 @@ def _what(results: Results, unfinished: Sequence[str]) -> str:
         torch=torch.__version__,
         transformers=transformers.__version__,
     )
+    if results.diverged:
+        titles = "; ".join(f"{run.model}, seed {run.seed}" for run in results.diverged)
+        text += f"\n\n**Diverged, with scores that are no numbers, and so not in any number below: {titles}.**"
     if unfinished:
         text += f"\n\n**Not finished, and so not in any number below: {'; '.join(unfinished)}.**"
     return text
@@ -126,7 +136,7 @@ def _claim(number: int, claim: Claim) -> str:
 
 def _explanation(results: Results) -> str:
     sizes = ", ".join(f"{bucket} {int(results.places(bucket).sum())}" for bucket in results.bucket_names)
-    return _EXPLANATION.format(sizes=sizes, resamples=RESAMPLES, fewest=FEWEST_LANGUAGES)
+    return _EXPLANATION.format(sizes=sizes, resamples=RESAMPLES, fewest=FEWEST_LANGUAGES, results=RESULTS_FILE)
 
 
 def _levels(results: Results, measure: Measure) -> str:
@@ -219,7 +229,7 @@ def _deep_and_wide(sizes: Sequence[Size]) -> list[tuple[Size, Size]]:
 
 def _same_body(pair: tuple[Size, Size]) -> str:
     deep, wide = pair
-    rest = ": what differs is norms and tables of relative positions" if deep.body == wide.body else ""
+    rest = ": bodies are equal" if deep.body == wide.body else ""
     return (
         f"- {deep.name} minus {wide.name}: {deep.body - wide.body:+,} in the body, {deep.total - wide.total:+,} in all "
         f"({deep.total / wide.total - 1:+.3%}){rest}."
@@ -231,8 +241,8 @@ def _same_body(pair: tuple[Size, Size]) -> str:
 
 def _costs(results: Results, roles: Roles) -> str:
     header = [
-        *("run", "parameters", "K", "M", "tokens/s", "s/update", "step measured", "step planned", "bubble", "planned"),
-        *("peak memory", "planned", "training", "wall"),
+        *("run", "parameters", "K", "M", "tokens/s", "s/update", "step measured", "step planned"),
+        *("bubble", "bubble planned", "peak memory", "memory planned", "training", "wall"),
     ]
     rows = [_cost_row(run) for run in results.runs]
     lines = [
@@ -344,11 +354,7 @@ def _settings(results: Results) -> str:
     for model in results.models:
         first, *others = results.of_model(model)
         for run in others:
-            changed = [
-                key
-                for key, value in flat(run.recipe).items()
-                if key not in _OF_A_RUN and flat(first.recipe).get(key) != value
-            ]
+            changed = [key for key in differing_keys(flat(first.recipe), flat(run.recipe)) if key not in _OF_A_RUN]
             if changed:
                 lines += ["", f"**{model}: seed {run.seed} was run with other values of {', '.join(changed)}.**"]
     return "\n".join(lines)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,13 @@ class Finished:
             raise DataError(f"{path} is no JSON: {error}; delete it and run again") from error
         for key in ("per_language", "nll_per_character", "cost"):
             if key not in metrics:
-                raise DataError(f"{path} has no {key}: another version wrote it; delete it and run again")
+                raise DataError(f"{path} has no {key}: no translation, or of another version; delete it and run again")
+        for language, scores in metrics["per_language"].items():
+            if scores["training_pairs"] is None:
+                raise DataError(
+                    f"{path} does not say how many training pairs {language} has, which decides its place and its "
+                    "bucket; give them by data.counts and run again"
+                )
         seed = int(folder.name.removeprefix("seed-"))
         return cls(folder.parent.name, seed, folder, metrics, load_recipe(folder / RECIPE_FILE))
 
@@ -78,6 +85,15 @@ class Finished:
     def cost(self) -> dict[str, Any]:
         cost: dict[str, Any] = self.metrics["cost"]
         return cost
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every score that models are compared by is a number; after a training that diverged none may be."""
+        return all(
+            isfinite(_with_margin(scores)[measure.key])
+            for scores in self.metrics["per_language"].values()
+            for measure in MEASURES
+        )
 
     @property
     def peak_bytes(self) -> int | None:
@@ -144,19 +160,29 @@ class Results:
     """The scores of all models on the same languages, the language with the most training pairs first.
 
     Attributes:
-        models: their names, in the order of the runs.
+        runs: those that are compared.
+        diverged: those whose scores are not all numbers; nothing is computed from them.
+        all_runs: both.
+        models: names of what is compared, in the order of the runs.
         languages: codes.
         training_pairs: (L,).
         buckets: of each language.
 
     Raises:
-        DataError: there is no run, or the runs are not of one corpus.
+        DataError: there is no run, or none whose scores are numbers, or the runs are not of one corpus.
     """
 
     def __init__(self, runs: Sequence[Finished]) -> None:
         if not runs:
             raise DataError("no run is finished, so there is nothing to report")
-        self.runs = list(runs)
+        self.all_runs = list(runs)
+        self.diverged = [run for run in runs if not run.is_finite]
+        self.runs = runs = [run for run in runs if run.is_finite]
+        if not runs:
+            raise DataError(
+                f"no run has scores that are numbers, as {self.diverged[0].folder}; their trainings diverged, so there "
+                "is nothing to report; lower training.learning_rate"
+            )
         self.models = tuple(dict.fromkeys(run.model for run in runs))
         first = runs[0].metrics["per_language"]
         for run in runs[1:]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -74,7 +74,8 @@ def plan_runs(recipes: Sequence[Path], seeds: Sequence[int], overrides: Sequence
     """All runs, in an order that ends a seed of all recipes before the next seed begins.
 
     Raises:
-        UserError: recipes of one name, a seed twice, an override of what the script decides, a recipe that is wrong.
+        UserError: recipes of one name, a seed twice, an override of what the script decides, a recipe that is wrong
+            or has no translation to compare.
     """
     names = [recipe.stem for recipe in recipes]
     if len(set(names)) < len(names):
@@ -88,7 +89,11 @@ def plan_runs(recipes: Sequence[Path], seeds: Sequence[int], overrides: Sequence
             raise UserError(f"override {override!r}: this script sets {key} of each run; use {option}")
     runs = [Run(recipe, seed, tuple(overrides), output) for seed in seeds for recipe in recipes]
     for run in runs[: len(recipes)]:
-        run.resolved()
+        if run.resolved().data.kind == "text":
+            raise UserError(
+                f"{run.recipe}: data.kind is text, and translations are compared here; give recipes with pairs, or "
+                "train this one by python -m hf_gpipe.train"
+            )
     return runs
 
 
@@ -98,8 +103,13 @@ def changed_keys(written: Path, wanted: Recipe) -> list[str]:
         before = flat(load_recipe(written))
     except RecipeError:
         return ["keys that this version does not read"]
-    after = flat(wanted)
-    return [key for key in after if key != "training.output_dir" and before.get(key) != after[key]]
+    return [key for key in differing_keys(before, flat(wanted)) if key != "training.output_dir"]
+
+
+def differing_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """The keys of two flat recipes that have not the same value in both, or stand in one alone."""
+    keys = dict.fromkeys((*after, *before))
+    return [key for key in keys if (key in before, before.get(key)) != (key in after, after.get(key))]
 
 
 def flat(recipe: Recipe) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from hf_gpipe.adapters.transformer_size import PAPER_SIZES, body_parameters, total_parameters
 from hf_gpipe.recipe import Recipe, load_recipe
+from hf_gpipe.recipe.transformer import TransformerSize
 from hf_gpipe.training.from_recipe import model_config
 
 
@@ -45,7 +46,8 @@ def size_of(recipe: Path, overrides: Sequence[str] = ()) -> Size:
     """Raises UserError where the recipe is wrong."""
     resolved = load_recipe(recipe, overrides)
     config = _config(resolved)
-    dial = getattr(resolved.model, "transformer", None)
+    text = resolved.model.transformer
+    dial = None if text is None else str(TransformerSize.parse(text))
     return Size(
         recipe.stem,
         dial,
@@ -53,7 +55,7 @@ def size_of(recipe: Path, overrides: Sequence[str] = ()) -> Size:
         body_parameters(config),
         int(config.vocab_size) * _width(config),
         bool(getattr(config, "tie_word_embeddings", False)),
-        PAPER_SIZES.get(str(dial)),
+        None if dial is None else PAPER_SIZES.get(dial),
     )
 
 
