@@ -64,8 +64,6 @@ def _check_data(data: DataSection) -> None:
             f"data.temperature is {data.temperature:g} and data.kind is text, which has no languages to draw "
             "from; leave it out."
         )
-    if data.kind == "text" and isinstance(data.subset, dict):
-        raise RecipeError("data.subset is a mapping of languages and data.kind is text, which has none; give one name.")
     if data.kind == "cldr" and not data.languages and data.num_languages is None:
         raise RecipeError(
             "data.kind is cldr and data.languages is empty; name some, such as [de, fr, es], or set data.num_languages."
@@ -95,11 +93,6 @@ def _check_rows(data: DataSection) -> None:
         )
     if data.kind == "text" and data.subset is not None and not isinstance(data.subset, str):
         raise RecipeError(f"data.subset is {show(data.subset)} and data.kind is text, which reads one; name it.")
-    if data.kind == "text" and data.temperature != 1:
-        raise RecipeError(
-            f"data.temperature is {data.temperature} and data.kind is text, which has no languages to draw "
-            "from; leave it out."
-        )
     if isinstance(data.subset, dict):
         for language, name in data.subset.items():
             if not isinstance(name, str) or not name:

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from hf_gpipe.adapters import adapter_for
+from hf_gpipe.adapters.feed_forward import feed_forward_outputs
 from hf_gpipe.data import Corpus, StreamedCorpus, build_corpus, train_tokenizer
 from hf_gpipe.data.text import TextCorpus, text_corpus
 from hf_gpipe.errors import DataError, RecipeError, UnsupportedModelError, UserError, nearest
@@ -58,6 +59,8 @@ def check_model(recipe: Recipe) -> None:
         raise
     except Exception as error:  # whatever the family's own constructor says of its configuration
         raise RecipeError(f"model: transformers cannot make a {config.model_type} model of this: {error}") from error
+    if model.depth_scaled_feed_forward:
+        feed_forward_outputs(adapter)
     strategy = recipe.pipeline.partition
     # By cost the planner cuts; whether there are enough layers is seen by any cut.
     is_planned = strategy == AUTO or strategy in COST_STRATEGIES
