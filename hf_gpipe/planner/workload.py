@@ -51,7 +51,10 @@ class Workload:
 
     @classmethod
     def of_recipe(cls, recipe: Recipe, num_micro_batches: int, *, is_encoder_decoder: bool) -> Workload:
-        """The largest micro-batch that a recipe can make: its longest source and target in every row.
+        """The largest micro-batch of a recipe's rows: its longest source and target in every row.
+
+        Of a mini-batch of `batch_tokens` all targets are the longest here. Where they are shorter there are more rows,
+        which need more only if their sources are long all the same.
 
         A decoder-only model reads source and target in one sequence, or a block of text.
 

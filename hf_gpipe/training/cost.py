@@ -21,7 +21,8 @@ class Speed:
 
     Attributes:
         num_steps: these updates.
-        training_seconds: that they took, without evaluations and checkpoints.
+        training_seconds: that they took, without evaluations and checkpoints. A run that was resumed between two lines
+            does not know how long its updates from the line to the checkpoint took; they are missing here.
         tokens_per_second: of sources and targets, without padding; None where there is no line.
         seconds_per_step: the median over the lines of their mean, which a first slow step does not change much; None
             where there is no line.
