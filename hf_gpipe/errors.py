@@ -8,7 +8,7 @@ of a run and says where in the pipeline it happened; commands exit with code 1.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class HfGpipeError(Exception):
@@ -59,3 +59,9 @@ def nearest(found: str, allowed: Iterable[str]) -> str:
     """A hint for a misspelt name: "; did you mean 'x'?", or an empty string where nothing is near."""
     close = difflib.get_close_matches(found, list(allowed), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def listed(names: Sequence[str], most: int = 20) -> str:
+    """The first `most` names, and how many more there are: "de, fr and 100 more"."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

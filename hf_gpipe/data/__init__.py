@@ -4,7 +4,8 @@ from hf_gpipe.data.batches import length_bucketed_batches, shuffled_batches
 from hf_gpipe.data.build import build_corpus
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.pairs import Corpus, Pair
-from hf_gpipe.data.stream import PairStream, StreamedCorpus
+from hf_gpipe.data.stream import PairStream
+from hf_gpipe.data.streamed import StreamedCorpus
 from hf_gpipe.data.tokenized import StreamedRows, TokenizedPairs, encode_sources
 from hf_gpipe.data.tokenizer import train_tokenizer
 

@@ -9,7 +9,7 @@ from hf_gpipe.data.cldr import cldr_corpus
 from hf_gpipe.data.pairs import Corpus
 from hf_gpipe.data.parts import Subset
 from hf_gpipe.data.rows import ROW_KINDS, rows_corpus
-from hf_gpipe.data.stream import StreamedCorpus
+from hf_gpipe.data.streamed import StreamedCorpus
 from hf_gpipe.errors import DataError, nearest
 
 KINDS = ("cldr", *ROW_KINDS)

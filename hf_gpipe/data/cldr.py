@@ -15,7 +15,7 @@ from hf_gpipe.data.deterministic import stable_fraction, stable_random
 from hf_gpipe.data.locales import ENGLISH, ROOT, IsolatedLocale, known_locale
 from hf_gpipe.data.pairs import Corpus, Pair, language_tag, split_pairs, tagged
 from hf_gpipe.data.templates import TEMPLATES, Phrase
-from hf_gpipe.errors import DataError, nearest
+from hf_gpipe.errors import DataError, listed, nearest
 
 logger = logging.getLogger(__name__)
 
@@ -163,11 +163,11 @@ def _phrases(language: str, names: list[str], max_number: int, seed: int) -> Ite
 def _warn_of(shortages: list[tuple[str, int, int]], num_languages: int) -> None:
     """One line, however many languages there are: those that lack the most."""
     lacking = sorted(shortages, key=lambda shortage: shortage[1] - shortage[2])
-    named = ", ".join(f"{language} {found} of {asked}" for language, found, asked in lacking[:MOST_NAMED])
-    more = f" and {len(lacking) - MOST_NAMED} more" if len(lacking) > MOST_NAMED else ""
     logger.warning(
-        "CLDR has fewer different pairs than asked for in %d of %d languages: %s%s",
-        *(len(lacking), num_languages, named, more),
+        "CLDR has fewer different pairs than asked for in %d of %d languages: %s",
+        len(lacking),
+        num_languages,
+        listed([f"{language} {found} of {asked}" for language, found, asked in lacking], MOST_NAMED),
     )
 
 

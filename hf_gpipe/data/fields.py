@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_gpipe.data.pairs import ENGLISH, Pair, tagged
-from hf_gpipe.errors import DataError, nearest
+from hf_gpipe.errors import DataError, listed, nearest
 
 #: What stands for the language in a field, a path or the name of a subset.
 PLACEHOLDER = "{language}"
@@ -16,7 +16,6 @@ ONE_LANGUAGE = "all"
 SIDES = ("source", "target")
 DIRECTIONS = ("to_english", "from_english", "both")
 _LONGEST_SHOWN = 60
-_MOST_NAMED = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,11 +142,16 @@ def _text(row: Mapping[str, Any], field: str, where: str, *, may_be_empty: bool 
         return None
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{where}: field {field!r} is {_short(value)}; it must be text that is not empty")
+    check_characters(value, field, where)
+    return value
+
+
+def check_characters(text: str, field: str, where: str) -> None:
+    """Raise DataError for what JSON can write and no file or tokenizer can hold."""
     try:
-        value.encode()
+        text.encode()
     except UnicodeEncodeError as error:
         raise DataError(f"{where}: field {field!r} has half of a surrogate pair, which is no character") from error
-    return value
 
 
 def _value(row: Mapping[str, Any], field: str, where: str) -> Any:
@@ -157,10 +161,8 @@ def _value(row: Mapping[str, Any], field: str, where: str) -> Any:
     for name in field.split("."):
         if not isinstance(found, Mapping) or name not in found:
             names = list(_names(row))
-            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
             raise DataError(
-                f"{where}: no field {field!r}{nearest(field, names)}; the fields found are "
-                f"{', '.join(names[:_MOST_NAMED]) or 'none'}{more}"
+                f"{where}: no field {field!r}{nearest(field, names)}; the fields found are {listed(names) or 'none'}"
             )
         found = found[name]
     return found

@@ -36,9 +36,11 @@ def files_of(path: str, kind: str, key: str = "data.path") -> list[Path]:
     except (OSError, ValueError) as error:  # a name that no file can have
         raise DataError(f"{key}: there is no file {path!r} ({error}); correct the path") from error
     if not found:
-        endings = f" with names in {', '.join(SUFFIXES[kind])}" if SUFFIXES[kind] else ""
         if Path(path).is_dir():
-            raise DataError(f"{key}: the directory {path} cannot be read, for it has no files{endings}; name the file")
+            why = "which of its files is meant is not known"
+            if SUFFIXES[kind]:
+                why = f"it has no files with names in {', '.join(SUFFIXES[kind])}"
+            raise DataError(f"{key}: the directory {path} cannot be read, for {why}; name the file")
         if glob.has_magic(path):
             raise DataError(f"{key}: no file fits {path} (looked in {Path.cwd()}); correct the path")
         why = "is no regular file" if Path(path).exists() else "does not exist"

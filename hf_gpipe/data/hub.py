@@ -13,9 +13,7 @@ from hf_gpipe.data.fields import PLACEHOLDER, PairFields
 from hf_gpipe.data.files import Row
 from hf_gpipe.data.pairs import SPLITS
 from hf_gpipe.data.parts import Part, Rows, Subset, languages_of_parts
-from hf_gpipe.errors import DataError, nearest
-
-_MOST_NAMED = 20
+from hf_gpipe.errors import DataError, listed, nearest
 
 
 def hub_parts(
@@ -72,11 +70,9 @@ def _subset_of(path: str, subset: Subset, language: str | None, revision: str | 
     for name in wanted:
         if name in known:
             return name
-    shown = ", ".join(known[:_MOST_NAMED]) + (
-        f" and {len(known) - _MOST_NAMED} more" if len(known) > _MOST_NAMED else ""
-    )
     raise DataError(
-        f"data.subset: {path} has no subset {' or '.join(map(repr, wanted))}{nearest(wanted[0], known)}; it has {shown}"
+        f"data.subset: {path} has no subset {' or '.join(map(repr, wanted))}{nearest(wanted[0], known)}; it has "
+        f"{listed(known)}"
     )
 
 
@@ -138,14 +134,14 @@ class HubRows:
 def _asked(path: str, subset: str | None, ask: Callable[[], Any]) -> Any:
     """What the library answers; DataError in place of whatever it raises."""
     name = f"{path}, subset {subset!r}" if subset else path
-    shows_progress = datasets.are_progress_bars_disabled()
+    were_disabled = datasets.are_progress_bars_disabled()
     try:
         datasets.disable_progress_bars()
         return ask()
     except Exception as error:  # of a data set's files and of the network the library raises many classes
         raise DataError(f"data.path: no data set can be read at {name}: {_line(error)}") from error
     finally:
-        if not shows_progress:
+        if not were_disabled:
             datasets.enable_progress_bars()
 
 

@@ -13,11 +13,9 @@ from hf_gpipe.data.fields import ONE_LANGUAGE, PairFields
 from hf_gpipe.data.files import Row
 from hf_gpipe.data.pairs import SPLITS, Corpus, Pair, check_fractions, language_tag, split_of
 from hf_gpipe.data.parts import Part, Rows
-from hf_gpipe.errors import DataError, nearest
+from hf_gpipe.errors import DataError, listed, nearest
 
 logger = logging.getLogger(__name__)
-
-_MOST_NAMED = 20
 
 
 def corpus_in_memory(
@@ -159,8 +157,7 @@ def warn_of_few(splits: dict[str, list[Pair]], languages: Sequence[str], totals:
         missing = [language for language in languages if language not in seen]
         if missing and seen:
             shown = [f"{each} ({totals[each]} in all)" if each in totals else each for each in missing]
-            more = f" and {len(shown) - _MOST_NAMED} more" if len(shown) > _MOST_NAMED else ""
-            logger.warning("no %s pairs in these languages: %s%s", split, ", ".join(shown[:_MOST_NAMED]), more)
+            logger.warning("no %s pairs in these languages: %s", split, listed(shown))
 
 
 def _drawn(pairs: Iterator[tuple[int, Pair]], count: int, seed: int) -> list[tuple[int, Pair]]:

@@ -10,7 +10,7 @@ from hf_gpipe.data.files import files_of
 from hf_gpipe.data.memory import corpus_in_memory
 from hf_gpipe.data.pairs import Corpus
 from hf_gpipe.data.parts import Subset, fields_of, local_parts
-from hf_gpipe.data.stream import StreamedCorpus, streamed_corpus
+from hf_gpipe.data.streamed import StreamedCorpus, streamed_corpus
 from hf_gpipe.errors import DataError
 
 LOCAL_KINDS = ("jsonl", "csv", "parquet", "parallel")

@@ -12,11 +12,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_gpipe.data.deterministic import stable_fraction, stable_random
-from hf_gpipe.data.fields import PairFields
+from hf_gpipe.data.deterministic import stable_random
+from hf_gpipe.data.fields import PairFields, check_characters
 from hf_gpipe.data.files import SUFFIXES, files_of
 from hf_gpipe.data.formats import jsonl, parquet
 from hf_gpipe.data.formats.text import numbered_lines
+from hf_gpipe.data.pairs import SPLITS, split_of
 from hf_gpipe.errors import DataError, nearest
 
 _DOCUMENTS_AT_ONCE = 1000
@@ -145,6 +146,7 @@ def texts_of_rows(rows: Iterable[tuple[str, Mapping[str, Any]]], text_field: str
         if text is not None and not isinstance(text, str):
             raise DataError(f"{where}: field {text_field!r} is no text but a {type(text).__name__}")
         if text and text.strip():
+            check_characters(text, text_field, where)
             yield text
 
 
@@ -155,23 +157,15 @@ def split_documents(documents: Iterable[str], *, validation_fraction: float, tes
 
     Raises DataError without a training document.
     """
-    train: list[str] = []
-    validation: list[str] = []
-    test: list[str] = []
+    splits: dict[str, list[str]] = {split: [] for split in SPLITS}
     for document in documents:
-        position = stable_fraction(document)
-        if position < test_fraction:
-            test.append(document)
-        elif position < test_fraction + validation_fraction:
-            validation.append(document)
-        else:
-            train.append(document)
-    if not train:
+        splits[split_of(document, validation_fraction, test_fraction)].append(document)
+    if not splits["train"]:
         raise DataError(
-            f"there are no documents to train on ({len(validation)} for validation, {len(test)} for test); give more "
-            "text, or smaller validation_fraction and test_fraction"
+            f"there are no documents to train on ({len(splits['validation'])} for validation, {len(splits['test'])} "
+            "for test); give more text, or smaller validation_fraction and test_fraction"
         )
-    return TextCorpus(train, validation, test)
+    return TextCorpus(**splits)
 
 
 class TokenBlocks:

@@ -176,7 +176,7 @@ def test_a_stream_without_training_pairs_ends_with_a_word(tmp_path):
         ("jsonl", "{language}.jsonl.gz", None, r"xx\.jsonl\.gz does not exist"),
         ("parallel", "de-en.de", "missing", r"data\.target_path: there is no file .*missing"),
         ("parallel", "de-en.de", None, "needs `target_path`"),
-        ("parallel", ".", "de-en.en", "cannot be read, for it has no files"),
+        ("parallel", ".", "de-en.en", "cannot be read, for which of its files is meant is not known; name the file"),
         ("hub", "missing", None, "there is no directory .*missing"),
     ],
 )

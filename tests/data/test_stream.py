@@ -13,6 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.data import PairStream, build_corpus
+from hf_gpipe.data.fields import PairFields
+from hf_gpipe.data.files import FileRows
+from hf_gpipe.data.formats import jsonl
+from hf_gpipe.data.memory import PairReader
+from hf_gpipe.data.parts import Part
+from hf_gpipe.data.stream import BlockReader
 from hf_gpipe.errors import CheckpointError
 from tests.data import hub_directories, test_formats
 
@@ -148,3 +154,23 @@ def test_a_place_in_another_stream_is_refused():
     del place["languages"]["yo"]
     with pytest.raises(CheckpointError, match="of a stream of de, fr, and this one has de, fr, yo"):
         stream("jsonl").load_state_dict(place)
+
+
+def test_rows_that_are_left_are_closed(tmp_path):
+    """They stayed open until the program ended, once for every pass."""
+    test_formats.write(tmp_path / "x.jsonl", [{"source": str(n), "target": "x"} for n in range(9)])
+    closed = []
+
+    class Rows(FileRows):
+        def __iter__(self):
+            try:
+                yield from super().__iter__()
+            finally:
+                closed.append(self)
+
+    part = Part("x", None, lambda: Rows([tmp_path / "x.jsonl"], jsonl.read))
+    reader = BlockReader(part, PairReader(PairFields(), [], False), (0.0, 0.0), rows_of_block=4, seed=0)
+    next(reader)
+    assert not closed
+    reader.load_state_dict(reader.state_dict())
+    assert len(closed) == 1

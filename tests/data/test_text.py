@@ -63,6 +63,7 @@ def test_a_data_set_s_own_splits_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
+        ("a.jsonl", '{"text": "\\ud800"}', "line 1: field 'text' has half of a surrogate pair"),
         ("a.jsonl", '{"txt": "a"}', "no field 'text'; did you mean 'txt'"),
         ("a.jsonl", '{"text": 3}', "line 1: field 'text' is no text but a int"),
         ("a.txt", "", "no documents to train on"),
