@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,19 +18,21 @@ from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.building import ModelSource, Source, make_stages
 from hf_gpipe.checkpoint.peft import load_adapters, save_adapters
 from hf_gpipe.checkpoint.save import save_model
-from hf_gpipe.errors import PartitionError, StageError, UserError
+from hf_gpipe.errors import PartitionError, UserError
 from hf_gpipe.partition import COST_STRATEGIES
 from hf_gpipe.partition import partition as cut
+from hf_gpipe.planner import out_of_memory
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.resolve import best_plan
 from hf_gpipe.planner.settings import AUTO, Request
-from hf_gpipe.planner.settle import Expectation, advice, settle
+from hf_gpipe.planner.settle import Expectation, settle
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe.sizes import read_bytes
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.edges import connect
 from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.generation import Generator
+from hf_gpipe.runtime.gradient_norm import gradient_norm
 from hf_gpipe.runtime.launch import join
 from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.micro_batch import Batch, make_micro_batches
@@ -375,37 +377,17 @@ class Pipeline:
 
     def grad_norm(self) -> torch.Tensor:
         """The 2-norm of the gradient of the whole model, a float64 tensor, the same on every process."""
-        norms: dict[torch.device, list[torch.Tensor]] = {}
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                norm = _norm(parameter.grad)
-                norms.setdefault(norm.device, []).append(norm)
-        squares = sum(
-            (torch.stack(ones).square().sum().cpu() for ones in norms.values()), torch.zeros((), dtype=torch.float64)
-        )
-        # Summed in one fixed order: the norm does not depend on which process adds what.
-        parts = torch.zeros(self.topology.num_processes, dtype=torch.float64)
-        parts[self.topology.rank] = squares
-        if self.topology.num_processes > 1:
-            dist.all_reduce(parts)
-        return parts.sum().sqrt()
+        return gradient_norm(self.parameters(), self.topology)
 
     # ------------------------------------------------------------------ between steps
 
-    @contextmanager
-    def advising_on_memory(self) -> Iterator[None]:
+    def advising_on_memory(self) -> AbstractContextManager[None]:
         """A scope in which a failure for want of memory also says what would need less, by the planner.
 
         Raises:
             StageError: in place of the failure, whose message it has.
         """
-        try:
-            yield
-        except Exception as error:
-            if not any(_is_want_of_memory(one) for one in _causes(error)):
-                raise
-            what = str(error) if isinstance(error, StageError) else f"process {self.topology.rank}: {error!r}"
-            raise StageError(f"{what.rstrip('.')}. {advice(self._expectation, self._run_as)}") from error
+        return out_of_memory.advising(self._expectation, self._run_as)
 
     @contextmanager
     def holding_weights(self) -> Iterator[None]:
@@ -490,28 +472,3 @@ class Pipeline:
             save_adapters(Path(directory), self.models, self.ties.owner_stage, self.topology, self.peft)
             return
         save_model(Path(directory), self.models, self.ties.owner_stage, self.topology)
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An exception, what caused it, and so on."""
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        found = found.__cause__
-
-
-def _is_want_of_memory(error: BaseException) -> bool:
-    # On the CPU torch has no class of its own for it.
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
-
-
-def _norm(gradient: torch.Tensor) -> torch.Tensor:
-    """The 2-norm of one gradient in float64.
-
-    The CPU would first copy all of it to float64, which for an embedding is the peak of a step's memory.
-    """
-    if gradient.device.type != "cpu":
-        return torch.linalg.vector_norm(gradient, dtype=torch.float64)
-    pieces = gradient.flatten().split(1 << 16)
-    norms = [float(torch.linalg.vector_norm(piece, dtype=torch.float64)) for piece in pieces]
-    return torch.tensor(norms, dtype=torch.float64).norm()

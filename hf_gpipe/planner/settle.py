@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,11 +11,10 @@ from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.errors import UserError
 from hf_gpipe.planner.costs import ModelCosts, mean_costs
-from hf_gpipe.planner.fix import smallest_fix
 from hf_gpipe.planner.measure import costs_of
 from hf_gpipe.planner.measure_seconds import profile_layers
 from hf_gpipe.planner.plan import Planner
-from hf_gpipe.planner.resolve import best_plan, micro_batch_counts, resolve
+from hf_gpipe.planner.resolve import micro_batch_counts, resolve
 from hf_gpipe.planner.settings import Request, Settled
 from hf_gpipe.planner.this_machine import this_machine
 from hf_gpipe.planner.workload import Workload, largest_micro_batch
@@ -106,19 +105,3 @@ def _measure(expectation: Expectation, request: Request) -> dict[int, ModelCosts
         )
         measured[rows] = mean_costs(topology.gather_objects(own))
     return measured
-
-
-def advice(expectation: Expectation, run_as: Callable[[], Request]) -> str:
-    """What to change where the memory of a run did not suffice, in one sentence.
-
-    Args:
-        expectation: of the run.
-        run_as: makes the request that it was, everything settled; it may fail, for an optimizer that is not known.
-    """
-    try:
-        request = run_as()
-        plan = best_plan(expectation.planner(request.memory_bytes), request)
-        return f"By the planner, {smallest_fix(plan)}"
-    except Exception:
-        # Whatever hinders the planner now, the failure to report is the run's.
-        return "More micro-batches, recompute 'stage', the schedule 1f1b or more stages need less."

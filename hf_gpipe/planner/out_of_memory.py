@@ -1,0 +1,58 @@
+"""What to change where the memory of a run did not suffice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hf_gpipe.errors import StageError
+from hf_gpipe.planner.fix import smallest_fix
+from hf_gpipe.planner.resolve import best_plan
+from hf_gpipe.planner.settings import Request
+from hf_gpipe.planner.settle import Expectation
+
+
+@contextmanager
+def advising(expectation: Expectation, run_as: Callable[[], Request]) -> Iterator[None]:
+    """A scope in which a failure for want of memory also says what would need less.
+
+    Args:
+        expectation: of the run.
+        run_as: makes the request that it was, everything settled; it may fail, for an optimizer that is not known.
+
+    Raises:
+        StageError: in place of the failure, whose message it has.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not any(_is_want_of_memory(one) for one in _causes(error)):
+            raise
+        what = str(error) if isinstance(error, StageError) else f"process {expectation.topology.rank}: {error!r}"
+        raise StageError(f"{what.rstrip('.')}. {_advice(expectation, run_as)}") from error
+
+
+def _advice(expectation: Expectation, run_as: Callable[[], Request]) -> str:
+    """In one sentence."""
+    try:
+        request = run_as()
+        plan = best_plan(expectation.planner(request.memory_bytes), request)
+        return f"By the planner, {smallest_fix(plan)}"
+    except Exception:
+        # Whatever hinders the planner now, the failure to report is the run's.
+        return "More micro-batches, recompute 'stage', the schedule 1f1b or more stages need less."
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An exception, what caused it, and so on."""
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__cause__
+
+
+def _is_want_of_memory(error: BaseException) -> bool:
+    # On the CPU torch has no class of its own for it.
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

@@ -1,0 +1,40 @@
+"""The norm of the gradient of a model whose parameters lie in several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from hf_gpipe.runtime.topology import Topology
+
+
+def gradient_norm(parameters: Iterable[torch.nn.Parameter], topology: Topology) -> torch.Tensor:
+    """The 2-norm over all processes, a float64 tensor, the same on each. Every process calls it with its parameters."""
+    norms: dict[torch.device, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            norm = _norm(parameter.grad)
+            norms.setdefault(norm.device, []).append(norm)
+    squares = sum(
+        (torch.stack(ones).square().sum().cpu() for ones in norms.values()), torch.zeros((), dtype=torch.float64)
+    )
+    # Summed in one fixed order: the norm does not depend on which process adds what.
+    parts = torch.zeros(topology.num_processes, dtype=torch.float64)
+    parts[topology.rank] = squares
+    if topology.num_processes > 1:
+        dist.all_reduce(parts)
+    return parts.sum().sqrt()
+
+
+def _norm(gradient: torch.Tensor) -> torch.Tensor:
+    """The 2-norm of one gradient in float64.
+
+    The CPU would first copy all of it to float64, which for an embedding is the peak of a step's memory.
+    """
+    if gradient.device.type != "cpu":
+        return torch.linalg.vector_norm(gradient, dtype=torch.float64)
+    pieces = gradient.flatten().split(1 << 16)
+    norms = [float(torch.linalg.vector_norm(piece, dtype=torch.float64)) for piece in pieces]
+    return torch.tensor(norms, dtype=torch.float64).norm()
