@@ -54,7 +54,8 @@ class Workload:
         """The largest micro-batch of a recipe's rows: its longest source and target in every row.
 
         Of a mini-batch of `batch_tokens` all targets are the longest here. Where they are shorter there are more rows,
-        which need more only if their sources are long all the same.
+        which need more only if their sources are long all the same, or if they are padded to a long one, as without
+        `length_bucketing`.
 
         A decoder-only model reads source and target in one sequence, or a block of text.
 

@@ -12,13 +12,16 @@ from hf_gpipe.training.pools import target_tokens
 _SAMPLE = 1000
 
 
-def longest_mini_batch(dataset: Any, num_rows: int, batch_tokens: int | None = None) -> Workload | None:
-    """A mini-batch in which every row is as long as the longest one drawn.
+def longest_mini_batch(
+    dataset: Any, num_rows: int, batch_tokens: int | None = None, *, by_length: bool = False
+) -> Workload | None:
+    """A mini-batch in which every row is as long as the longest one drawn, or padded to it.
 
     Args:
         dataset: the training rows, as they are before they are collated.
         num_rows: of a mini-batch.
         batch_tokens: target tokens of a mini-batch, in place of the rows.
+        by_length: whether rows of similar length share a mini-batch.
 
     Returns:
         None where the rows have no `input_ids`, or their number is not known.
@@ -32,7 +35,10 @@ def longest_mini_batch(dataset: Any, num_rows: int, batch_tokens: int | None = N
     # A collator of language modelling makes the labels from the ids.
     target = max(len(row["labels"]) if _is_sequence(row.get("labels")) else len(row["input_ids"]) for row in rows)
     if batch_tokens is not None:
-        num_rows = rows_of_tokens(batch_tokens, max(1, *map(target_tokens, rows)))
+        counts = [target_tokens(row) for row in rows]
+        # Unsorted, a mini-batch has as many rows as of the mean length fill it, and pads them to its longest.
+        typical = max(counts) if by_length else sum(counts) // len(counts)
+        num_rows = rows_of_tokens(batch_tokens, max(1, typical))
     return Workload(num_rows, max(source, 1), max(target, 1))
 
 

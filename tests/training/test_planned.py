@@ -19,7 +19,11 @@ def test_the_longest_rows_are_planned_for() -> None:
     longest = max(len(row) for row in rows.rows)
     assert longest_mini_batch(rows, 8) == Workload(8, longest, longest + 1)
     assert longest_mini_batch([{"input_ids": [1, 2, 3]}], 4) == Workload(4, 3, 3)
-    assert longest_mini_batch(rows, 8, batch_tokens=100) == Workload(-(-100 // (longest + 1)), longest, longest + 1)
+    sorted_rows = longest_mini_batch(rows, 8, batch_tokens=100, by_length=True)
+    assert sorted_rows == Workload(-(-100 // (longest + 1)), longest, longest + 1)
+    mean = sum(len(row["labels"]) for row in rows) // len(rows)
+    assert mean < longest
+    assert longest_mini_batch(rows, 8, batch_tokens=100) == Workload(-(-100 // mean), longest, longest + 1)
     masked = [{"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 4]}]
     assert longest_mini_batch(masked, 4, batch_tokens=9) == Workload(5, 4, 4)
     for unknown in (Stream(), [], ["text"], None):
