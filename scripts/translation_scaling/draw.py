@@ -111,6 +111,7 @@ def _bucket_labels(results: Results) -> list[str]:
 
 def _mark_buckets(panel: Axes, results: Results) -> None:
     """Thin lines between the buckets, and their names at the top."""
+    panel.margins(y=0.12)  # room for the names
     for bucket in results.bucket_names:
         places = np.flatnonzero(results.places(bucket)) + 1
         if places[0] > 1:
