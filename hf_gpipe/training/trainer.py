@@ -158,7 +158,9 @@ class PipelineTrainer(SavingTrainer):
         if done == 0:
             # An iterable dataset that is exhausted: another epoch would give nothing either.
             self.control.should_training_stop = True
-        self._position = Position(epoch + 1)
+        # A training that stops inside an epoch, at max_steps say, has the rest of it before it.
+        if done == plan.mini_batches_per_epoch or not self.control.should_training_stop:
+            self._position = Position(epoch + 1)
         self._fire("on_epoch_end")
         self._log_evaluate_save(norm, rate)
 
