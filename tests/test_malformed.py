@@ -157,7 +157,8 @@ def test_text_that_is_no_recipe(text: str, tmp_path: Path, refused: Callable[...
         "model: {}".encode("utf-32"),
         b"\xff\xfe\x00",
         bytes(range(256)),
-        gzip.compress(b"model: {}"),
+        # Without the time of writing, by which two processes that share the tests out would name this one differently.
+        gzip.compress(b"model: {}", mtime=0),
         b"\x89PNG\r\n\x1a\n",
         b"\xed\xa0\x80",
     ],
@@ -239,7 +240,7 @@ GOOD = '{"source": "a", "target": "b"}\n'
         b"\xef\xbb\xbf",
         bytes(range(256)) * 4,
         random.Random(0).randbytes(2000),
-        gzip.compress(GOOD.encode()),
+        gzip.compress(GOOD.encode(), mtime=0),
         GOOD.encode("utf-16"),
         (GOOD * 3).encode() + b"\xff\xfe\n",
         '{"source": "größe", "target": "size"}\n'.encode("latin-1"),
@@ -285,12 +286,12 @@ def test_data_files(content: bytes, tmp_path: Path, refused: Callable[..., str])
     [
         b"",
         b"not gzip",
-        gzip.compress((GOOD * 999).encode())[:-20],
-        gzip.compress(random.Random(1).randbytes(5000))[:2000],
-        gzip.compress(GOOD.encode())[:-4] + b"\x00\x00\x00\x01",
-        gzip.compress(GOOD.encode()) + b"junk",
-        gzip.compress(b"\xff\xfe"),
-        gzip.compress(b""),
+        gzip.compress((GOOD * 999).encode(), mtime=0)[:-20],
+        gzip.compress(random.Random(1).randbytes(5000), mtime=0)[:2000],
+        gzip.compress(GOOD.encode(), mtime=0)[:-4] + b"\x00\x00\x00\x01",
+        gzip.compress(GOOD.encode(), mtime=0) + b"junk",
+        gzip.compress(b"\xff\xfe", mtime=0),
+        gzip.compress(b"", mtime=0),
     ],
 )
 def test_gzipped_data_files(content: bytes, tmp_path: Path, refused: Callable[..., str]) -> None:
