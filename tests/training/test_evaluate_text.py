@@ -72,5 +72,5 @@ training: {output_dir: out}
         parse_recipe(text, ["data.path=null"])
     with pytest.raises(RecipeError, match=r"data\.temperature is 5 and data\.kind is text"):
         parse_recipe(text, ["data.temperature=5"])
-    with pytest.raises(RecipeError, match=r"data\.subset is a mapping"):
+    with pytest.raises(RecipeError, match=r"data\.subset is \{.*\(a mapping\) and data\.kind is text"):
         parse_recipe(text, ["data.subset={de: de}"])
