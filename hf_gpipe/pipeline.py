@@ -23,7 +23,6 @@ from hf_gpipe.partition import COST_STRATEGIES
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner import out_of_memory
 from hf_gpipe.planner.plan import Plan
-from hf_gpipe.planner.resolve import best_plan
 from hf_gpipe.planner.settings import AUTO, Request
 from hf_gpipe.planner.settle import Expectation, settle
 from hf_gpipe.planner.workload import Workload
@@ -343,8 +342,7 @@ class Pipeline:
         expectation = self._expectation
         if batch is not None:
             expectation = replace(expectation, example=batch, mini_batches=1)
-        request = self._run_as()
-        return best_plan(expectation.planner(request.memory_bytes), request)
+        return expectation.plan(self._run_as())
 
     # ------------------------------------------------------------------ parameters and gradients
 

@@ -9,7 +9,6 @@ import torch
 
 from hf_gpipe.errors import StageError
 from hf_gpipe.planner.fix import smallest_fix
-from hf_gpipe.planner.resolve import best_plan
 from hf_gpipe.planner.settings import Request
 from hf_gpipe.planner.settle import Expectation
 
@@ -37,9 +36,7 @@ def advising(expectation: Expectation, run_as: Callable[[], Request]) -> Iterato
 def _advice(expectation: Expectation, run_as: Callable[[], Request]) -> str:
     """In one sentence."""
     try:
-        request = run_as()
-        plan = best_plan(expectation.planner(request.memory_bytes), request)
-        return f"By the planner, {smallest_fix(plan)}"
+        return f"By the planner, {smallest_fix(expectation.plan(run_as()))}"
     except Exception:
         # Whatever hinders the planner now, the failure to report is the run's.
         return "More micro-batches, recompute 'stage', the schedule 1f1b or more stages need less."

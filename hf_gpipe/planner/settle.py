@@ -13,8 +13,8 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.planner.costs import ModelCosts, mean_costs
 from hf_gpipe.planner.measure import costs_of
 from hf_gpipe.planner.measure_seconds import profile_layers
-from hf_gpipe.planner.plan import Planner
-from hf_gpipe.planner.resolve import micro_batch_counts, resolve
+from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.resolve import best_plan, micro_batch_counts, resolve
 from hf_gpipe.planner.settings import Request, Settled
 from hf_gpipe.planner.this_machine import this_machine
 from hf_gpipe.planner.workload import Workload, largest_micro_batch
@@ -76,6 +76,10 @@ class Expectation:
 
         device = this_machine(self.topology.device, self.topology.num_processes)
         return Planner(costs, mini_batch.rows, device, memory_bytes, self.mini_batches)
+
+    def plan(self, request: Request) -> Plan:
+        """What the planner predicts of it. Raises UserError where there is no example, or nothing that could be run."""
+        return best_plan(self.planner(request.memory_bytes), request)
 
 
 def settle(expectation: Expectation, request: Request) -> Settled:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hf_gpipe.errors import listed
 from translation_scaling.differences import Contrast, Difference, Interval, compare, contrast, per_language
 from translation_scaling.results import MEASURES, Measure, Results
 
@@ -117,19 +118,15 @@ def _helps_every_language(results: Results, roles: Roles) -> tuple[str, ...]:
 
 def _exceptions(results: Results, first: str, second: str, measure: Measure) -> str:
     """The languages that a larger model does not help."""
-    values = per_language(results, first, second, measure) * (1 if measure.higher_is_better else -1)
+    values = per_language(results, first, second, measure) * measure.sign
     worse = [language for language, gain in zip(results.languages, values, strict=True) if gain < 0]
     num_equal = int((values == 0).sum())
     if not worse and not num_equal:
         return ", which is all of them"
     parts = [f"equal in {num_equal}"] if num_equal else []
     if worse:
-        parts.append(f"worse in {', '.join(worse[:_MOST_NAMES])}{_more(worse)}")
+        parts.append(f"worse in {listed(worse, _MOST_NAMES)}")
     return f" ({'; '.join(parts)})"
-
-
-def _more(names: Sequence[str]) -> str:
-    return f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
 
 
 def _on_bucket(results: Results, roles: Roles, bucket: str) -> tuple[str, ...]:

@@ -75,7 +75,7 @@ class Difference:
     @property
     def gain(self) -> float:
         """The mean with the sign that is positive where the first model is better."""
-        return self.mean if self.measure.higher_is_better else -self.mean
+        return self.mean * self.measure.sign
 
 
 def per_language(results: Results, first: str, second: str, measure: Measure) -> np.ndarray:
@@ -88,7 +88,6 @@ def compare(results: Results, first: str, second: str, measure: Measure, bucket:
     """Two models on the languages of a bucket; None: on all."""
     places = results.places(bucket)
     values = per_language(results, first, second, measure)[places]
-    gains = values if measure.higher_is_better else -values
     return Difference(
         first,
         second,
@@ -98,7 +97,7 @@ def compare(results: Results, first: str, second: str, measure: Measure, bucket:
         percentiles(bootstrap_means(values)) if len(values) >= FEWEST_LANGUAGES else None,
         _per_seed(results, first, second, measure, places),
         len(values),
-        int((gains > 0).sum()),
+        int((values * measure.sign > 0).sum()),
     )
 
 
@@ -112,7 +111,7 @@ class Contrast:
 
 def contrast(results: Results, first: str, second: str, measure: Measure, bucket: str, other: str) -> Contrast:
     """The gain in `bucket` minus that in `other`; both are resampled, independently of each other."""
-    values = per_language(results, first, second, measure) * (1 if measure.higher_is_better else -1)
+    values = per_language(results, first, second, measure) * measure.sign
     here, there = values[results.places(bucket)], values[results.places(other)]
     means = bootstrap_means(here, seed=SEED) - bootstrap_means(there, seed=SEED + 1)
     is_enough = min(len(here), len(there)) >= FEWEST_LANGUAGES

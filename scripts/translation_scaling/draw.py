@@ -39,8 +39,7 @@ def draw_languages(path: Path, results: Results, roles: Roles) -> None:
     places = np.arange(1, len(results.languages) + 1)
     for panel, measure in zip(panels, MEASURES, strict=True):
         for name in roles.large:
-            sign = 1 if measure.higher_is_better else -1
-            gains = sign * per_language(results, name, roles.base, measure)
+            gains = measure.sign * per_language(results, name, roles.base, measure)
             colour = _colour(results, name)
             panel.plot(places, gains, "o", color=colour, alpha=0.35, markersize=4, markeredgewidth=0)
             panel.plot(places, smoothed(gains, max(1.0, _WINDOW * len(gains))), color=colour, linewidth=2.2, label=name)

@@ -35,6 +35,11 @@ class Measure:
     def direction(self) -> str:
         return "higher is better" if self.higher_is_better else "lower is better"
 
+    @property
+    def sign(self) -> int:
+        """What makes a gain of a difference of scores: 1 or -1."""
+        return 1 if self.higher_is_better else -1
+
 
 NLL = Measure("nll_per_character", "NLL per target character (nats)", False, 4)
 CHRF = Measure("chrf_minus_copy", "chrF minus that of a copy of the source", True, 2)
