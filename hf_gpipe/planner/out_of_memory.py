@@ -11,6 +11,7 @@ from hf_gpipe.errors import StageError
 from hf_gpipe.planner.fix import smallest_fix
 from hf_gpipe.planner.settings import Request
 from hf_gpipe.planner.settle import Expectation
+from hf_gpipe.runtime import failures
 
 
 @contextmanager
@@ -29,6 +30,7 @@ def advising(expectation: Expectation, run_as: Callable[[], Request]) -> Iterato
     except Exception as error:
         if not any(_is_want_of_memory(one) for one in _causes(error)):
             raise
+        failures.note(error)  # planning takes seconds
         what = str(error) if isinstance(error, StageError) else f"process {expectation.topology.rank}: {error!r}"
         raise StageError(f"{what.rstrip('.')}. {_advice(expectation, run_as)}") from error
 

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from statistics import median
 
 import torch
@@ -19,10 +20,11 @@ _REPEATS = 3
 _RESERVED_SHARE = 0.45
 
 
+@cache
 def this_machine(device: torch.device, num_processes: int = 1) -> Device:
     """Memory, rate of matrix products by type and bandwidths of a device of this machine.
 
-    A CPU is shared: its memory is divided by the number of processes, and the rate is that of this process's threads.
+    They are measured once in a process. A CPU is shared: its memory is divided by the number of processes, and the rate is that of this process's threads.
 
     Args:
         device: a CUDA device or the CPU.

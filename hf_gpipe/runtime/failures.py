@@ -13,7 +13,7 @@ import re
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -73,6 +73,13 @@ def describe(error: BaseException) -> Failure:
     )
 
 
+def note(error: BaseException) -> None:
+    """Leave word of a failure at once, where finding more to say about it takes a while: it is older than those of the
+    processes that wait in vain meanwhile. `tell` then replaces the words."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        _write_error_file(Path(path), describe(error))
+
+
 def report(error: BaseException, traceback_file: Path | None = None) -> int:
     """Say why this process fails, once in the job, and return its exit code.
 
@@ -86,7 +93,8 @@ def report(error: BaseException, traceback_file: Path | None = None) -> int:
 def tell(failure: Failure, traceback_file: Path | None = None) -> int:
     """Say why this process fails, once in the job, and return its exit code."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        _write_error_file(Path(path), failure)
+        earlier = read_error_file(Path(path))
+        _write_error_file(Path(path), replace(failure, time=earlier.time) if earlier else failure)
     if LAUNCHER_PID not in os.environ and not failure.is_consequence and _is_first():
         show(failure, traceback_file)
     return failure.exit_code

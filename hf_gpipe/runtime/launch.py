@@ -34,11 +34,14 @@ from hf_gpipe.runtime.supervise import (
 
 #: Seconds between two looks of a process at whether its launcher is still there.
 WATCH_SECONDS = 0.5
-#: Seconds that the processes of a job may start apart, as on machines that read their programs over a network.
-START_SECONDS = 300.0
+#: Seconds that the processes of a job may start apart, as on machines that read their programs over a network, and end
+#: apart, as when the main process draws and plans.
+APART_SECONDS = 300.0
 
 #: How long a process waits for another one; None in a job that was not joined by `join`: torch's default.
 _timeout: timedelta | None = None
+#: Where the processes of the job that `join` joined meet.
+_store: dist.Store | None = None
 
 
 def in_job() -> bool:
@@ -68,16 +71,15 @@ def join(timeout_seconds: float = 600.0, threads: int | None = None) -> None:
     if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Python's handler runs between two of its own instructions, so never while gloo or NCCL waits.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    global _timeout
+    global _timeout, _store
     _timeout = timedelta(seconds=timeout_seconds)
     _end_with(int(os.environ.get(LAUNCHER_PID) or os.getppid()))
     _show_stack_on_demand()
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    store, rank, size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=START_SECONDS))))
+    _store, rank, size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=APART_SECONDS))))
     # The time limit is that of messages. Processes may start further apart, so they meet here first.
-    store.set(f"hf_gpipe/started/{rank}", "")
-    store.wait([f"hf_gpipe/started/{other}" for other in range(size)], timedelta(seconds=START_SECONDS))
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_timeout)
+    _meet(_store, "started", rank, size)
+    dist.init_process_group(backend, store=_store, rank=rank, world_size=size, timeout=_timeout)
 
 
 def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
@@ -87,8 +89,13 @@ def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessG
 
 def leave() -> None:
     """Leave the job at the end, once every process has come here."""
+    global _store
     if dist.is_initialized():
-        dist.barrier()
+        if _store is None:
+            dist.barrier()
+        else:
+            _meet(_store, "ended", dist.get_rank(), dist.get_world_size())
+            _store = None
         dist.destroy_process_group()
 
 
@@ -154,6 +161,12 @@ def start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Pop
 def available_cores() -> int:
     """The number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _meet(store: dist.Store, where: str, rank: int, size: int) -> None:
+    """Wait until every process is here, which may take longer than a message."""
+    store.set(f"hf_gpipe/{where}/{rank}", "")
+    store.wait([f"hf_gpipe/{where}/{other}" for other in range(size)], timedelta(seconds=APART_SECONDS))
 
 
 def _end_with(parent: int) -> None:

@@ -16,7 +16,7 @@ from hf_gpipe.runtime import failures, launch, whereabouts
 
 
 def body(what: str, folder: Path) -> None:
-    launch.join(timeout_seconds=2 if what == "stuck" else 60)
+    launch.join(timeout_seconds=2 if what in ("stuck", "explained", "late") else 60)
     rank = dist.get_rank()
     whereabouts.note("testing")
     (folder / f"{rank}.pid").write_text(str(os.getpid()))
@@ -28,11 +28,19 @@ def body(what: str, folder: Path) -> None:
             raise UserError("the key is wrong")
         if what == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if what == "explained":
+            # The other process has given up and ended when this one has found its words.
+            error = KeyError("the cause")
+            failures.note(error)
+            time.sleep(4)
+            raise UserError("the cause, explained") from error
         if what in ("wait", "stuck"):
             time.sleep(120)
     # Waits in gloo, where no Python handler runs.
     dist.all_reduce(torch.ones(1))
     sys.stdout.write(f"process {rank} of {dist.get_world_size()}, {torch.get_num_threads()} threads\n")
+    if what == "late" and rank == 0:
+        time.sleep(3)
     launch.leave()
 
 

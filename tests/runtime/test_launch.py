@@ -33,8 +33,9 @@ def run(what: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_processes_join_one_job(tmp_path: Path) -> None:
-    result = run("fine", tmp_path)
+@pytest.mark.parametrize("what", ["fine", "late"])  # late: one ends later than a message may
+def test_processes_join_one_job(what: str, tmp_path: Path) -> None:
+    result = run(what, tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     assert sorted(result.stdout.splitlines()) == ["process 0 of 2, 1 threads", "process 1 of 2, 1 threads"]
 
@@ -44,6 +45,7 @@ def test_processes_join_one_job(tmp_path: Path) -> None:
     [
         ("fault", 1, "error: process 1, testing: KeyError: 'the cause' (the traceback is in {error})"),
         ("user error", 2, "error: the key is wrong"),
+        ("explained", 2, "error: the cause, explained"),
         (
             "killed",
             1,
@@ -62,7 +64,7 @@ def test_a_failure_is_told_once(what: str, exit_code: int, message: str, tmp_pat
     start = time.monotonic()
     result = run(what, tmp_path)
     line = next(
-        n for n, text in enumerate(Path(launch_worker.__file__).read_text().splitlines(), 1) if "sleep(" in text
+        n for n, text in enumerate(Path(launch_worker.__file__).read_text().splitlines(), 1) if "sleep(120" in text
     )
     assert result.stderr == message.format(error=tmp_path / "error.txt", line=line) + "\n"
     assert (result.returncode, result.stdout) == (exit_code, "")
