@@ -24,7 +24,8 @@ _RESERVED_SHARE = 0.45
 def this_machine(device: torch.device, num_processes: int = 1) -> Device:
     """Memory, rate of matrix products by type and bandwidths of a device of this machine.
 
-    They are measured once in a process. A CPU is shared: its memory is divided by the number of processes, and the rate is that of this process's threads.
+    They are measured once in a process. A CPU is shared: its memory is divided by the number of processes, and the rate
+    is that of this process's threads.
 
     Args:
         device: a CUDA device or the CPU.
