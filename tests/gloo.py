@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import pickle
 import tempfile
 from collections.abc import Callable
@@ -15,6 +17,9 @@ import torch.multiprocessing as mp
 
 TIMEOUT = timedelta(seconds=60)
 
+# Processes are forked from one that has imported everything, and has no thread and no device: starting takes no time.
+multiprocessing.set_forkserver_preload(["hf_gpipe.training.job", "hf_gpipe.planner.settle", "tests.oracle"])
+
 
 def run_gloo(function: Callable[..., Any], num_processes: int, *args: Any) -> list[Any]:
     """Call `function(*args)` in every process of a gloo job on this machine; the results in order of rank.
@@ -22,11 +27,23 @@ def run_gloo(function: Callable[..., Any], num_processes: int, *args: Any) -> li
     `function` must be importable (defined at the top of a test module). An exception in a process is raised here.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_worker, (num_processes, folder, function, args), nprocs=num_processes)
+        environment = dict(os.environ)  # that process may have another
+        mp.start_processes(
+            _worker, (num_processes, folder, environment, function, args), num_processes, start_method="forkserver"
+        )
         return [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(num_processes)]
 
 
-def _worker(rank: int, num_processes: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _worker(
+    rank: int,
+    num_processes: int,
+    folder: str,
+    environment: dict[str, str],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_processes, timeout=TIMEOUT)
