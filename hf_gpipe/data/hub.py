@@ -9,6 +9,7 @@ from typing import Any
 
 import datasets
 
+from hf_gpipe.data.deterministic import stable_random
 from hf_gpipe.data.fields import PLACEHOLDER, PairFields
 from hf_gpipe.data.files import Row
 from hf_gpipe.data.pairs import SPLITS
@@ -100,35 +101,53 @@ def _opener(name: str, split: str, rows: Any) -> Callable[[], Rows]:
 
 
 class HubRows:
-    """The rows of a split; `state_dict` is that of `datasets.IterableDataset`, which is exact where none of it is
-    shuffled."""
+    """The rows of a split, shard after shard; in epochs after 0 the shards are in another order.
+
+    The library would shuffle them too, but only together with a buffer, whose rows it loses on resuming.
+
+    Args:
+        where: what messages call the rows.
+        rows: a `datasets.Dataset`, or an `IterableDataset` that nothing has shuffled: its state is then exact.
+    """
 
     def __init__(self, where: str, rows: Any) -> None:
         self._where, self._rows = where, rows
+        self._epoch, self._done = 0, 0
+        self._shard: Any = None
+        self._state: dict[str, Any] | None = None
 
     def __iter__(self) -> Iterator[Row]:
-        rows = iter(self._rows)
-        while True:
-            try:
-                row = next(rows)
-            except StopIteration:
-                return
-            except Exception as error:  # whatever the network, the file system or a file's format bring about
-                raise DataError(f"{self._where} cannot be read: {_line(error)}") from error
-            yield self._where, row
+        count = self._rows.num_shards if isinstance(self._rows, datasets.IterableDataset) else 1
+        order = list(range(count))
+        if self._epoch:
+            stable_random("shards", self._epoch).shuffle(order)
+        while self._done < count:
+            self._shard = self._rows if count == 1 else self._rows.shard(count, order[self._done])
+            if self._state is not None:
+                self._shard.load_state_dict(self._state)
+            rows = iter(self._shard)
+            while (row := self._next(rows)) is not None:
+                yield self._where, row
+            self._done, self._shard, self._state = self._done + 1, None, None
+
+    def _next(self, rows: Iterator[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+        """The next row; None at the end."""
+        try:
+            return next(rows, None)
+        except Exception as error:  # whatever the network, the file system or a file's format bring about
+            raise DataError(f"{self._where} cannot be read: {_line(error)}") from error
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the shards; 0 is their own."""
-        self._rows.set_epoch(epoch)
+        self._epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next row stands."""
-        state: dict[str, Any] = self._rows.state_dict()
-        return state
+        """Where the next row stands: how many shards are done, and the library's own state of the one being read."""
+        return {"shards": self._done, "rows": self._state if self._shard is None else self._shard.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        self._rows.load_state_dict(state)
+        self._done, self._state = state["shards"], state["rows"]
 
 
 def _asked(path: str, subset: str | None, ask: Callable[[], Any]) -> Any:

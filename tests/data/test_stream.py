@@ -122,6 +122,16 @@ def test_seeds_and_passes_have_orders_of_their_own():
     assert first != sorted(first, key=lambda source: int(source[3:]))
 
 
+@pytest.mark.parametrize("kind", ["hub", "jsonl"])
+def test_passes_read_files_and_shards_in_other_orders(kind):
+    # Blocks of one row are not shuffled, so that the order is that of the files.
+    german = [source for source in whole(kind, 1) if source.startswith("de")]
+    size = len(set(german))
+    passes = [german[start : start + size] for start in range(0, len(german) - size, size)]
+    assert len({tuple(one) for one in passes}) > 1
+    assert len({tuple(sorted(one)) for one in passes}) == 1
+
+
 def test_every_pass_holds_every_pair_once():
     for kind in ("hub", "csv"):
         for code in SIZES:

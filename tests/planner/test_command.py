@@ -102,6 +102,10 @@ def test_layers_measured_here(recipe: str, capsys: pytest.CaptureFixture[str]) -
         (["--picture", "plan.pdf"], "cannot draw plan.pdf: the picture of a plan is a PNG"),
         (["--fast"], "unrecognized arguments: --fast"),
         (["pipeline.num_stages=9"], "num_stages is 9, but the model has 7 layers"),
+        (
+            ["model.config.model_type=olmo2", "model.depth_scaled_feed_forward=true"],
+            "for the family 'olmo2' it is not known which weights to scale",
+        ),
         (["pipeline.memory=much"], "pipeline.memory is 'much', which is no size"),
     ],
 )
