@@ -32,7 +32,7 @@ def body(what: str, folder: Path) -> None:
             # The other process has given up and ended when this one has found its words.
             error = KeyError("the cause")
             failures.note(error)
-            time.sleep(4)
+            time.sleep(3)
             raise UserError("the cause, explained") from error
         if what in ("wait", "stuck"):
             time.sleep(120)
