@@ -5,7 +5,9 @@ process that does the work of all without recomputation; the bound of a pipeline
 M K / (M + K - 1) (GPipe, arXiv 1811.06965, section 2.3). "of its table" compares with the simulation of the very table
 that ran, which knows recomputation and interleaving: 1 means that neither executor nor messages cost anything.
 "cores busy" is the CPU time of all processes over the step's time: near the number of cores, a step waits for the
-machine. "recomputed after the gradient" is not what the tables do; it shows what recomputing before it arrives gains.
+machine. "lost" is what the step took beyond its table, in milliseconds; of that a process on average woke up "late",
+was "sending" (handing messages over), or waited for messages on their way ("travel", the rest). "recomputed after
+the gradient" is not what the tables do; it shows what recomputing before it arrives gains.
 
     python scripts/bench_emulated.py                                   about 15 minutes
     python scripts/bench_emulated.py --processes 8 --micro-batches 32 --steps 5 --json emulated.json
@@ -18,6 +20,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from bench import machine
@@ -42,6 +45,7 @@ class Pace:
 
 EASY = Pace(0.020, 0.040, 64 * KIBIBYTE)
 HARD = Pace(0.005, 0.010, 1024 * KIBIBYTE)
+PACES = {"easy": EASY, "hard": HARD}
 QUICK = Pace(0.001, 0.002, 64 * KIBIBYTE)
 
 #: The settings of each table: see `Emulated`.
@@ -109,12 +113,19 @@ def summary(settings: Sequence[Emulated], steps: Sequence[Sequence[Step]]) -> st
                 f"{setting.bound:.2f}",
                 f"{speed_up.median / setting.bound:.3f}",
                 Spread.of(setting.predicted_seconds() / one.seconds for one in own).text(3),
-                f"{Spread.of(one.cpu_seconds / one.seconds for one in own).median:.2f}",
+                f"{median(one.cpu_seconds / one.seconds for one in own):.2f}",
+                *_losses(setting, own),
             ]
         )
-    return table(
-        ["schedule", "K", "M", "seconds a step", "speed-up", "bound", "of bound", "of its table", "cores busy"], rows
-    )
+    header = ["schedule", "K", "M", "seconds a step", "speed-up", "bound", "of bound", "of its table", "cores busy"]
+    return table([*header, "lost ms", "late", "sending", "travel"], rows)
+
+
+def _losses(setting: Emulated, steps: Sequence[Step]) -> list[str]:
+    """Milliseconds beyond the table, and their parts."""
+    late, sending = median(one.late_seconds for one in steps), median(one.sending_seconds for one in steps)
+    lost = median(one.seconds for one in steps) - setting.predicted_seconds()
+    return [f"{1000 * seconds:.1f}" for seconds in (lost, late, sending, lost - late - sending)]
 
 
 def verdicts(settings: Sequence[Emulated], steps: Sequence[Sequence[Step]]) -> str:
@@ -134,14 +145,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", nargs="+", type=int, default=[2, 4, 8, 16], metavar="K")
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[8, 32], metavar="M")
+    parser.add_argument("--paces", nargs="+", choices=PACES, default=list(PACES), help="default: both")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each table")
     parser.add_argument("--quiet", type=float, default=120, help="seconds to wait for a quiet machine before each pace")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--quick", action="store_true", help="2 processes, milliseconds, to see that everything runs")
     arguments = parser.parse_args(argv)
-    paces, processes, micro_batches, steps = (EASY, HARD), arguments.processes, arguments.micro_batches, arguments.steps
+    paces = [PACES[name] for name in arguments.paces]
+    processes, micro_batches, steps = arguments.processes, arguments.micro_batches, arguments.steps
     if arguments.quick:
-        paces, processes, micro_batches, steps = (QUICK,), [2], [4], 1
+        paces, processes, micro_batches, steps = [QUICK], [2], [4], 1
     results = []
     for pace in paces:
         settings = settings_of(pace, processes, micro_batches)
@@ -155,8 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             results.append(
                 {
                     "setting": asdict(setting),
-                    "seconds": [one.seconds for one in own],
-                    "cpu_seconds": [one.cpu_seconds for one in own],
+                    **{name: [getattr(one, name) for one in own] for name in Step._fields},
                     "speed_up": asdict(speed_ups(setting, own)),
                     "bound": setting.bound,
                     "predicted_seconds": setting.predicted_seconds(),

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import mean
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,6 +23,7 @@ from hf_gpipe.runtime.edges import connect
 from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 from hf_gpipe.runtime.stage import Stage
+from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.runtime.topology import Topology
 from hf_gpipe.schedule import ActionKind, Costs, Schedule, build, simulate
 from hf_gpipe.schedule.builders import placement_for
@@ -138,10 +140,25 @@ class Step(NamedTuple):
     Attributes:
         seconds: from the first process's beginning to the last one's end.
         cpu_seconds: of the cores, over all processes and their threads: the executor, the messages and the waking up.
+        late_seconds: by which actions took longer than they should, for the system woke them up late; a mean over
+            processes, as the next one.
+        sending_seconds: that handing messages over took.
     """
 
     seconds: float
     cpu_seconds: float
+    late_seconds: float
+    sending_seconds: float
+
+
+class _Part(NamedTuple):
+    """One process's part of a step; beginning and end on one clock."""
+
+    start: float
+    end: float
+    cpu_seconds: float
+    late_seconds: float
+    sending_seconds: float
 
 
 def emulate(
@@ -156,31 +173,46 @@ def emulate(
             _emulate_process, {"settings": jobs, "steps": steps}, processes, fork=True, timeout_seconds=3600
         )
         for position, i in enumerate(numbers):
-            spans = zip(*(part[position] for part in parts), strict=True)
-            found[i] = [
-                Step(
-                    max(end for _, end, _ in step) - min(start for start, _, _ in step), sum(cpu for _, _, cpu in step)
-                )
-                for step in spans
-            ]
+            found[i] = [_whole(step) for step in zip(*(part[position] for part in parts), strict=True)]
         on_step(f"K = {processes}")
     return found
 
 
-def _emulate_process(job: Job) -> list[list[tuple[float, float, float]]]:
-    """One process's part: for each setting the beginning and the end of each step, on one clock, and its CPU time."""
+def _whole(parts: Sequence[Sequence[float]]) -> Step:
+    """A step of all processes."""
+    own = [_Part(*part) for part in parts]
+    return Step(
+        max(part.end for part in own) - min(part.start for part in own),
+        sum(part.cpu_seconds for part in own),
+        mean(part.late_seconds for part in own),
+        mean(part.sending_seconds for part in own),
+    )
+
+
+def _emulate_process(job: Job) -> list[list[_Part]]:
+    """One process's part of each step of each setting."""
     machine.wake_up_on_time()
     settings = [Emulated(**setting) for setting in job["settings"]]
     ready = [_Pipeline(setting, int(os.environ["RANK"])) for setting in settings]
-    spans: list[list[tuple[float, float, float]]] = [[] for _ in settings]
+    found: list[list[_Part]] = [[] for _ in settings]
     for step in range(job["steps"] + 1):
         for i in range(len(settings))[:: -1 if step % 2 else 1]:
+            times: list[ActionTime] = []
             dist.barrier()
             start, cpu = time.perf_counter(), time.process_time()
-            ready[i].step()
+            ready[i].step(times)
             if step:  # the first one warms up
-                spans[i].append((start, time.perf_counter(), time.process_time() - cpu))
-    return spans
+                end, cpu_seconds = time.perf_counter(), time.process_time() - cpu
+                late = sum(_late_seconds(settings[i], one) for one in times)
+                found[i].append(_Part(start, end, cpu_seconds, late, sum(one.sending for one in times)))
+    return found
+
+
+def _late_seconds(setting: Emulated, time: ActionTime) -> float:
+    """By which an action took longer than it should."""
+    forward, backward = setting.stage_seconds(time.action.stage)
+    should = {ActionKind.FORWARD: forward, ActionKind.RECOMPUTE: forward, ActionKind.BACKWARD: backward}
+    return time.end - time.start - time.waiting - time.sending - should.get(time.action.kind, 0.0)
 
 
 class _Pipeline:
@@ -199,5 +231,5 @@ class _Pipeline:
         inputs: dict[str, Any] = {}
         self.micro_batches = [MicroBatch(i, inputs, 0, 1, count) for i in range(count)]
 
-    def step(self) -> None:
-        self.executor.run(self.table, self.micro_batches)
+    def step(self, times: list[ActionTime]) -> None:
+        self.executor.run(self.table, self.micro_batches, times=times)
