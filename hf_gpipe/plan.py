@@ -244,7 +244,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("recipe", help="the recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a value of the recipe")
-    parser.add_argument("--devices", type=int, help="how many there are, one process on each; default: one a stage")
+    parser.add_argument("--devices", type=int, help="how many there are, one process on each; default: the recipe's")
     parser.add_argument("--memory", help="what a process may use, with its unit, as 80GiB")
     parser.add_argument("--device", help=f"what a process computes on: {', '.join(DEVICES)}")
     parser.add_argument("--flops", help="a device of another kind: operations a second, as 312TFLOPS")

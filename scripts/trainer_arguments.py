@@ -13,7 +13,15 @@ from pathlib import Path
 from transformers import TrainingArguments
 
 from hf_gpipe.training.arguments import PipelineTrainingArguments
-from hf_gpipe.training.supported import HARMLESS_ARGUMENTS, HONOURED, IRRELEVANT, REFUSED
+from hf_gpipe.training.supported import (
+    BITSANDBYTES_OPTIMIZERS,
+    HARMLESS_ARGUMENTS,
+    HONOURED,
+    IRRELEVANT,
+    LIMITS,
+    OPTIMIZERS,
+    REFUSED,
+)
 
 PAGE = Path(__file__).parents[1] / "docs" / "trainer.md"
 BEGIN, END = "<!-- arguments: begin -->", "<!-- arguments: end -->"
@@ -31,11 +39,17 @@ def table() -> str:
 
 def _verdict(name: str) -> str:
     if name in HONOURED:
-        return "honoured | "
+        return f"honoured | {_limit(name)}"
     if name in REFUSED:
         accepted = "".join(f"; {value!r} is accepted" for value in HARMLESS_ARGUMENTS.get(name, ()))
         return f"refused | {REFUSED[name]}{accepted}"
     return f"no effect | {IRRELEVANT[name]}"
+
+
+def _limit(name: str) -> str:
+    """What part of an argument is honoured; empty: all of it."""
+    names = {"optimizers": OPTIMIZERS, "bitsandbytes": BITSANDBYTES_OPTIMIZERS}
+    return LIMITS.get(name, "").format(**{key: ", ".join(value) for key, value in names.items()})
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """Which rows an epoch is made of, where small languages are to be seen more often: sampling by temperature.
 
 A language with n_l of all N pairs is drawn with probability p_l ~ (n_l / N) ** (1 / T): T = 1 keeps its share, a large
-T brings all languages near the same one (Arivazhagan et al., 2019, section 4.2; GPipe's translation models use T = 5).
+T brings all languages near the same one (Arivazhagan et al., 2019, section 4.2; that paper's models use T = 5).
 """
 
 from __future__ import annotations

@@ -84,7 +84,8 @@ class DataSection:
     pairs, a larger T: small languages more often, large ones less."""
 
     target_tag: bool = False
-    """Whether sources start with a tag such as <2de> that asks for the target language; always so with several."""
+    """Whether sources start with a tag such as <2de> that asks for the target language; always so
+    with several, where one side is known to be English."""
 
     max_source_tokens: Annotated[int, Range(at_least=2)] = 128
     """Longest source, its special tokens included; a longer one is cut."""
@@ -113,7 +114,7 @@ class DataSection:
 
     path: Text | None = None
     """All but cldr: a file, a directory of them, or wildcards as data/*.jsonl.gz; jsonl, csv and lines of text may be
-    gzipped. hub: the data set's id or directory. Required."""
+    gzipped. hub, text: the data set's id or directory. Required."""
 
     target_path: Text | None = None
     """parallel: the same of the target's files; required."""
@@ -122,11 +123,11 @@ class DataSection:
     """csv: the sign between values; null: a tab in files called .tsv, where nothing is quoted, else a comma."""
 
     subset: Text | list[Text] | dict[str, Any] | None = None
-    """hub: the subset, as "{language}-en"; or several such names, of which the first that there is is taken, as
+    """hub, text: the subset, as "{language}-en"; or several such names, of which the first that there is is taken, as
     ["{language}-en", "en-{language}"]; or the name for each language, as {de: de-en, zh: en-zh}. null: there is one."""
 
     revision: Text | None = None
-    """hub: branch, tag or commit; null: the main branch."""
+    """hub, text: branch, tag or commit; null: the main branch."""
 
     source_field: Text = "source"
     """jsonl, csv, parquet, hub: the field that holds the source; translation.de is the field de inside translation."""
@@ -214,7 +215,7 @@ class PipelineSection:
     """What a process may use, with its unit, as 80GiB: the planner's limit for what it chooses; null: its device's."""
 
     num_processes: Count | None = None
-    """Processes that share the stages; null: one a stage."""
+    """Processes that share the stages; null: one a stage, but at most one a GPU, or one for each of `devices`."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where stages compute; auto: on GPUs where there are any."""
@@ -279,7 +280,7 @@ class TrainingSection:
     """The optimizer."""
 
     weight_decay: NotNegative = 0.0
-    """Decoupled weight decay of all parameters but biases and norms."""
+    """Weight decay of all parameters but biases and norms; decoupled from the gradient with AdamW and Adafactor."""
 
     adam_beta1: Fraction = 0.9
     """Decay of Adam's first moment."""
@@ -330,7 +331,8 @@ class TrainingSection:
     """How long after SIGTERM or SIGINT the training may take to end its step and save, before it ends without."""
 
     resume: Literal["auto", "never"] = "auto"
-    """auto: continue from the last complete checkpoint in `output_dir`, where there is one."""
+    """auto: continue from the last complete checkpoint in `output_dir`, where there is one; never: begin anew, and
+    delete the checkpoints that are there."""
 
 
 @dataclass(frozen=True, kw_only=True)

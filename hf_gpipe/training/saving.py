@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerState
+from transformers import TrainerState, trainer_pt_utils
 from transformers.trainer_callback import ExportableState
 
 from hf_gpipe.checkpoint.directory import checkpoint_path, last_checkpoint, rotate, written_whole
+from hf_gpipe.checkpoint.save import make_directory
 from hf_gpipe.checkpoint.state import load_progress, load_state, save_state
 from hf_gpipe.checkpoint.together import write_on_main
 from hf_gpipe.errors import CheckpointError
@@ -44,6 +45,34 @@ class SavingTrainer(EvaluatingTrainer):
         self._write_model(directory)
         if self.args.push_to_hub:
             self._push(directory, "Model save")
+
+    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+        """Print metrics as a table, as transformers' Trainer does; the main process does."""
+        trainer_pt_utils.log_metrics(self, split, metrics)
+
+    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+        """Write metrics into `{split}_results.json` of `args.output_dir`; the main process does.
+
+        Args:
+            split: "train", "eval", "test" or "all".
+            metrics: what `train`, `evaluate` or `predict` gave.
+            combined: whether they are also added to all_results.json.
+
+        Raises:
+            UserError: the directory cannot be made.
+        """
+        if self.is_world_process_zero():
+            make_directory(self._output_dir)
+        trainer_pt_utils.save_metrics(self, split, metrics, combined)
+
+    def save_state(self) -> None:
+        """Write the state of the training, with its log, into `args.output_dir`; the main process does.
+
+        Raises UserError where the directory cannot be made.
+        """
+        if self.is_world_process_zero():
+            make_directory(self._output_dir)
+        trainer_pt_utils.save_state(self)
 
     def push_to_hub(
         self,

@@ -90,6 +90,12 @@ HONOURED = frozenset(
     }
 )
 
+#: Of these, what is honoured only in part.
+LIMITS = {
+    "optim": "those of optimizers that treat each parameter alone: {optimizers}; with bitsandbytes {bitsandbytes}",
+    "dataloader_num_workers": "of a map-style dataset; an iterable one is read by the main process",
+}
+
 _FULL_EVAL = "evaluation computes in the precision of training: use bf16 or fp16, or a model in bfloat16"
 _BLOCKS = "recompute='block' checkpoints each block in the one way there is, without reentrance"
 _LIGER = "stages keep transformers' own layers"

@@ -17,6 +17,7 @@ from transformers import (
     EvalPrediction,
     Trainer,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
 )
 
@@ -441,3 +442,16 @@ def test_saved_models_are_in_hub_format(tmp_path: Path) -> None:
         loaded = dict(AutoModelForCausalLM.from_pretrained(directory).named_parameters())
         for name, tensor in weights(made).items():
             assert torch.equal(loaded[name], tensor), name
+
+
+def test_metrics_and_state_are_told_as_by_the_plain_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = trainer(tmp_path / "out")
+    made.save_metrics("test", {"test_loss": 2.0})
+    metrics = made.train().metrics
+    made.log_metrics("train", metrics)
+    made.save_metrics("train", metrics)
+    made.save_state()
+    assert "***** train metrics *****" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out/train_results.json").read_text()) == metrics
+    assert json.loads((tmp_path / "out/all_results.json").read_text()) == {"test_loss": 2.0, **metrics}
+    assert TrainerState.load_from_json(str(tmp_path / "out/trainer_state.json")).global_step == 6
