@@ -165,12 +165,12 @@ def _planner(recipe: Recipe, device: Device, request: Request, *, is_profiled: b
     from hf_gpipe.planner.plan import Planner
     from hf_gpipe.planner.workload import Workload
     from hf_gpipe.runtime.loss import TokenLoss
-    from hf_gpipe.training.from_recipe import check_model, model_config, model_dtype
+    from hf_gpipe.training.from_recipe import checked_adapter, model_config, model_dtype
 
     recipe = _with_vocabulary(recipe)
     if recipe.model.depth_scaled_feed_forward or recipe.data.kind == "text":
         # What a run would refuse, and the planner cannot see: it opens a shorter model, for sizes alone.
-        check_model(recipe)
+        checked_adapter(recipe)
     config, training = model_config(recipe, None), recipe.training
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         # A run takes it from the tokenizer. Any token will do here.

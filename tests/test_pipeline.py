@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import Gemma3Config, LlamaForSequenceClassification, PreTrainedModel
+from transformers import Gemma3Config, GPT2Config, LlamaForSequenceClassification, PreTrainedModel
 
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import (
@@ -321,3 +321,16 @@ def test_two_gloo_processes(family: str, tied: bool) -> None:
             assert norm == pytest.approx(expected.norm, rel=1e-10)
             torch.optim.SGD(plain.parameters(), lr=0.5).step()
             assert_same(second, run_plain(plain, batch, num_micro_batches))
+
+
+@pytest.mark.parametrize("family", ["marian", "bart", "gpt2"])
+def test_rows_longer_than_the_table_of_positions_are_told(family: str) -> None:
+    if family == "gpt2":
+        config = GPT2Config(n_embd=8, n_head=2, n_layer=2, n_positions=9, vocab_size=VOCABULARY, bos_token_id=1)
+    else:
+        config = tiny_config(family, max_position_embeddings=9)
+    pipe = Pipeline(config, 2, 2)
+    batch = {name: torch.full((2, 10), 3) for name in ("input_ids", "labels")}
+    with pytest.raises(DataError, match=r"is 10 tokens long, and the (en|de)coder has positions for 9"):
+        pipe.train_step(batch)
+    pipe.train_step({name: tensor[:, :9] for name, tensor in batch.items()})

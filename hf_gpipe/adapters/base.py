@@ -163,7 +163,7 @@ class Adapter(ABC):
 
     def hidden_shape(self, boundary: int, ids: torch.Tensor) -> tuple[int, ...]:
         """Shape of the hidden states that layer `boundary` receives for ids (B, T): (B, T, D) in most models."""
-        return (*ids.shape, *self._given[self.layers[boundary].modules[0]].streams, self._width(boundary))
+        return (*ids.shape, *self._given[self.layers[boundary].modules[0]].streams, self._widths[boundary])
 
     def carry_dtype(self, boundary: int, name: str) -> torch.dtype:
         """Type of a tensor that layer `boundary` receives.
@@ -177,8 +177,12 @@ class Adapter(ABC):
             return self._encoder_dtype or self.dtype
         return next((router.dtype for router in self.routers if router.name == name), self.dtype)
 
-    def _width(self, boundary: int) -> int:
-        layer = self.layers[boundary]
+    @cached_property
+    def _widths(self) -> list[int]:
+        """Of the hidden states before each layer: looked up once, for every message asks."""
+        return [self._width(layer) for layer in self.layers]
+
+    def _width(self, layer: Layer) -> int:
         head = self.reference.get_submodule(layer.modules[0])
         if layer.kind == "head" and isinstance(head, nn.Linear):  # narrower than the blocks after OPT's `project_out`
             return head.in_features
@@ -186,9 +190,35 @@ class Adapter(ABC):
 
     def stack_width(self, stack: StackName) -> int:
         """Width of the hidden states between a stack's blocks."""
-        part = getattr(self.config, stack, None)
-        config = part if isinstance(part, PreTrainedConfig) else self.config
-        return config.get_text_config().hidden_size
+        return self._stack_widths[stack]
+
+    @cached_property
+    def _stack_widths(self) -> dict[StackName, int]:
+        parts = {layer.stack: getattr(self.config, layer.stack, None) for layer in self.layers}
+        configs = {stack: part if isinstance(part, PreTrainedConfig) else self.config for stack, part in parts.items()}
+        return {stack: config.get_text_config().hidden_size for stack, config in configs.items()}
+
+    @cached_property
+    def num_positions(self) -> dict[StackName, int]:
+        """Rows of a stack's table of positions, where it has one: no text can be longer."""
+        found: dict[StackName, int] = {}
+        for layer in self.layers:
+            for name in layer.all_modules if layer.kind == "embedding" else ():
+                table, own = self.reference.get_submodule(name), name.rpartition(".")[2]
+                if isinstance(table, nn.Embedding) and ("position" in own or own == "wpe"):
+                    # The first rows of some tables stand for no position.
+                    found[layer.stack] = table.num_embeddings - getattr(table, "offset", 0)
+        return found
+
+    def check_lengths(self, inputs: Inputs) -> None:
+        """Raise DataError where what `prepare` made is longer than the model has positions for."""
+        for stack, most in self.num_positions.items():
+            name = "decoder_input_ids" if stack == "decoder" and "decoder_input_ids" in inputs else "input_ids"
+            if (length := inputs[name].shape[1]) > most:
+                raise DataError(
+                    f"a row of {name} is {length} tokens long, and the {stack} has positions for {most}; cut the rows "
+                    "(max_source_tokens and max_target_tokens of a recipe's data), or use a model with more positions"
+                )
 
     @abstractmethod
     def targets(self, inputs: Tensors) -> torch.Tensor:

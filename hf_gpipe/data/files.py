@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 
 from hf_gpipe.data.deterministic import stable_random
 from hf_gpipe.data.formats import delimited, jsonl, parallel, parquet
-from hf_gpipe.errors import DataError
+from hf_gpipe.errors import CheckpointError, DataError
 
 Row = tuple[str, Mapping[str, Any]]
 """What messages call a row, and its values by name."""
@@ -35,6 +36,8 @@ def files_of(path: str, kind: str, key: str = "data.path") -> list[Path]:
         found = _found(Path(path).expanduser(), kind)
     except (OSError, ValueError) as error:  # a name that no file can have
         raise DataError(f"{key}: there is no file {path!r} ({error}); correct the path") from error
+    if Path(path).is_dir():
+        _check_splits(path, found, key)
     if not found:
         if Path(path).is_dir():
             why = "which of its files is meant is not known"
@@ -48,6 +51,17 @@ def files_of(path: str, kind: str, key: str = "data.path") -> list[Path]:
             f"{key}: there is no file {path} ({Path(path).name} {why}; looked in {Path.cwd()}); correct the path"
         )
     return found
+
+
+def _check_splits(path: str, found: list[Path], key: str) -> None:
+    """Raise DataError where a directory's files are splits, of which some are not for training."""
+    held_out = [file for file in found if re.match(r"(validation|valid|val|dev|test)(?![a-zA-Z])", file.name)]
+    if held_out and len(held_out) < len(found):
+        raise DataError(
+            f"{key}: {path} has files that look held out, as {held_out[0].name}, beside others, as "
+            f"{next(file for file in found if file not in held_out).name}, and all would be trained on; name those to "
+            f"train on, as {Path(path) / 'train*'}"
+        )
 
 
 def _found(path: Path, kind: str) -> list[Path]:
@@ -79,10 +93,11 @@ class FileRows:
 
     def state_dict(self) -> dict[str, int]:
         """Where the row after the last one read stands."""
-        return dict(self._position)
+        return {**self._position, "files": len(self.files)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from a state of the same epoch."""
+        """Go on from a state of the same epoch. Raises CheckpointError where there were more files or fewer then."""
+        check_count(state.get("files"), len(self.files), "files", str(self.files[0].parent))
         self._position = {"file": state["file"], "row": state["row"]}
 
     def __iter__(self) -> Iterator[Row]:
@@ -95,6 +110,15 @@ class FileRows:
                 position["row"] += 1
                 yield row
             position.update(file=position["file"] + 1, row=0)
+
+
+def check_count(before: int | None, now: int, what: str, where: str) -> None:
+    """Raise CheckpointError where a place is one among another number of files or shards: it would mean other rows."""
+    if before != now:
+        raise CheckpointError(
+            f"the place in the data was saved when {where} had {before} {what}, and now it has {now}; give the run the "
+            "data that it began with"
+        )
 
 
 def reader_of(kind: str, delimiter: str | None, targets: Mapping[Path, Path]) -> Callable[[Path, int], Iterator[Row]]:

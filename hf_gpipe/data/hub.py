@@ -11,7 +11,7 @@ import datasets
 
 from hf_gpipe.data.deterministic import stable_random
 from hf_gpipe.data.fields import PLACEHOLDER, PairFields
-from hf_gpipe.data.files import Row
+from hf_gpipe.data.files import Row, check_count
 from hf_gpipe.data.pairs import SPLITS
 from hf_gpipe.data.parts import Part, Rows, Subset, languages_of_parts
 from hf_gpipe.errors import DataError, listed, nearest
@@ -112,12 +112,13 @@ class HubRows:
 
     def __init__(self, where: str, rows: Any) -> None:
         self._where, self._rows = where, rows
+        self._num_shards = rows.num_shards if isinstance(rows, datasets.IterableDataset) else 1
         self._epoch, self._done = 0, 0
         self._shard: Any = None
         self._state: dict[str, Any] | None = None
 
     def __iter__(self) -> Iterator[Row]:
-        count = self._rows.num_shards if isinstance(self._rows, datasets.IterableDataset) else 1
+        count = self._num_shards
         order = list(range(count))
         if self._epoch:
             stable_random("shards", self._epoch).shuffle(order)
@@ -143,11 +144,13 @@ class HubRows:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next row stands: how many shards are done, and the library's own state of the one being read."""
-        return {"shards": self._done, "rows": self._state if self._shard is None else self._shard.state_dict()}
+        rows = self._state if self._shard is None else self._shard.state_dict()
+        return {"done": self._done, "shards": self._num_shards, "rows": rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self._done, self._state = state["shards"], state["rows"]
+        """Go on from there. Raises CheckpointError where the data set had another number of shards then."""
+        check_count(state.get("shards"), self._num_shards, "shards", self._where)
+        self._done, self._state = state["done"], state["rows"]
 
 
 def _asked(path: str, subset: str | None, ask: Callable[[], Any]) -> Any:

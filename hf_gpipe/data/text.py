@@ -71,6 +71,9 @@ def text_corpus(
             train on.
     """
     if _is_local(path):
+        if subset is not None or revision is not None:
+            key, value = ("subset", subset) if subset is not None else ("revision", revision)
+            raise DataError(f"data.{key} is {value!r}, and {path} are files of this machine; leave data.{key} out")
         documents: Iterable[str] = (text for file in files_of(path, "text") for text in _documents(file, text_field))
         own: dict[str, list[str]] = {}
     else:

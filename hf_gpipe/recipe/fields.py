@@ -244,7 +244,7 @@ class TrainingSection:
     output_dir: Text
     """Directory for the trained model, its checkpoints, the metrics and the resolved recipe."""
 
-    seed: CountOrZero = 0
+    seed: Annotated[int, Range(at_least=0, at_most=2**32 - 1)] = 0
     """Seed of the initial weights, of dropout and of the order of rows; independent of the number of stages."""
 
     max_steps: Count | None = None

@@ -35,7 +35,7 @@ from hf_gpipe.runtime.supervise import (
 #: Seconds between two looks of a process at whether its launcher is still there.
 WATCH_SECONDS = 0.5
 #: Seconds that the processes of a job may start apart, as on machines that read their programs over a network, and end
-#: apart, as when the main process draws and plans.
+#: apart, as when the main process draws and plans; more where messages may take longer.
 APART_SECONDS = 300.0
 
 #: How long a process waits for another one; None in a job that was not joined by `join`: torch's default.
@@ -166,7 +166,8 @@ def available_cores() -> int:
 def _meet(store: dist.Store, where: str, rank: int, size: int) -> None:
     """Wait until every process is here, which may take longer than a message."""
     store.set(f"hf_gpipe/{where}/{rank}", "")
-    store.wait([f"hf_gpipe/{where}/{other}" for other in range(size)], timedelta(seconds=APART_SECONDS))
+    limit = max(timedelta(seconds=APART_SECONDS), _timeout or timedelta())
+    store.wait([f"hf_gpipe/{where}/{other}" for other in range(size)], limit)
 
 
 def _end_with(parent: int) -> None:

@@ -129,6 +129,9 @@ def make_micro_batches(
         seed: the run's seed.
         step: number of this optimizer step.
         length_bucketing: whether a mini-batch is cut by tokens, after its rows have been sorted by length.
+
+    Raises:
+        DataError: mini-batches that cannot be cut, or rows that are too long for the model.
     """
     if not batches:
         raise DataError("there is no mini-batch to run on")
@@ -144,5 +147,7 @@ def make_micro_batches(
             else split_rows(batch, num_micro_batches)
         )
     ]
+    for one in inputs:
+        adapter.check_lengths(one)
     count = sum(int((adapter.targets(one) != IGNORED_LABEL).sum()) for one in inputs)
     return [MicroBatch(i, one, mix(seed, step, i), max(count, 1), len(inputs)) for i, one in enumerate(inputs)]

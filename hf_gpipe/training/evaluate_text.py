@@ -32,12 +32,13 @@ class TextReport:
     @property
     def perplexity(self) -> float:
         """exp(loss): so many equally likely tokens would be as hard to tell apart; infinite beyond float."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return math.inf if self.loss > 700 else math.exp(self.loss)
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON; a perplexity that is no finite number is null."""
-        perplexity = self.perplexity if math.isfinite(self.perplexity) else None
-        return {"task": "language modelling", **asdict(self), "perplexity": perplexity}
+        """Ready for JSON; what is no finite number is null."""
+        found = {**asdict(self), "perplexity": self.perplexity}
+        finite = {name: value if math.isfinite(value) else None for name, value in found.items()}
+        return {"task": "language modelling", **finite}
 
     def text(self) -> str:
         """One line for people."""

@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_gpipe.adapters import adapter_for
+from hf_gpipe.adapters import Adapter, adapter_for
 from hf_gpipe.adapters.feed_forward import feed_forward_outputs
 from hf_gpipe.data import Corpus, StreamedCorpus, build_corpus, train_tokenizer
 from hf_gpipe.data.text import TextCorpus, text_corpus
@@ -44,6 +44,15 @@ _NOT_OF_THE_CORPUS = ("max_source_tokens", "max_target_tokens", "text_field")
 
 def check_model(recipe: Recipe) -> None:
     """Raise UserError where the recipe's model cannot be made, or not be cut as the recipe says. Makes no weights."""
+    adapter = checked_adapter(recipe)
+    strategy = recipe.pipeline.partition
+    # By cost the planner cuts; whether there are enough layers is seen by any cut.
+    is_planned = strategy == AUTO or strategy in COST_STRATEGIES
+    cut(len(adapter.layers), recipe.pipeline.num_stages, "count" if is_planned else strategy)
+
+
+def checked_adapter(recipe: Recipe) -> Adapter:
+    """Of the recipe's model, without weights. Raises UserError where it cannot be made or cannot learn the data."""
     config = model_config(recipe, None)
     model = recipe.model
     if recipe.data.kind == "text" and config.is_encoder_decoder:
@@ -61,10 +70,13 @@ def check_model(recipe: Recipe) -> None:
         raise RecipeError(f"model: transformers cannot make a {config.model_type} model of this: {error}") from error
     if model.depth_scaled_feed_forward:
         feed_forward_outputs(adapter)
-    strategy = recipe.pipeline.partition
-    # By cost the planner cuts; whether there are enough layers is seen by any cut.
-    is_planned = strategy == AUTO or strategy in COST_STRATEGIES
-    cut(len(adapter.layers), recipe.pipeline.num_stages, "count" if is_planned else strategy)
+    block, most = recipe.data.max_target_tokens, adapter.num_positions.get("decoder")
+    if recipe.data.kind == "text" and most is not None and block > most:
+        raise RecipeError(
+            f"data.max_target_tokens is {block}, the length of a block of text, and the model has positions for "
+            f"{most}; use {most} or fewer, or a model with more positions"
+        )
+    return adapter
 
 
 def corpus_of(recipe: Recipe) -> Corpus | StreamedCorpus:

@@ -13,10 +13,12 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_gpipe.checkpoint.directory import checkpoints, last_checkpoint, remove_leftovers
 from hf_gpipe.checkpoint.save import make_directory
+from hf_gpipe.checkpoint.state import load_progress
 from hf_gpipe.data import Corpus, PairCollator, StreamedCorpus
 from hf_gpipe.data.text import TextCorpus
 from hf_gpipe.errors import RecipeError
 from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.planner.settings import AUTO
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import Recipe, load_recipe
 from hf_gpipe.runtime.batches import share
@@ -54,6 +56,7 @@ class _Prepared(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     config: PreTrainedConfig
     checkpoint: Path | None
+    num_micro_batches: int | None
 
 
 def run(recipe: Recipe) -> None:
@@ -68,19 +71,21 @@ def run(recipe: Recipe) -> None:
     topology = Topology.discover(recipe.pipeline.num_stages, recipe.pipeline.device)
     mine: list[_Prepared] = []
 
-    def prepare() -> tuple[PreTrainedConfig, Path | None]:
+    def prepare() -> tuple[PreTrainedConfig, Path | None, int | None]:
         mine.append(_prepare(recipe, task, output_dir))
-        return mine[0].config, mine[0].checkpoint
+        return mine[0].config, mine[0].checkpoint, mine[0].num_micro_batches
 
     note("preparing the corpus and the tokenizer")
-    config, checkpoint = topology.from_main(prepare)
+    config, checkpoint, num_micro_batches = topology.from_main(prepare)
     note("creating the model")
-    pipe = _pipeline(recipe, config)
+    pipe = _pipeline(recipe, config, num_micro_batches)
     pipe.adapter.reference.generation_config.max_new_tokens = recipe.evaluation.max_new_tokens
     prepared = mine[0] if mine else None
     trainer = _trainer(recipe, task, pipe, prepared)
     if prepared is not None:
         summary.say(summary.start_text(recipe, pipe, task.corpus_text(prepared.corpus), checkpoint))
+    if recipe.training.resume == "never":
+        trainer.how_to_go_on = "start again with training.resume=auto"
     start = _step_of(checkpoint)
     output = trainer.train(resume_from_checkpoint=checkpoint)
     cost_meter.note_memory(pipe)
@@ -143,7 +148,7 @@ def _prepare(recipe: Recipe, task: Task, output_dir: Path) -> _Prepared:
     # Metrics that are there once a run has ended are that run's own, and the recipe beside them is what they are of.
     (output_dir / METRICS_FILE).unlink(missing_ok=True)
     (output_dir / RECIPE_FILE).write_text(recipe.to_yaml())
-    return _Prepared(corpus, tokenizer, config, checkpoint)
+    return _Prepared(corpus, tokenizer, config, checkpoint, _num_micro_batches_of(checkpoint))
 
 
 def _checkpoint_of(recipe: Recipe, output_dir: Path) -> Path | None:
@@ -154,6 +159,12 @@ def _checkpoint_of(recipe: Recipe, output_dir: Path) -> Path | None:
     if checkpoint is not None and (output_dir / RECIPE_FILE).exists():
         _check_same_run(recipe, load_recipe(output_dir / RECIPE_FILE), checkpoint)
     return checkpoint
+
+
+def _num_micro_batches_of(checkpoint: Path | None) -> int | None:
+    """What a run was trained with so far; None where it is new, or its checkpoint too old to say."""
+    found: int | None = None if checkpoint is None else load_progress(checkpoint).get("num_micro_batches")
+    return found
 
 
 def _check_same_run(recipe: Recipe, earlier: Recipe, checkpoint: Path) -> None:
@@ -175,12 +186,14 @@ def _step_of(checkpoint: Path | None) -> int:
     return int(checkpoint.name.rpartition("-")[2]) if checkpoint is not None else 0
 
 
-def _pipeline(recipe: Recipe, config: PreTrainedConfig) -> Pipeline:
+def _pipeline(recipe: Recipe, config: PreTrainedConfig, resumed_num_micro_batches: int | None) -> Pipeline:
     model, pipeline = recipe.model, recipe.pipeline
+    # Dropout depends on the micro-batch: what was chosen once stays, however fast this machine is today.
+    chosen = resumed_num_micro_batches if pipeline.num_micro_batches == AUTO else None
     return Pipeline(
         model.path or config,
         pipeline.num_stages,
-        pipeline.num_micro_batches,
+        chosen or pipeline.num_micro_batches,
         pipeline.schedule,
         pipeline.recompute,
         pipeline.partition,

@@ -20,7 +20,7 @@ from hf_gpipe.adapters.dropout import mix
 from hf_gpipe.data.batches import length_bucketed_batches, num_token_batches, shuffled_batches, token_batches
 from hf_gpipe.data.sampling import epoch_rows
 from hf_gpipe.errors import DataError, UserError
-from hf_gpipe.training.pools import Places, Pools, target_tokens
+from hf_gpipe.training.pools import Places, Pools, has_index, target_tokens
 
 Batch = Mapping[str, torch.Tensor]
 Collate = Callable[[list[Any]], Batch]
@@ -62,7 +62,7 @@ class MiniBatches:
     @property
     def is_iterable(self) -> bool:
         """Whether the rows have no index."""
-        return not (hasattr(self.dataset, "__len__") and hasattr(self.dataset, "__getitem__"))
+        return not has_index(self.dataset)
 
     @property
     def num_rows(self) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_gpipe.planner.workload import Workload, rows_of_tokens
-from hf_gpipe.training.pools import target_tokens
+from hf_gpipe.training.pools import has_index, target_tokens
 
 #: Rows that are looked at, drawn evenly over the dataset: reading all of a large one would take minutes.
 _SAMPLE = 1000
@@ -26,7 +26,7 @@ def longest_mini_batch(
     Returns:
         None where the rows have no `input_ids`, or their number is not known.
     """
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or len(dataset) == 0:
+    if not has_index(dataset) or len(dataset) == 0:
         return None
     rows = [dataset[index] for index in range(0, len(dataset), -(-len(dataset) // _SAMPLE))]
     if not all(isinstance(row, Mapping) and "input_ids" in row for row in rows):

@@ -7,9 +7,12 @@ reads this one pool again and nothing before it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch.utils.data import IterableDataset
 
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.data.batches import POOL_BATCHES, cut_evenly, num_token_batches
@@ -18,6 +21,9 @@ from hf_gpipe.errors import DataError
 
 # A pool is in memory as Python objects, so it has at most about so many rows or target tokens, or one mini-batch.
 _MOST_ROWS, _MOST_TOKENS = 2**15, 2**20
+
+#: Datasets of the library `datasets` that were sent to a place.
+_sent: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,11 @@ class Places:
                     "same data, or use ignore_data_skip=True to begin them anew"
                 )
             self._dataset.load_state_dict(state)
+            if _is_of_datasets(self._dataset):
+                _sent.add(self._dataset)
+        elif _is_of_datasets(self._dataset) and self._dataset in _sent:
+            # It would begin where it was sent ever after.
+            self._dataset.load_state_dict(None)
         self._starts = [(start - done, state)]
         return start - done
 
@@ -128,6 +139,16 @@ class Places:
             del self._starts[0]
         first, state = self._starts[0]
         return {"state": state, "done": number - first}
+
+
+def has_index(dataset: Any) -> bool:
+    """Whether rows can be asked for by number: torch's iterable datasets inherit the method and refuse it."""
+    has_methods = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    return has_methods and not isinstance(dataset, IterableDataset)
+
+
+def _is_of_datasets(dataset: Any) -> bool:
+    return type(dataset).__module__.partition(".")[0] == "datasets"
 
 
 def target_tokens(row: Any) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import TrainerState, trainer_pt_utils
 from transformers.trainer_callback import ExportableState
 
@@ -18,9 +19,12 @@ from hf_gpipe.checkpoint.save import make_directory
 from hf_gpipe.checkpoint.state import load_progress, load_state, save_state
 from hf_gpipe.checkpoint.together import write_on_main
 from hf_gpipe.errors import CheckpointError
+from hf_gpipe.planner.settings import AUTO
 from hf_gpipe.runtime.whereabouts import during
 from hf_gpipe.training.evaluating import EvaluatingTrainer
 from hf_gpipe.training.steps import Position
+
+logger = transformers.logging.get_logger(__name__)
 
 STATE_NAME = "trainer_state.json"
 
@@ -35,6 +39,8 @@ class SavingTrainer(EvaluatingTrainer):
     _position: Position
     _mini_batches_per_epoch: int | None
     _last_saved_step: int
+    #: Whether the training is being stopped before the evaluation of its last step.
+    _evaluation_is_due = False
 
     def save_model(self, output_dir: str | os.PathLike[str] | None = None) -> None:
         """Write model and tokenizer in Hub format, by default into `args.output_dir`. Every process calls it.
@@ -135,6 +141,8 @@ class SavingTrainer(EvaluatingTrainer):
                     "position": asdict(self._position),
                     "pipeline_step": self.pipe.step,
                     "data": self._data_facts(),
+                    "evaluation_is_due": self._evaluation_is_due,
+                    "num_micro_batches": self.pipe.num_micro_batches,
                 }
                 progress["loss_scale"] = None if self.scaler is None else self.scaler.state_dict()
                 stage_of, masters = self.pipe.ties.owner_stage, self.master_weights
@@ -173,6 +181,12 @@ class SavingTrainer(EvaluatingTrainer):
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{checkpoint}: no training state that can be read: {error!r}") from error
         self._check_data(checkpoint, data)
+        before, now = progress.get("num_micro_batches"), self.pipe.num_micro_batches
+        if self.args.num_micro_batches == AUTO and before not in (None, now) and self.topology.is_main:
+            logger.warning(
+                f"num_micro_batches='auto' is {now} here, and {checkpoint} was trained with {before}: dropout will be "
+                f"another; give num_micro_batches={before} for the same run"
+            )
         self.pipe.load_pretrained(checkpoint)
         load_state(checkpoint, self._updated_parameters(), self.optimizer, self.lr_scheduler)
         if self.master_weights is not None:
@@ -180,6 +194,7 @@ class SavingTrainer(EvaluatingTrainer):
         if self.scaler is not None and progress.get("loss_scale") is not None:
             self.scaler.load_state_dict(progress["loss_scale"])
         self.pipe.step = pipeline_step
+        self._evaluation_is_due = progress.get("evaluation_is_due", False)
         self._position = Position(position.epoch) if self.args.ignore_data_skip else position
         state.is_local_process_zero = self.state.is_local_process_zero
         state.is_world_process_zero = self.state.is_world_process_zero

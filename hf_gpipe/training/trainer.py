@@ -63,6 +63,9 @@ class PipelineTrainer(SavingTrainer):
         UserError: what cannot be honoured, by name.
     """
 
+    #: What to do after a stop, for its message.
+    how_to_go_on = "start again"
+
     # ------------------------------------------------------------------ training
 
     def train(self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None) -> TrainOutput:
@@ -112,11 +115,22 @@ class PipelineTrainer(SavingTrainer):
             if self.args.eval_on_start:
                 self.evaluate()
             self._meter = Meter(self.pipe, self.args.timeline_steps)
+            if self._evaluation_is_due:
+                self._make_up_for_evaluation()
             for epoch in range(self._position.epoch, plan.num_epochs):
                 if self.control.should_training_stop or self.state.global_step >= plan.max_steps:
                     break
                 self._run_epoch(epoch, batches, plan)
         return self._finish(first_step, start_time)
+
+    def _make_up_for_evaluation(self) -> None:
+        """Do what the step that was resumed from has left undone, for the training was stopped there."""
+        self._evaluation_is_due = False
+        self._evaluate_in_training()
+        if self.args.save_strategy == "best" and self.control.should_save:
+            with self._meter.paused():
+                self._save_checkpoint()
+            self._fire("on_save")
 
     def train_batches(self) -> MiniBatches | None:
         """The mini-batches of the training dataset; None in processes that do not read data."""
@@ -240,13 +254,7 @@ class PipelineTrainer(SavingTrainer):
         if self.control.should_log:
             self._log_training(norm, rate)
         if self.control.should_evaluate:
-            with self._meter.paused():
-                metrics = self.evaluate()
-            is_best = note_best(self.state, self.args, metrics)
-            if takes_metric(self.lr_scheduler):
-                self.lr_scheduler.step(metric_of(self.args, metrics))
-            if self.args.save_strategy == "best":
-                self.control.should_save = is_best
+            self._evaluate_in_training()
         if self.control.should_save:
             with self._meter.paused():
                 self._save_checkpoint()
@@ -255,6 +263,16 @@ class PipelineTrainer(SavingTrainer):
         self._agree()
         if self._stop_signal:
             self._stop()
+
+    def _evaluate_in_training(self) -> None:
+        """Evaluate, and draw the consequences."""
+        with self._meter.paused():
+            metrics = self.evaluate()
+        is_best = note_best(self.state, self.args, metrics)
+        if takes_metric(self.lr_scheduler):
+            self.lr_scheduler.step(metric_of(self.args, metrics))
+        if self.args.save_strategy == "best":
+            self.control.should_save = is_best
 
     def _log_training(self, norm: float | None, rate: float | None) -> None:
         """Log the mean loss since the last time."""
@@ -281,6 +299,7 @@ class PipelineTrainer(SavingTrainer):
     def _stop(self) -> NoReturn:
         """Save this step, where that is not done yet, and end the program."""
         checkpoint = checkpoint_path(self._output_dir, self.state.global_step)
+        self._evaluation_is_due = self.control.should_evaluate
         if self._last_saved_step != self.state.global_step:
             self._save_checkpoint()
             self._fire("on_save")
@@ -291,8 +310,8 @@ class PipelineTrainer(SavingTrainer):
         if self.topology.is_main:
             name, step, steps = signal.Signals(self._stop_signal).name, self.state.global_step, self.state.max_steps
             print(
-                f"stopped by {name} after step {step} of {steps}; all of it is saved in {checkpoint}: start again to "
-                "go on from there",
+                f"stopped by {name} after step {step} of {steps}; all of it is saved in {checkpoint}: "
+                f"{self.how_to_go_on} to go on from there",
                 file=sys.stderr,
                 flush=True,
             )

@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from hf_gpipe.data import PairStream, build_corpus
 from hf_gpipe.data.fields import PairFields
 from hf_gpipe.data.files import FileRows
 from hf_gpipe.data.formats import jsonl
+from hf_gpipe.data.hub import HubRows
 from hf_gpipe.data.memory import PairReader
 from hf_gpipe.data.parts import Part
 from hf_gpipe.data.stream import BlockReader
@@ -184,3 +186,16 @@ def test_rows_that_are_left_are_closed(tmp_path):
     assert not closed
     reader.load_state_dict(reader.state_dict())
     assert len(closed) == 1
+
+
+def test_a_place_among_other_files_or_shards_is_refused(tmp_path):
+    for name, rows in (("a", 3), ("b", 2)):
+        test_formats.write(tmp_path / f"{name}.jsonl", [{"source": f"{n}", "target": f"{n}"} for n in range(rows)])
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    state = FileRows(files, jsonl.read).state_dict()
+    with pytest.raises(CheckpointError, match="had 2 files, and now it has 1"):
+        FileRows(files[:1], jsonl.read).load_state_dict(state)
+    data = Dataset.from_list([{"a": n} for n in range(6)])
+    state = HubRows("here", data.to_iterable_dataset(num_shards=3)).state_dict()
+    with pytest.raises(CheckpointError, match="here had 3 shards, and now it has 2"):
+        HubRows("here", data.to_iterable_dataset(num_shards=2)).load_state_dict(state)

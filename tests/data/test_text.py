@@ -76,6 +76,16 @@ def test_what_is_no_text(name: str, content: str, message: str, tmp_path: Path) 
         text_corpus(str(tmp_path / name), **EVERYTHING)
 
 
+def test_splits_in_one_directory_are_not_trained_on_together(tmp_path: Path) -> None:
+    for name in ("train.txt", "valid.txt"):
+        (tmp_path / name).write_text("a\n\nb\n")
+    with pytest.raises(DataError, match=r"look held out, as valid\.txt, beside others, as train\.txt"):
+        text_corpus(str(tmp_path), **EVERYTHING)
+    assert text_corpus(str(tmp_path / "train*"), **EVERYTHING).train == ["a", "b"]
+    with pytest.raises(DataError, match=r"data\.subset is 'en'.*are files of this machine"):
+        text_corpus(str(tmp_path / "train.txt"), subset="en", **EVERYTHING)
+
+
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no file fits"):
         text_corpus(str(tmp_path / "*.txt"))

@@ -58,6 +58,20 @@ def test_a_report_is_json_even_where_the_model_is_sure_of_the_wrong_token() -> N
     assert TextReport(1, 4, 800.0).to_dict()["perplexity"] is None
     assert TextReport(1, 4, 0.0).perplexity == 1.0
     assert "perplexity inf" in TextReport(1, 4, 800.0).text()
+    diverged = TextReport(1, 4, math.nan)
+    assert (diverged.to_dict()["loss"], diverged.to_dict()["perplexity"]) == (None, None)
+    assert diverged.text() == "loss nan, perplexity nan"
+
+
+def test_blocks_longer_than_the_model_has_positions_for_are_refused() -> None:
+    text = """
+model: {config: {model_type: gpt2, n_embd: 8, n_head: 2, n_layer: 2, n_positions: 64, vocab_size: 300}}
+data: {kind: text, path: text.txt, max_target_tokens: 65}
+training: {output_dir: out}
+"""
+    with pytest.raises(RecipeError, match=r"data\.max_target_tokens is 65, .* has positions for 64"):
+        check_model(parse_recipe(text))
+    check_model(parse_recipe(text, ["data.max_target_tokens=64"]))
 
 
 def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:

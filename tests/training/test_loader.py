@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from hypothesis import given, settings
@@ -183,6 +184,30 @@ def test_what_a_stream_cannot_do() -> None:
     batches = MiniBatches(Stream(), COLLATE, 4)
     next(batches.epoch(0))
     assert batches.place(1) is None
+
+
+class SizedStream(Stream):
+    """Has a length and, from torch, a method to get a row by its number that only raises."""
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+def test_an_iterable_dataset_with_a_length_is_still_iterable() -> None:
+    batches = MiniBatches(SizedStream(10), COLLATE, 4)
+    assert batches.is_iterable
+    assert batches.count() == len(list(batches.epoch(0))) == 3
+
+
+def test_a_data_set_that_was_gone_on_with_begins_anew_when_it_is_asked_to() -> None:
+    rows = [dict(row) for row in Rows(20)]
+    data = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3)
+    whole = list(MiniBatches(data, COLLATE, 4).epoch(0))
+    read = MiniBatches(data, COLLATE, 4)
+    reader = read.epoch(0)
+    next(reader), next(reader)
+    assert same(list(MiniBatches(data, COLLATE, 4).epoch(0, 2, read.place(2))), whole[2:])
+    assert same(list(MiniBatches(data, COLLATE, 4).epoch(0)), whole)
 
 
 # ---------------------------------------------------------------------- the trainer

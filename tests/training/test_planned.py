@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hf_gpipe import PipelineTrainer
+from hf_gpipe.checkpoint.state import load_progress
 from hf_gpipe.errors import UserError
 from hf_gpipe.planner.workload import Workload
+from hf_gpipe.recipe import parse_recipe
+from hf_gpipe.training import job, saving
 from hf_gpipe.training.longest import longest_mini_batch
 from tests.oracle import tiny_config
-from tests.training.toy import Rows, Stream, arguments
+from tests.training.toy import Rows, Stream, arguments, trainer
+
+RECIPE = """
+model:
+  config: {{model_type: marian, d_model: 8, encoder_layers: 1, decoder_layers: 1, encoder_attention_heads: 1,
+    decoder_attention_heads: 1, encoder_ffn_dim: 8, decoder_ffn_dim: 8, max_position_embeddings: 64, dropout: 0.1}}
+data: {{kind: cldr, languages: [de], templates: [weekday], examples_per_language: 40, test_fraction: 0.1}}
+tokenizer: {{vocab_size: 290}}
+pipeline: {{num_stages: 2, num_micro_batches: auto, device: cpu}}
+training: {{output_dir: {folder}/out, max_steps: 2, batch_size: 4, save_steps: 2}}
+evaluation: {{max_examples: 1, max_new_tokens: 2, samples: 0}}
+"""
 
 
 def test_the_longest_rows_are_planned_for() -> None:
@@ -38,3 +53,22 @@ def test_what_is_auto_is_settled(tmp_path: Path) -> None:
     assert trainer.pipe.recompute == "none", "1 GiB is more than enough"
     with pytest.raises(UserError, match="give example="):
         PipelineTrainer(tiny_config("marian"), args, train_dataset=Stream())
+
+
+def test_what_was_chosen_for_micro_batches_stays_on_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout depends on the micro-batch, and the planner's choice on how fast the machine is that day."""
+    recipe = parse_recipe(RECIPE.format(folder=tmp_path))
+    job.run(recipe)
+    chosen = load_progress(tmp_path / "out/checkpoint-2")["num_micro_batches"]
+    seen: list[Any] = []
+    original = job.Pipeline
+    monkeypatch.setattr(job, "Pipeline", lambda *args, **kwargs: seen.append(args[2]) or original(*args, **kwargs))
+    job.run(parse_recipe(RECIPE.format(folder=tmp_path), ["training.max_steps=3"]))
+    assert seen == [chosen]
+    made = trainer(tmp_path, num_micro_batches="auto", max_steps=2, save_strategy="steps", save_steps=2)
+    made.train()
+    made.pipe.num_micro_batches = 1 if made.pipe.num_micro_batches > 1 else 2
+    warned: list[str] = []
+    monkeypatch.setattr(saving.logger, "warning", warned.append)
+    made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert "dropout will be another" in warned[0]

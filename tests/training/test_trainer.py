@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from hf_gpipe import Pipeline, PipelineTrainer
 from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.training.optim import make_optimizer
+from hf_gpipe.training.stopping import TrainingStopped
 from tests.gloo import run_gloo
 from tests.oracle import plain_model, tiny_config
 from tests.training.toy import CausalRows, Recorder, Rows, Stream, arguments, trainer, weights
@@ -455,3 +459,44 @@ def test_metrics_and_state_are_told_as_by_the_plain_trainer(tmp_path: Path, caps
     assert json.loads((tmp_path / "out/train_results.json").read_text()) == metrics
     assert json.loads((tmp_path / "out/all_results.json").read_text()) == {"test_loss": 2.0, **metrics}
     assert TrainerState.load_from_json(str(tmp_path / "out/trainer_state.json")).global_step == 6
+
+
+class Interrupts(TrainerCallback):
+    """Sends this process SIGTERM in a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step + 1 == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)  # a thread of the trainer's reads it
+
+
+def test_a_stop_does_not_lose_the_evaluation_of_its_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The learning rate follows the evaluations, so that a lost one changes the weights."""
+    values: dict[str, Any] = {
+        "eval_dataset": Rows(6, seed=5),
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.5},
+        "enable_jit_checkpoint": True,
+    }
+    undisturbed = trainer(tmp_path / "undisturbed", **values)
+    undisturbed.train()
+    stopped = trainer(tmp_path / "stopped", callbacks=[Interrupts(4)], **values)
+    stopped.how_to_go_on = "start again some day"
+    with pytest.raises(TrainingStopped):
+        stopped.train()
+    assert "checkpoint-4: start again some day to go on from there" in capsys.readouterr().err
+    assert [line["step"] for line in stopped.state.log_history if "eval_loss" in line] == [2]
+    resumed = trainer(tmp_path / "stopped", **values)
+    resumed.train(resume_from_checkpoint=True)
+    for key in ("eval_loss", "learning_rate", "loss"):
+        found, expected = (
+            [line[key] for line in one.state.log_history if key in line] for one in (resumed, undisturbed)
+        )
+        assert found == expected, key
+    assert len({line["learning_rate"] for line in undisturbed.state.log_history if "learning_rate" in line}) > 1
+    assert_close(weights(resumed), weights(undisturbed), 0.0)
