@@ -127,7 +127,8 @@ class PipelineTrainer(SavingTrainer):
         """Do what the step that was resumed from has left undone, for the training was stopped there."""
         self._evaluation_is_due = False
         self._evaluate_in_training()
-        if self.args.save_strategy == "best" and self.control.should_save:
+        if self.state.best_global_step == self.state.global_step:
+            # Saved again: its checkpoint does not know yet that it is the best one.
             with self._meter.paused():
                 self._save_checkpoint()
             self._fire("on_save")
