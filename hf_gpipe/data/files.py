@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -53,9 +53,14 @@ def files_of(path: str, kind: str, key: str = "data.path") -> list[Path]:
     return found
 
 
+def held_out_files(files: Sequence[Path]) -> list[Path]:
+    """Those whose names begin with that of a split which is not for training."""
+    return [file for file in files if re.match(r"(validation|valid|val|dev|test)(?![a-zA-Z])", file.name)]
+
+
 def _check_splits(path: str, found: list[Path], key: str) -> None:
     """Raise DataError where a directory's files are splits, of which some are not for training."""
-    held_out = [file for file in found if re.match(r"(validation|valid|val|dev|test)(?![a-zA-Z])", file.name)]
+    held_out = held_out_files(found)
     if held_out and len(held_out) < len(found):
         raise DataError(
             f"{key}: {path} has files that look held out, as {held_out[0].name}, beside others, as "

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.data.deterministic import stable_random
 from hf_gpipe.data.fields import PairFields, check_characters
-from hf_gpipe.data.files import SUFFIXES, files_of
+from hf_gpipe.data.files import SUFFIXES, files_of, held_out_files
 from hf_gpipe.data.formats import jsonl, parquet
 from hf_gpipe.data.formats.text import numbered_lines
 from hf_gpipe.data.pairs import SPLITS, split_of
@@ -97,9 +97,13 @@ def _is_local(path: str) -> bool:
         return True
     try:
         found = Path(path).expanduser()
-        return found.is_file() or (found.is_dir() and any(_is_text(file) for file in found.iterdir()))
+        files = [file for file in found.iterdir() if _is_text(file)] if found.is_dir() else []
     except (OSError, ValueError):  # a name that no file can have
         return False
+    # A directory with splits has the form of a data set, unless its documents are paragraphs, of which `datasets` knows
+    # nothing.
+    has_splits = 0 < len(held_out_files(files)) < len(files) and not any(".txt" in file.name for file in files)
+    return found.is_file() or (bool(files) and not has_splits)
 
 
 def _is_text(path: Path) -> bool:

@@ -49,11 +49,12 @@ def test_paragraphs_rows_and_columns_are_documents(tmp_path: Path) -> None:
     assert [text for text in everything if text in drawn] == drawn
 
 
-def test_a_data_set_s_own_splits_are_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", [".", "data"])
+def test_a_data_set_s_own_splits_are_kept(where: str, tmp_path: Path) -> None:
     for split, texts in {"train": ["a", "b", " "], "test": ["c"]}.items():
         table = pyarrow.Table.from_pylist([{"body": text} for text in texts])
-        (tmp_path / "data").mkdir(exist_ok=True)
-        pyarrow.parquet.write_table(table, tmp_path / "data" / f"{split}-00000-of-00001.parquet")
+        (tmp_path / where).mkdir(exist_ok=True)
+        pyarrow.parquet.write_table(table, tmp_path / where / f"{split}-00000-of-00001.parquet")
     corpus = text_corpus(str(tmp_path), text_field="body", validation_fraction=0.0, test_fraction=0.9)
     assert corpus.train == ["a", "b"]
     assert corpus.test == ["c"]

@@ -21,7 +21,7 @@ RECIPE = """
 model:
   config: {{model_type: marian, d_model: 8, encoder_layers: 1, decoder_layers: 1, encoder_attention_heads: 1,
     decoder_attention_heads: 1, encoder_ffn_dim: 8, decoder_ffn_dim: 8, max_position_embeddings: 64, dropout: 0.1}}
-data: {{kind: cldr, languages: [de], templates: [weekday], examples_per_language: 40, test_fraction: 0.1}}
+data: {{kind: cldr, languages: [de], templates: [weekday], examples_per_language: 100, test_fraction: 0.1}}
 tokenizer: {{vocab_size: 290}}
 pipeline: {{num_stages: 2, num_micro_batches: auto, device: cpu}}
 training: {{output_dir: {folder}/out, max_steps: 2, batch_size: 4, save_steps: 2}}
