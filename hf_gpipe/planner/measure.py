@@ -98,6 +98,7 @@ def costs_of_opened(
 ) -> ModelCosts:
     """The costs of all layers of a model from those of each kind."""
     adapter, places, weights = opened.adapter, opened.places, opened.weights
+    workload = workload.within(adapter)
     tracer = _Tracer(opened, workload, loss, as_on_gpu)
     measured = {like: tracer.cost(like) for like in dict.fromkeys(place.like for place in places)}
     first: dict[str, int] = {}

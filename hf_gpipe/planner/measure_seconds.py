@@ -79,7 +79,7 @@ def profile_layers(
         make_optimizer: parameters -> the optimizer whose update is measured, after the gradients have been clipped;
             None: updates are not measured.
     """
-    opened = Opened.of(adapter, peft)
+    opened, workload = Opened.of(adapter, peft), workload.within(adapter)
     costs = costs_of_opened(opened, workload, loss=loss, as_on_gpu=device.type == "cuda")
     generator = default_generator(device)
     state = generator.get_state()

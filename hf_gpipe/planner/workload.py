@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.base import IGNORED_LABEL, Tensors
+from hf_gpipe.adapters.layers import StackName
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import Recipe
 
@@ -85,6 +86,13 @@ class Workload:
     def num_target_tokens(self) -> int:
         """B T of the decoder, padding included."""
         return self.rows * self.target_tokens
+
+    def within(self, adapter: Adapter) -> Workload:
+        """As much of it as the model has positions for; longer rows cannot be trained on."""
+        reader: StackName = "encoder" if adapter.config.is_encoder_decoder else "decoder"
+        stacks: list[tuple[StackName, int]] = [(reader, self.source_tokens), ("decoder", self.target_tokens)]
+        source, target = (min(length, adapter.num_positions.get(stack, length)) for stack, length in stacks)
+        return replace(self, source_tokens=source, target_tokens=target)
 
     def inputs(self, adapter: Adapter) -> dict[str, torch.Tensor]:
         """What `Adapter.prepare` makes of a micro-batch of this shape: ids, mask, labels of one arbitrary token."""

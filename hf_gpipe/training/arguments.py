@@ -148,7 +148,9 @@ class PipelineTrainingArguments(TrainingArguments):
         _choose("on_nonfinite_loss", self.on_nonfinite_loss, ("ignore", "skip", "stop"))
         TokenLoss(logit_clipping=self.logit_clipping)
         self._check_sampling()
-        if self.recompute == "none" and (self.activation_checkpointing or self.gradient_checkpointing):
+        # Older releases of transformers have the second name alone.
+        checkpoints = getattr(self, "activation_checkpointing", False) or self.gradient_checkpointing
+        if self.recompute == "none" and checkpoints:
             raise UserError(
                 "activation_checkpointing=True contradicts recompute='none'; leave one of them out (recompute='block' "
                 "is the same, recompute='stage' keeps less)"

@@ -7,6 +7,7 @@ import torch
 
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.errors import UserError
+from hf_gpipe.planner.measure_seconds import profile_layers
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import parse_recipe
 from tests.oracle import tiny_config
@@ -56,3 +57,13 @@ def test_of_a_batch() -> None:
 def test_an_empty_micro_batch_is_refused() -> None:
     with pytest.raises(UserError, match="rows=0"):
         Workload(0, 1, 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "marian", "bart"])
+def test_no_longer_than_the_model_has_positions_for(family: str) -> None:
+    """Rows that are longer cannot be trained on, and could not be measured."""
+    adapter = adapter_for(tiny_config(family))
+    most = 200 if family == "llama" else 64
+    assert Workload(2, 200, 200).within(adapter) == Workload(2, most, most)
+    assert Workload(2, 9, 5).within(adapter) == Workload(2, 9, 5)
+    assert profile_layers(adapter, Workload(1, 70, 70), torch.device("cpu"), repeats=1, budget_seconds=0.0).layers
