@@ -37,6 +37,7 @@ from hf_gpipe import pipeline
 from hf_gpipe.checkpoint import directory, save, state
 from hf_gpipe.checkpoint.directory import checkpoints, last_checkpoint
 from hf_gpipe.data import train_tokenizer
+from hf_gpipe.planner.this_machine import this_machine
 from hf_gpipe.runtime import batches, generation, launch, stage
 from hf_gpipe.runtime.failures import EXIT_STOPPED
 from hf_gpipe.train import main as train
@@ -433,7 +434,10 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="an empty folder to keep all runs in")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    importlib.import_module("hf_gpipe.training.job")  # once, not in every process
+    # Once, not in every process: what is imported late, and how fast this machine is.
+    for module in ("hf_gpipe.training.job", "matplotlib.backends.backend_agg", "matplotlib.font_manager", "sacrebleu"):
+        importlib.import_module(module)
+    this_machine(torch.device("cpu"), NUM_PROCESSES)
     faults = [fault for fault in (some_faults() if options.quick else all_faults()) if options.only in str(fault)]
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="hf_gpipe-chaos-") as temporary:
