@@ -35,10 +35,8 @@ class TextReport:
         return math.inf if self.loss > 700 else math.exp(self.loss)
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON; what is no finite number is null."""
-        found = {**asdict(self), "perplexity": self.perplexity}
-        finite = {name: value if math.isfinite(value) else None for name, value in found.items()}
-        return {"task": "language modelling", **finite}
+        """Plain values."""
+        return {"task": "language modelling", **asdict(self), "perplexity": self.perplexity}
 
     def text(self) -> str:
         """One line for people."""

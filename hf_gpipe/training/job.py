@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
@@ -104,10 +105,19 @@ def run(recipe: Recipe) -> None:
     if prepared is not None:
         metrics = report.to_dict()
         metrics["cost"] = cost_meter.cost(pipe, trainer.state.log_history, measured, batch, start)
-        (output_dir / METRICS_FILE).write_text(json.dumps(metrics, indent=2, ensure_ascii=False) + "\n")
+        (output_dir / METRICS_FILE).write_text(json.dumps(_finite(metrics), indent=2, ensure_ascii=False) + "\n")
         _write_timelines(output_dir, measured, predicted)
         summary.say(summary.step_text(breakdown(measured), output_dir / TRACE_FILE))
         summary.say(summary.end_text(task.report_text(report), output_dir, TIMELINE_FILE, METRICS_FILE))
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no infinite number and no NaN: they become null."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _update_of(trainer: PipelineTrainer) -> Callable[[], None]:

@@ -71,8 +71,9 @@ def execute(runs: Sequence[Run]) -> int:
 def result_text(folder: Path) -> str:
     """A finished run in a few words."""
     metrics = json.loads((folder / METRICS_FILE).read_text(encoding="utf-8"))
+    nll = metrics["nll_per_character"]
     return (
-        f"NLL per character {metrics['nll_per_character']:.4f}, chrF {metrics['chrf']:.1f} "
+        f"NLL per character {'no number' if nll is None else f'{nll:.4f}'}, chrF {metrics['chrf']:.1f} "
         f"(copy {metrics['chrf_copy']:.1f}), {wall_seconds(folder):.0f} s"
     )
 

@@ -95,7 +95,7 @@ class Finished:
     def is_finite(self) -> bool:
         """Whether every score that models are compared by is a number; after a training that diverged none may be."""
         return all(
-            isfinite(_with_margin(scores)[measure.key])
+            (value := _with_margin(scores)[measure.key]) is not None and isfinite(value)
             for scores in self.metrics["per_language"].values()
             for measure in MEASURES
         )

@@ -104,7 +104,8 @@ def write_run(output: Path, model: str, seed: int, score: Score, num_languages: 
     }
     mean = {key: float(np.mean([one[key] for one in languages.values()])) for key in ("nll_per_character", "chrf")}
     metrics = {**mean, "chrf_copy": 20.0, "per_language": languages, "cost": cost}
-    (folder / "metrics.json").write_text(json.dumps(metrics))
+    # The command writes what is no number as null.
+    (folder / "metrics.json").write_text(json.dumps(metrics).replace("NaN", "null"))
     path = output / f"{model}.yaml"
     path.write_text(RECIPE)
     run = Run(path, seed, (), output)

@@ -14,6 +14,7 @@ from hf_gpipe import Pipeline
 from hf_gpipe.data.tokenizer import train_tokenizer
 from hf_gpipe.errors import DataError, RecipeError
 from hf_gpipe.recipe import parse_recipe
+from hf_gpipe.training import job
 from hf_gpipe.training.evaluate_text import TextReport, evaluate_text
 from hf_gpipe.training.from_recipe import check_model
 from tests.oracle import plain_model, tiny_config
@@ -54,13 +55,11 @@ def test_it_is_the_plain_model_s(num_stages: int, batch_size: int, tokenizer: An
         evaluate_text(pipe, tokenizer, [], batch_size, BLOCK)
 
 
-def test_a_report_is_json_even_where_the_model_is_sure_of_the_wrong_token() -> None:
-    assert TextReport(1, 4, 800.0).to_dict()["perplexity"] is None
+def test_a_report_where_the_model_is_sure_of_the_wrong_token() -> None:
+    assert TextReport(1, 4, 800.0).perplexity == math.inf
     assert TextReport(1, 4, 0.0).perplexity == 1.0
     assert "perplexity inf" in TextReport(1, 4, 800.0).text()
-    diverged = TextReport(1, 4, math.nan)
-    assert (diverged.to_dict()["loss"], diverged.to_dict()["perplexity"]) == (None, None)
-    assert diverged.text() == "loss nan, perplexity nan"
+    assert TextReport(1, 4, math.nan).text() == "loss nan, perplexity nan"
 
 
 def test_blocks_longer_than_the_model_has_positions_for_are_refused() -> None:
@@ -88,3 +87,9 @@ training: {output_dir: out}
         parse_recipe(text, ["data.temperature=5"])
     with pytest.raises(RecipeError, match=r"data\.subset is \{.*\(a mapping\) and data\.kind is text"):
         parse_recipe(text, ["data.subset={de: de}"])
+
+
+def test_what_json_does_not_know_is_null() -> None:
+    metrics = {"loss": math.nan, "per_bucket": {"low": {"nll": math.inf}}, "peaks": [1, math.nan], "name": "a"}
+    expected = {"loss": None, "per_bucket": {"low": {"nll": None}}, "peaks": [1, None], "name": "a"}
+    assert job._finite(metrics) == expected
