@@ -18,7 +18,9 @@ from transformers import AutoModelForSeq2SeqLM
 
 from hf_gpipe.train import main
 from scripts import chaos
-from tests.test_train import ENVIRONMENT, REPOSITORY, undo_the_command_s_settings  # noqa: F401  (a fixture)
+from tests.test_train import ENVIRONMENT, REPOSITORY
+
+pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings")
 
 STOPPED = 75
 

@@ -21,7 +21,9 @@ from hf_gpipe.recipe import Recipe, parse_recipe
 from hf_gpipe.recipe.build import leaf_keys
 from hf_gpipe.train import main
 from scripts import chaos
-from tests.test_train import ENVIRONMENT, REPOSITORY, undo_the_command_s_settings  # noqa: F401  (a fixture)
+from tests.test_train import ENVIRONMENT, REPOSITORY
+
+pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings")
 
 Files = dict[str, bytes | str]
 """Name below the test's folder -> content."""

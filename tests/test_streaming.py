@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 from hf_gpipe.train import main
 from tests.data import hub_directories
-from tests.test_train import undo_the_command_s_settings  # noqa: F401  (a fixture)
+
+pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings")
 
 RECIPE = """
 model:

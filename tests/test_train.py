@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,8 @@ from safetensors.torch import load_file
 
 from hf_gpipe.recipe import load_recipe
 from hf_gpipe.train import main
+
+pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings")
 
 REPOSITORY = Path(__file__).parents[1]
 # A corpus beside the checkout; where there is none, its test is skipped.
@@ -66,18 +66,6 @@ def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE.replace("OUTPUT", str(tmp_path / "out")))
     return path
-
-
-@pytest.fixture(autouse=True)
-def undo_the_command_s_settings() -> Iterator[None]:
-    """The command silences other packages for good, which a process of its own may do."""
-    environment, logger, filters = dict(os.environ), logging.getLogger("hf_gpipe"), list(warnings.filters)
-    handlers = logger.handlers
-    yield
-    os.environ.clear()
-    os.environ.update(environment)
-    logger.handlers, logger.propagate = handlers, True
-    warnings.filters[:] = filters
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
@@ -172,18 +160,7 @@ def test_a_killed_run_ends_with_the_same_weights(
     finished: tuple[Path, subprocess.CompletedProcess[str]], recipe: Path
 ) -> None:
     folder = recipe.parent / "out"
-    with subprocess.Popen(
-        [sys.executable, "-m", "hf_gpipe.train", str(recipe)],
-        cwd=REPOSITORY,
-        env=ENVIRONMENT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ) as launcher:
-        try:
-            wait_until(lambda: losses_so_far(folder) > SAVED + 5 or launcher.poll() is not None)
-        finally:
-            for process in (*children(launcher.pid), launcher.pid):
-                os.kill(process, signal.SIGKILL)
+    kill_once(lambda: losses_so_far(folder) > SAVED + 5, recipe)
     assert not (folder / "metrics.json").exists(), "it had ended before it was killed"
     assert list(folder.glob("checkpoint-*"))
     result = command(str(recipe))
@@ -194,6 +171,22 @@ def test_a_killed_run_ends_with_the_same_weights(
     for name in expected:
         assert torch.equal(found[name], expected[name]), name
     assert losses(folder) == losses(finished[0])
+
+
+def kill_once(condition: Callable[[], bool], recipe: Path) -> None:
+    """Start the command, and kill all of its processes at once when the condition holds, or one has ended."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "hf_gpipe.train", str(recipe)],
+        cwd=REPOSITORY,
+        env=ENVIRONMENT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as launcher:
+        try:
+            wait_until(lambda: condition() or launcher.poll() is not None, 200)
+        finally:
+            for process in (*children(launcher.pid), launcher.pid):
+                os.kill(process, signal.SIGKILL)
 
 
 def losses_so_far(folder: Path) -> int:

@@ -210,10 +210,14 @@ class Adapter(ABC):
                     found[layer.stack] = table.num_embeddings - getattr(table, "offset", 0)
         return found
 
+    def ids_of(self, stack: StackName) -> str:
+        """Name of the inputs that a stack reads."""
+        return "input_ids"
+
     def check_lengths(self, inputs: Inputs) -> None:
         """Raise DataError where what `prepare` made is longer than the model has positions for."""
         for stack, most in self.num_positions.items():
-            name = "decoder_input_ids" if stack == "decoder" and "decoder_input_ids" in inputs else "input_ids"
+            name = self.ids_of(stack)
             if (length := inputs[name].shape[1]) > most:
                 raise DataError(
                     f"a row of {name} is {length} tokens long, and the {stack} has positions for {most}; cut the rows "

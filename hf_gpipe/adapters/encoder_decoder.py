@@ -9,7 +9,7 @@ from collections.abc import Container
 import torch
 
 from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, Inputs, StageModel, Tensors
-from hf_gpipe.adapters.layers import Layer
+from hf_gpipe.adapters.layers import Layer, StackName
 from hf_gpipe.errors import UnsupportedModelError
 
 _DECODER_SIDE = ("labels", "decoder_input_ids", "decoder_attention_mask")
@@ -51,13 +51,15 @@ class EncoderDecoder(Adapter):
     def targets(self, inputs: Tensors) -> torch.Tensor:
         return inputs["labels"]
 
+    def ids_of(self, stack: StackName) -> str:
+        return "input_ids" if stack == "encoder" else "decoder_input_ids"
+
     def carry_shapes(self, boundary: int, inputs: Inputs) -> dict[str, tuple[int, ...]]:
         carried = self._carried(boundary, inputs)
         shapes: dict[str, tuple[int, ...]] = {}
         # In generation each of the two forwards has the ids of its own stack only.
         if "hidden" in carried:
-            ids = "input_ids" if self.layers[boundary].stack == "encoder" else "decoder_input_ids"
-            shapes["hidden"] = self.hidden_shape(boundary, inputs[ids])
+            shapes["hidden"] = self.hidden_shape(boundary, inputs[self.ids_of(self.layers[boundary].stack)])
         if "encoder_hidden" in carried:
             shapes["encoder_hidden"] = (*inputs["input_ids"].shape, self.stack_width("encoder"))
         return shapes

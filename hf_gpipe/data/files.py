@@ -33,13 +33,18 @@ def files_of(path: str, kind: str, key: str = "data.path") -> list[Path]:
     Raises DataError where there are none.
     """
     try:
-        found = _found(Path(path).expanduser(), kind)
+        expanded = Path(path).expanduser()
+        found, is_directory = _found(expanded, kind), expanded.is_dir()
     except (OSError, ValueError) as error:  # a name that no file can have
         raise DataError(f"{key}: there is no file {path!r} ({error}); correct the path") from error
-    if Path(path).is_dir():
-        _check_splits(path, found, key)
+    if is_directory and (held_out := held_out_beside_others(found)):
+        raise DataError(
+            f"{key}: {path} has files that look held out, as {held_out[0].name}, beside others, as "
+            f"{next(file for file in found if file not in held_out).name}, and all would be trained on; name those to "
+            f"train on, as {Path(path) / 'train*'}"
+        )
     if not found:
-        if Path(path).is_dir():
+        if is_directory:
             why = "which of its files is meant is not known"
             if SUFFIXES[kind]:
                 why = f"it has no files with names in {', '.join(SUFFIXES[kind])}"
@@ -53,20 +58,10 @@ def files_of(path: str, kind: str, key: str = "data.path") -> list[Path]:
     return found
 
 
-def held_out_files(files: Sequence[Path]) -> list[Path]:
-    """Those whose names begin with that of a split which is not for training."""
-    return [file for file in files if re.match(r"(validation|valid|val|dev|test)(?![a-zA-Z])", file.name)]
-
-
-def _check_splits(path: str, found: list[Path], key: str) -> None:
-    """Raise DataError where a directory's files are splits, of which some are not for training."""
-    held_out = held_out_files(found)
-    if held_out and len(held_out) < len(found):
-        raise DataError(
-            f"{key}: {path} has files that look held out, as {held_out[0].name}, beside others, as "
-            f"{next(file for file in found if file not in held_out).name}, and all would be trained on; name those to "
-            f"train on, as {Path(path) / 'train*'}"
-        )
+def held_out_beside_others(files: Sequence[Path]) -> list[Path]:
+    """The files of splits that are not for training, by the beginning of their names, where there are others too."""
+    held_out = [file for file in files if re.match(r"(validation|valid|val|dev|test)(?![a-zA-Z])", file.name)]
+    return held_out if len(held_out) < len(files) else []
 
 
 def _found(path: Path, kind: str) -> list[Path]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.data.deterministic import stable_random
 from hf_gpipe.data.fields import PairFields, check_characters
-from hf_gpipe.data.files import SUFFIXES, files_of, held_out_files
+from hf_gpipe.data.files import SUFFIXES, files_of, held_out_beside_others
 from hf_gpipe.data.formats import jsonl, parquet
 from hf_gpipe.data.formats.text import numbered_lines
 from hf_gpipe.data.pairs import SPLITS, split_of
@@ -102,7 +102,7 @@ def _is_local(path: str) -> bool:
         return False
     # A directory with splits has the form of a data set, unless its documents are paragraphs, of which `datasets` knows
     # nothing.
-    has_splits = 0 < len(held_out_files(files)) < len(files) and not any(".txt" in file.name for file in files)
+    has_splits = bool(held_out_beside_others(files)) and not any(".txt" in file.name for file in files)
     return found.is_file() or (bool(files) and not has_splits)
 
 

@@ -101,6 +101,7 @@ class PipelineTrainer(SavingTrainer):
         self.state, self._position = self._new_state(), Position()
         self._mini_batches_per_epoch = plan.mini_batches_per_epoch
         self._last_saved_step = -1
+        self._evaluation_is_due = False
         if checkpoint is not None:
             self._resume(checkpoint)
         self.state.compute_steps(self.args, plan.max_steps)
@@ -129,9 +130,7 @@ class PipelineTrainer(SavingTrainer):
         self._evaluate_in_training()
         if self.state.best_global_step == self.state.global_step:
             # Saved again: its checkpoint does not know yet that it is the best one.
-            with self._meter.paused():
-                self._save_checkpoint()
-            self._fire("on_save")
+            self._save_in_training()
 
     def train_batches(self) -> MiniBatches | None:
         """The mini-batches of the training dataset; None in processes that do not read data."""
@@ -257,9 +256,7 @@ class PipelineTrainer(SavingTrainer):
         if self.control.should_evaluate:
             self._evaluate_in_training()
         if self.control.should_save:
-            with self._meter.paused():
-                self._save_checkpoint()
-            self._fire("on_save")
+            self._save_in_training()
         # What was just called may have asked to stop.
         self._agree()
         if self._stop_signal:
@@ -274,6 +271,11 @@ class PipelineTrainer(SavingTrainer):
             self.lr_scheduler.step(metric_of(self.args, metrics))
         if self.args.save_strategy == "best":
             self.control.should_save = is_best
+
+    def _save_in_training(self) -> None:
+        with self._meter.paused():
+            self._save_checkpoint()
+        self._fire("on_save")
 
     def _log_training(self, norm: float | None, rate: float | None) -> None:
         """Log the mean loss since the last time."""

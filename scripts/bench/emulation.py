@@ -208,11 +208,11 @@ def _emulate_process(job: Job) -> list[list[_Part]]:
     return found
 
 
-def _late_seconds(setting: Emulated, time: ActionTime) -> float:
+def _late_seconds(setting: Emulated, one: ActionTime) -> float:
     """By which an action took longer than it should."""
-    forward, backward = setting.stage_seconds(time.action.stage)
+    forward, backward = setting.stage_seconds(one.action.stage)
     should = {ActionKind.FORWARD: forward, ActionKind.RECOMPUTE: forward, ActionKind.BACKWARD: backward}
-    return time.end - time.start - time.waiting - time.sending - should.get(time.action.kind, 0.0)
+    return one.end - one.start - one.waiting - one.sending - should.get(one.action.kind, 0.0)
 
 
 class _Pipeline:

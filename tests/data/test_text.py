@@ -77,11 +77,14 @@ def test_what_is_no_text(name: str, content: str, message: str, tmp_path: Path) 
         text_corpus(str(tmp_path / name), **EVERYTHING)
 
 
-def test_splits_in_one_directory_are_not_trained_on_together(tmp_path: Path) -> None:
+def test_splits_in_one_directory_are_not_trained_on_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("train.txt", "valid.txt"):
         (tmp_path / name).write_text("a\n\nb\n")
     with pytest.raises(DataError, match=r"look held out, as valid\.txt, beside others, as train\.txt"):
         text_corpus(str(tmp_path), **EVERYTHING)
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    with pytest.raises(DataError, match="look held out"):
+        text_corpus(f"~/{tmp_path.name}", **EVERYTHING)
     assert text_corpus(str(tmp_path / "train*"), **EVERYTHING).train == ["a", "b"]
     with pytest.raises(DataError, match=r"data\.subset is 'en'.*are files of this machine"):
         text_corpus(str(tmp_path / "train.txt"), subset="en", **EVERYTHING)

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from hf_gpipe.train import main
-from tests.test_train import undo_the_command_s_settings  # noqa: F401  (a fixture)
+from tests.test_train import kill_once
 
-REPOSITORY = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings")
+
 STEPS = 30
 
 RECIPE = f"""
@@ -61,27 +56,10 @@ def losses(folder: Path) -> list[float]:
     return [log["loss"] for log in logs if "loss" in log]
 
 
-def kill_after(steps: int, recipe: Path) -> None:
-    """Start the command and kill all of its processes once so many steps are logged."""
-    words = [sys.executable, "-m", "hf_gpipe.train", str(recipe)]
-    with subprocess.Popen(
-        words, cwd=REPOSITORY, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as launcher:
-        try:
-            deadline = time.monotonic() + 200
-            while len(losses(recipe.parent)) < steps and launcher.poll() is None:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-        finally:
-            children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-            for process in (*map(int, children), launcher.pid):
-                os.kill(process, signal.SIGKILL)
-
-
 def test_a_killed_run_trains_on_the_same_mini_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The steps after the last checkpoint are trained twice, the second time in one process, with the same losses."""
     recipe = write(tmp_path)
-    kill_after(13, recipe)
+    kill_once(lambda: len(losses(tmp_path)) >= 13, recipe)
     assert not (tmp_path / "out" / "metrics.json").exists(), "it had ended before it was killed"
     before = losses(tmp_path)
     assert main([str(recipe), "pipeline.num_processes=1"]) == 0

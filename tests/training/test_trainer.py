@@ -500,3 +500,6 @@ def test_a_stop_does_not_lose_the_evaluation_of_its_step(tmp_path: Path, capsys:
         assert found == expected, key
     assert len({line["learning_rate"] for line in undisturbed.state.log_history if "learning_rate" in line}) > 1
     assert_close(weights(resumed), weights(undisturbed), 0.0)
+    resumed._evaluation_is_due = True  # as after a stop
+    resumed.train()
+    assert resumed.state.log_history[0]["step"] == 1, "a training that begins anew has nothing to make up for"
