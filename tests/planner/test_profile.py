@@ -32,7 +32,7 @@ def llama(num_blocks: int = 4) -> LlamaConfig:
 
 def test_every_layer_gets_its_seconds_and_keeps_its_costs() -> None:
     adapter = adapter_for(llama())
-    computed, measured = costs_of(adapter, WORKLOAD), profile_layers(adapter, WORKLOAD, CPU, repeats=2)
+    computed, measured = costs_of(adapter, WORKLOAD), profile_layers(adapter, WORKLOAD, CPU, repeats=7)
     assert measured.is_measured
     assert not computed.is_measured
     assert measured.update_seconds_per_parameter is None
