@@ -10,6 +10,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+#: Exit codes of a command beside 0: a fault; an error that the user can correct; a signal stopped the training, and all
+#: of it is saved, so that the same command goes on with it (EX_TEMPFAIL of sysexits.h).
+EXIT_FAILURE, EXIT_USER_ERROR, EXIT_STOPPED = 1, 2, 75
+
 
 class HfGpipeError(Exception):
     """The base of all exceptions below."""

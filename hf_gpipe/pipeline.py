@@ -32,7 +32,7 @@ from hf_gpipe.runtime.edges import connect
 from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.generation import Generator
 from hf_gpipe.runtime.gradient_norm import gradient_norm
-from hf_gpipe.runtime.launch import join
+from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.micro_batch import Batch, make_micro_batches
 from hf_gpipe.runtime.recompute import Recompute
@@ -159,7 +159,7 @@ class Pipeline:
             Recompute.parse(recompute, num_stages)
         if schedule != AUTO:
             build(schedule, num_stages, 1)
-        join()
+        Job.join()
         self.topology = Topology.discover(num_stages, device)
         self._source = Source.open(
             model,

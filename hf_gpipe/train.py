@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_gpipe.errors import RecipeError, UserError
+from hf_gpipe.errors import EXIT_STOPPED, RecipeError, UserError
 from hf_gpipe.recipe import Recipe, load_recipe, recipe_help
 
 USAGE = """\
@@ -76,25 +76,26 @@ def _print_help() -> None:
 
 def _work(recipe: Recipe) -> int:
     """This process's part of the job."""
-    from hf_gpipe.runtime import failures, launch
+    from hf_gpipe.runtime import failures
+    from hf_gpipe.runtime.job import Job, in_job
 
     try:
         from hf_gpipe.training.job import run
         from hf_gpipe.training.stopping import TrainingStopped
 
-        launch.join(recipe.pipeline.timeout_seconds, recipe.pipeline.threads_per_process)
+        job = Job.join(recipe.pipeline.timeout_seconds, recipe.pipeline.threads_per_process)
         code = 0
         try:
-            run(recipe)
+            run(recipe, job)
         except TrainingStopped:
-            code = failures.EXIT_STOPPED
-        launch.leave()
+            code = EXIT_STOPPED
+        job.leave()
     except KeyboardInterrupt:
         print("stopped by SIGINT", file=sys.stderr)
         return 130
     except Exception as error:
         code = failures.report(error, _traceback_file(recipe))
-        if launch.in_job():
+        if in_job():
             # The end of the interpreter would wait for messages that no one answers any more.
             sys.stdout.flush()
             os._exit(code)

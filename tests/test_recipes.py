@@ -17,6 +17,7 @@ from hf_gpipe.data import train_tokenizer
 from hf_gpipe.planner import measure
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import load_recipe
+from hf_gpipe.runtime.job import Job
 from hf_gpipe.training import cost, job
 from hf_gpipe.training.from_recipe import check_model
 from tests.data import hub_directories
@@ -191,7 +192,7 @@ def test_it_trains_once_it_is_small(
     recipe = load_recipe(path, [*tiny(path, data, models), f"training.output_dir={out}"])
     check_model(recipe)
     logging.getLogger("hf_gpipe").setLevel(logging.ERROR)
-    job.run(recipe)
+    job.run(recipe, Job.current())
     metrics = json.loads((out / "metrics.json").read_text())
     if recipe.data.kind == "text":
         assert metrics["task"] == "language modelling"

@@ -30,7 +30,7 @@ from transformers.trainer_callback import CallbackHandler, ExportableState
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.runtime.launch import join
+from hf_gpipe.runtime.job import Job
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.generating import generation_config_of
 from hf_gpipe.training.hub import HubUploads
@@ -78,7 +78,7 @@ class TrainerBase:
             raise UserError("give either model or model_init")
         seed = enable_full_determinism if self.args.full_determinism else set_seed
         seed(self.args.seed)
-        join(self.args.ddp_timeout)
+        self.job = Job.join(self.args.ddp_timeout)
         self.pipe = _pipeline(model if model_init is None else model_init(), self.args, train_dataset)
         self.topology = self.pipe.topology
         if self.args.generation_config is not None:

@@ -12,7 +12,6 @@ from transformers.trainer_utils import PredictionOutput, denumpify_detensorize, 
 
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.errors import UserError
-from hf_gpipe.runtime.whereabouts import during
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.base import TrainerBase
 from hf_gpipe.training.generating import Generation, generation_options
@@ -127,7 +126,7 @@ class EvaluatingTrainer(TrainerBase):
             if keeps_predictions or not in_parts:
                 predicted.append(one)
 
-        with self.pipe.holding_weights(), during("evaluating"):
+        with self.pipe.holding_weights(), self.job.during("evaluating"):
             scores = score(
                 self.pipe,
                 batches,

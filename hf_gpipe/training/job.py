@@ -23,8 +23,8 @@ from hf_gpipe.planner.settings import AUTO
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import Recipe, load_recipe
 from hf_gpipe.runtime.batches import share
+from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.topology import Topology
-from hf_gpipe.runtime.whereabouts import note
 from hf_gpipe.schedule import Timeline, breakdown, draw_png, write_trace
 from hf_gpipe.training import summary
 from hf_gpipe.training.cost import CostMeter
@@ -60,7 +60,7 @@ class _Prepared(NamedTuple):
     num_micro_batches: int | None
 
 
-def run(recipe: Recipe) -> None:
+def run(recipe: Recipe, job: Job) -> None:
     """Do everything that a recipe asks for. Every process of the job calls it.
 
     Raises:
@@ -76,9 +76,9 @@ def run(recipe: Recipe) -> None:
         mine.append(_prepare(recipe, task, output_dir))
         return mine[0].config, mine[0].checkpoint, mine[0].num_micro_batches
 
-    note("preparing the corpus and the tokenizer")
+    job.note("preparing the corpus and the tokenizer")
     config, checkpoint, num_micro_batches = topology.from_main(prepare)
-    note("creating the model")
+    job.note("creating the model")
     pipe = _pipeline(recipe, config, num_micro_batches)
     pipe.adapter.reference.generation_config.max_new_tokens = recipe.evaluation.max_new_tokens
     prepared = mine[0] if mine else None
@@ -92,13 +92,13 @@ def run(recipe: Recipe) -> None:
     cost_meter.note_memory(pipe)
     if prepared is not None and checkpoint is not None and output.global_step == start:
         summary.say(f"the training in {output_dir} is finished ({start} steps); nothing is left to train")
-    note("saving the model")
+    job.note("saving the model")
     trainer.save_model()
-    note(task.evaluating)
+    job.note(task.evaluating)
     if prepared is not None:
         summary.say(task.evaluating)
     report = task.evaluate(pipe, *(prepared.tokenizer, prepared.corpus) if prepared is not None else (None, None))
-    note("measuring a step")
+    job.note("measuring a step")
     batches = trainer.train_batches()
     batch = share([next(batches.epoch(0))] if batches is not None else None, topology)
     measured, predicted = measure_step(pipe, batch, update=_update_of(trainer))

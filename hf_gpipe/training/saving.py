@@ -20,7 +20,6 @@ from hf_gpipe.checkpoint.state import load_progress, load_state, save_state
 from hf_gpipe.checkpoint.together import write_on_main
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.planner.settings import AUTO
-from hf_gpipe.runtime.whereabouts import during
 from hf_gpipe.training.evaluating import EvaluatingTrainer
 from hf_gpipe.training.steps import Position
 
@@ -134,7 +133,7 @@ class SavingTrainer(EvaluatingTrainer):
         final = checkpoint_path(self._output_dir, self.state.global_step)
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(final)
-        with during(f"saving {final.name}"), written_whole(final, self.topology) as directory:
+        with self.job.during(f"saving {final.name}"), written_whole(final, self.topology) as directory:
             self._write_model(directory)
             if not self.args.save_only_model:
                 progress = {

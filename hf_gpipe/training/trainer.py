@@ -25,7 +25,6 @@ from transformers.trainer_utils import TrainOutput, speed_metrics
 from hf_gpipe.checkpoint.directory import check_shared, checkpoint_path, remove_leftovers
 from hf_gpipe.errors import NonFiniteError, UserError
 from hf_gpipe.runtime.batches import shared_stream
-from hf_gpipe.runtime.whereabouts import note, noting
 from hf_gpipe.training.evaluating import metric_of, note_best
 from hf_gpipe.training.loader import Batch, MiniBatches, in_groups
 from hf_gpipe.training.meter import Meter
@@ -154,10 +153,10 @@ class PipelineTrainer(SavingTrainer):
         source = None
         if batches is not None:
             groups = in_groups(batches.epoch(epoch, done, begin.place), plan.accumulation)
-            source = noting(islice(groups, plan.max_steps - self.state.global_step), "reading a mini-batch")
+            source = self.job.noting(islice(groups, plan.max_steps - self.state.global_step), "reading a mini-batch")
         norm, rate = None, None
         for group in shared_stream(source, self.topology):
-            note(f"training step {self.state.global_step + 1}")
+            self.job.note(f"training step {self.state.global_step + 1}")
             self._fire("on_step_begin")
             norm, rate = self._step(group)
             done += len(group)
