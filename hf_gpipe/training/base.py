@@ -39,8 +39,8 @@ from hf_gpipe.training.longest import longest_mini_batch
 from hf_gpipe.training.loss_scaling import LossScaler
 from hf_gpipe.training.master_weights import MasterWeights
 from hf_gpipe.training.optim import check_optimizer
+from hf_gpipe.training.predicting import Preprocess
 from hf_gpipe.training.progress import MetricsFile, ProgressBar
-from hf_gpipe.training.scoring import Preprocess
 from hf_gpipe.training.stopping import StopRequest
 
 #: The decisions that callbacks take.

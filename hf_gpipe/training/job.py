@@ -235,12 +235,10 @@ def _trainer(recipe: Recipe, task: Task, pipe: Pipeline, prepared: _Prepared | N
     def rows(split: Any) -> Any:
         return task.rows(split, prepared.tokenizer, decoder_only=decoder_only)
 
-    padding = prepared.tokenizer.pad_token_id
-    collator = PairCollator(padding if padding is not None else prepared.tokenizer.eos_token_id or 0)
     return PipelineTrainer(
         pipe,
         args,
-        collator,
+        PairCollator.for_tokenizer(prepared.tokenizer),
         train_dataset=rows(prepared.corpus.train),
         eval_dataset=rows(prepared.corpus.validation) if recipe.training.eval_steps else None,
         processing_class=prepared.tokenizer,

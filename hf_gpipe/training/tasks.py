@@ -16,8 +16,8 @@ from hf_gpipe.data.buckets import training_pairs
 from hf_gpipe.data.text import TextCorpus, TokenBlocks
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import Recipe
-from hf_gpipe.training.evaluate import TranslationReport, evaluate_translation
 from hf_gpipe.training.evaluate_text import TextReport, evaluate_text
+from hf_gpipe.training.evaluate_translation import TranslationReport, evaluate_translation
 from hf_gpipe.training.from_recipe import corpus_of, text_corpus_of
 
 
