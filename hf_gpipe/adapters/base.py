@@ -240,8 +240,9 @@ class Adapter(ABC):
     def is_trained(self, layer: Layer, model: nn.Module) -> bool:
         """Whether a gradient can reach a parameter of a layer that requires one.
 
-        A table of sines may say that it requires one and is read without a graph, as Marian's is once it was loaded.
-        Inside of blocks every parameter counts, for what a gradient reaches there may depend on the data.
+        A table of sines may require one and be read without a graph, as Marian's is once it was loaded. Inside of
+        blocks every parameter counts, for what a gradient reaches there may depend on the data: too many gradients are
+        then sent, never too few.
 
         Args:
             layer: the layer.
