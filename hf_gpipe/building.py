@@ -65,7 +65,7 @@ class Source:
 
         Raises UserError for a model that cannot be split exactly, or that is not what its configuration makes.
         """
-        dtype = _read_dtype(dtype, "dtype")
+        weights = _read_dtype(dtype, "dtype")
         model, peft_request = find_peft(model, peft_config)
         check_model(model)
         if config_overrides and not isinstance(model, str | os.PathLike):
@@ -78,13 +78,13 @@ class Source:
         config = _config_of(model, trust_remote_code, config_overrides)
         model_class = None
         if isinstance(model, PreTrainedModel):
-            if dtype not in (None, model.dtype):
-                raise UserError(f"dtype={dtype}: the given model is {model.dtype}; convert it before, with model.to")
-            dtype, model_class = model.dtype, type(model)
+            if weights not in (None, model.dtype):
+                raise UserError(f"dtype={weights}: the given model is {model.dtype}; convert it before, with model.to")
+            weights, model_class = model.dtype, type(model)
             attn_implementation = attn_implementation or config._attn_implementation
-        dtype = dtype or _read_dtype(getattr(config, "dtype", None), "the configuration's dtype") or torch.float32
+        weights = weights or _read_dtype(getattr(config, "dtype", None), "the configuration's dtype") or torch.float32
         adapter = adapter_for(
-            config, dtype, attn_implementation, model_class, trust_remote_code=trust_remote_code, autocast=autocast
+            config, weights, attn_implementation, model_class, trust_remote_code=trust_remote_code, autocast=autocast
         )
         if depth_scaled_feed_forward:
             feed_forward_outputs(adapter)  # refuses a family before any weight is made

@@ -101,7 +101,10 @@ def loaded(family: str, folder: Path) -> PreTrainedModel:
     config = oracle.tiny_config("marian", **sizes)
     cls: type[PreTrainedModel] = MarianMTModel
     if family == "pegasus":
-        config, cls = PegasusConfig(**config.to_diff_dict() | {"model_type": "pegasus"}), PegasusForConditionalGeneration
+        config, cls = (
+            PegasusConfig(**config.to_diff_dict() | {"model_type": "pegasus"}),
+            PegasusForConditionalGeneration,
+        )
     oracle.plain_model(config).save_pretrained(folder)
     model = cls.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     tables = [p for name, p in model.named_parameters() if "embed_positions" in name]
@@ -241,7 +244,8 @@ def test_adapters_on_loaded_and_on_new_models(num_stages: int, tmp_path: Path) -
         assert all("lora_" in name for name in expected.gradients)
         pipe = Pipeline(source, num_stages, 2, **arguments)
         oracle.assert_same(oracle.run_pipeline(pipe, batch), expected)
-        assert not any(pipe.stages[0].trainable_outputs.values())
+        # Of two stages the first has adapters.
+        assert any(pipe.stages[0].trainable_outputs.values()) == (num_stages == 2)
         if source is tmp_path:
             reference = peft.get_peft_model(copy.deepcopy(model), lora).get_base_model()
             reference.load_state_dict(dict(one.named_parameters()), strict=False)
@@ -250,7 +254,12 @@ def test_adapters_on_loaded_and_on_new_models(num_stages: int, tmp_path: Path) -
 
 # ---------------------------------------------------------------------- several processes
 
-PROCESSES = [("marian", "encoder"), ("marian", "embeddings"), ("gpt2", "every second layer"), ("t5", "all but the head")]
+PROCESSES = [
+    ("marian", "encoder"),
+    ("marian", "embeddings"),
+    ("gpt2", "every second layer"),
+    ("t5", "all but the head"),
+]
 
 
 def _on_two_processes() -> list[Step]:

@@ -42,8 +42,9 @@ class PeftAdapter:
             if reset is not None and self.name in getattr(module, "lora_A", {}):
                 reset(self.name, self.config.init_lora_weights)
                 if self.config.init_lora_weights is False:  # then PEFT leaves what the layers were made with
-                    for factor in (module.lora_A, module.lora_B):
-                        factor[self.name].reset_parameters()  # type: ignore[index]  # a ModuleDict
+                    factors: Any = (module.lora_A, module.lora_B)
+                    for factor in factors:
+                        factor[self.name].reset_parameters()
 
     def tensors(self, model: PreTrainedModel, owned: dict[str, Any]) -> dict[str, Any]:
         """The adapter's tensors among `owned`, under the names of PEFT's saved format."""

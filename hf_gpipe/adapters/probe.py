@@ -312,7 +312,7 @@ def _constants(model: PreTrainedModel, units: list[str], result: Any) -> frozens
     """Names of the parameters of `units` that are not in the graph of what the loss is made of."""
     reached: set[Any] = set()
     outputs = (getattr(result, name, None) for name in ("logits", "aux_loss"))
-    nodes = {output.grad_fn for output in outputs if isinstance(output, torch.Tensor)} - {None}
+    nodes: set[Any] = {output.grad_fn for output in outputs if isinstance(output, torch.Tensor)} - {None}
     while nodes:
         node = nodes.pop()
         reached.add(node)
