@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.adapters.dropout import default_generator
-from hf_gpipe.building import ModelSource, Source, make_stages
+from hf_gpipe.building import ModelSource, Source, make_stages, trained_layers
 from hf_gpipe.checkpoint.peft import load_adapters, save_adapters
 from hf_gpipe.checkpoint.save import save_model
 from hf_gpipe.errors import PartitionError, UserError
@@ -85,7 +85,8 @@ class Pipeline:
             the most autograd graphs that the stage may keep alive: what is beyond them is recomputed.
         partition: "count", or the number of layers of each stage.
         seed: of initial weights and dropout.
-        dtype: type of the weights; None: the model's own, or float32 for a configuration without one.
+        dtype: type of the weights, or its name, such as "bfloat16"; None or "auto": the model's own, or float32 for a
+            configuration without one.
         attn_implementation: "eager", "sdpa" ...; None leaves the choice to transformers.
         trust_remote_code: whether a Hub model may run Python code of its own.
         config_overrides: values of the configuration to change; only with an id or directory.
@@ -132,7 +133,7 @@ class Pipeline:
         partition: str | Sequence[int] = "count",
         seed: int = 0,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         attn_implementation: str | None = None,
         trust_remote_code: bool = False,
         config_overrides: Mapping[str, Any] | None = None,
@@ -214,7 +215,9 @@ class Pipeline:
         self.ties = Ties(self.models, self.topology)
         self._holds_weights = self._copies_are_fresh = False
         self._was_trainable = {name: p.requires_grad for m in self.models.values() for name, p in m.parameters.items()}
-        self.stages = make_stages(self.models, self.adapter, self.topology, loss)
+        is_trained = trained_layers(self.models, self.adapter, self.topology)
+        self._trains_nothing = not any(is_trained)
+        self.stages = make_stages(self.models, self.adapter, is_trained, loss)
         self._edges = connect(
             self.topology, lambda stage, name: self.adapter.carry_dtype(self.partition[stage][0], name)
         )
@@ -411,6 +414,11 @@ class Pipeline:
                         f"{name}: requires_grad was {self._was_trainable[name]} when the Pipeline was made and is "
                         f"{parameter.requires_grad} now; freeze or unfreeze parameters before, and make it anew"
                     )
+        if self._trains_nothing:
+            raise UserError(
+                "no parameter that the loss depends on has requires_grad=True, so there is nothing to train; unfreeze "
+                "some of them, and make the Pipeline anew (eval_step and generate need none)"
+            )
 
     def _take_loss(self) -> torch.Tensor:
         last = self.stages.get(self.num_stages - 1)

@@ -23,7 +23,7 @@ class Weights:
         own: of each layer, the sum of the parameters that no other layer uses.
         shared: of each layer, the names of those that other layers use too.
         buffer_bytes: of each layer.
-        is_trainable: of each layer, whether any of its parameters is.
+        is_trained: of each layer, whether any of its parameters is.
     """
 
     def __init__(self, adapter: Adapter, model: nn.Module) -> None:
@@ -50,17 +50,12 @@ class Weights:
         self.buffer_bytes = [0] * num_layers
         for name, buffer in model.named_buffers():
             self.buffer_bytes[layer_of[name]] += buffer.nbytes
-        self.is_trainable = [
-            any(p.requires_grad for name in layer.modules for p in model.get_submodule(name).parameters())
-            for layer in adapter.layers
-        ]
+        self.is_trained = [adapter.is_trained(layer, model) for layer in adapter.layers]
         self._adapter = adapter
-        self._trainable_of = dict(zip(adapter.layers, self.is_trainable, strict=True))
 
     def wants_gradient(self, boundary: int) -> Mapping[str, bool]:
         """For each tensor that crosses a boundary, whether any layer that it depends on is trained."""
-        sources = self._adapter.sources(boundary)
-        return {name: any(self._trainable_of[layer] for layer in layers) for name, layers in sources.items()}
+        return self._adapter.wants_gradient(boundary, self.is_trained)
 
 
 def size_of(parameter: torch.Tensor) -> Parameters:

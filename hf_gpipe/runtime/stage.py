@@ -27,6 +27,7 @@ class _Graph:
 
     inputs: Tensors
     roots: dict[str, GradientEdge]
+    """Of the outputs that depend on a trained parameter. A gradient that comes for another one changes nothing."""
     loss: torch.Tensor | None
     """On the last stage."""
 
@@ -122,8 +123,8 @@ class Stage:
         if graph.loss is not None:
             if graph.loss.requires_grad:
                 graph.loss.backward(torch.full_like(graph.loss, self.loss_scale))
-        elif gradients:
-            torch.autograd.backward([graph.roots[name] for name in gradients], list(gradients.values()))
+        elif roots := graph.roots:
+            torch.autograd.backward(list(roots.values()), [gradients[name] for name in roots])
         return {
             name: tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
             for name, tensor in graph.inputs.items()
@@ -172,7 +173,12 @@ class Stage:
         self.loss_sum = None
 
     def _graph(self, inputs: Tensors, outputs: Tensors) -> _Graph:
-        roots = {n: get_gradient_edge(outputs[n]) for n, is_wanted in self.trainable_outputs.items() if is_wanted}
+        roots = {}
+        for name, is_wanted in self.trainable_outputs.items():
+            if outputs[name].requires_grad:
+                if not is_wanted:
+                    raise RuntimeError(f"{name} depends on a trained parameter, and no gradient was agreed on for it")
+                roots[name] = get_gradient_edge(outputs[name])
         return _Graph(inputs, roots, outputs.get("loss"))
 
     def _run(self, context: Context) -> tuple[Tensors, Tensors]:
