@@ -359,11 +359,16 @@ class Pipeline:
         Raises:
             UserError: there is neither, or the optimizer's state has no known size.
         """
-        expectation = self._expectation
+        expectation, request = self._expectation, self._run_as()
         if batch is not None:
-            tables = {name: one.of_first(self.num_micro_batches) for name, one in expectation.tables.items()}
-            expectation = replace(expectation, example=batch, mini_batches=1, tables=tables)
-        return expectation.plan(self._run_as())
+            expectation = replace(expectation, example=batch, mini_batches=1)
+            if self._table is not None:
+                # A part of a table recomputes a part.
+                table = self._table.of_first(self.num_micro_batches)
+                if request.recompute != "block":
+                    request = replace(request, recompute=recompute_under(table, "stage"))
+                expectation = replace(expectation, tables={self.schedule_name: table})
+        return expectation.plan(request)
 
     # ------------------------------------------------------------------ parameters and gradients
 

@@ -51,7 +51,7 @@ def test_a_table_in_one_process(family: str, rows: int, tmp_path: Path) -> None:
     expected = run_plain(plain, batch, 3)
     pipe = Pipeline(plain, 3, 3, written(tmp_path, ALONE))
     assert pipe.schedule(3).text() == ALONE
-    assert pipe.recompute == (2, 2, 1)
+    assert pipe.recompute == (3, 2, 1)
     assert_same(run_pipeline(pipe, batch), expected)
     assert pipe.eval_step(batch).loss == pytest.approx(expected.loss, rel=1e-10)
 
@@ -102,7 +102,7 @@ def test_the_planner_plans_with_a_table(tmp_path: Path) -> None:
     plan = pipe.plan()
     assert plan.timeline.schedule == pipe.schedule(3)
     assert plan.settings.schedule == pipe.schedule_name == path
-    assert [stage.recompute for stage in plan.stages] == ["2", "2", "1"]
+    assert [stage.recompute for stage in plan.stages] == ["3", "2", "1"]
     assert_same(run_pipeline(pipe, batch), run_plain(plain_model(config), batch, 3))
 
 
