@@ -36,7 +36,15 @@ class PartitionError(UserError):
 
 
 class ScheduleError(UserError):
-    """A table that is not a valid schedule: names the action and what it lacks."""
+    """A table that is not a valid schedule: names the action and what it lacks.
+
+    Attributes:
+        line: how the line of the table's text begins that is wrong, such as "process 1"; None: no single line is.
+    """
+
+    def __init__(self, message: str, line: str | None = None) -> None:
+        super().__init__(message)
+        self.line = line
 
 
 class UnsupportedModelError(UserError):

@@ -41,6 +41,7 @@ from hf_gpipe.runtime.ties import Ties
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.runtime.topology import DeviceChoice, Topology
 from hf_gpipe.schedule.builders import build, placement_for
+from hf_gpipe.schedule.file import is_table_file, read_table, recompute_under
 from hf_gpipe.schedule.table import Schedule
 
 __all__ = ["Evaluation", "ModelSource", "Pipeline"]
@@ -79,7 +80,9 @@ class Pipeline:
             (weights are initialised), or a Hub id or directory (weights are loaded).
         num_stages: K.
         num_micro_batches: M; a mini-batch of n rows is cut into min(M, n) micro-batches.
-        schedule: name of a table in hf_gpipe.schedule.builders: "naive", "gpipe", "gpipe_fused" ...
+        schedule: name of a table in hf_gpipe.schedule.builders: "naive", "gpipe", "gpipe_fused" ...; or the path of a
+            table in a file that ends in .txt, which the main process reads. Such a table has this many stages,
+            processes and micro-batches (times `accumulation`), and its R say what is recomputed.
         recompute: "none", "block" (transformers' checkpointing of each block) or "stage" (only a stage's inputs are
             kept between forward and backward); or a list with one of these for each stage, in which a number stands for
             the most autograd graphs that the stage may keep alive: what is beyond them is recomputed.
@@ -158,10 +161,16 @@ class Pipeline:
         # What does not exist is found here, before any weight is read.
         if recompute != AUTO:
             Recompute.parse(recompute, num_stages)
-        if schedule != AUTO:
+        if schedule != AUTO and not is_table_file(schedule):
             build(schedule, num_stages, 1)
         Job.join()
         self.topology = Topology.discover(num_stages, device)
+        self._table: Schedule | None = None
+        if is_table_file(schedule):
+            step = num_micro_batches if isinstance(num_micro_batches, str) else num_micro_batches * accumulation
+            processes = self.topology.num_processes
+            self._table = self.topology.from_main(lambda: read_table(schedule, num_stages, step, processes))
+            recompute = recompute_under(self._table, recompute)
         self._source = Source.open(
             model,
             dtype=dtype,
@@ -180,7 +189,8 @@ class Pipeline:
             optimizer=optim,
             memory_bytes=read_bytes(memory, "memory") if isinstance(memory, str) else memory,
         )
-        self._expectation = Expectation(example, self.adapter, self.peft, loss, self.topology, accumulation)
+        tables = {} if self._table is None else {schedule: self._table}
+        self._expectation = Expectation(example, self.adapter, self.peft, loss, self.topology, accumulation, tables)
         self.planned: str | None = None
         if AUTO in (num_micro_batches, schedule, recompute) or partition in (AUTO, *COST_STRATEGIES):
             chosen = settle(self._expectation, request(num_micro_batches, schedule, recompute, partition))
@@ -191,7 +201,11 @@ class Pipeline:
         assert isinstance(num_micro_batches, int)
         self.partition = cut(len(self.adapter.layers), num_stages, partition)
         recomputed = Recompute.parse(recompute, num_stages)
-        self.topology = Topology.discover(num_stages, device, partial(placement_for, schedule))
+        table = self._table
+        place = partial(placement_for, schedule) if table is None else lambda *_: table.placement
+        self.topology = Topology.discover(num_stages, device, place)
+        if table is not None:
+            self._table = replace(table, placement=self.topology.placement)
         self.num_stages = num_stages
         self.num_micro_batches = num_micro_batches
         self.schedule_name = schedule
@@ -324,7 +338,13 @@ class Pipeline:
         return Generator(self.adapter, self.partition, self.models, self._edges, self.topology)
 
     def schedule(self, num_micro_batches: int, name: str | None = None) -> Schedule:
-        """The table that is run for this many micro-batches; by default the training one."""
+        """The table that is run for this many micro-batches; by default the training one.
+
+        Raises:
+            ScheduleError: the table was read from a file and has fewer.
+        """
+        if self._table is not None and name is None:
+            return self._table.of_first(num_micro_batches)
         return build(
             name or self.schedule_name,
             self.num_stages,
@@ -342,10 +362,16 @@ class Pipeline:
         Raises:
             UserError: there is neither, or the optimizer's state has no known size.
         """
-        expectation = self._expectation
+        expectation, request = self._expectation, self._run_as()
         if batch is not None:
             expectation = replace(expectation, example=batch, mini_batches=1)
-        return expectation.plan(self._run_as())
+            if self._table is not None:
+                # A part of a table recomputes a part.
+                table = self._table.of_first(self.num_micro_batches)
+                if request.recompute != "block":
+                    request = replace(request, recompute=recompute_under(table, "stage"))
+                expectation = replace(expectation, tables={self.schedule_name: table})
+        return expectation.plan(request)
 
     # ------------------------------------------------------------------ parameters and gradients
 

@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from hf_gpipe.errors import HfGpipeError, PartitionError, RecipeError, UserError
-from hf_gpipe.recipe import Recipe, load_recipe
+from hf_gpipe.recipe import Recipe, load_recipe, table_of
 from hf_gpipe.recipe.sizes import read_bytes
+from hf_gpipe.schedule import draw_text, recompute_under
 
 if TYPE_CHECKING:
     from hf_gpipe.planner.costs import ModelCosts
@@ -57,6 +58,8 @@ def _plan(options: argparse.Namespace) -> int:
     # What the options get wrong is said before anything that takes seconds.
     if options.devices is not None and options.devices < 1:
         raise UserError(f"--devices is {options.devices}; a pipeline needs at least 1.")
+    if options.table and options.json:
+        raise UserError("--table and --json exclude each other: both say what is printed; leave one of them out.")
     memory_bytes = None if options.memory is None else read_bytes(options.memory, "--memory")
     recipe = _on_devices(load_recipe(options.recipe, options.overrides), options.overrides, options.devices)
     device = _device(options)
@@ -75,18 +78,23 @@ def _plan(options: argparse.Namespace) -> int:
             plans = {"fastest": [as_dict(plan) for plan in found.fastest], "leanest": as_dict(found.leanest)}
             print(json.dumps({"num_tried": found.num_tried, **plans}, indent=2))
         else:
-            print(search_report(found))
+            print(search_report(found), file=sys.stderr if options.table else sys.stdout)
     else:
         best = _best(planner, request, best_plan)
         if options.json:
             print(json.dumps(as_dict(best), indent=2))
-        else:
+        elif not options.table:
             print(report(best))
-            if not request.is_settled:
-                print(f"{'chosen':11} {overrides(best)}")
+        if not options.json and not request.is_settled:
+            print(f"{'chosen':11} {overrides(best)}", file=sys.stderr if options.table else sys.stdout)
+    if options.table:
+        # The drawing goes elsewhere, so that `--table > mine.txt` is a table and is seen all the same.
+        print(best.timeline.schedule.text(), end="")
+        print(draw_text(best.timeline), file=sys.stderr)
     if options.picture is not None:
         draw_plan(options.picture, best)
-        print(f"{'picture':11} {options.picture}", file=sys.stderr if options.json else sys.stdout)
+        is_data = options.json or options.table
+        print(f"{'picture':11} {options.picture}", file=sys.stderr if is_data else sys.stdout)
     return 0 if best.fits else 1
 
 
@@ -151,7 +159,9 @@ def _device(options: argparse.Namespace) -> Device:
 def _request(recipe: Recipe, memory_bytes: int | None) -> Request:
     from hf_gpipe.planner.settings import Request
 
-    return Request.of_recipe(recipe, memory_bytes=memory_bytes)
+    request = Request.of_recipe(recipe, memory_bytes=memory_bytes)
+    table = table_of(recipe, request.processes)
+    return request if table is None else replace(request, recompute=recompute_under(table, request.recompute))
 
 
 def _planner(recipe: Recipe, device: Device, request: Request, *, is_profiled: bool) -> Planner:
@@ -208,7 +218,9 @@ def _planner(recipe: Recipe, device: Device, request: Request, *, is_profiled: b
             ) from error
 
     accumulated = training.gradient_accumulation_steps
-    return Planner(costs_of, of_mini_batch.rows, device, request.memory_bytes, accumulated)
+    table = table_of(recipe, request.processes)
+    tables = {} if table is None else {request.schedule: table}
+    return Planner(costs_of, of_mini_batch.rows, device, request.memory_bytes, accumulated, tables)
 
 
 def _with_vocabulary(recipe: Recipe) -> Recipe:
@@ -253,6 +265,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--profile", action="store_true", help="measure the layers on this machine's device")
     parser.add_argument("--search", action="store_true", help="try other K, M, schedules, recomputation and splits")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--table",
+        action="store_true",
+        help="print the schedule's table, which pipeline.schedule=FILE.txt runs; its drawing goes to stderr",
+    )
     parser.add_argument("--picture", metavar="FILE.png", help="draw the memory of each process and the predicted step")
     return parser
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_gpipe.errors import EXIT_STOPPED, RecipeError, UserError
-from hf_gpipe.recipe import Recipe, load_recipe, recipe_help
+from hf_gpipe.recipe import Recipe, load_recipe, recipe_help, table_of
 
 USAGE = """\
 usage: python -m hf_gpipe.train recipe.yaml [key=value ...]
@@ -118,6 +118,9 @@ def _check(recipe: Recipe) -> None:
     _traceback_file(recipe).unlink(missing_ok=True)
     if recipe.pipeline.device == "cuda" and not torch.cuda.is_available():
         raise RecipeError("pipeline.device is cuda and torch finds no GPU; use auto or cpu")
+    if "RANK" not in os.environ:
+        # In another launcher's job the main process reads it.
+        table_of(recipe, _num_processes(recipe))
     check_model(recipe)
 
 

@@ -13,9 +13,7 @@ from functools import lru_cache
 from hf_gpipe.planner.memory import StageLayers
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.settings import RecomputeChoice, Settings
-from hf_gpipe.runtime.recompute import Recompute
-from hf_gpipe.schedule import Action, ActionKind, Costs, build, placement_for, simulate
-from hf_gpipe.schedule.recompute import Limits
+from hf_gpipe.schedule import Action, ActionKind, Costs, Schedule, simulate
 
 
 @dataclass(frozen=True)
@@ -30,16 +28,15 @@ class Alive:
 
 def alive(planner: Planner, settings: Settings, recompute: RecomputeChoice) -> tuple[Alive, ...]:
     """What each stage has alive under this recomputation, were all stages equally fast."""
-    of_table = Recompute.parse(recompute, settings.num_stages).of_table
-    num_micro_batches = planner.micro_batches_of_step(settings.num_micro_batches)
-    return _alive(settings.schedule, settings.num_stages, num_micro_batches, of_table, settings.num_processes)
+    return _alive(
+        planner.table(
+            settings.schedule, settings.num_stages, settings.num_micro_batches, recompute, settings.num_processes
+        )
+    )
 
 
 @lru_cache(maxsize=256)
-def _alive(
-    name: str, num_stages: int, num_micro_batches: int, of_table: str | Limits, num_processes: int
-) -> tuple[Alive, ...]:
-    table = build(name, num_stages, num_micro_batches, placement_for(name, num_stages, num_processes), of_table)
+def _alive(table: Schedule) -> tuple[Alive, ...]:
     timeline = simulate(table, Costs(forward_seconds=1, backward_seconds=2))
     counts = []
     end = {span.action: float(span.end) for span in timeline.spans}

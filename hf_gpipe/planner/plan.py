@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hf_gpipe.errors import UserError
+from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.partition import stages_of
 from hf_gpipe.planner.costs import InnerRecompute, ModelCosts
@@ -18,7 +18,7 @@ from hf_gpipe.planner.sums import MemorySums
 from hf_gpipe.planner.timing import TimeBill, TimeSums
 from hf_gpipe.planner.workload import largest_micro_batch
 from hf_gpipe.runtime.recompute import Recompute
-from hf_gpipe.schedule import ActionKind, Schedule, Timeline, build, placement_for, simulate
+from hf_gpipe.schedule import ActionKind, Schedule, Timeline, build, placement_for, recompute_under, simulate
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,7 @@ class Planner:
         device: what a process computes on.
         memory_bytes: the most that a process may use; None: the device's memory, where that is known.
         mini_batches: that are accumulated in a step; their micro-batches run as one table.
+        tables: by the path that names them as a schedule, the tables that were read from files.
 
     Raises:
         UserError: fewer than one row.
@@ -123,12 +124,14 @@ class Planner:
         device: Device,
         memory_bytes: int | None = None,
         mini_batches: int = 1,
+        tables: Mapping[str, Schedule] | None = None,
     ) -> None:
         if rows < 1:
             raise UserError(f"a mini-batch of {rows} rows cannot be planned; expected at least 1")
         self._costs_of = costs_of
         self.rows = rows
         self.mini_batches = mini_batches
+        self.tables = tables or {}
         self.device = device
         self.memory_bytes = device.memory_bytes if memory_bytes is None else memory_bytes
         self._costs: dict[int, ModelCosts] = {}
@@ -181,7 +184,17 @@ class Planner:
     def table(
         self, schedule: str, num_stages: int, num_micro_batches: int, recompute: RecomputeChoice, num_processes: int
     ) -> Schedule:
-        """The table that a pipeline with these arguments runs."""
+        """The table that a pipeline with these arguments runs.
+
+        Raises:
+            ScheduleError: there is none, or the schedule is a table that was read and does not have these numbers.
+        """
+        if (given := self.tables.get(schedule)) is not None:
+            asked = num_stages, self.mini_batches * num_micro_batches, num_processes
+            if asked != (given.num_stages, given.num_micro_batches, given.placement.num_processes):
+                raise ScheduleError(f"the table {schedule} is of other numbers of stages, micro-batches or processes.")
+            recompute_under(given, recompute)
+            return given.of_first(self.micro_batches_of_step(num_micro_batches))
         placement = placement_for(schedule, num_stages, num_processes)
         of_table = Recompute.parse(recompute, num_stages).of_table
         return build(schedule, num_stages, self.micro_batches_of_step(num_micro_batches), placement, of_table)

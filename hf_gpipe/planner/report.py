@@ -13,6 +13,7 @@ from hf_gpipe.planner.plan import Plan, StagePlan
 from hf_gpipe.planner.search import Found
 from hf_gpipe.planner.timing import seconds_text
 from hf_gpipe.recipe.sizes import size_text
+from hf_gpipe.schedule import is_table_file
 
 #: From here on consecutive stages that are alike share a line of the table.
 _MANY_STAGES = 17
@@ -118,8 +119,8 @@ def overrides(plan: Plan) -> str:
         "num_stages": settings.num_stages,
         "num_micro_batches": settings.num_micro_batches,
         "schedule": settings.schedule,
-        # What differs from stage to stage is what the planner chooses again under the same limit.
-        "recompute": settings.recompute if is_one_mode else "auto",
+        # What differs from stage to stage is what a table in a file has, or the planner chooses again under its limit.
+        "recompute": settings.recompute if is_one_mode else "stage" if is_table_file(settings.schedule) else "auto",
         "partition": "[" + ",".join(map(str, settings.partition)) + "]",
         "num_processes": settings.num_processes,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -20,6 +20,7 @@ from hf_gpipe.planner.this_machine import this_machine
 from hf_gpipe.planner.workload import Workload, largest_micro_batch
 from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Expectation:
         loss: of the target tokens.
         topology: the processes, and their devices.
         mini_batches: accumulated in a step.
+        tables: by the path that names them as a schedule, the tables that were read from files.
     """
 
     example: Mapping[str, torch.Tensor] | Workload | None
@@ -41,6 +43,7 @@ class Expectation:
     loss: TokenLoss
     topology: Topology
     mini_batches: int = 1
+    tables: Mapping[str, Schedule] = field(default_factory=dict)
 
     def mini_batch(self) -> Workload:
         """Its shape. Raises UserError without an example."""
@@ -75,7 +78,7 @@ class Expectation:
             )
 
         device = this_machine(self.topology.device, self.topology.num_processes)
-        return Planner(costs, mini_batch.rows, device, memory_bytes, self.mini_batches)
+        return Planner(costs, mini_batch.rows, device, memory_bytes, self.mini_batches, self.tables)
 
     def plan(self, request: Request) -> Plan:
         """What the planner predicts of it. Raises UserError where there is no example, or nothing that could be run."""

@@ -21,6 +21,7 @@ from hf_gpipe.recipe.fields import (
 )
 from hf_gpipe.recipe.help import recipe_help
 from hf_gpipe.recipe.strict_yaml import Locations, read_mapping
+from hf_gpipe.recipe.table import table_of
 
 __all__ = [
     "DataSection",
@@ -34,6 +35,7 @@ __all__ = [
     "load_recipe",
     "parse_recipe",
     "recipe_help",
+    "table_of",
 ]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from hf_gpipe.partition import COST_STRATEGIES, STRATEGIES
 from hf_gpipe.recipe.strict_yaml import write
 from hf_gpipe.recipe.typed import Length, NotEmpty, OneOf, Range
-from hf_gpipe.schedule import SCHEDULES
+from hf_gpipe.schedule import SCHEDULES, TABLE_SUFFIX
 
 TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "forward_only")
 PARTITIONS = (*STRATEGIES, *COST_STRATEGIES, "auto")
@@ -198,9 +198,10 @@ class PipelineSection:
     num_micro_batches: Count | Literal["auto"] = 1
     """M: micro-batches a mini-batch is cut into; a smaller mini-batch gives one a row; auto: the planner's choice."""
 
-    schedule: Annotated[str, OneOf((*TRAINING_SCHEDULES, "auto"))] = "gpipe"
+    schedule: Annotated[str, OneOf((*TRAINING_SCHEDULES, "auto"), TABLE_SUFFIX)] = "gpipe"
     """Order of work: gpipe, the paper's; gpipe_fused, its last stage's backwards at once; 1f1b, least memory;
-    interleaved_1f1b, several stages a process, dealt out in turn; naive."""
+    interleaved_1f1b, several stages a process, dealt out in turn; naive; or the file of a table of your own, as
+    tables/mine.txt, which says with its R what is recomputed (python -m hf_gpipe.plan RECIPE --table writes one)."""
 
     recompute: Literal["none", "block", "stage", "auto"] = "stage"
     """What backward computes again instead of keeping: nothing, each block's inside, or all but the stage's input;

@@ -92,17 +92,22 @@ class Length:
 
 @dataclass(frozen=True)
 class OneOf:
-    """A name out of a collection that another module owns; Literal is for names that stand in the annotation."""
+    """A name out of a collection that another module owns; Literal is for names that stand in the annotation.
+
+    `or_suffix`: the path of a file that ends in this does as well; empty: none does.
+    """
 
     names: tuple[str, ...]
+    or_suffix: str = ""
 
     def allows(self, value: str) -> bool:
-        """Whether `value` is one of the names."""
-        return value in self.names
+        """Whether `value` is one of the names, or a path with that end."""
+        return value in self.names or (bool(self.or_suffix) and value.endswith(self.or_suffix))
 
     def describe(self, base: str) -> str:
         """The names, whatever the base type."""
-        return _either(repr(name) for name in self.names)
+        files = [f"the path of a file that ends in {self.or_suffix}"] if self.or_suffix else []
+        return _either([*(repr(name) for name in self.names), *files])
 
 
 class MismatchError(Exception):

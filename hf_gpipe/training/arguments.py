@@ -46,7 +46,10 @@ class PipelineTrainingArguments(TrainingArguments):
     )
     schedule: str = field(
         default="gpipe",
-        metadata={"help": "The order of work: gpipe, gpipe_fused, 1f1b, interleaved_1f1b, naive, or auto."},
+        metadata={
+            "help": "The order of work: gpipe, gpipe_fused, 1f1b, interleaved_1f1b, naive, auto, or the file of a "
+            "table, as tables/mine.txt."
+        },
     )
     recompute: str = field(
         default="stage",

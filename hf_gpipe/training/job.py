@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from hf_gpipe.errors import RecipeError
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.planner.settings import AUTO
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.recipe import Recipe, load_recipe
+from hf_gpipe.recipe import Recipe, load_recipe, table_of
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.topology import Topology
@@ -35,6 +35,8 @@ from hf_gpipe.training.trainer import PipelineTrainer
 
 RECIPE_FILE, METRICS_FILE, TIMELINE_FILE = "recipe.yaml", "metrics.json", "timeline.png"
 TRACE_FILE, BREAKDOWN_FILE = "trace.json", "breakdown.json"
+#: The copy of a table that the recipe names, which the recipe beside it names in its place.
+TABLE_FILE = "schedule.txt"
 
 #: Sections and keys that a resumed run may change: they decide neither the model nor what it has learnt so far.
 _MAY_CHANGE = (
@@ -73,7 +75,7 @@ def run(recipe: Recipe, job: Job) -> None:
     mine: list[_Prepared] = []
 
     def prepare() -> tuple[PreTrainedConfig, Path | None, int | None]:
-        mine.append(_prepare(recipe, task, output_dir))
+        mine.append(_prepare(recipe, task, output_dir, topology.num_processes))
         return mine[0].config, mine[0].checkpoint, mine[0].num_micro_batches
 
     job.note("preparing the corpus and the tokenizer")
@@ -141,7 +143,8 @@ def _write_timelines(output_dir: Path, measured: Timeline, predicted: Timeline) 
     (output_dir / BREAKDOWN_FILE).write_text(json.dumps(breakdown(measured).to_dict(), indent=2) + "\n")
 
 
-def _prepare(recipe: Recipe, task: Task, output_dir: Path) -> _Prepared:
+def _prepare(recipe: Recipe, task: Task, output_dir: Path, num_processes: int) -> _Prepared:
+    table = table_of(recipe, num_processes)
     make_directory(output_dir)
     summary.say("preparing the corpus and the tokenizer")
     # First, for it gives back a checkpoint that was being replaced.
@@ -157,6 +160,9 @@ def _prepare(recipe: Recipe, task: Task, output_dir: Path) -> _Prepared:
             summary.say(f"deleted {path}, because training.resume is never")
     # Metrics that are there once a run has ended are that run's own, and the recipe beside them is what they are of.
     (output_dir / METRICS_FILE).unlink(missing_ok=True)
+    if table is not None:
+        (output_dir / TABLE_FILE).write_text(table.text(), encoding="utf-8")
+        recipe = replace(recipe, pipeline=replace(recipe.pipeline, schedule=str(output_dir / TABLE_FILE)))
     (output_dir / RECIPE_FILE).write_text(recipe.to_yaml())
     return _Prepared(corpus, tokenizer, config, checkpoint, _num_micro_batches_of(checkpoint))
 

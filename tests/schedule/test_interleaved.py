@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule import ActionKind, Costs, Placement, Schedule, build, simulate
+from hf_gpipe.schedule import ActionKind, Costs, Placement, Schedule, build, check_table, simulate
 from tests.schedule.cases import stage_order
 
 NAME = "interleaved_1f1b"
@@ -93,16 +93,17 @@ def test_the_last_stage_has_its_gradient_at_hand(processes: int, stages_each: in
 def test_blocking_sends_deadlock(processes: int, stages_each: int, num_micro_batches: int) -> None:
     schedule = table(processes, stages_each, num_micro_batches)
     if num_micro_batches == 1:
-        schedule.validate(rendezvous=True)
+        check_table(schedule, rendezvous=True)
     else:
         with pytest.raises(ScheduleError, match="deadlock with blocking sends"):
-            schedule.validate(rendezvous=True)
+            check_table(schedule, rendezvous=True)
 
 
 def test_one_stage_a_process_is_1f1b_and_one_process_has_one_micro_batch_in_flight() -> None:
     assert build(NAME, 3, 5, recompute="stage").actions == build("1f1b", 3, 5, recompute="stage").actions
     alone = table(1, 3, 4)
-    assert [alone.peak_in_flight(stage) for stage in range(3)] == [1, 1, 1]
+    timeline = simulate(alone, Costs(1, 2))
+    assert [timeline.peak_live_micro_batches(stage) for stage in range(3)] == [1, 1, 1]
 
 
 def test_stages_that_are_not_dealt_out_in_turn() -> None:
