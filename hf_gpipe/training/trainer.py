@@ -22,7 +22,7 @@ import torch
 import transformers
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
-from hf_gpipe.checkpoint.directory import check_shared, checkpoint_path, remove_leftovers
+from hf_gpipe.checkpoint.directory import check_shared, checkpoint_path, tidy
 from hf_gpipe.errors import NonFiniteError, UserError
 from hf_gpipe.runtime.batches import shared_stream
 from hf_gpipe.runtime.whereabouts import note, noting
@@ -88,9 +88,8 @@ class PipelineTrainer(SavingTrainer):
         plan = Plan.make(self.args, self._shared(batches.count() if batches is not None else None))
         if self.args.save_strategy != "no" or self.args.enable_jit_checkpoint:
             check_shared(self._output_dir, self.topology)
-        if self.topology.is_main:
-            # First, for it gives back a checkpoint that was being replaced.
-            remove_leftovers(self._output_dir)
+        # First, for it gives back a checkpoint that was being replaced.
+        self.topology.from_main(lambda: tidy(self._output_dir))
         checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
         if self.optimizer is None:
             self.optimizer = make_optimizer(self.pipe, self.args, self._optimizer_cls_and_kwargs, self.master_weights)
