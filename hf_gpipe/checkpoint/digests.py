@@ -105,6 +105,8 @@ class Digests:
             if isinstance(entry, str):
                 return [Part(file, None, 0, size, entry)]
             header = _read_header(path)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path} is missing") from error
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         if digest(header) != entry["header"]:

@@ -65,7 +65,7 @@ def last_checkpoint(output_dir: Path, topology: Topology) -> Path | None:
             return path
         first_problem = first_problem or problem
         if topology.is_main:
-            logger.warning("%s; %s is passed over, and an older checkpoint is looked for", problem, path)
+            logger.warning("%s; %s is passed over, and an older checkpoint is looked for", problem, path.name)
     if first_problem:
         raise CheckpointError(
             f"no checkpoint in {output_dir} is whole ({first_problem}); put a copy of one there, or move all of them "

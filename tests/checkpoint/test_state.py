@@ -30,6 +30,7 @@ from hf_gpipe.checkpoint.directory import (
 from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE, load_progress, load_state, save_state
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.runtime.topology import Topology
+from tests.checkpoint.test_digests import make_old
 from tests.gloo import run_gloo
 from tests.oracle import padded_batch, tiny_config
 from tests.training.toy import Recorder, Rows, Stream, trainer, weights
@@ -419,8 +420,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def damaged(whole: Path, tmp_path: Path) -> Path:
-    """A checkpoint to spoil."""
-    return Path(shutil.copytree(whole / "checkpoint-8", tmp_path / "checkpoint-8"))
+    """A checkpoint to spoil, without digests."""
+    checkpoint = Path(shutil.copytree(whole / "checkpoint-8", tmp_path / "checkpoint-8"))
+    make_old(checkpoint)
+    return checkpoint
 
 
 def test_a_training_goes_on_from_the_newest_checkpoint_that_is_whole(
@@ -442,7 +445,8 @@ def test_a_training_goes_on_from_the_newest_checkpoint_that_is_whole(
         else:
             files[damage].unlink()
         assert last_checkpoint(folder, ALONE) == folder / "checkpoint-8", damage
-        assert (damage == "state") == ("checkpoint-9 is not complete" not in caplog.text)
+        assert f"{files[damage]} is " in caplog.text
+        assert "checkpoint-9 is passed over" in caplog.text
         # A newer directory that is no whole checkpoint does not push out the last whole one.
         caplog.clear()
         rotate(folder, 1)
