@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ _TENSORS = ".safetensors"
 _TRAINING = ("training_state/", "trainer_state.json")
 #: Small enough for the processor's cache: the digest of a block costs little once it is read.
 _BLOCK_BYTES = 1 << 19
+#: As many as transformers reads weights with; reading and digests leave Python's lock to the others.
+_NUM_THREADS = 4
 
 Entry: TypeAlias = str | dict[str, Any]
 """A file's digest, or those of a safetensors file's header and tensors."""
@@ -124,15 +127,19 @@ class Digests:
 
     def check(self, parts: Iterable[Part]) -> None:
         """Read parts of files. Raises CheckpointError where one is not what was written."""
-        for part in parts:
-            path = self.directory / part.file
-            try:
-                found = _digest_of(path, part.start, part.size)
-            except OSError as error:
-                raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-            if found != part.digest:
-                what = "it" if part.tensor is None else f"the tensor {part.tensor!r}"
-                raise CheckpointError(f"{path} is damaged: {what} has another digest than {DIGESTS_FILE} says")
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            for _ in pool.map(self._check_part, parts):
+                pass
+
+    def _check_part(self, part: Part) -> None:
+        path = self.directory / part.file
+        try:
+            found = _digest_of(path, part.start, part.size)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        if found != part.digest:
+            what = "it" if part.tensor is None else f"the tensor {part.tensor!r}"
+            raise CheckpointError(f"{path} is damaged: {what} has another digest than {DIGESTS_FILE} says")
 
     def check_share(self, share: int, num_shares: int) -> None:
         """Check one of `num_shares` shares of all bytes, about equal. Raises CheckpointError for what is damaged."""

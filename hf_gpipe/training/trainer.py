@@ -72,14 +72,14 @@ class PipelineTrainer(SavingTrainer):
         """Train to the end of the plan.
 
         Args:
-            resume_from_checkpoint: a checkpoint's directory, or True for the last complete one in `output_dir`, where
-                there is one, so that the same script starts a run and goes on with it.
+            resume_from_checkpoint: a checkpoint's directory, or True for the newest one in `output_dir` that is whole,
+                where there are any, so that the same script starts a run and goes on with it.
 
         Returns:
             The number of updates, the mean training loss of this call, and metrics; the same in every process.
 
         Raises:
-            UserError: nothing to train on; a checkpoint that is missing or does not fit.
+            UserError: nothing to train on; a checkpoint that is missing, damaged or does not fit.
             TrainingStopped: with `enable_jit_checkpoint`, SIGTERM or SIGINT came and the last step is saved. It is a
                 SystemExit, so that a script that does nothing about it ends, with exit code 75.
         """
