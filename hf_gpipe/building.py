@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -17,6 +18,7 @@ from hf_gpipe.adapters.feed_forward import divide_by_depth, feed_forward_outputs
 from hf_gpipe.adapters.guards import check_as_configured, check_model
 from hf_gpipe.adapters.peft import PeftAdapter, find_peft, make_peft
 from hf_gpipe.checkpoint import hub
+from hf_gpipe.checkpoint.digests import check_model_files
 from hf_gpipe.errors import CheckpointError, UserError
 from hf_gpipe.exactness import verify
 from hf_gpipe.runtime.loss import TokenLoss
@@ -179,6 +181,7 @@ def _config_of(model: ModelSource, trust_remote_code: bool, overrides: Mapping[s
         return model.config
     if isinstance(model, PreTrainedConfig):
         return model
+    check_model_files(Path(model))
     try:
         return AutoConfig.from_pretrained(str(model), trust_remote_code=trust_remote_code, **(overrides or {}))
     except (OSError, ValueError) as error:

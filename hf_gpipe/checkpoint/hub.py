@@ -33,6 +33,7 @@ from transformers.utils import logging as transformers_logging
 from hf_gpipe.adapters.base import StageModel
 from hf_gpipe.adapters.dropout import default_generator, key, mix
 from hf_gpipe.adapters.peft import PeftAdapter
+from hf_gpipe.checkpoint.digests import Digests, advising
 from hf_gpipe.errors import CheckpointError
 
 
@@ -107,10 +108,12 @@ def take(stage: StageModel, source: PreTrainedModel, device: torch.device) -> No
 def load(stage: StageModel, path: str | os.PathLike[str], device: torch.device, seed: int) -> None:
     """Read a stage's weights from a Hub directory or id: lazily, only the stage's own tensors.
 
-    Raises CheckpointError where the files are missing, do not fit the model or lack a parameter of this stage.
+    Raises CheckpointError where the files are missing, damaged, do not fit the model or lack a parameter of this stage.
     """
     model = stage.model
-    files = _fetch(path, _own_keys(model))
+    is_own = _own_keys(model)
+    files = _fetch(path, is_own)
+    _check(Path(path), files, is_own)
     _forget_initialisation(model)
     config = LoadStateDictConfig(
         pretrained_model_name_or_path=str(path),
@@ -169,6 +172,16 @@ def _fetch(path: str | os.PathLike[str], is_own: Callable[[str], bool]) -> list[
     except OSError as error:
         raise CheckpointError(f"cannot read a checkpoint at {str(path)!r}: {error}") from error
     return [Path(file) for file in files if file is not None]
+
+
+def _check(directory: Path, files: Sequence[Path], is_own: Callable[[str], bool]) -> None:
+    """Check what is about to be read of a directory with digests: headers and own tensors. Raises CheckpointError."""
+    with advising():
+        digests = Digests.read(directory)
+        if digests is not None:
+            index = [SAFE_WEIGHTS_INDEX_NAME] if SAFE_WEIGHTS_INDEX_NAME in digests.files else []
+            names = [*index, *(file.name for file in files)]
+            digests.check(part for name in names for part in digests.parts(name, is_own))
 
 
 def read_weight_map(index: Path) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from hf_gpipe.checkpoint.directory import checkpoints, last_checkpoint, remove_leftovers
+from hf_gpipe.checkpoint.directory import checkpoints, last_checkpoint, remove, tidy
 from hf_gpipe.checkpoint.save import make_directory
 from hf_gpipe.checkpoint.state import load_progress
 from hf_gpipe.data import Corpus, PairCollator, StreamedCorpus
@@ -58,7 +57,6 @@ class _Prepared(NamedTuple):
     corpus: Corpus | StreamedCorpus | TextCorpus
     tokenizer: PreTrainedTokenizerBase
     config: PreTrainedConfig
-    checkpoint: Path | None
     num_micro_batches: int | None
 
 
@@ -74,12 +72,14 @@ def run(recipe: Recipe, job: Job) -> None:
     topology = Topology.discover(recipe.pipeline.num_stages, recipe.pipeline.device)
     mine: list[_Prepared] = []
 
-    def prepare() -> tuple[PreTrainedConfig, Path | None, int | None]:
-        mine.append(_prepare(recipe, task, output_dir, topology.num_processes))
-        return mine[0].config, mine[0].checkpoint, mine[0].num_micro_batches
+    checkpoint = _checkpoint_of(recipe, output_dir, topology, job)
+
+    def prepare() -> tuple[PreTrainedConfig, int | None]:
+        mine.append(_prepare(recipe, task, output_dir, checkpoint, topology.num_processes))
+        return mine[0].config, mine[0].num_micro_batches
 
     job.note("preparing the corpus and the tokenizer")
-    config, checkpoint, num_micro_batches = topology.from_main(prepare)
+    config, num_micro_batches = topology.from_main(prepare)
     job.note("creating the model")
     pipe = _pipeline(recipe, config, num_micro_batches)
     pipe.adapter.reference.generation_config.max_new_tokens = recipe.evaluation.max_new_tokens
@@ -90,6 +90,7 @@ def run(recipe: Recipe, job: Job) -> None:
     if recipe.training.resume == "never":
         trainer.how_to_go_on = "start again with training.resume=auto"
     start = _step_of(checkpoint)
+    trainer.checked_checkpoint = checkpoint
     output = trainer.train(resume_from_checkpoint=checkpoint)
     cost_meter.note_memory(pipe)
     if prepared is not None and checkpoint is not None and output.global_step == start:
@@ -143,20 +144,18 @@ def _write_timelines(output_dir: Path, measured: Timeline, predicted: Timeline) 
     (output_dir / BREAKDOWN_FILE).write_text(json.dumps(breakdown(measured).to_dict(), indent=2) + "\n")
 
 
-def _prepare(recipe: Recipe, task: Task, output_dir: Path, num_processes: int) -> _Prepared:
+def _prepare(recipe: Recipe, task: Task, output_dir: Path, checkpoint: Path | None, num_processes: int) -> _Prepared:
     table = table_of(recipe, num_processes)
-    make_directory(output_dir)
     summary.say("preparing the corpus and the tokenizer")
-    # First, for it gives back a checkpoint that was being replaced.
-    remove_leftovers(output_dir)
-    checkpoint = _checkpoint_of(recipe, output_dir)
+    if checkpoint is not None and (output_dir / RECIPE_FILE).exists():
+        _check_same_run(recipe, load_recipe(output_dir / RECIPE_FILE), checkpoint)
     corpus = task.corpus()
     tokenizer = tokenizer_of(recipe, corpus, checkpoint)
     config = model_config(recipe, tokenizer)
     if recipe.training.resume == "never":
         # Left there, a later start would resume from them.
         for path in checkpoints(output_dir):
-            shutil.rmtree(path)
+            remove(path)
             summary.say(f"deleted {path}, because training.resume is never")
     # Metrics that are there once a run has ended are that run's own, and the recipe beside them is what they are of.
     (output_dir / METRICS_FILE).unlink(missing_ok=True)
@@ -164,17 +163,20 @@ def _prepare(recipe: Recipe, task: Task, output_dir: Path, num_processes: int) -
         (output_dir / TABLE_FILE).write_text(table.text(), encoding="utf-8")
         recipe = replace(recipe, pipeline=replace(recipe.pipeline, schedule=str(output_dir / TABLE_FILE)))
     (output_dir / RECIPE_FILE).write_text(recipe.to_yaml())
-    return _Prepared(corpus, tokenizer, config, checkpoint, _num_micro_batches_of(checkpoint))
+    return _Prepared(corpus, tokenizer, config, _num_micro_batches_of(checkpoint))
 
 
-def _checkpoint_of(recipe: Recipe, output_dir: Path) -> Path | None:
-    """The checkpoint to resume from."""
-    if recipe.training.resume == "never":
-        return None
-    checkpoint = last_checkpoint(output_dir)
-    if checkpoint is not None and (output_dir / RECIPE_FILE).exists():
-        _check_same_run(recipe, load_recipe(output_dir / RECIPE_FILE), checkpoint)
-    return checkpoint
+def _checkpoint_of(recipe: Recipe, output_dir: Path, topology: Topology, job: Job) -> Path | None:
+    """The checkpoint to resume from, which is whole. Every process calls it."""
+
+    def prepare() -> None:
+        make_directory(output_dir)
+        # First, for it gives back a checkpoint that was being replaced.
+        tidy(output_dir)
+
+    job.note("checking the checkpoint")
+    topology.from_main(prepare)
+    return None if recipe.training.resume == "never" else last_checkpoint(output_dir, topology)
 
 
 def _num_micro_batches_of(checkpoint: Path | None) -> int | None:

@@ -14,8 +14,9 @@ import transformers
 from transformers import TrainerState, trainer_pt_utils
 from transformers.trainer_callback import ExportableState
 
-from hf_gpipe.checkpoint.directory import checkpoint_path, last_checkpoint, rotate, written_whole
-from hf_gpipe.checkpoint.save import make_directory
+from hf_gpipe.checkpoint import digests
+from hf_gpipe.checkpoint.directory import check_whole, checkpoint_path, last_checkpoint, rotate, written_whole
+from hf_gpipe.checkpoint.save import make_directory, write_files
 from hf_gpipe.checkpoint.state import load_progress, load_state, save_state
 from hf_gpipe.checkpoint.together import write_on_main
 from hf_gpipe.errors import CheckpointError
@@ -38,6 +39,8 @@ class SavingTrainer(EvaluatingTrainer):
     _position: Position
     _mini_batches_per_epoch: int | None
     _last_saved_step: int
+    #: A checkpoint that was found to be whole before there was a trainer.
+    checked_checkpoint: Path | None = None
     #: Whether the training is being stopped before the evaluation of its last step.
     _evaluation_is_due = False
 
@@ -124,7 +127,8 @@ class SavingTrainer(EvaluatingTrainer):
 
         def write() -> None:
             if tokenizer is not None:
-                tokenizer.save_pretrained(directory)
+                with digests.updated(directory) as entries:
+                    entries |= write_files(directory, tokenizer.save_pretrained)
 
         write_on_main(directory, self.topology, write)
 
@@ -135,8 +139,10 @@ class SavingTrainer(EvaluatingTrainer):
             self.state.best_model_checkpoint = str(final)
         with self.job.during(f"saving {final.name}"), written_whole(final, self.topology) as directory:
             self._write_model(directory)
+            written: dict[str, digests.Entry] = {}
             if not self.args.save_only_model:
                 progress = {
+                    "has_digests": True,
                     "position": asdict(self._position),
                     "pipeline_step": self.pipe.step,
                     "data": self._data_facts(),
@@ -147,28 +153,43 @@ class SavingTrainer(EvaluatingTrainer):
                 stage_of, masters = self.pipe.ties.owner_stage, self.master_weights
                 with masters.in_state_of(self.optimizer) if masters is not None else nullcontext():
                     updated = self._updated_parameters()
-                    save_state(directory, updated, stage_of, self.optimizer, self.lr_scheduler, progress, self.topology)
+                    written = save_state(
+                        directory, updated, stage_of, self.optimizer, self.lr_scheduler, progress, self.topology
+                    )
             # The constructor takes the present state of callbacks that keep one.
             self.state.stateful_callbacks = TrainerState(stateful_callbacks=self._stateful()).stateful_callbacks
-            write_on_main(directory, self.topology, lambda: self.state.save_to_json(directory / STATE_NAME))
+
+            def complete() -> None:
+                with digests.updated(directory, self.state.global_step) as entries:
+                    self.state.save_to_json(directory / STATE_NAME)
+                    entries |= written | {STATE_NAME: digests.entry_of_file(directory / STATE_NAME)}
+
+            write_on_main(directory, self.topology, complete)
         self._last_saved_step = self.state.global_step
         if self.args.push_to_hub:
             self._fire("on_push_begin")
             if self.topology.is_main:
                 self.uploads.push_checkpoint(final, f"Training in progress, step {self.state.global_step}")
         best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
-        keep = Path(best) if best is not None else None
+        # One with a higher number may lie there since an earlier run, and be damaged.
+        keep = [final, *([Path(best)] if best is not None else [])]
         if limit is not None:
             # What is being uploaded must not be deleted.
             self.uploads.finish()
         write_on_main(self._output_dir, self.topology, lambda: rotate(self._output_dir, limit, keep))
 
     def _checkpoint_to_resume(self, asked: str | os.PathLike[str] | bool | None) -> Path | None:
-        """Where to resume from, as the main process sees it."""
+        """Where to resume from, as the main process sees it: a checkpoint that is whole."""
+        asked = self._shared(asked)
         if asked is None or asked is False:
             return None
-        found: Path | None = self._shared(last_checkpoint(self._output_dir) if asked is True else Path(asked))
-        return found
+        with during("checking the checkpoint"):
+            if asked is True:
+                return last_checkpoint(self._output_dir, self.topology)
+            checkpoint = Path(asked)
+            if checkpoint != self.checked_checkpoint:
+                check_whole(checkpoint, self.topology)
+        return checkpoint
 
     def _resume(self, checkpoint: Path) -> None:
         assert self.optimizer is not None

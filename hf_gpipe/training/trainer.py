@@ -22,7 +22,7 @@ import torch
 import transformers
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
-from hf_gpipe.checkpoint.directory import check_shared, checkpoint_path, remove_leftovers
+from hf_gpipe.checkpoint.directory import check_shared, checkpoint_path, tidy
 from hf_gpipe.errors import NonFiniteError, UserError
 from hf_gpipe.runtime.batches import shared_stream
 from hf_gpipe.training.evaluating import metric_of, note_best
@@ -71,14 +71,14 @@ class PipelineTrainer(SavingTrainer):
         """Train to the end of the plan.
 
         Args:
-            resume_from_checkpoint: a checkpoint's directory, or True for the last complete one in `output_dir`, where
-                there is one, so that the same script starts a run and goes on with it.
+            resume_from_checkpoint: a checkpoint's directory, or True for the newest one in `output_dir` that is whole,
+                where there are any, so that the same script starts a run and goes on with it.
 
         Returns:
             The number of updates, the mean training loss of this call, and metrics; the same in every process.
 
         Raises:
-            UserError: nothing to train on; a checkpoint that is missing or does not fit.
+            UserError: nothing to train on; a checkpoint that is missing, damaged or does not fit.
             TrainingStopped: with `enable_jit_checkpoint`, SIGTERM or SIGINT came and the last step is saved. It is a
                 SystemExit, so that a script that does nothing about it ends, with exit code 75.
         """
@@ -87,9 +87,8 @@ class PipelineTrainer(SavingTrainer):
         plan = Plan.make(self.args, self._shared(batches.count() if batches is not None else None))
         if self.args.save_strategy != "no" or self.args.enable_jit_checkpoint:
             check_shared(self._output_dir, self.topology)
-        if self.topology.is_main:
-            # First, for it gives back a checkpoint that was being replaced.
-            remove_leftovers(self._output_dir)
+        # First, for it gives back a checkpoint that was being replaced.
+        self.topology.from_main(lambda: tidy(self._output_dir))
         checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
         if self.optimizer is None:
             self.optimizer = make_optimizer(self.pipe, self.args, self._optimizer_cls_and_kwargs, self.master_weights)
