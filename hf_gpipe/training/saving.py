@@ -183,7 +183,7 @@ class SavingTrainer(EvaluatingTrainer):
         asked = self._shared(asked)
         if asked is None or asked is False:
             return None
-        with during("checking the checkpoint"):
+        with self.job.during("checking the checkpoint"):
             if asked is True:
                 return last_checkpoint(self._output_dir, self.topology)
             checkpoint = Path(asked)
