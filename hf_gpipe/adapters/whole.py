@@ -1,8 +1,8 @@
 """The whole Hugging Face model over the tensors that a pipeline trains: `Pipeline.model`.
 
-It is a model of the library's own class, built on the meta device. The parameters of this process's stages are put into
-it, so they have no copy that could become old; the parameters of other processes stay on meta. Each parameter is real in
-one process, also a tied one.
+It is a model of the library's own class, built on the meta device. The parameters of this process's stages are put
+into it, so they have no copy that could become old; the parameters of other processes stay on meta. Each parameter is
+real in one process, also a tied one.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class _Whole:
     def __deepcopy__(self, memo: dict[int, Any]) -> PreTrainedModel:
         """A plain model that belongs to no pipeline."""
         cls = type(self).__mro__[2]
-        plain = cls.__new__(cls)
+        plain: Any = object.__new__(cls)
         plain.__dict__.update({name: value for name, value in vars(self).items() if name not in _OWN_STATE})
         plain.__dict__["generation_config"] = self.generation_config
         copied: PreTrainedModel = copy.deepcopy(plain, memo)

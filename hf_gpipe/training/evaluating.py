@@ -41,6 +41,7 @@ class EvaluatingTrainer(TrainerBase):
             metric_key_prefix: goes before the metrics' names.
             generation: with `predict_with_generate`, keyword arguments of `generate`.
         """
+        self._check_overrides()
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = {dataset: self.eval_dataset[dataset] if isinstance(self.eval_dataset, Mapping) else None}
@@ -87,6 +88,7 @@ class EvaluatingTrainer(TrainerBase):
             `preprocess_logits_for_metrics` left of them, or with `predict_with_generate` the tokens; and the labels.
             Shorter rows are filled with -100, tokens with the padding token.
         """
+        self._check_overrides()
         predicted, metrics = self._score(
             test_dataset, metric_key_prefix, generation, "prediction requires a test_dataset"
         )
@@ -112,7 +114,7 @@ class EvaluatingTrainer(TrainerBase):
         start_time = time.time()
         batches = None
         if dataset is not None:
-            batches = self._batches(dataset, self.args.per_device_eval_batch_size)
+            batches = self._eval_batches(dataset)
         self.callback_handler.eval_dataloader = batches
         generates = with_predictions and self.args.predict_with_generate
         self._generation = self._new_generation(generation) if generates else None
