@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -24,6 +24,8 @@ class InspectedTrainer:
     topology: Topology
     uploads: HubUploads
     optimizer: torch.optim.Optimizer | None
+    train_dataset: Any
+    eval_dataset: Any
     _is_in_train = False
 
     #: No other engine is used, which scripts ask for.
@@ -31,8 +33,10 @@ class InspectedTrainer:
     is_deepspeed_enabled = is_fsdp_enabled = False
     is_fsdp_xla_enabled = is_fsdp_xla_v1_enabled = is_fsdp_xla_v2_enabled = False
 
-    def __getattr__(self, name: str) -> Any:
-        raise missing(self, name)
+    if not TYPE_CHECKING:  # a type checker goes on finding what is misspelt
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         check_assignment(self, name)
@@ -108,7 +112,7 @@ class InspectedTrainer:
 
     def num_examples(self, dataloader: Any) -> int:
         """Rows of a loader's dataset; where it has no length, about as many as the mini-batches have."""
-        dataset = getattr(dataloader, "dataset", None)
+        dataset: Any = getattr(dataloader, "dataset", None)
         if hasattr(dataset, "__len__"):
             return len(dataset)
         return len(dataloader) * self.args.per_device_train_batch_size

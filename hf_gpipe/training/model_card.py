@@ -32,11 +32,8 @@ def write_model_card(trainer: InspectedTrainer, path: Path, **entries: Any) -> N
         found.pop(name, None)
     if args.gradient_accumulation_steps > 1 and args.batch_tokens is None:
         found["total_train_batch_size"] = trainer.get_total_train_batch_size(args)
-    found |= {
-        "pipeline_stages": pipe.num_stages,
-        "micro_batches": pipe.num_micro_batches,
-        "schedule": pipe.schedule_name,
-    }
+    found |= {"num_stages": pipe.num_stages, "num_micro_batches": pipe.num_micro_batches}
+    found["schedule"] = pipe.schedule_name
     path.write_text(summary.to_model_card(), encoding="utf-8")
     if pipe.peft is not None:
         card = ModelCard.load(path)

@@ -45,7 +45,7 @@ METHODS = {
 _ROWS = "give the trainer the dataset and a data_collator; train_sampling_strategy sets the order"
 #: Methods that are here and may not be overridden, since the trainer would not ask them. Name -> note.
 FIXED = {
-    "get_train_dataloader": f"the mini-batches, of the first epoch where they are iterated over; to change them {_ROWS}",
+    "get_train_dataloader": f"the mini-batches, iterated over those of epoch 0; to change them {_ROWS}",
     "get_eval_dataloader": "the mini-batches; to change them give another eval_dataset or data_collator",
     "get_test_dataloader": "the mini-batches; to change them give another dataset or data_collator",
     "num_examples": "rows of a dataset",
@@ -88,7 +88,7 @@ READ_ONLY = {
     "is_fsdp_xla_v2_enabled": "False",
 }
 
-_LOSS = "the loss is computed in the last stage, over the target tokens; label_smoothing_factor and logit_clipping change it"
+_LOSS = "the last stage computes it, over the target tokens; label_smoothing_factor and logit_clipping change it"
 _STEP = "a step is a pass over stages and micro-batches; use a callback, such as on_step_end or on_pre_optimizer_step"
 _EVALUATION = "use compute_metrics, preprocess_logits_for_metrics, or override evaluate or predict"
 _PRECISION = "use bf16 or fp16"
