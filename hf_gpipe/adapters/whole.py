@@ -134,7 +134,9 @@ def whole_model(owner: Owner, is_trainable: Mapping[str, bool]) -> PreTrainedMod
     cls = type(model)
     methods: dict[str, Any] = {name: _refusal(cls, name) for name in REFUSED if hasattr(cls, name)}
     model.__dict__.pop("generation_config", None)
-    model.__dict__.update(_owner=owner, _placed={}, _names=frozenset(dict(model.named_parameters())))
+    model.__dict__.update(
+        _owner=owner, _placed={}, _names=frozenset(n for n, _ in model.named_parameters(remove_duplicate=False))
+    )
     model.__class__ = type(
         cls.__name__, (_Whole, cls), {"__module__": cls.__module__, "forward": _forward_of(cls), **methods}
     )
@@ -150,7 +152,7 @@ def refresh(model: PreTrainedModel) -> None:
     placed: dict[str, nn.Parameter] = model._placed
     ties, own = model._owner.adapter.ties, dict(model._owner.named_parameters())
     found = dict(model.named_parameters(remove_duplicate=False))
-    if added := set(dict(model.named_parameters())) - model._names:
+    if added := found.keys() - model._names:
         raise UserError(f"the model of the pipeline was given a new parameter {min(added)!r}; {_GIVE}")
     for path, parameter in found.items():
         if path in placed and placed[path] is not parameter:

@@ -113,6 +113,7 @@ REFUSED = {
     "label_smoother": _LOSS,
     "model_accepts_loss_kwargs": _LOSS,
     "can_return_loss": _LOSS,
+    "loss_is_scaled_for_ga": _LOSS,
     "training_step": _STEP,
     "get_batch_samples": "gradient_accumulation_steps sets how many mini-batches a step has",
     "set_initial_training_values": "set max_steps or num_train_epochs",
