@@ -137,6 +137,11 @@ class TrainerBase(InspectedTrainer):
         """Raise UserError where a subclass has a method that would not be called."""
         raise NotImplementedError
 
+    def _check_surface(self) -> None:
+        """Raise UserError for an override, or for a parameter of `model`, that came since and would not be used."""
+        self._check_overrides()
+        self.pipe.model  # noqa: B018  # the property checks
+
     def call_model_init(self, trial: Any = None) -> Any:
         """What `model_init` makes; it may take one argument, which is None here, for there are no trials."""
         assert self.model_init is not None

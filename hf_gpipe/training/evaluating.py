@@ -41,7 +41,7 @@ class EvaluatingTrainer(TrainerBase):
             metric_key_prefix: goes before the metrics' names.
             generation: with `predict_with_generate`, keyword arguments of `generate`.
         """
-        self._check_overrides()
+        self._check_surface()
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = {dataset: self.eval_dataset[dataset] if isinstance(self.eval_dataset, Mapping) else None}
@@ -88,7 +88,7 @@ class EvaluatingTrainer(TrainerBase):
             `preprocess_logits_for_metrics` left of them, or with `predict_with_generate` the tokens; and the labels.
             Shorter rows are filled with -100, tokens with the padding token.
         """
-        self._check_overrides()
+        self._check_surface()
         predicted, metrics = self._score(
             test_dataset, metric_key_prefix, generation, "prediction requires a test_dataset"
         )

@@ -179,6 +179,7 @@ class SavingTrainer(EvaluatingTrainer):
         return self.uploads.push(directory, message, blocking=blocking, token=token, revision=revision)
 
     def _write_model(self, directory: Path) -> None:
+        self._check_surface()
         self.pipe.save_pretrained(directory)
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
 

@@ -88,7 +88,7 @@ READ_ONLY = {
     "is_fsdp_xla_v2_enabled": "False",
 }
 
-_LOSS = "the last stage computes it, over the target tokens; label_smoothing_factor and logit_clipping change it"
+_LOSS = "the last stage computes the loss over the target tokens; set label_smoothing_factor or logit_clipping"
 _STEP = "a step is a pass over stages and micro-batches; use a callback, such as on_step_end or on_pre_optimizer_step"
 _EVALUATION = "use compute_metrics, preprocess_logits_for_metrics, or override evaluate or predict"
 _PRECISION = "use bf16 or fp16"
@@ -209,9 +209,21 @@ def check_class(cls: type, base: type, own: dict[str, Any]) -> None:
             f"{cls.__name__} derives from transformers' Trainer as well, whose methods are not called; derive it from "
             f"{base.__name__} only"
         )
-    for name, note in refused_names().items():
-        if inspect.getattr_static(cls, name, _ABSENT) is not own.get(name, _ABSENT):
-            raise UserError(f"{cls.__name__} overrides {name}, which {base.__name__} does not call: {note}")
+    found = [
+        name
+        for name in sorted(refused_names())
+        if inspect.getattr_static(cls, name, _ABSENT) is not own.get(name, _ABSENT)
+    ]
+    if found:
+        notes = "; ".join(f"{name}: {refused_names()[name]}" for name in found)
+        names = " and ".join(found)
+        raise UserError(f"{cls.__name__} overrides {names}, which {base.__name__} does not call ({notes})")
+    parameters = inspect.signature(cls.save_model).parameters.values()  # type: ignore[attr-defined]  # of a trainer
+    if not any(one.name == "_internal_call" or one.kind == one.VAR_KEYWORD for one in parameters):
+        raise UserError(
+            f"save_model of {cls.__name__} has no parameter _internal_call, which it is given for checkpoints, as in "
+            "transformers; define it as save_model(self, output_dir=None, _internal_call=False)"
+        )
 
 
 def own_attributes(base: type) -> dict[str, Any]:

@@ -95,7 +95,7 @@ class PipelineTrainer(OptimizingTrainer):
         """
         if trial is not None:
             raise UserError("trial: there is no search over hyperparameters; run one training for each choice")
-        self._check_overrides()
+        self._check_surface()
         self._ignored_keys = ignore_keys_for_eval
         self._is_in_train = True
         try:

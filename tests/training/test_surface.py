@@ -75,7 +75,7 @@ def test_methods_take_what_the_library_s_take(name: str) -> None:
 def test_an_override_that_would_not_be_called_is_refused(name: str) -> None:
     """The training went on with Trainer's loss, sampler, or whatever the subclass had replaced, and said nothing."""
     cls = type("Mine", (PipelineTrainer,), {name: lambda *args, **kwargs: None})
-    with pytest.raises(UserError, match=rf"^Mine overrides {name}, which PipelineTrainer does not call: \w+"):
+    with pytest.raises(UserError, match=rf"^Mine overrides {name}, which PipelineTrainer does not call \({name}: \w+"):
         cls()
 
 
@@ -83,6 +83,18 @@ def test_overrides_are_found_wherever_they_are(tmp_path: Path, monkeypatch: pyte
     class Mixin:
         def compute_loss(self, model: Any, inputs: Any) -> None: ...
 
+    class Several(PipelineTrainer):
+        def training_step(self, model: Any, inputs: Any) -> None: ...
+        def prediction_step(self, model: Any, inputs: Any) -> None: ...
+
+    with pytest.raises(UserError, match="overrides prediction_step and training_step"):
+        Several()
+
+    class WithoutInternalCall(PipelineTrainer):
+        def save_model(self, output_dir: Any = None) -> None: ...  # type: ignore[override]  # what it is about
+
+    with pytest.raises(UserError, match="save_model of WithoutInternalCall has no parameter _internal_call"):
+        WithoutInternalCall()
     for bases in ((Mixin, PipelineTrainer), (PipelineTrainer, Mixin)):
         with pytest.raises(UserError, match="overrides compute_loss"):
             type("Mixed", bases, {})()
@@ -213,6 +225,10 @@ def test_callbacks_are_given_the_trained_model(tmp_path: Path) -> None:
     assert not one.is_in_train
     with pytest.raises(UserError, match="model cannot be set"):
         one.model = None
+    one.model.lm_head.weight = torch.nn.Parameter(one.model.lm_head.weight.detach().clone())
+    for act in (one.train, lambda: one.predict(Rows(4)), one.save_model):
+        with pytest.raises(UserError, match="was replaced and would not be trained"):
+            act()
 
 
 def test_loaders_have_the_mini_batches_of_the_training(tmp_path: Path) -> None:
