@@ -55,6 +55,10 @@ class CheckpointError(UserError):
     """A checkpoint directory that is missing, incomplete or contradicts the model."""
 
 
+class MissingAttributeError(UserError, AttributeError):
+    """Something of transformers that does not exist here; it says what to use instead. `hasattr` gives False."""
+
+
 class StageError(HfGpipeError):
     """A run that failed inside the pipeline; the message names the rank, the stage, the action and the micro-batch."""
 

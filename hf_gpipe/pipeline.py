@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
 from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.adapters.dropout import default_generator
+from hf_gpipe.adapters.whole import refresh, whole_model
 from hf_gpipe.building import ModelSource, Source, make_stages, trained_layers
 from hf_gpipe.checkpoint.peft import load_adapters, save_adapters
 from hf_gpipe.checkpoint.save import save_model
@@ -231,6 +233,9 @@ class Pipeline:
         self._was_trainable = {name: p.requires_grad for m in self.models.values() for name, p in m.parameters.items()}
         is_trained = trained_layers(self.models, self.adapter, self.topology)
         self._trains_nothing = not any(is_trained)
+        self._is_trainable: dict[str, bool] = {}
+        for part in self.topology.gather_objects(self._was_trainable):
+            self._is_trainable.update(part)
         self.stages = make_stages(self.models, self.adapter, is_trained, loss)
         self._edges = connect(
             self.topology, lambda stage, name: self.adapter.carry_dtype(self.partition[stage][0], name)
@@ -381,6 +386,30 @@ class Pipeline:
             for name, parameter in stage_model.parameters.items():
                 if self.ties.owner_stage[name] == stage:
                     yield name, parameter
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The whole Hugging Face model, over the tensors that are trained.
+
+        It has the library's class, names, configuration and generation configuration. The parameters of this process's
+        stages are the trained ones themselves, the others are on the meta device. `save_pretrained` and `generate` are
+        the pipeline's, so every process calls them. Its forward is the plain one, where one process has all stages on
+        one device. Training runs the modules of the stages: hooks and the mode of these modules have no effect on it.
+
+        Raises:
+            UserError: a parameter of it was replaced or added, and would not be trained.
+        """
+        refresh(self._whole)
+        return self._whole
+
+    @cached_property
+    def _whole(self) -> PreTrainedModel:
+        return whole_model(self, self._is_trainable)
+
+    @property
+    def is_in_one_place(self) -> bool:
+        """Whether this process has all stages, on one device."""
+        return self.topology.num_processes == 1 and len(set(self.topology.stage_devices.values())) == 1
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """This process's parameters, for an optimizer."""

@@ -37,6 +37,7 @@ class EvaluatingTrainer(TrainerBase):
             metric_key_prefix: goes before the metrics' names.
             generation: with `predict_with_generate`, keyword arguments of `generate`.
         """
+        self._check_surface()
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = {dataset: self.eval_dataset[dataset] if isinstance(self.eval_dataset, Mapping) else None}
@@ -77,6 +78,7 @@ class EvaluatingTrainer(TrainerBase):
             `preprocess_logits_for_metrics` left of them, or with `predict_with_generate` the tokens; and the labels.
             Shorter rows are filled with -100, tokens with the padding token.
         """
+        self._check_surface()
         batches = self._evaluated(test_dataset, generation, "prediction requires a test_dataset")
         with self.job.during("evaluating"):
             prediction = self._evaluator().predict(batches, metric_key_prefix, generation)
@@ -94,7 +96,7 @@ class EvaluatingTrainer(TrainerBase):
             raise UserError(f"{next(iter(generation))}: generation needs predict_with_generate=True")
         batches = None
         if dataset is not None:
-            batches = self._batches(dataset, self.args.per_device_eval_batch_size)
+            batches = self._eval_batches(dataset)
         self.callback_handler.eval_dataloader = batches
         return None if batches is None else batches.epoch(0)
 
