@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo import register_backend
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for
@@ -143,6 +144,24 @@ def test_compiled_blocks_compute_the_same() -> None:
     expected = run_plain(plain, batch, 2)
     pipe = Pipeline(plain, 2, 2, torch_compile="aot_eager")
     assert_same(run_pipeline(pipe, batch), expected)
+
+
+def test_blocks_of_one_kind_are_compiled_once() -> None:
+    """Each block had a class of its own, so each was compiled, and from the ninth on none was."""
+    num_graphs = 0
+
+    def backend(graph: torch.fx.GraphModule, example: object) -> torch.fx.GraphModule:
+        nonlocal num_graphs
+        num_graphs += 1
+        return graph
+
+    register_backend(backend, name="counting")
+    torch._dynamo.reset()
+    config = tiny_config("llama")
+    config.num_hidden_layers = 10
+    pipe = Pipeline(config, 2, torch_compile="counting", recompute="none")
+    pipe.train_step(padded_batch(config))
+    assert num_graphs == 1
 
 
 def test_a_measured_step_tells_where_the_time_goes() -> None:
