@@ -150,15 +150,7 @@ def make_stages(
         sources = adapter.sources(boundary)
         return {name: any(flag[layer] for layer in layers) for name, layers in sources.items()}
 
-    return {
-        number: Stage(
-            one,
-            {} if one.is_first else wants_gradient(one.start),
-            {} if one.is_last else wants_gradient(one.stop),
-            loss,
-        )
-        for number, one in models.items()
-    }
+    return {number: Stage(one, wants_gradient, loss) for number, one in models.items()}
 
 
 def _config_of(model: ModelSource, trust_remote_code: bool, overrides: Mapping[str, Any] | None) -> PreTrainedConfig:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_gpipe.checkpoint.directory import checkpoints, last_checkpoint, remove_leftovers
@@ -18,7 +18,7 @@ from hf_gpipe.checkpoint.state import load_progress
 from hf_gpipe.data import Corpus, PairCollator, StreamedCorpus
 from hf_gpipe.data.text import TextCorpus
 from hf_gpipe.errors import RecipeError
-from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.pipeline import Pipeline, Update
 from hf_gpipe.planner.settings import AUTO
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import Recipe, load_recipe
@@ -120,14 +120,14 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _update_of(trainer: PipelineTrainer) -> Callable[[], None]:
+def _update_of(trainer: PipelineTrainer) -> Update:
     """The trainer's update with a learning rate of 0: it takes as long as any and leaves the weights as they are."""
     optimizer = trainer.optimizer
     assert optimizer is not None, "the trainer has trained"
     for group in optimizer.param_groups:
         group["lr"] = 0.0
 
-    def update() -> None:
+    def update(loss: torch.Tensor) -> None:
         trainer.pipe.clip_grad_norm_(trainer.args.max_grad_norm)
         optimizer.step()
 
