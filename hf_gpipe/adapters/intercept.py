@@ -28,7 +28,8 @@ def intercept(module: nn.Module, before: Before | None = None, after: After | No
 
 def extend_class(module: nn.Module, mixin: type) -> None:
     """Put the attributes of `mixin` before those of the class of this one module."""
-    module.__class__ = _extended(type(module), mixin)
+    cls: type = type(module)
+    module.__class__ = _extended(cls, mixin)
 
 
 @cache

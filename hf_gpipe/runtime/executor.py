@@ -16,7 +16,7 @@ import torch
 from hf_gpipe.errors import StageError
 from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.edges import Edge
-from hf_gpipe.runtime.micro_batch import Context, MicroBatch, StepOptions
+from hf_gpipe.runtime.micro_batch import PLAIN_STEP, Context, MicroBatch, StepOptions
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.timing import ActionTime, Timer
 from hf_gpipe.schedule.actions import Action, ActionKind
@@ -31,8 +31,8 @@ class StepResult:
     """What one run of a table gave this process.
 
     Attributes:
-        outputs: what the last stage returned for each micro-batch, by its number, in the order of the forwards; empty in
-            the other processes.
+        outputs: what the last stage returned for each micro-batch, by its number, in the order of the forwards; empty
+            in the other processes.
         times: when each action ran, where that was measured.
     """
 
@@ -42,7 +42,8 @@ class StepResult:
     @property
     def loss(self) -> torch.Tensor | None:
         """The sum of the micro-batches' losses; None in processes without the last stage."""
-        return sum(one["loss"] for one in self.outputs.values()) if self.outputs else None
+        losses = [one["loss"] for one in self.outputs.values()]
+        return sum(losses[1:], losses[0]) if losses else None
 
 
 class Executor:
@@ -64,7 +65,7 @@ class Executor:
         self,
         schedule: Schedule,
         micro_batches: Sequence[MicroBatch],
-        options: StepOptions = StepOptions(),
+        options: StepOptions = PLAIN_STEP,
         *,
         reduce: Callable[[StepResult], None] | None = None,
         update: Callable[[], None] | None = None,

@@ -49,6 +49,9 @@ class StepOptions:
     on_logits: LogitsCallback | None = None
 
 
+PLAIN_STEP = StepOptions()
+
+
 @dataclass(frozen=True)
 class Context:
     """All that F, R and B of one (stage, micro-batch) read; nothing of it ever changes.
@@ -61,7 +64,7 @@ class Context:
 
     micro_batch: MicroBatch
     carry: Mapping[str, torch.Tensor]
-    options: StepOptions = StepOptions()
+    options: StepOptions = PLAIN_STEP
 
 
 def split_rows(batch: Batch, num_micro_batches: int) -> list[dict[str, torch.Tensor]]:
