@@ -105,16 +105,15 @@ class Source:
             check_as_configured(model, expected)
         return source
 
-    def stage_model(self, layers: range, device: torch.device, seed: int, directory: str | None = None) -> StageModel:
+    def stage_model(self, layers: range, device: torch.device, seed: int) -> StageModel:
         """A run of layers with its weights in memory.
 
         Args:
             layers: their numbers.
             device: where the weights go.
             seed: of initial weights.
-            directory: read from there instead.
         """
-        source = directory or self.model
+        source = self.model
         stage_model = StageModel(self.adapter, layers[0], layers[-1] + 1)
         if isinstance(source, PreTrainedModel):
             if self.peft is not None and self.has_peft_layers:

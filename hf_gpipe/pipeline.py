@@ -16,6 +16,7 @@ import torch.distributed as dist
 from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.building import ModelSource, Source, make_stages
+from hf_gpipe.checkpoint import hub
 from hf_gpipe.checkpoint.peft import load_adapters, save_adapters
 from hf_gpipe.checkpoint.save import save_model
 from hf_gpipe.errors import PartitionError, UserError
@@ -481,14 +482,8 @@ class Pipeline:
         if self.peft is not None:
             load_adapters(Path(directory), self.models, self.peft)
             return
-        for stage, stage_model in self.models.items():
-            loaded = self._source.stage_model(
-                self.partition[stage], self.topology.stage_devices[stage], self.seed, str(directory)
-            )
-            current = {**stage_model.parameters, **stage_model.buffers}
-            with torch.no_grad():
-                for name, tensor in {**loaded.parameters, **loaded.buffers}.items():
-                    current[name].copy_(tensor)
+        for stage_model in self.models.values():
+            hub.reload(stage_model, directory, self.seed)
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write the model in Hub format; `from_pretrained` of plain transformers loads it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Sequence
 from itertools import pairwise
@@ -180,6 +181,61 @@ def measured() -> tuple[list[ActionTime], list[object]]:
     times: list[ActionTime] = []
     pipe.train_step(padded_batch(config) if pipe.topology.is_main else None, times)
     return times, list(pipe.schedule(3).actions[pipe.topology.rank])
+
+
+def test_the_update_runs_in_the_last_u_of_a_process() -> None:
+    for gradients, inside, loss, returned, is_in_u in run_gloo(updated, 2):
+        assert inside == gradients, "those of ties are reduced already"
+        assert loss == returned
+        assert is_in_u
+
+
+def updated() -> tuple[dict[str, float], dict[str, float], float, float, bool]:
+    config = tiny_config("m2m_100")  # its embedding is tied over both processes
+    pipe = Pipeline(plain_model(config), 4, 2, "interleaved_1f1b")
+    batch = padded_batch(config) if pipe.topology.is_main else None
+    times: list[ActionTime] = []
+    seen: list[tuple[float, float, dict[str, float]]] = []
+    returned = float(
+        pipe.train_step(batch, times, lambda loss: seen.append((time.perf_counter(), float(loss), norms(pipe))))
+    )
+    ((moment, loss, inside),) = seen
+    last = times[-1]
+    is_in_u = last.action.kind == ActionKind.UPDATE and last.start + last.waiting <= moment <= last.end
+    pipe.zero_grad()
+    pipe.train_step(batch)
+    return norms(pipe), inside, loss, returned, is_in_u
+
+
+def norms(pipe: Pipeline) -> dict[str, float]:
+    return {name: float(p.grad.norm()) for name, p in pipe.named_parameters() if p.grad is not None}
+
+
+def test_what_an_update_raises_is_raised_as_it_is() -> None:
+    config = tiny_config("llama")
+    pipe = Pipeline(plain_model(config), 2, 2)
+    expected = float(pipe.train_step(padded_batch(config)))
+
+    def update(loss: torch.Tensor) -> None:
+        raise KeyError(float(loss))
+
+    pipe.step = 0
+    with pytest.raises(KeyError, match=str(expected)):
+        pipe.train_step(padded_batch(config), update=update)
+
+
+def test_a_measured_step_does_not_count() -> None:
+    """Of dropout too: the step after it is the one that would have been."""
+    config = tiny_config("llama", dropout=0.3)
+    losses = []
+    for is_measured in (False, True):
+        pipe = Pipeline(plain_model(config), 2, 2)
+        if is_measured:
+            pipe.measure_on([padded_batch(config)])
+            assert pipe.step == 0
+            assert all(parameter.grad is None for parameter in pipe.parameters())
+        losses.append(float(pipe.train_step(padded_batch(config))))
+    assert losses[0] == losses[1]
 
 
 def test_a_graph_keeps_no_boundary_output_alive() -> None:
