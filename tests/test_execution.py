@@ -167,12 +167,12 @@ def test_blocks_of_one_kind_are_compiled_once() -> None:
 
 def test_a_measured_step_tells_where_the_time_goes() -> None:
     for times, table in run_gloo(measured, 2):
-        assert [time.action for time in times] == table
+        assert [one.action for one in times] == table
         for before, after in pairwise(times):
             assert before.end <= after.start
-        for time in times:
-            assert min(time.waiting, time.sending) >= 0
-            assert time.waiting + time.sending <= time.end - time.start + 1e-9
+        for one in times:
+            assert min(one.waiting, one.sending) >= 0
+            assert one.waiting + one.sending <= one.end - one.start + 1e-9
 
 
 def measured() -> tuple[list[ActionTime], list[object]]:

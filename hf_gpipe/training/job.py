@@ -124,12 +124,14 @@ def _update_of(trainer: PipelineTrainer) -> Update:
     """The trainer's update with a learning rate of 0: it takes as long as any and leaves the weights as they are."""
     optimizer = trainer.optimizer
     assert optimizer is not None, "the trainer has trained"
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-
     def update(loss: torch.Tensor) -> None:
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
         trainer.pipe.clip_grad_norm_(trainer.args.max_grad_norm)
         optimizer.step()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
     return update
 
