@@ -124,6 +124,7 @@ def _update_of(trainer: PipelineTrainer) -> Update:
     """The trainer's update with a learning rate of 0: it takes as long as any and leaves the weights as they are."""
     optimizer = trainer.optimizer
     assert optimizer is not None, "the trainer has trained"
+
     def update(loss: torch.Tensor) -> None:
         rates = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
