@@ -110,16 +110,15 @@ class Source:
             check_as_configured(model, expected)
         return source
 
-    def stage_model(self, layers: range, device: torch.device, seed: int, directory: str | None = None) -> StageModel:
+    def stage_model(self, layers: range, device: torch.device, seed: int) -> StageModel:
         """A run of layers with its weights in memory.
 
         Args:
             layers: their numbers.
             device: where the weights go.
             seed: of initial weights.
-            directory: read from there instead.
         """
-        source = directory or self.model
+        source = self.model
         stage_model = StageModel(self.adapter, layers[0], layers[-1] + 1)
         if isinstance(source, PreTrainedModel):
             if self.peft is not None and self.has_peft_layers:
@@ -142,12 +141,7 @@ def make_stages(
 ) -> dict[int, Stage]:
     """This process's stages, which know which tensors' gradients are wanted: `is_trained` is of `trained_layers`."""
     return {
-        number: Stage(
-            one,
-            {} if one.is_first else adapter.wants_gradient(one.start, is_trained),
-            {} if one.is_last else adapter.wants_gradient(one.stop, is_trained),
-            loss,
-        )
+        number: Stage(one, lambda boundary: adapter.wants_gradient(boundary, is_trained), loss)
         for number, one in models.items()
     }
 

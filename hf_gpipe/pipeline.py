@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -18,6 +18,7 @@ from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.adapters.whole import refresh, whole_model
 from hf_gpipe.building import ModelSource, Source, make_stages, trained_layers
+from hf_gpipe.checkpoint import hub
 from hf_gpipe.checkpoint.peft import load_adapters, save_adapters
 from hf_gpipe.checkpoint.save import save_model
 from hf_gpipe.errors import PartitionError, UserError
@@ -31,14 +32,13 @@ from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe.sizes import read_bytes
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.edges import connect
-from hf_gpipe.runtime.executor import Executor
+from hf_gpipe.runtime.executor import Executor, StepResult
 from hf_gpipe.runtime.generation import Generator
 from hf_gpipe.runtime.gradient_norm import gradient_norm
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.loss import TokenLoss
-from hf_gpipe.runtime.micro_batch import Batch, make_micro_batches
+from hf_gpipe.runtime.micro_batch import Batch, LogitsCallback, StepOptions, make_micro_batches
 from hf_gpipe.runtime.recompute import Recompute
-from hf_gpipe.runtime.stage import LogitsCallback
 from hf_gpipe.runtime.ties import Ties
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.runtime.topology import DeviceChoice, Topology
@@ -46,7 +46,10 @@ from hf_gpipe.schedule.builders import build, placement_for
 from hf_gpipe.schedule.file import is_table_file, read_table, recompute_under
 from hf_gpipe.schedule.table import Schedule
 
-__all__ = ["Evaluation", "ModelSource", "Pipeline"]
+__all__ = ["Evaluation", "ModelSource", "Pipeline", "Update"]
+
+Update = Callable[[torch.Tensor], None]
+"""(the loss of the mini-batch) -> None: uses the gradients in `.grad`, which are complete."""
 
 
 @dataclass(frozen=True)
@@ -244,8 +247,13 @@ class Pipeline:
 
     # ------------------------------------------------------------------ training and evaluation
 
-    def train_step(self, batch: Batch | Sequence[Batch] | None, times: list[ActionTime] | None = None) -> torch.Tensor:
-        """Forward and backward of one mini-batch; gradients are added to `.grad`.
+    def train_step(
+        self,
+        batch: Batch | Sequence[Batch] | None,
+        times: list[ActionTime] | None = None,
+        update: Update | None = None,
+    ) -> torch.Tensor:
+        """Forward and backward of one mini-batch; gradients are added to `.grad`, and `update` may use them.
 
         Every process calls it; the mini-batch of the main process is used and the others may pass None.
 
@@ -253,15 +261,42 @@ class Pipeline:
             batch: tensors with the same number of rows: input_ids (N, T), attention_mask (N, T), labels (N, T), -100
                 where there is no target; or a sequence of such mini-batches, accumulated in one pass.
             times: where to note when each action ran on this process.
+            update: what the table's U does, such as to clip and to step an optimizer. It is called in every process,
+                once the gradients are complete, with the loss; what it raises is raised here. None: the caller updates.
 
         Returns:
             The mean loss per target token of the whole mini-batch, a float tensor on every process.
         """
         batches = [batch] if isinstance(batch, Mapping) else batch
-        return self.train_on(share(batches, self.topology), times)
+        return self.train_on(share(batches, self.topology), times, update)
 
-    def train_on(self, batches: Sequence[Batch], times: list[ActionTime] | None = None) -> torch.Tensor:
+    def train_on(
+        self, batches: Sequence[Batch], times: list[ActionTime] | None = None, update: Update | None = None
+    ) -> torch.Tensor:
         """`train_step` for mini-batches that every process already has."""
+        loss, measured = self._train(batches, update, is_measured=times is not None)
+        self.step += 1
+        if times is not None:
+            times.extend(measured)
+        return loss
+
+    def measure_on(self, batches: Sequence[Batch], update: Update | None = None) -> list[ActionTime]:
+        """Measure a training step that does not count: its gradients are dropped and `step` stays as it is.
+
+        Args:
+            batches: as of `train_on`.
+            update: as of `train_step`; its effects stay.
+
+        Returns:
+            When each action ran on this process.
+        """
+        _, times = self._train(batches, update, is_measured=True)
+        self.zero_grad()
+        return times
+
+    def _train(
+        self, batches: Sequence[Batch], update: Update | None, *, is_measured: bool
+    ) -> tuple[torch.Tensor, list[ActionTime]]:
         self._check_trainable()
         self._refresh_copies()
         micro_batches = make_micro_batches(
@@ -272,22 +307,29 @@ class Pipeline:
             self.step,
             length_bucketing=self.length_bucketing,
         )
-        for stage in self.stages.values():
-            stage.loss_scale = self.loss_scale
-        remaining = set(self.stages)
-
-        def on_update(stage: int) -> None:
-            remaining.discard(stage)
-            if not remaining:
-                self.ties.reduce_gradients()
-
         generators = [default_generator(device) for device in set(self.topology.stage_devices.values())]
         states = [generator.get_state() for generator in generators]
-        self._executor.run(self.schedule(len(micro_batches)), micro_batches, on_update, times)
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-        self.step += 1
-        return self._from_last_stage(self._take_loss())
+        loss = torch.zeros((), dtype=torch.float64)
+
+        def reduce(result: StepResult) -> None:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+            self.ties.reduce_gradients()
+            if (mine := result.loss) is not None:
+                loss.copy_(mine)
+            self._from_last_stage(loss)
+            if is_measured:  # what follows is computed by all processes at once
+                self.topology.barrier()
+
+        result = self._executor.run(
+            self.schedule(len(micro_batches)),
+            micro_batches,
+            StepOptions(loss_scale=self.loss_scale),
+            reduce=reduce,
+            update=None if update is None else partial(update, loss),
+            is_measured=is_measured,
+        )
+        return loss, result.times
 
     def eval_step(self, batch: Batch | None) -> Evaluation:
         """Loss of a mini-batch without gradients, row by row. Every process calls it and gets the same result."""
@@ -304,16 +346,16 @@ class Pipeline:
         """
         self._refresh_copies()
         micro_batches = make_micro_batches(self.adapter, [rows], self.num_micro_batches, self.seed, self.step)
-        with self._in_evaluation(on_logits):
-            self._executor.run(self.schedule(len(micro_batches), "forward_only"), micro_batches)
+        with self._in_evaluation():
+            table, options = self.schedule(len(micro_batches), "forward_only"), StepOptions(on_logits=on_logits)
+            outputs = self._executor.run(table, micro_batches, options).outputs
         num_rows = next(iter(rows.values())).shape[0]
         result, auxiliary = torch.zeros(3, num_rows, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-        if (last := self.stages.get(self.num_stages - 1)) is not None:
-            kept = [last.row_losses.pop(i) for i in range(len(micro_batches))]
-            result[0] = torch.cat([one.sums for one in kept]).double()
-            result[1] = torch.cat([one.losses for one in kept]).double()
-            result[2] = torch.cat([one.num_tokens for one in kept]).double()
-            auxiliary[0] = sum(float(one.auxiliary) for one in kept if one.auxiliary is not None) / len(kept)
+        if outputs:
+            kept = [outputs[i] for i in range(len(micro_batches))]
+            for row, name in zip(result, ("nll", "loss", "num_units"), strict=True):
+                row.copy_(torch.cat([one[name] for one in kept]))
+            auxiliary[0] = sum(float(one.get("auxiliary_loss", 0.0)) for one in kept) / len(kept)
         everything = self._from_last_stage(torch.cat([result.flatten(), auxiliary]))
         nll, losses, num_tokens = everything[:-1].view(3, num_rows)
         return Evaluation(nll, losses, num_tokens.long(), float(everything[-1]))
@@ -475,14 +517,6 @@ class Pipeline:
                 "some of them, and make the Pipeline anew (eval_step and generate need none)"
             )
 
-    def _take_loss(self) -> torch.Tensor:
-        last = self.stages.get(self.num_stages - 1)
-        if last is None:
-            return torch.zeros((), dtype=torch.float64)
-        assert last.loss_sum is not None
-        loss, last.loss_sum = last.loss_sum, None
-        return loss.double().cpu()
-
     def _from_last_stage(self, value: torch.Tensor) -> torch.Tensor:
         """The last stage's value on every process."""
         if self.topology.num_processes > 1:
@@ -490,17 +524,15 @@ class Pipeline:
         return value
 
     @contextmanager
-    def _in_evaluation(self, on_logits: LogitsCallback | None = None) -> Iterator[None]:
+    def _in_evaluation(self) -> Iterator[None]:
         """All stages in evaluation mode: no dropout."""
         for stage in self.stages.values():
             stage.model.model.eval()
-            stage.on_logits = on_logits
         try:
             yield
         finally:
             for stage in self.stages.values():
                 stage.model.model.train()
-                stage.on_logits = None
 
     # ------------------------------------------------------------------ loading and saving
 
@@ -513,14 +545,8 @@ class Pipeline:
         if self.peft is not None:
             load_adapters(Path(directory), self.models, self.peft)
             return
-        for stage, stage_model in self.models.items():
-            loaded = self._source.stage_model(
-                self.partition[stage], self.topology.stage_devices[stage], self.seed, str(directory)
-            )
-            current = {**stage_model.parameters, **stage_model.buffers}
-            with torch.no_grad():
-                for name, tensor in {**loaded.parameters, **loaded.buffers}.items():
-                    current[name].copy_(tensor)
+        for stage_model in self.models.values():
+            hub.reload(stage_model, directory, self.seed)
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write the model in Hub format; `from_pretrained` of plain transformers loads it.

@@ -110,6 +110,30 @@ def load(stage: StageModel, path: str | os.PathLike[str], device: torch.device, 
 
     Raises CheckpointError where the files are missing, damaged, do not fit the model or lack a parameter of this stage.
     """
+    _read(stage, path, device, seed)
+    if device.type == "cpu":
+        # The library maps the files; weights that training changes must not hang on a file that may be replaced.
+        for tensor in {id(t): t for t in stage.model.state_dict(keep_vars=True).values()}.values():
+            tensor.data = tensor.data.clone()
+
+
+def reload(stage: StageModel, path: str | os.PathLike[str], seed: int) -> None:
+    """Replace the weights of a sealed stage by those of a Hub directory or id, in place; raises as `load` does.
+
+    The files are mapped and copied tensor by tensor, so there is no second copy of the stage in memory. Only tensors
+    that the library converts, to another type or to fused experts, are made first.
+    """
+    mapped = StageModel(stage.adapter, stage.start, stage.stop)
+    _read(mapped, path, torch.device("cpu"), seed)
+    mapped.seal(torch.device("cpu"))
+    current = {**stage.parameters, **stage.buffers}
+    with torch.no_grad():
+        for name, tensor in {**mapped.parameters, **mapped.buffers}.items():
+            current[name].copy_(tensor)
+
+
+def _read(stage: StageModel, path: str | os.PathLike[str], device: torch.device, seed: int) -> None:
+    """`load`, but that on the CPU the tensors are the mapped files."""
     model = stage.model
     is_own = _own_keys(model)
     files = _fetch(path, is_own)
@@ -136,10 +160,6 @@ def load(stage: StageModel, path: str | os.PathLike[str], device: torch.device, 
         raise CheckpointError(
             f"the checkpoint {str(path)!r} lacks {len(info.missing_keys)} parameters of the model: {names}"
         )
-    if device.type == "cpu":
-        # The library maps the files; weights that training changes must not hang on a file that may be replaced.
-        for tensor in {id(t): t for t in model.state_dict(keep_vars=True).values()}.values():
-            tensor.data = tensor.data.clone()
 
 
 def add_peft(stage: StageModel, peft: PeftAdapter, device: torch.device, seed: int) -> None:

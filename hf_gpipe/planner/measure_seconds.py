@@ -21,7 +21,7 @@ from hf_gpipe.checkpoint import hub
 from hf_gpipe.planner.costs import ModelCosts
 from hf_gpipe.planner.kinds import Place
 from hf_gpipe.planner.measure import Opened, costs_of_opened
-from hf_gpipe.planner.tracing import context_of, make_stage
+from hf_gpipe.planner.tracing import context_of
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 from hf_gpipe.runtime.stage import Stage
@@ -180,7 +180,7 @@ class _Clock:
         if self._opened.peft is not None:
             hub.add_peft(stage_model, self._opened.peft, self._device, seed=0)
         stage_model.seal(self._device)
-        return make_stage(stage_model, self._opened.weights.wants_gradient, self._loss)
+        return Stage(stage_model, self._opened.weights.wants_gradient, self._loss)
 
     def measure(self, start: int, stop: int) -> Seconds:
         """The median of several forwards without a graph, with one, and backwards."""

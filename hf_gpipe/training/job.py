@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_gpipe.checkpoint.directory import checkpoints, last_checkpoint, remove, tidy
@@ -17,7 +17,7 @@ from hf_gpipe.checkpoint.state import load_progress
 from hf_gpipe.data import Corpus, PairCollator, StreamedCorpus
 from hf_gpipe.data.text import TextCorpus
 from hf_gpipe.errors import RecipeError
-from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.pipeline import Pipeline, Update
 from hf_gpipe.planner.settings import AUTO
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import Recipe, load_recipe, table_of
@@ -123,16 +123,19 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _update_of(trainer: PipelineTrainer) -> Callable[[], None]:
+def _update_of(trainer: PipelineTrainer) -> Update:
     """The trainer's update with a learning rate of 0: it takes as long as any and leaves the weights as they are."""
     optimizer = trainer.optimizer
     assert optimizer is not None, "the trainer has trained"
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
 
-    def update() -> None:
+    def update(loss: torch.Tensor) -> None:
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
         trainer.pipe.clip_grad_norm_(trainer.args.max_grad_norm)
         optimizer.step()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
     return update
 

@@ -195,11 +195,24 @@ class PipelineTrainer(OptimizingTrainer):
 
     def _step(self, group: Sequence[Batch]) -> tuple[float, float]:
         """One update from one or more mini-batches; the norm of the gradient and the learning rate it was made with."""
-        assert self.optimizer is not None
+        norm = rate = 0.0
+
+        def update(loss: torch.Tensor) -> None:
+            nonlocal norm, rate
+            for _ in group[1:]:
+                self._fire("on_substep_end")
+            norm, rate = self._update(float(loss))
+
         self.pipe.loss_scale = 1.0 if self.scaler is None else self.scaler.scale
-        loss = float(self.pipe.train_on(group, self._meter.times(self.state.global_step + 1)))
-        for _ in group[1:]:
-            self._fire("on_substep_end")
+        self.pipe.train_on(group, self._meter.times(self.state.global_step + 1), update)
+        self.pipe.zero_grad()
+        self._count(group)
+        self._meter.count(group)
+        return norm, rate
+
+    def _update(self, loss: float) -> tuple[float, float]:
+        """What the table's U does, once the gradients of all processes are complete: clip, step, schedule the rate."""
+        assert self.optimizer is not None
         norm = self._clipped_norm()
         makes_update = self._makes_update(loss, norm)
         if self.args.logging_nan_inf_filter and not math.isfinite(loss):
@@ -213,9 +226,6 @@ class PipelineTrainer(OptimizingTrainer):
         rate = learning_rate(self.optimizer)
         if makes_update and not takes_metric(self.lr_scheduler):
             self.lr_scheduler.step()
-        self.pipe.zero_grad()
-        self._count(group)
-        self._meter.count(group)
         return norm, rate
 
     def _clipped_norm(self) -> float:

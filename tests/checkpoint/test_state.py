@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForSeq2SeqLM, TrainerCallback
 
 from hf_gpipe import Pipeline
@@ -316,6 +317,25 @@ def test_weights_are_replaced_in_place(tmp_path: Path) -> None:
         assert dict(other.named_parameters())[name] is before[name]
     with pytest.raises(CheckpointError):
         Pipeline(tiny_config("marian", d_model=32), 1).load_pretrained(tmp_path)
+
+
+def test_weights_are_replaced_without_a_second_copy_of_them(tmp_path: Path) -> None:
+    """A second stage was loaded and copied: at the end of a training that loads its best model, twice the memory."""
+
+    class Made(TorchDispatchMode):
+        num_bytes = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.device.type == "cpu" and not result._is_view():
+                self.num_bytes += result.untyped_storage().nbytes() if func is torch.ops.aten.clone.default else 0
+            return result
+
+    pipe = Pipeline(tiny_config("marian"), 2, seed=1)
+    pipe.save_pretrained(tmp_path)
+    with Made() as made:
+        pipe.load_pretrained(tmp_path)
+    assert made.num_bytes < sum(p.numel() * p.element_size() for p in pipe.parameters()) / 4
 
 
 # ---------------------------------------------------------------------- several processes
