@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hf_gpipe.planner.costs import ModelCosts
     from hf_gpipe.planner.devices import Device
     from hf_gpipe.planner.plan import Plan, Planner
-    from hf_gpipe.planner.settings import Request
+    from hf_gpipe.recipe import PipelineConfig
 
 DESCRIPTION = """\
 Says how the model of a recipe would be split, what each stage would hold and need, how long a step would take, and
@@ -57,19 +57,19 @@ def _plan(options: argparse.Namespace) -> int:
     # What the options get wrong is said before anything that takes seconds.
     if options.devices is not None and options.devices < 1:
         raise UserError(f"--devices is {options.devices}; a pipeline needs at least 1.")
-    memory_bytes = None if options.memory is None else read_bytes(options.memory, "--memory")
+    if options.memory is not None:
+        read_bytes(options.memory, "--memory")
     recipe = _on_devices(load_recipe(options.recipe, options.overrides), options.overrides, options.devices)
+    config = replace(recipe.pipeline, memory=options.memory or recipe.pipeline.memory)
     device = _device(options)
 
     from hf_gpipe.planner.picture import draw_plan
     from hf_gpipe.planner.report import as_dict, overrides, report, search_report
-    from hf_gpipe.planner.resolve import best_plan
     from hf_gpipe.planner.search import search
 
-    request = _request(recipe, memory_bytes)
-    planner = _planner(recipe, device, request, is_profiled=options.profile)
+    planner = _planner(recipe, device, config.memory_bytes, is_profiled=options.profile)
     if options.search:
-        found = search(planner, request)
+        found = search(planner, config)
         best = found.fastest[0] if found.fastest else found.leanest
         if options.json:
             plans = {"fastest": [as_dict(plan) for plan in found.fastest], "leanest": as_dict(found.leanest)}
@@ -77,12 +77,12 @@ def _plan(options: argparse.Namespace) -> int:
         else:
             print(search_report(found))
     else:
-        best = _best(planner, request, best_plan)
+        best = _best(planner, config)
         if options.json:
             print(json.dumps(as_dict(best), indent=2))
         else:
             print(report(best))
-            if not request.is_settled:
+            if not config.is_decided:
                 print(f"{'chosen':11} {overrides(best)}")
     if options.picture is not None:
         draw_plan(options.picture, best)
@@ -90,16 +90,18 @@ def _plan(options: argparse.Namespace) -> int:
     return 0 if best.fits else 1
 
 
-def _best(planner: Planner, request: Request, best_plan: Callable[[Planner, Request], Plan]) -> Plan:
+def _best(planner: Planner, config: PipelineConfig) -> Plan:
+    from hf_gpipe.planner.decide import best_plan
+
     try:
-        return best_plan(planner, request)
+        return best_plan(planner, config)
     except PartitionError as error:
         if planner.memory_bytes is None:
             raise
         from hf_gpipe.planner.fix import smallest_fix
 
         # The same without a limit can be planned, and knows what would have to change.
-        unlimited = best_plan(planner.within(None), replace(request, memory_bytes=None))
+        unlimited = best_plan(planner.within(None), replace(config, memory=None))
         fix = smallest_fix(replace(unlimited, planner=planner))
         raise PartitionError(f"{error} {fix}") from None
 
@@ -148,13 +150,7 @@ def _device(options: argparse.Namespace) -> Device:
     return custom(None, read_flops(options.flops, "--flops"), read_bandwidth(options.bandwidth, "--bandwidth"), link)
 
 
-def _request(recipe: Recipe, memory_bytes: int | None) -> Request:
-    from hf_gpipe.planner.settings import Request
-
-    return Request.of_recipe(recipe, memory_bytes=memory_bytes)
-
-
-def _planner(recipe: Recipe, device: Device, request: Request, *, is_profiled: bool) -> Planner:
+def _planner(recipe: Recipe, device: Device, memory_bytes: int | None, *, is_profiled: bool) -> Planner:
     """What plans the recipe; `is_profiled`: its layers are measured here."""
     import torch
 
@@ -163,7 +159,7 @@ def _planner(recipe: Recipe, device: Device, request: Request, *, is_profiled: b
     from hf_gpipe.planner.measure import model_costs
     from hf_gpipe.planner.measure_seconds import profile_layers
     from hf_gpipe.planner.plan import Planner
-    from hf_gpipe.planner.workload import Workload
+    from hf_gpipe.planner.settings import PlanInputs
     from hf_gpipe.runtime.loss import TokenLoss
     from hf_gpipe.training.from_recipe import checked_adapter, model_config, model_dtype
 
@@ -179,10 +175,10 @@ def _planner(recipe: Recipe, device: Device, request: Request, *, is_profiled: b
     half = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     autocast = None if half is None else Autocast(half, here)
-    of_mini_batch = Workload.of_recipe(recipe, is_encoder_decoder=config.is_encoder_decoder, num_micro_batches=1)
+    inputs = PlanInputs.of_recipe(recipe, is_encoder_decoder=config.is_encoder_decoder)
 
     def costs_of(rows: int) -> ModelCosts:
-        workload = replace(of_mini_batch, rows=rows)
+        workload = replace(inputs.mini_batch(), rows=rows)
         loss = TokenLoss(training.label_smoothing_factor, training.logit_clipping)
         dtype, attention = model_dtype(recipe), recipe.model.attn_implementation
         is_trusted = recipe.model.trust_remote_code
@@ -207,8 +203,7 @@ def _planner(recipe: Recipe, device: Device, request: Request, *, is_profiled: b
                 f"model: transformers cannot make a {config.model_type} model of this: {error}"
             ) from error
 
-    accumulated = training.gradient_accumulation_steps
-    return Planner(costs_of, of_mini_batch.rows, device, request.memory_bytes, accumulated)
+    return Planner(costs_of, inputs, device, memory_bytes)
 
 
 def _with_vocabulary(recipe: Recipe) -> Recipe:

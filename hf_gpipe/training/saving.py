@@ -19,7 +19,7 @@ from hf_gpipe.checkpoint.save import make_directory
 from hf_gpipe.checkpoint.state import load_progress, load_state, save_state
 from hf_gpipe.checkpoint.together import write_on_main
 from hf_gpipe.errors import CheckpointError
-from hf_gpipe.planner.settings import AUTO
+from hf_gpipe.recipe import AUTO
 from hf_gpipe.runtime.whereabouts import during
 from hf_gpipe.training.evaluating import EvaluatingTrainer
 from hf_gpipe.training.steps import Position
