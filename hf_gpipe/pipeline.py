@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,13 @@ from hf_gpipe.building import ModelSource, Source, make_stages, trained_layers
 from hf_gpipe.checkpoint import hub
 from hf_gpipe.checkpoint.peft import load_adapters, save_adapters
 from hf_gpipe.checkpoint.save import save_model
-from hf_gpipe.errors import PartitionError, UserError
-from hf_gpipe.partition import COST_STRATEGIES
+from hf_gpipe.errors import UserError
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner import out_of_memory
+from hf_gpipe.planner.decide import decide, planner_of
 from hf_gpipe.planner.plan import Plan
-from hf_gpipe.planner.settings import AUTO, Request
-from hf_gpipe.planner.settle import Expectation, settle
-from hf_gpipe.planner.workload import Workload
-from hf_gpipe.recipe.sizes import read_bytes
+from hf_gpipe.planner.settings import PlanInputs
+from hf_gpipe.recipe import ModelSection, PipelineConfig, TrainingSection, table_of
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.edges import connect
 from hf_gpipe.runtime.executor import Executor, StepResult
@@ -43,7 +41,7 @@ from hf_gpipe.runtime.ties import Ties
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.runtime.topology import DeviceChoice, Topology
 from hf_gpipe.schedule.builders import build, placement_for
-from hf_gpipe.schedule.file import is_table_file, read_table, recompute_under
+from hf_gpipe.schedule.file import recompute_under
 from hf_gpipe.schedule.table import Schedule
 
 __all__ = ["Evaluation", "ModelSource", "Pipeline", "Update"]
@@ -83,27 +81,24 @@ class Pipeline:
     Args:
         model: a PreTrainedModel (its weights are taken, and shared where the device is the same), a configuration
             (weights are initialised), or a Hub id or directory (weights are loaded).
-        num_stages: K.
-        num_micro_batches: M; a mini-batch of n rows is cut into min(M, n) micro-batches.
-        schedule: name of a table in hf_gpipe.schedule.builders: "naive", "gpipe", "gpipe_fused" ...; or the path of a
-            table in a file that ends in .txt, which the main process reads. Such a table has this many stages,
-            processes and micro-batches (times `accumulation`), and its R say what is recomputed.
-        recompute: "none", "block" (transformers' checkpointing of each block) or "stage" (only a stage's inputs are
-            kept between forward and backward); or a list with one of these for each stage, in which a number stands for
-            the most autograd graphs that the stage may keep alive: what is beyond them is recomputed.
-        partition: "count", or the number of layers of each stage.
+        num_stages, num_micro_batches, schedule, recompute, partition: as `PipelineConfig` has them, in place of
+            `config`. A `schedule` that ends in .txt is the path of a table, which the main process reads: it has this
+            many stages, processes and micro-batches (times `accumulation`), and its R say what is recomputed.
         seed: of initial weights and dropout.
+        config: how the model is cut and run. What is "auto" in it, and a partition by cost, the planner decides from
+            `plan_inputs`.
+        plan_inputs: a mini-batch like those to come, and what the planner must know of the optimizer.
         dtype: type of the weights, or its name, such as "bfloat16"; None or "auto": the model's own, or float32 for a
             configuration without one.
         attn_implementation: "eager", "sdpa" ...; None leaves the choice to transformers.
         trust_remote_code: whether a Hub model may run Python code of its own.
-        config_overrides: values of the configuration to change; only with an id or directory.
+        config_overrides: values of the model's configuration to change; only with an id or directory.
         label_smoothing: share of the target's probability spread over the vocabulary.
         logit_clipping: the loss of training is that of logits.clamp(-c, c), with c this number; evaluation, generation
             and the saved model do not clip. None: no clipping.
         depth_scaled_feed_forward: whether the last projection of each feed-forward block starts 1/L times as large, L
             being the layers of its stack; for a configuration only, whose weights are new.
-        device: where this process computes; None: a CUDA device where there is one, else the CPU. A list, such as
+        device: where this process computes, in place of the config's `device` and `devices`. A list, such as
             ["cuda:0", "cuda:1"], names the devices of this machine: its processes share them out, and a process spreads
             its stages over its own.
         peft_config: a peft.LoraConfig to add adapters with; all else is frozen. A model that has PEFT adapters
@@ -112,16 +107,11 @@ class Pipeline:
             and generation; weights and their gradients keep their own type. None: all computes in that type.
         length_bucketing: whether training sorts the rows of a mini-batch by length before it is cut, and cuts it so
             that the largest micro-batch has as few tokens, padding included, as possible.
-        torch_compile: whether each block of a stage is compiled by torch.compile; a text names the backend.
-        example: for the planner: a mini-batch as long as the longest to come, in the main process.
-        memory: for the planner: what a process may use, such as "80GiB" or a number of bytes; None: its device's.
-        optim: for the planner: the optimizer, by transformers' name.
-        accumulation: for the planner: the mini-batches of a step.
-
-    `num_micro_batches`, `schedule` and `recompute` may be "auto", and `partition` "auto", "parameters", "flops" or
-    "profile" (measured): then the planner decides, from the shapes of `example` and within `memory`.
+        settings: other fields of `PipelineConfig` (`memory` also as a number of bytes, `torch_compile` also as the name
+            of a backend) and of `PlanInputs` (`example`, `optim`, `accumulation`), in place of the two objects.
 
     Attributes:
+        config: the `PipelineConfig` with everything decided.
         planned: what the planner chose and why, in one line; None where nothing was left to it.
         step: optimizer steps begun; dropout depends on it.
         loss_scale: what the loss is multiplied by before backward, and the gradients with it, so that float16 does not
@@ -134,48 +124,56 @@ class Pipeline:
     def __init__(
         self,
         model: ModelSource,
-        num_stages: int,
-        num_micro_batches: int | str = 1,
-        schedule: str = "gpipe",
-        recompute: str | Sequence[str | int] = "stage",
-        partition: str | Sequence[int] = "count",
-        seed: int = 0,
+        num_stages: int | None = None,
+        num_micro_batches: int | str | None = None,
+        schedule: str | None = None,
+        recompute: str | Sequence[str | int] | None = None,
+        partition: str | Sequence[int] | None = None,
+        seed: int = TrainingSection.seed,
         *,
+        config: PipelineConfig | None = None,
+        plan_inputs: PlanInputs | None = None,
         dtype: torch.dtype | str | None = None,
-        attn_implementation: str | None = None,
-        trust_remote_code: bool = False,
+        attn_implementation: str | None = ModelSection.attn_implementation,
+        trust_remote_code: bool = ModelSection.trust_remote_code,
         config_overrides: Mapping[str, Any] | None = None,
-        label_smoothing: float = 0.0,
-        logit_clipping: float | None = None,
-        depth_scaled_feed_forward: bool = False,
+        label_smoothing: float = TrainingSection.label_smoothing_factor,
+        logit_clipping: float | None = TrainingSection.logit_clipping,
+        depth_scaled_feed_forward: bool = ModelSection.depth_scaled_feed_forward,
         device: DeviceChoice = None,
         peft_config: Any = None,
         autocast: torch.dtype | None = None,
         length_bucketing: bool = False,
-        torch_compile: bool | str = False,
-        example: Batch | Workload | None = None,
-        memory: str | int | None = None,
-        optim: str = "adamw_torch_fused",
-        accumulation: int = 1,
+        **settings: Any,
     ) -> None:
-        if num_micro_batches != AUTO and (isinstance(num_micro_batches, str) or num_micro_batches < 1):
-            raise UserError(f"num_micro_batches={num_micro_batches!r}: expected at least 1, or {AUTO!r}")
-        if num_stages < 1:
-            raise PartitionError(f"num_stages={num_stages}: expected at least 1")
-        loss = TokenLoss(label_smoothing, logit_clipping)
-        # What does not exist is found here, before any weight is read.
-        if recompute != AUTO:
-            Recompute.parse(recompute, num_stages)
-        if schedule != AUTO and not is_table_file(schedule):
-            build(schedule, num_stages, 1)
+        of_inputs = {one.name: settings.pop(one.name) for one in fields(PlanInputs) if one.name in settings}
+        if plan_inputs is not None and of_inputs:
+            raise UserError(f"plan_inputs and {', '.join(of_inputs)} are given; put all into plan_inputs")
+        given = PipelineConfig.of(
+            config,
+            num_stages=num_stages,
+            num_micro_batches=num_micro_batches,
+            schedule=schedule,
+            recompute=recompute,
+            partition=partition,
+            **settings,
+        )
+        self._plan_inputs = plan_inputs or PlanInputs(**of_inputs)
+        self._loss = TokenLoss(label_smoothing, logit_clipping)
         Job.join()
-        self.topology = Topology.discover(num_stages, device)
-        self._table: Schedule | None = None
-        if is_table_file(schedule):
-            step = num_micro_batches if isinstance(num_micro_batches, str) else num_micro_batches * accumulation
-            processes = self.topology.num_processes
-            self._table = self.topology.from_main(lambda: read_table(schedule, num_stages, step, processes))
-            recompute = recompute_under(self._table, recompute)
+        where = device if device is not None else given.devices or given.device
+        self.topology = Topology.discover(given.num_stages, where)
+        if given.num_processes not in (None, self.topology.num_processes):
+            raise UserError(
+                f"num_processes is {given.num_processes} and {self.topology.num_processes} are running; leave it out, "
+                f"or start {given.num_processes}"
+            )
+        # Read before any weight is made: a table that cannot be run costs no time.
+        accumulation, num_processes = self._plan_inputs.accumulation, self.topology.num_processes
+        table = self.topology.from_main(lambda: table_of(given, accumulation, num_processes))
+        if table is not None:
+            given = replace(given, recompute=recompute_under(table, given.recompute))
+            self._plan_inputs = replace(self._plan_inputs, tables={given.schedule: table})
         self._source = Source.open(
             model,
             dtype=dtype,
@@ -187,34 +185,17 @@ class Pipeline:
             depth_scaled_feed_forward=depth_scaled_feed_forward,
         )
         self.adapter, self.peft = self._source.adapter, self._source.peft
-        request = partial(
-            Request,
-            num_stages,
-            num_processes=self.topology.num_processes,
-            optimizer=optim,
-            memory_bytes=read_bytes(memory, "memory") if isinstance(memory, str) else memory,
-        )
-        tables = {} if self._table is None else {schedule: self._table}
-        self._expectation = Expectation(example, self.adapter, self.peft, loss, self.topology, accumulation, tables)
-        self.planned: str | None = None
-        if AUTO in (num_micro_batches, schedule, recompute) or partition in (AUTO, *COST_STRATEGIES):
-            chosen = settle(self._expectation, request(num_micro_batches, schedule, recompute, partition))
-            self.planned = chosen.why
-            num_micro_batches, schedule = chosen.num_micro_batches, chosen.schedule
-            recompute, partition = chosen.recompute, chosen.partition
-        self._run_as = partial(request, num_micro_batches, schedule, recompute, partition)
-        assert isinstance(num_micro_batches, int)
-        self.partition = cut(len(self.adapter.layers), num_stages, partition)
-        recomputed = Recompute.parse(recompute, num_stages)
-        table = self._table
-        place = partial(placement_for, schedule) if table is None else lambda *_: table.placement
-        self.topology = Topology.discover(num_stages, device, place)
-        if table is not None:
-            self._table = replace(table, placement=self.topology.placement)
-        self.num_stages = num_stages
-        self.num_micro_batches = num_micro_batches
-        self.schedule_name = schedule
-        self.recompute = recompute
+        self.config, self.planned = decide(given, self._plan_inputs, self.adapter, self.peft, self._loss, self.topology)
+        config = self.config
+        self.num_stages = config.num_stages
+        self.num_micro_batches = config.num_micro_batches
+        self.schedule_name = config.schedule
+        self.recompute = config.recompute
+        self.partition = cut(len(self.adapter.layers), config.num_stages, config.partition)
+        recomputed = Recompute.parse(config.recompute, config.num_stages)
+        place = partial(placement_for, config.schedule) if table is None else lambda *_: table.placement
+        self.topology = Topology.discover(config.num_stages, where, place)
+        self._table = None if table is None else replace(table, placement=self.topology.placement)
         self._table_recompute = recomputed.of_table
         self.seed = seed
         self.length_bucketing = length_bucketing
@@ -229,8 +210,8 @@ class Pipeline:
         for stage, stage_model in self.models.items():
             if stage in recomputed.block_stages:
                 stage_model.checkpoint_blocks()
-            if torch_compile:
-                stage_model.compile_blocks(torch_compile if isinstance(torch_compile, str) else None)
+            if config.torch_compile:
+                stage_model.compile_blocks(config.torch_compile_backend)
         self.ties = Ties(self.models, self.topology)
         self._holds_weights = self._copies_are_fresh = False
         self._was_trainable = {name: p.requires_grad for m in self.models.values() for name, p in m.parameters.items()}
@@ -239,7 +220,7 @@ class Pipeline:
         self._is_trainable: dict[str, bool] = {}
         for part in self.topology.gather_objects(self._was_trainable):
             self._is_trainable.update(part)
-        self.stages = make_stages(self.models, self.adapter, is_trained, loss)
+        self.stages = make_stages(self.models, self.adapter, is_trained, self._loss)
         self._edges = connect(
             self.topology, lambda stage, name: self.adapter.carry_dtype(self.partition[stage][0], name)
         )
@@ -409,16 +390,19 @@ class Pipeline:
         Raises:
             UserError: there is neither, or the optimizer's state has no known size.
         """
-        expectation, request = self._expectation, self._run_as()
+        config, inputs = self.config, self._plan_inputs
         if batch is not None:
-            expectation = replace(expectation, example=batch, mini_batches=1)
+            inputs = replace(inputs, example=batch, accumulation=1)
             if self._table is not None:
                 # A part of a table recomputes a part.
                 table = self._table.of_first(self.num_micro_batches)
-                if request.recompute != "block":
-                    request = replace(request, recompute=recompute_under(table, "stage"))
-                expectation = replace(expectation, tables={self.schedule_name: table})
-        return expectation.plan(request)
+                if config.recompute != "block":
+                    config = replace(config, recompute=recompute_under(table, "stage"))
+                inputs = replace(inputs, tables={config.schedule: table})
+        planner = planner_of(inputs, self.adapter, self.peft, self._loss, self.topology)
+        if config.memory_bytes is not None:
+            planner = planner.within(config.memory_bytes)
+        return planner.plan(config)
 
     # ------------------------------------------------------------------ parameters and gradients
 
@@ -480,12 +464,12 @@ class Pipeline:
     # ------------------------------------------------------------------ between steps
 
     def advising_on_memory(self) -> AbstractContextManager[None]:
-        """A scope in which a failure for want of memory also says what would need less, by the planner.
+        """Context manager that adds to an out-of-memory error what the planner says would need less memory.
 
         Raises:
             StageError: in place of the failure, whose message it has.
         """
-        return out_of_memory.advising(self._expectation, self._run_as)
+        return out_of_memory.advising(self.plan, self.topology.rank)
 
     @contextmanager
     def holding_weights(self) -> Iterator[None]:

@@ -7,20 +7,20 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from hf_gpipe.errors import HfGpipeError, PartitionError, RecipeError, UserError
 from hf_gpipe.recipe import Recipe, load_recipe, table_of
 from hf_gpipe.recipe.sizes import read_bytes
-from hf_gpipe.schedule import draw_text, recompute_under
+from hf_gpipe.schedule import Schedule, draw_text, recompute_under
 
 if TYPE_CHECKING:
     from hf_gpipe.planner.costs import ModelCosts
     from hf_gpipe.planner.devices import Device
     from hf_gpipe.planner.plan import Plan, Planner
-    from hf_gpipe.planner.settings import Request
+    from hf_gpipe.recipe import PipelineConfig
 
 DESCRIPTION = """\
 Says how the model of a recipe would be split, what each stage would hold and need, how long a step would take, and
@@ -60,19 +60,22 @@ def _plan(options: argparse.Namespace) -> int:
         raise UserError(f"--devices is {options.devices}; a pipeline needs at least 1.")
     if options.table and options.json:
         raise UserError("--table and --json exclude each other: both say what is printed; leave one of them out.")
-    memory_bytes = None if options.memory is None else read_bytes(options.memory, "--memory")
+    if options.memory is not None:
+        read_bytes(options.memory, "--memory")
     recipe = _on_devices(load_recipe(options.recipe, options.overrides), options.overrides, options.devices)
+    config = replace(recipe.pipeline, memory=options.memory or recipe.pipeline.memory)
     device = _device(options)
 
     from hf_gpipe.planner.picture import draw_plan
     from hf_gpipe.planner.report import as_dict, overrides, report, search_report
-    from hf_gpipe.planner.resolve import best_plan
     from hf_gpipe.planner.search import search
 
-    request = _request(recipe, memory_bytes)
-    planner = _planner(recipe, device, request, is_profiled=options.profile)
+    table = table_of(config, recipe.training.gradient_accumulation_steps, config.processes)
+    if table is not None:
+        config = replace(config, recompute=recompute_under(table, config.recompute))
+    planner = _planner(recipe, device, config.memory_bytes, table, is_profiled=options.profile)
     if options.search:
-        found = search(planner, request)
+        found = search(planner, config)
         best = found.fastest[0] if found.fastest else found.leanest
         if options.json:
             plans = {"fastest": [as_dict(plan) for plan in found.fastest], "leanest": as_dict(found.leanest)}
@@ -80,12 +83,12 @@ def _plan(options: argparse.Namespace) -> int:
         else:
             print(search_report(found), file=sys.stderr if options.table else sys.stdout)
     else:
-        best = _best(planner, request, best_plan)
+        best = _best(planner, config)
         if options.json:
             print(json.dumps(as_dict(best), indent=2))
         elif not options.table:
             print(report(best))
-        if not options.json and not request.is_settled:
+        if not options.json and not config.is_decided:
             print(f"{'chosen':11} {overrides(best)}", file=sys.stderr if options.table else sys.stdout)
     if options.table:
         # The drawing goes elsewhere, so that `--table > mine.txt` is a table and is seen all the same.
@@ -98,16 +101,18 @@ def _plan(options: argparse.Namespace) -> int:
     return 0 if best.fits else 1
 
 
-def _best(planner: Planner, request: Request, best_plan: Callable[[Planner, Request], Plan]) -> Plan:
+def _best(planner: Planner, config: PipelineConfig) -> Plan:
+    from hf_gpipe.planner.decide import best_plan
+
     try:
-        return best_plan(planner, request)
+        return best_plan(planner, config)
     except PartitionError as error:
         if planner.memory_bytes is None:
             raise
         from hf_gpipe.planner.fix import smallest_fix
 
         # The same without a limit can be planned, and knows what would have to change.
-        unlimited = best_plan(planner.within(None), replace(request, memory_bytes=None))
+        unlimited = best_plan(planner.within(None), replace(config, memory=None))
         fix = smallest_fix(replace(unlimited, planner=planner))
         raise PartitionError(f"{error} {fix}") from None
 
@@ -156,16 +161,10 @@ def _device(options: argparse.Namespace) -> Device:
     return custom(None, read_flops(options.flops, "--flops"), read_bandwidth(options.bandwidth, "--bandwidth"), link)
 
 
-def _request(recipe: Recipe, memory_bytes: int | None) -> Request:
-    from hf_gpipe.planner.settings import Request
-
-    request = Request.of_recipe(recipe, memory_bytes=memory_bytes)
-    table = table_of(recipe, request.processes)
-    return request if table is None else replace(request, recompute=recompute_under(table, request.recompute))
-
-
-def _planner(recipe: Recipe, device: Device, request: Request, *, is_profiled: bool) -> Planner:
-    """What plans the recipe; `is_profiled`: its layers are measured here."""
+def _planner(
+    recipe: Recipe, device: Device, memory_bytes: int | None, table: Schedule | None, *, is_profiled: bool
+) -> Planner:
+    """The planner of the recipe; `table`: its schedule, where it is a file; `is_profiled`: layers are measured."""
     import torch
 
     from hf_gpipe.adapters import adapter_for
@@ -173,7 +172,7 @@ def _planner(recipe: Recipe, device: Device, request: Request, *, is_profiled: b
     from hf_gpipe.planner.measure import model_costs
     from hf_gpipe.planner.measure_seconds import profile_layers
     from hf_gpipe.planner.plan import Planner
-    from hf_gpipe.planner.workload import Workload
+    from hf_gpipe.planner.settings import PlanInputs
     from hf_gpipe.runtime.loss import TokenLoss
     from hf_gpipe.training.from_recipe import checked_adapter, model_config, model_dtype
 
@@ -189,10 +188,12 @@ def _planner(recipe: Recipe, device: Device, request: Request, *, is_profiled: b
     half = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     autocast = None if half is None else Autocast(half, here)
-    of_mini_batch = Workload.of_recipe(recipe, is_encoder_decoder=config.is_encoder_decoder, num_micro_batches=1)
+    inputs = PlanInputs.of_recipe(recipe, is_encoder_decoder=config.is_encoder_decoder)
+    if table is not None:
+        inputs = replace(inputs, tables={recipe.pipeline.schedule: table})
 
     def costs_of(rows: int) -> ModelCosts:
-        workload = replace(of_mini_batch, rows=rows)
+        workload = replace(inputs.mini_batch(), rows=rows)
         loss = TokenLoss(training.label_smoothing_factor, training.logit_clipping)
         dtype, attention = model_dtype(recipe), recipe.model.attn_implementation
         is_trusted = recipe.model.trust_remote_code
@@ -217,10 +218,7 @@ def _planner(recipe: Recipe, device: Device, request: Request, *, is_profiled: b
                 f"model: transformers cannot make a {config.model_type} model of this: {error}"
             ) from error
 
-    accumulated = training.gradient_accumulation_steps
-    table = table_of(recipe, request.processes)
-    tables = {} if table is None else {request.schedule: table}
-    return Planner(costs_of, of_mini_batch.rows, device, request.memory_bytes, accumulated, tables)
+    return Planner(costs_of, inputs, device, memory_bytes)
 
 
 def _with_vocabulary(recipe: Recipe) -> Recipe:

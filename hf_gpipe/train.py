@@ -11,20 +11,31 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_gpipe.errors import EXIT_STOPPED, RecipeError, UserError
-from hf_gpipe.recipe import Recipe, load_recipe, recipe_help, table_of
+from hf_gpipe.recipe import Recipe, load_recipe, recipe_help, section_help, table_of
 
 USAGE = """\
 usage: python -m hf_gpipe.train recipe.yaml [key=value ...]
+       python -m hf_gpipe.train --help [section]
 
 Trains the model of a recipe over a pipeline, evaluates it, and leaves a checkpoint that plain transformers loads. It
 starts the pipeline's processes on this machine; started by torchrun or `accelerate launch` it joins their job. Started
 again with the same output directory, it goes on from the last checkpoint. On SIGTERM or SIGINT it ends its step, saves,
 and leaves with exit code 75; on a second one it ends at once.
 
-  recipe.yaml   the recipe
-  key=value     replaces a value of the recipe, for example pipeline.num_stages=4
+  recipe.yaml     a YAML file; `extends: base.yaml` at its top takes every other value from that file beside it
+  key=value       replaces a value of the recipe; the key has its section, the value is YAML
+  --help section  every key of a section, with what it allows, its default and its meaning
 
-keys of a recipe:
+{recipe}
+
+examples:
+  python -m hf_gpipe.train recipes/quickstart.yaml
+  python -m hf_gpipe.train recipes/quickstart.yaml pipeline.num_stages=4 training.max_steps=200
+  python -m hf_gpipe.train recipes/causal/pretrain.yaml data.path='my/text/*.txt' data.subset=null
+  torchrun --nproc-per-node 4 -m hf_gpipe.train recipes/quickstart.yaml pipeline.num_stages=4
+
+docs/recipes.md explains recipes and lists those that are shipped, docs/data.md the kinds of data.
+`python -m hf_gpipe.plan` says what a recipe needs, `python -m hf_gpipe.check` whether its model is exact in stages.
 """
 
 
@@ -37,9 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         ended it without saving.
     """
     args = list(sys.argv[1:] if argv is None else argv)
-    if not args or {"-h", "--help"} & set(args):
-        _print_help()
-        return 0 if args else 2
+    if not args:
+        _print_help([])
+        return 2
+    if asked := [place for place, arg in enumerate(args) if arg in ("-h", "--help")]:
+        return _print_help(args[asked[0] + 1 :])
     _be_quiet()
     try:
         recipe = load_recipe(args[0], args[1:])
@@ -66,12 +79,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-def _print_help() -> None:
+def _print_help(sections: Sequence[str]) -> int:
+    """Print the help of some sections, or the page on all; returns the exit code."""
     try:
-        print(f"{USAGE}\n{recipe_help()}", flush=True)
+        text = "\n\n".join(map(section_help, sections)) or USAGE.format(recipe=recipe_help()).rstrip()
+    except UserError as error:
+        return _fail(error)
+    try:
+        print(text, flush=True)
     except BrokenPipeError:
         # A reader such as head has seen enough. What is still buffered must not fail at the interpreter's end either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
 
 
 def _work(recipe: Recipe) -> int:
@@ -120,7 +139,7 @@ def _check(recipe: Recipe) -> None:
         raise RecipeError("pipeline.device is cuda and torch finds no GPU; use auto or cpu")
     if "RANK" not in os.environ:
         # In another launcher's job the main process reads it.
-        table_of(recipe, _num_processes(recipe))
+        table_of(recipe.pipeline, recipe.training.gradient_accumulation_steps, _num_processes(recipe))
     check_model(recipe)
 
 

@@ -48,7 +48,6 @@ TINY_TRAINING = [
         "pipeline.num_micro_batches=2",
         "pipeline.device=cpu",
         "evaluation.max_examples=2",
-        "evaluation.samples=1",
     ),
     *("evaluation.batch_size=8", "evaluation.max_new_tokens=4"),
 ]
@@ -97,6 +96,8 @@ def tiny(path: Path, data: Path, models: Path) -> list[str]:
     """Overrides that make a recipe small, and have it read data and models of this machine."""
     recipe = load_recipe(path)
     overrides = [*TINY_TRAINING, f"tokenizer.path={models}"]
+    if recipe.data.kind != "text":
+        overrides.append("evaluation.samples=1")
     if recipe.model.path is not None:
         overrides += [f"model.path={models}", "pipeline.partition=count", "pipeline.recompute=none"]
     else:

@@ -12,7 +12,8 @@ from functools import lru_cache
 
 from hf_gpipe.planner.memory import StageLayers
 from hf_gpipe.planner.plan import Planner
-from hf_gpipe.planner.settings import RecomputeChoice, Settings
+from hf_gpipe.recipe import DecidedConfig as Settings
+from hf_gpipe.recipe import RecomputeChoice
 from hf_gpipe.schedule import Action, ActionKind, Costs, Schedule, simulate
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hf_gpipe.errors import ScheduleError, UserError
+from hf_gpipe.errors import ScheduleError
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.partition import stages_of
 from hf_gpipe.planner.costs import InnerRecompute, ModelCosts
 from hf_gpipe.planner.devices import Device
 from hf_gpipe.planner.memory import MemoryBill, Ran, StageLayers, bill, ran
-from hf_gpipe.planner.settings import RecomputeChoice, Settings
+from hf_gpipe.planner.settings import PlanInputs
 from hf_gpipe.planner.sums import MemorySums
 from hf_gpipe.planner.timing import TimeBill, TimeSums
 from hf_gpipe.planner.workload import largest_micro_batch
+from hf_gpipe.recipe import DecidedConfig as Settings
+from hf_gpipe.recipe import RecomputeChoice
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.schedule import ActionKind, Schedule, Timeline, build, placement_for, recompute_under, simulate
 
@@ -107,31 +109,26 @@ class Planner:
 
     Args:
         costs_of: rows of a micro-batch -> the costs of the model's layers. It is asked once for each number of rows.
-        rows: of a mini-batch.
+        inputs: the shape of a mini-batch, how many are accumulated in a step, and the optimizer. The micro-batches of a
+            step run as one table.
         device: what a process computes on.
         memory_bytes: the most that a process may use; None: the device's memory, where that is known.
-        mini_batches: that are accumulated in a step; their micro-batches run as one table.
-        tables: by the path that names them as a schedule, the tables that were read from files.
 
     Raises:
-        UserError: fewer than one row.
+        UserError: there is no mini-batch, or the optimizer's state has no known size.
     """
 
     def __init__(
         self,
         costs_of: Callable[[int], ModelCosts],
-        rows: int,
+        inputs: PlanInputs,
         device: Device,
         memory_bytes: int | None = None,
-        mini_batches: int = 1,
-        tables: Mapping[str, Schedule] | None = None,
     ) -> None:
-        if rows < 1:
-            raise UserError(f"a mini-batch of {rows} rows cannot be planned; expected at least 1")
         self._costs_of = costs_of
-        self.rows = rows
-        self.mini_batches = mini_batches
-        self.tables = tables or {}
+        inputs.check()
+        self.inputs = inputs
+        self.rows = inputs.mini_batch().rows
         self.device = device
         self.memory_bytes = device.memory_bytes if memory_bytes is None else memory_bytes
         self._costs: dict[int, ModelCosts] = {}
@@ -156,7 +153,7 @@ class Planner:
 
     def micro_batches_of_step(self, num_micro_batches: int) -> int:
         """Of the table, where a mini-batch is cut into M."""
-        return self.mini_batches * min(num_micro_batches, self.rows)
+        return self.inputs.accumulation * min(num_micro_batches, self.rows)
 
     def costs(self, num_micro_batches: int) -> ModelCosts:
         """Of one of M micro-batches."""
@@ -175,7 +172,7 @@ class Planner:
     def memory_sums(self, settings: Settings) -> MemorySums:
         """Bytes of runs of layers for one micro-batch of these settings."""
         costs = self.costs(settings.num_micro_batches)
-        share = settings.state_share(costs.dtype)
+        share = self.inputs.state_share(costs.dtype)
         key = self.micro_batch_rows(settings.num_micro_batches), share
         if key not in self._memory_sums:
             self._memory_sums[key] = MemorySums(costs, share)
@@ -189,8 +186,8 @@ class Planner:
         Raises:
             ScheduleError: there is none, or the schedule is a table that was read and does not have these numbers.
         """
-        if (given := self.tables.get(schedule)) is not None:
-            asked = num_stages, self.mini_batches * num_micro_batches, num_processes
+        if (given := self.inputs.tables.get(schedule)) is not None:
+            asked = num_stages, self.inputs.accumulation * num_micro_batches, num_processes
             if asked != (given.num_stages, given.num_micro_batches, given.placement.num_processes):
                 raise ScheduleError(f"the table {schedule} is of other numbers of stages, micro-batches or processes.")
             recompute_under(given, recompute)
@@ -213,10 +210,10 @@ class Planner:
         timeline = simulate(
             table,
             sums.table_costs(
-                stages, recompute_shares(table), settings.optimizer, is_local=table.placement.num_processes == 1
+                stages, recompute_shares(table), self.inputs.optim, is_local=table.placement.num_processes == 1
             ),
         )
-        spans, state_share, reserved = ran(timeline), settings.state_share(costs.dtype), self.device.reserved_share
+        spans, state_share, reserved = ran(timeline), self.inputs.state_share(costs.dtype), self.device.reserved_share
         processes = []
         for number in range(table.placement.num_processes):
             own = table.placement.stages_of(number)

@@ -8,7 +8,8 @@ from hf_gpipe.planner.bounds import Alive, alive, stage_parts
 from hf_gpipe.planner.costs import InnerRecompute
 from hf_gpipe.planner.memory import StageLayers
 from hf_gpipe.planner.plan import Planner, stage_layers
-from hf_gpipe.planner.settings import RecomputeChoice, Settings
+from hf_gpipe.recipe import DecidedConfig as Settings
+from hf_gpipe.recipe import RecomputeChoice
 
 
 def choose_recompute(planner: Planner, settings: Settings) -> RecomputeChoice:

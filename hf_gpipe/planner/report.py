@@ -130,7 +130,7 @@ def overrides(plan: Plan) -> str:
 def as_dict(plan: Plan) -> dict[str, Any]:
     """A plan for a JSON file: bytes, seconds, numbers and names."""
     return {
-        "settings": {**asdict(plan.settings), "partition": list(plan.settings.partition)},
+        "settings": _settings(plan),
         "device": plan.planner.device.name,
         "memory_limit_bytes": plan.planner.memory_bytes,
         "num_parameters": plan.costs.total.count,
@@ -166,6 +166,13 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             for process in plan.processes
         ],
     }
+
+
+def _settings(plan: Plan) -> dict[str, Any]:
+    names = ("num_stages", "num_micro_batches", "schedule", "recompute", "partition", "num_processes")
+    inputs = plan.planner.inputs
+    optimizer = {"optimizer": inputs.optim, "fp32_master_weights": inputs.fp32_master_weights}
+    return {name: getattr(plan.settings, name) for name in names} | optimizer
 
 
 def _table(plan: Plan) -> list[str]:

@@ -10,7 +10,8 @@ from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.bounds import alive, stage_bytes
 from hf_gpipe.planner.memory import StageLayers
 from hf_gpipe.planner.plan import Planner, inner_recompute, recompute_shares
-from hf_gpipe.planner.settings import AUTO, Settings
+from hf_gpipe.recipe import AUTO
+from hf_gpipe.recipe import DecidedConfig as Settings
 
 
 def choose_partition(planner: Planner, settings: Settings, strategy: str | Sequence[int]) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from transformers.trainer_utils import speed_metrics
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
+from hf_gpipe.planner.settings import PlanInputs
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.training.arguments import PipelineTrainingArguments
@@ -273,24 +274,21 @@ def _pipeline(model: Pipeline | ModelSource | None, args: PipelineTrainingArgume
         _check_given(model, args)
         return model
     assert model is not None
+    config = args.config
     return Pipeline(
         model,
-        args.num_stages,
-        args.num_micro_batches,
-        args.schedule,
-        args.recompute,
-        args.partition,
-        args.seed,
+        config=config,
+        plan_inputs=PlanInputs(
+            None if config.is_decided else _example(dataset, args),
+            str(getattr(args.optim, "value", args.optim)),
+            args.fp32_master_weights,
+            args.gradient_accumulation_steps,
+        ),
+        seed=args.seed,
         label_smoothing=args.label_smoothing_factor,
         logit_clipping=args.logit_clipping,
-        device="cpu" if args.device.type == "cpu" else None,
         autocast=args.autocast,
         length_bucketing=args.train_sampling_strategy == "group_by_length",
-        torch_compile=args.compile_backend,
-        example=_example(dataset, args) if args.is_planned else None,
-        memory=args.memory,
-        optim=str(getattr(args.optim, "value", args.optim)),
-        accumulation=args.gradient_accumulation_steps,
     )
 
 
@@ -302,27 +300,24 @@ def _example(dataset: Any, args: PipelineTrainingArguments) -> Workload | None:
 
 def _check_given(pipe: Pipeline, args: PipelineTrainingArguments) -> None:
     """Raise UserError where the arguments ask for something else than the given pipeline is."""
-    loss = next(iter(pipe.stages.values())).loss
-    counts = [len(layers) for layers in pipe.partition]
     own = None if pipe.adapter.autocast is None else pipe.adapter.autocast.dtype
     if args.autocast not in (None, own):
         raise UserError(
             f"bf16={args.bf16}, fp16={args.fp16}, but the given Pipeline has autocast={own}; set it when the Pipeline "
             "is made"
         )
-    found = {
-        "num_stages": pipe.num_stages,
-        "num_micro_batches": pipe.num_micro_batches,
-        "schedule": pipe.schedule_name,
-        "recompute": pipe.recompute,
-        "partition": counts,
-        "label_smoothing_factor": loss.label_smoothing,
-        "logit_clipping": loss.logit_clipping,
-    }
-    for name, value in found.items():
-        asked = getattr(args, name)
-        if asked not in (value, PipelineTrainingArguments.__dataclass_fields__[name].default):
-            raise UserError(f"{name}={asked!r}, but the given Pipeline has {value!r}; set it when the Pipeline is made")
+    config, loss = args.config, next(iter(pipe.stages.values())).loss
+    # What has its default is not asked for; the device is a guess.
+    compared = {one.name: (getattr(pipe.config, one.name), one.default) for one in fields(config)}
+    del compared["device"]
+    asked = {name: getattr(config, name) for name in compared}
+    for name, found in (("label_smoothing_factor", loss.label_smoothing), ("logit_clipping", loss.logit_clipping)):
+        asked[name], compared[name] = getattr(args, name), (found, args.__dataclass_fields__[name].default)
+    for name, known in compared.items():
+        if asked[name] not in known:
+            raise UserError(
+                f"{name}={asked[name]!r}, but the given Pipeline has {known[0]!r}; set it when the Pipeline is made"
+            )
 
 
 def _loss_scaler(pipe: Pipeline) -> LossScaler | None:

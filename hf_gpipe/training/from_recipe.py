@@ -21,9 +21,7 @@ from hf_gpipe.adapters.feed_forward import feed_forward_outputs
 from hf_gpipe.data import Corpus, StreamedCorpus, build_corpus, train_tokenizer
 from hf_gpipe.data.text import TextCorpus, text_corpus
 from hf_gpipe.errors import DataError, RecipeError, UnsupportedModelError, UserError, nearest
-from hf_gpipe.partition import COST_STRATEGIES
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.planner.settings import AUTO
 from hf_gpipe.recipe import Recipe
 from hf_gpipe.recipe.transformer import with_transformer
 from hf_gpipe.training.arguments import PipelineTrainingArguments
@@ -45,10 +43,9 @@ _NOT_OF_THE_CORPUS = ("max_source_tokens", "max_target_tokens", "text_field")
 def check_model(recipe: Recipe) -> None:
     """Raise UserError where the recipe's model cannot be made, or not be cut as the recipe says. Makes no weights."""
     adapter = checked_adapter(recipe)
-    strategy = recipe.pipeline.partition
+    pipeline = recipe.pipeline
     # By cost the planner cuts; whether there are enough layers is seen by any cut.
-    is_planned = strategy == AUTO or strategy in COST_STRATEGIES
-    cut(len(adapter.layers), recipe.pipeline.num_stages, "count" if is_planned else strategy)
+    cut(len(adapter.layers), pipeline.num_stages, "count" if pipeline.is_cut_by_cost else pipeline.partition)
 
 
 def checked_adapter(recipe: Recipe) -> Adapter:
@@ -228,7 +225,7 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
         *("output_dir", "seed", "num_train_epochs", "gradient_accumulation_steps", "learning_rate"),
         *("lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
         *("bf16", "fp16", "fp32_master_weights", "on_nonfinite_loss", "timeline_steps"),
-        *("max_grad_norm", "label_smoothing_factor", "logit_clipping", "logging_steps", "save_total_limit"),
+        *("max_grad_norm", "logging_steps", "save_total_limit"),
     )
     return PipelineTrainingArguments(
         **{name: getattr(training, name) for name in same_name},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +18,8 @@ from hf_gpipe.data import Corpus, PairCollator, StreamedCorpus
 from hf_gpipe.data.text import TextCorpus
 from hf_gpipe.errors import RecipeError
 from hf_gpipe.pipeline import Pipeline, Update
-from hf_gpipe.planner.settings import AUTO
-from hf_gpipe.planner.workload import Workload
-from hf_gpipe.recipe import Recipe, load_recipe, table_of
+from hf_gpipe.planner.settings import PlanInputs
+from hf_gpipe.recipe import AUTO, Recipe, load_saved, may_change, table_of
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.topology import Topology
@@ -36,19 +35,6 @@ RECIPE_FILE, METRICS_FILE, TIMELINE_FILE = "recipe.yaml", "metrics.json", "timel
 TRACE_FILE, BREAKDOWN_FILE = "trace.json", "breakdown.json"
 #: The copy of a table that the recipe names, which the recipe beside it names in its place.
 TABLE_FILE = "schedule.txt"
-
-#: Sections and keys that a resumed run may change: they decide neither the model nor what it has learnt so far.
-_MAY_CHANGE = (
-    *("pipeline", "evaluation", "training.output_dir", "training.max_steps", "training.num_train_epochs"),
-    *(
-        "training.logging_steps",
-        "training.timeline_steps",
-        "training.eval_steps",
-        "training.save_steps",
-        "training.save_total_limit",
-    ),
-    *("training.resume", "training.stop_seconds"),
-)
 
 
 class _Prepared(NamedTuple):
@@ -148,10 +134,10 @@ def _write_timelines(output_dir: Path, measured: Timeline, predicted: Timeline) 
 
 
 def _prepare(recipe: Recipe, task: Task, output_dir: Path, checkpoint: Path | None, num_processes: int) -> _Prepared:
-    table = table_of(recipe, num_processes)
+    table = table_of(recipe.pipeline, recipe.training.gradient_accumulation_steps, num_processes)
     summary.say("preparing the corpus and the tokenizer")
     if checkpoint is not None and (output_dir / RECIPE_FILE).exists():
-        _check_same_run(recipe, load_recipe(output_dir / RECIPE_FILE), checkpoint)
+        _check_same_run(recipe, load_saved(output_dir / RECIPE_FILE), checkpoint)
     corpus = task.corpus()
     tokenizer = tokenizer_of(recipe, corpus, checkpoint)
     config = model_config(recipe, tokenizer)
@@ -190,17 +176,14 @@ def _num_micro_batches_of(checkpoint: Path | None) -> int | None:
 
 def _check_same_run(recipe: Recipe, earlier: Recipe, checkpoint: Path) -> None:
     """Raise RecipeError where a checkpoint belongs to another training than the recipe's."""
-    before = _flat(asdict(earlier))
-    for key, value in _flat(asdict(recipe)).items():
-        if before.get(key) != value and not key.startswith(_MAY_CHANGE):
+    before, changeable = earlier.values(), may_change()
+    for key, value in recipe.values().items():
+        if before.get(key) != value and key not in changeable:
             raise RecipeError(
-                f"{key} is {value!r}, and {checkpoint} was trained with {before.get(key)!r}; restore the value, choose "
-                "another training.output_dir, or set training.resume=never to train anew and delete the checkpoints"
+                f"{'.'.join(key)} is {value!r}, and {checkpoint} was trained with {before.get(key)!r}; restore the "
+                "value, choose another training.output_dir, or set training.resume=never to train anew and delete the "
+                "checkpoints"
             )
-
-
-def _flat(sections: dict[str, Any]) -> dict[str, Any]:
-    return {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
 
 
 def _step_of(checkpoint: Path | None) -> int:
@@ -210,15 +193,13 @@ def _step_of(checkpoint: Path | None) -> int:
 def _pipeline(recipe: Recipe, config: PreTrainedConfig, resumed_num_micro_batches: int | None) -> Pipeline:
     model, pipeline = recipe.model, recipe.pipeline
     # Dropout depends on the micro-batch: what was chosen once stays, however fast this machine is today.
-    chosen = resumed_num_micro_batches if pipeline.num_micro_batches == AUTO else None
+    if resumed_num_micro_batches is not None and pipeline.num_micro_batches == AUTO:
+        pipeline = replace(pipeline, num_micro_batches=resumed_num_micro_batches)
     return Pipeline(
         model.path or config,
-        pipeline.num_stages,
-        chosen or pipeline.num_micro_batches,
-        pipeline.schedule,
-        pipeline.recompute,
-        pipeline.partition,
-        recipe.training.seed,
+        config=pipeline,
+        plan_inputs=PlanInputs.of_recipe(recipe, is_encoder_decoder=bool(config.is_encoder_decoder)),
+        seed=recipe.training.seed,
         dtype=model_dtype(recipe),
         attn_implementation=model.attn_implementation,
         trust_remote_code=model.trust_remote_code,
@@ -226,14 +207,8 @@ def _pipeline(recipe: Recipe, config: PreTrainedConfig, resumed_num_micro_batche
         label_smoothing=recipe.training.label_smoothing_factor,
         logit_clipping=recipe.training.logit_clipping,
         depth_scaled_feed_forward=model.depth_scaled_feed_forward,
-        device=pipeline.devices or pipeline.device,
         autocast=autocast_of(recipe),
         length_bucketing=recipe.training.length_bucketing,
-        example=Workload.of_recipe(recipe, is_encoder_decoder=bool(config.is_encoder_decoder), num_micro_batches=1),
-        memory=pipeline.memory,
-        optim=recipe.training.optim,
-        accumulation=recipe.training.gradient_accumulation_steps,
-        torch_compile=pipeline.torch_compile and (pipeline.torch_compile_backend or True),
     )
 
 

@@ -20,7 +20,7 @@ from hf_gpipe.checkpoint.save import make_directory, write_files
 from hf_gpipe.checkpoint.state import load_progress, load_state, save_state
 from hf_gpipe.checkpoint.together import write_on_main
 from hf_gpipe.errors import CheckpointError
-from hf_gpipe.planner.settings import AUTO
+from hf_gpipe.recipe import AUTO
 from hf_gpipe.training.evaluating import EvaluatingTrainer
 from hf_gpipe.training.model_card import write_model_card
 from hf_gpipe.training.steps import Position

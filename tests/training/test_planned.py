@@ -63,7 +63,11 @@ def test_what_was_chosen_for_micro_batches_stays_on_resuming(tmp_path: Path, mon
     chosen = load_progress(tmp_path / "out/checkpoint-2")["num_micro_batches"]
     seen: list[Any] = []
     original = job.Pipeline
-    monkeypatch.setattr(job, "Pipeline", lambda *args, **kwargs: seen.append(args[2]) or original(*args, **kwargs))
+    monkeypatch.setattr(
+        job,
+        "Pipeline",
+        lambda *args, **kwargs: seen.append(kwargs["config"].num_micro_batches) or original(*args, **kwargs),
+    )
     job.run(parse_recipe(RECIPE.format(folder=tmp_path), ["training.max_steps=3"]), Job.current())
     assert seen == [chosen]
     made = trainer(tmp_path, num_micro_batches="auto", max_steps=2, save_strategy="steps", save_steps=2)
