@@ -56,19 +56,20 @@ def last_checkpoint(output_dir: Path, topology: Topology) -> Path | None:
     Raises:
         CheckpointError: on every process, where there are checkpoints and all of them are damaged.
     """
-    first_problem = ""
+    problems: list[str] = []
     for path in topology.gather_objects(list(reversed(checkpoints(output_dir))))[0]:
         if topology.gather_objects(_is_model_alone(path))[0]:
             continue
         problem = _find_damage(path, topology)
-        if not problem:
-            return path
-        first_problem = first_problem or problem
-        if topology.is_main:
-            logger.warning("%s; %s is passed over, and an older checkpoint is looked for", problem, path.name)
-    if first_problem:
+        if problem:
+            problems.append(problem)
+            continue
+        for problem in problems if topology.is_main else []:
+            logger.warning("%s; the older %s is used", problem, path.name)
+        return path
+    if problems:
         raise CheckpointError(
-            f"no checkpoint in {output_dir} is whole ({first_problem}); put a copy of one there, or move all of them "
+            f"no checkpoint in {output_dir} is whole ({problems[0]}); put a copy of one there, or move all of them "
             "away to begin anew"
         )
     return None
