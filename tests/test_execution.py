@@ -56,10 +56,10 @@ def interleaved_result(recompute: str | Sequence[str | int]) -> Result:
 @pytest.mark.parametrize(
     ("recompute", "message"),
     [
-        ("blocks", "'blocks': expected one of none, block, stage"),
-        (["none"], "1 entries for num_stages=2"),
-        (["none", 0], "recompute=0"),
-        (["none", True], "recompute=True"),
+        ("blocks", "recompute: found 'blocks' .*did you mean 'block'"),
+        (["none"], "has 1 entries and num_stages is 2"),
+        (["none", 0], r"recompute: found \['none', 0\]"),
+        (["none", True], r"recompute: found \['none', True\]"),
     ],
 )
 def test_a_wrong_recomputation_is_named(recompute: str | list[str | int], message: str) -> None:

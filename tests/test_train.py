@@ -400,9 +400,14 @@ def test_a_reader_of_the_help_may_stop_early() -> None:
     assert (result.returncode, result.stderr) == (0, b"")
 
 
-def test_help_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_a_page_and_a_section_has_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    for key in ("model.path", "pipeline.num_stages", "training.resume", "key=value"):
+    for key in ("model.path", "pipeline.num_stages", "key=value", "--help section"):
         assert key in out
+    assert len(out.splitlines()) <= 60
+    assert main(["--help", "training"]) == 0
+    assert "training.resume: " in capsys.readouterr().out
+    assert main(["--help", "trainin"]) == 2
+    assert "did you mean 'training'" in capsys.readouterr().err
     assert main([]) == 2

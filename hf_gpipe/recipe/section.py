@@ -106,6 +106,9 @@ class MisfitError(UserError):
         self.path, self.what = path, what
         super().__init__(f"{dotted(path)}{what}")
 
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return type(self), (self.path, self.what)  # it travels between processes
+
 
 def dotted(path: tuple[object, ...]) -> str:
     """A path as a user writes it: "pipeline.num_stages", "data.languages[1]"."""
