@@ -106,12 +106,12 @@ def _check(recipe: Recipe) -> None:
     import torch
 
     from hf_gpipe.checkpoint.save import make_directory
-    from hf_gpipe.data.rows import ROW_KINDS, check_files
+    from hf_gpipe.data.files import check_files
+    from hf_gpipe.recipe.data_kinds import READ_KINDS
     from hf_gpipe.training.from_recipe import check_model
 
-    data = recipe.data
-    if data.kind in ROW_KINDS:
-        check_files(data.kind, data.path or "", data.target_path, data.languages)
+    if recipe.data.kind in READ_KINDS:
+        check_files(recipe.data)
     make_directory(Path(recipe.training.output_dir))
     # An earlier run's fault is not this one's.
     _traceback_file(recipe).unlink(missing_ok=True)

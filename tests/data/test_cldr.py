@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_gpipe.data.cldr import cldr_corpus, power_law_count, ranks
-from hf_gpipe.data.coverage import cldr_languages
+from hf_gpipe.data.cldr.coverage import cldr_languages
+from hf_gpipe.data.cldr.templates import TEMPLATES
 from hf_gpipe.data.pairs import Corpus, Pair
-from hf_gpipe.data.templates import TEMPLATES
 from hf_gpipe.errors import DataError
 
 LANGUAGES = ["de", "fr", "ru", "zh"]

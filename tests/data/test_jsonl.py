@@ -8,9 +8,9 @@ import os
 from pathlib import Path
 
 import pytest
+from hf_gpipe.data.rows import rows_corpus
 
 from hf_gpipe.data.pairs import Corpus
-from hf_gpipe.data.rows import rows_corpus
 from hf_gpipe.errors import DataError
 
 

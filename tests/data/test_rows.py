@@ -9,9 +9,9 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from hf_gpipe.data.rows import check_files
 
 from hf_gpipe.data import Corpus, StreamedCorpus, build_corpus
-from hf_gpipe.data.rows import check_files
 from hf_gpipe.errors import DataError
 from tests.data import test_formats
 

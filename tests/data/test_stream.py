@@ -10,6 +10,8 @@ from tempfile import mkdtemp
 
 import pytest
 from datasets import Dataset
+from hf_gpipe.data.memory import PairReader
+from hf_gpipe.data.parts import Part
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,8 +20,6 @@ from hf_gpipe.data.fields import PairFields
 from hf_gpipe.data.files import FileRows
 from hf_gpipe.data.formats import jsonl
 from hf_gpipe.data.hub import HubRows
-from hf_gpipe.data.memory import PairReader
-from hf_gpipe.data.parts import Part
 from hf_gpipe.data.stream import BlockReader
 from hf_gpipe.errors import CheckpointError
 from tests.data import hub_directories, test_formats
