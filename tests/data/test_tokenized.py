@@ -12,8 +12,9 @@ from tokenizers.processors import TemplateProcessing
 from hf_gpipe.data import Pair, StreamedExamples, TokenizedPairs, encode_sources, train_tokenizer
 from hf_gpipe.data.cldr import cldr_corpus
 from hf_gpipe.errors import DataError
+from hf_gpipe.recipe import DataSection
 
-PAIRS = cldr_corpus(languages=["de"], examples_per_language=200).train
+PAIRS = cldr_corpus(DataSection(kind="cldr", languages=["de"], examples_per_language=200)).train
 LIMITS = {"max_source_tokens": 100, "max_target_tokens": 100}
 EOS = 1
 
