@@ -107,11 +107,9 @@ def _check(recipe: Recipe) -> None:
 
     from hf_gpipe.checkpoint.save import make_directory
     from hf_gpipe.data.files import check_files
-    from hf_gpipe.recipe.data_kinds import READ_KINDS
     from hf_gpipe.training.from_recipe import check_model
 
-    if recipe.data.kind in READ_KINDS:
-        check_files(recipe.data)
+    check_files(recipe.data)
     make_directory(Path(recipe.training.output_dir))
     # An earlier run's fault is not this one's.
     _traceback_file(recipe).unlink(missing_ok=True)

@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 import pyarrow  # type: ignore[import-untyped]
@@ -32,7 +33,6 @@ from hf_gpipe.data.store import BATCH_ROWS, cached, fingerprint, progress, read_
 from hf_gpipe.data.stream import StreamedCorpus, streamed_corpus
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
-from hf_gpipe.recipe.data_kinds import KEYS
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def read_corpus(parts: Sequence[Part], fields: PairFields, data: DataSection) ->
     Raises:
         DataError: rows that are not pairs, a language without any, or nothing to train on.
     """
-    keys = {key: getattr(data, key) for key in KEYS[data.kind] if key not in _NOT_OF_THE_PAIRS}
+    keys = {key: value for key, value in asdict(data).items() if key not in _NOT_OF_THE_PAIRS}
     key = fingerprint("pairs", keys, [[part.language, part.identity()] for part in parts])
     folder = cached("pairs", key, lambda folder: _write(folder, parts, fields, data))
     about = json.loads((folder / "about.json").read_text())
