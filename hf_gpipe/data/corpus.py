@@ -27,9 +27,10 @@ from hf_gpipe.data.pairs import (
     language_tag,
     split_of,
 )
+from hf_gpipe.data.progress import progress
 from hf_gpipe.data.reader import PairReader, held_out_of, tags_of, warn_of_few
 from hf_gpipe.data.sources import Part, file_parts
-from hf_gpipe.data.store import BATCH_ROWS, cached, fingerprint, progress, read_table
+from hf_gpipe.data.store import BATCH_ROWS, cached, fingerprint, read_table
 from hf_gpipe.data.stream import StreamedCorpus, streamed_corpus
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pyarrow  # type: ignore[import-untyped]
-from tqdm import tqdm
 
 from hf_gpipe.errors import DataError
 
@@ -93,11 +92,6 @@ def read_table(path: Path) -> pyarrow.Table:
     """The table in an Arrow file, which is memory-mapped: what is looked at is read."""
     with pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))) as reader:
         return reader.read_all()
-
-
-def progress(items: Iterable[T] | None, what: str, unit: str, total: int | None = None) -> tqdm[T]:
-    """The items, or none and the caller updates it; shows on stderr how far it is, once it has taken two seconds."""
-    return tqdm(items, what, total, unit=f" {unit}", unit_scale=True, delay=2, leave=False)
 
 
 def in_blocks(items: Sequence[T], size: int = BATCH_ROWS) -> Iterator[Sequence[T]]:

@@ -17,7 +17,8 @@ from hf_gpipe.data.fields import PairFields, check_characters
 from hf_gpipe.data.files import SUFFIXES, files_of, held_out_beside_others
 from hf_gpipe.data.formats import numbered_lines, read_jsonl, read_parquet
 from hf_gpipe.data.pairs import SPLITS, split_of
-from hf_gpipe.data.store import in_blocks, progress
+from hf_gpipe.data.progress import progress
+from hf_gpipe.data.store import in_blocks
 from hf_gpipe.data.tokenizer import parallel_tokenizers
 from hf_gpipe.errors import DataError, nearest
 from hf_gpipe.recipe import DataSection

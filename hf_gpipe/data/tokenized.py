@@ -16,7 +16,8 @@ import pyarrow.compute  # type: ignore[import-untyped]
 from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.data.pairs import Pair, languages_of, texts_in_blocks
-from hf_gpipe.data.store import cached, fingerprint, progress, read_table, write_table
+from hf_gpipe.data.progress import progress
+from hf_gpipe.data.store import cached, fingerprint, read_table, write_table
 from hf_gpipe.data.tokenizer import identity_of_tokenizer, parallel_tokenizers
 from hf_gpipe.errors import DataError
 

@@ -19,9 +19,9 @@ import sentencepiece
 import tokenizers
 import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from hf_gpipe.data.progress import progress
 from hf_gpipe.data.store import cached, fingerprint
 from hf_gpipe.errors import DataError, nearest
 from hf_gpipe.recipe import TokenizerSection
@@ -135,9 +135,8 @@ def _run_trainer(texts: Iterable[str], arguments: list[str]) -> str | None:
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdin is not None
     assert process.stderr is not None
-    format_ = "{desc}: {elapsed}"
     try:
-        with tqdm(desc="training the tokenizer", bar_format=format_, delay=2, leave=False, mininterval=0.5) as shown:
+        with progress(None, "training the tokenizer", layout="{desc}: {elapsed}") as shown:
             # A process that has ended with an error takes no more texts.
             with suppress(BrokenPipeError), process.stdin as pipe:
                 for text in texts:
