@@ -163,11 +163,11 @@ class PairsWithState(Protocol):
 
 
 class StreamedExamples:
-    """The rows of TokenizedPairs over a stream of pairs: an iterable of {"input_ids", "labels"} with a state.
+    """The examples of TokenizedPairs over a stream of pairs: an iterable of {"input_ids", "labels"} with a state.
 
     Every iteration begins where the stream stood when this object was made, the one after `load_state_dict` where that
     state was taken. Pairs are tokenized a block at a time, and the state is the stream's at the start of a block with
-    the number of rows that have been given out of it, so that going on is exact whatever was read ahead.
+    the number of examples that have been given out of it, so that going on is exact whatever was read ahead.
 
     Raises DataError as TokenizedPairs does, once the first row is asked for.
     """
