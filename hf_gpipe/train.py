@@ -165,7 +165,6 @@ def _is_launched_here() -> bool:
 def _be_quiet() -> None:
     """Leave the terminal to this command's own lines. Before torch and transformers are imported."""
     for name, value in {
-        "TOKENIZERS_PARALLELISM": "false",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",

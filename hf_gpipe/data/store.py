@@ -36,11 +36,14 @@ def fingerprint(*parts: Any) -> str:
 
 
 def identity_of(file: Path) -> list[Any]:
-    """What tells one content of a file from another one."""
-    found = file.stat()
-    if found.st_size > _HASHED_BYTES:
-        return [str(file.resolve()), found.st_size, found.st_mtime_ns]
-    return [str(file.resolve()), hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()]
+    """What tells one content of a file from another one. Raises DataError for a file that cannot be read."""
+    try:
+        found = file.stat()
+        if found.st_size > _HASHED_BYTES:
+            return [str(file.resolve()), found.st_size, found.st_mtime_ns]
+        return [str(file.resolve()), hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()]
+    except OSError as error:
+        raise DataError(f"data file {file} cannot be read: {error}") from error
 
 
 def cached(name: str, key: str, write: Callable[[Path], None]) -> Path:

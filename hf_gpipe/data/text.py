@@ -19,7 +19,6 @@ from hf_gpipe.data.formats import numbered_lines, read_jsonl, read_parquet
 from hf_gpipe.data.pairs import SPLITS, split_of
 from hf_gpipe.data.progress import progress
 from hf_gpipe.data.store import in_blocks
-from hf_gpipe.data.tokenizer import parallel_tokenizers
 from hf_gpipe.errors import DataError, nearest
 from hf_gpipe.recipe import DataSection
 
@@ -183,7 +182,7 @@ class TokenBlocks:
                 "its eos_token"
             )
         self._tokens = array("i")
-        with parallel_tokenizers(), progress(None, "tokenising", "documents", len(documents)) as shown:
+        with progress(None, "tokenising", "documents", len(documents)) as shown:
             for some in in_blocks(documents):
                 for ids in tokenizer(list(some), add_special_tokens=False, verbose=False)["input_ids"]:
                     self._tokens.extend(ids)

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_gpipe.data.pairs import Pair, languages_of, texts_in_blocks
 from hf_gpipe.data.progress import progress
 from hf_gpipe.data.store import cached, fingerprint, read_table, write_table
-from hf_gpipe.data.tokenizer import identity_of_tokenizer, parallel_tokenizers
+from hf_gpipe.data.tokenizer import identity_of_tokenizer
 from hf_gpipe.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class _Tokenize:
 
     def batches(self, pairs: Sequence[Pair]) -> Iterator[pyarrow.RecordBatch]:
         """The ids of sources and targets, as rows of an Arrow table."""
-        with parallel_tokenizers(), progress(None, "tokenising", "pairs", len(pairs)) as shown:
+        with progress(None, "tokenising", "pairs", len(pairs)) as shown:
             for sources, targets in texts_in_blocks(pairs):
                 yield pyarrow.record_batch(list(map(_list_array, self._encode(sources, targets))), schema=_SCHEMA)
                 shown.update(len(sources))

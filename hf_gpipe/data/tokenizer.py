@@ -1,17 +1,16 @@
-"""Trains a SentencePiece tokenizer and saves it so that plain transformers loads it; how tokenizers are run."""
+"""Trains a SentencePiece tokenizer and saves it so that plain transformers loads it; what identifies a tokenizer."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -244,16 +243,3 @@ def _content(path: Path) -> Any:
         for name in ("truncation", "padding", "name_or_path", "is_local", "local_files_only"):
             found.pop(name, None)
     return found
-
-
-@contextmanager
-def parallel_tokenizers() -> Iterator[None]:
-    """Context manager: fast tokenizers use all cores, as a command's environment forbids them for what it forks."""
-    name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    os.environ[name] = "true"
-    try:
-        yield
-    finally:
-        # Said either way, no process that is forked later warns.
-        os.environ[name] = before or "false"
