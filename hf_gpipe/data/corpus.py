@@ -6,7 +6,7 @@ import heapq
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -112,11 +112,10 @@ def _write(folder: Path, parts: Sequence[Part], fields: PairFields, data: DataSe
 
         for place, part in enumerate(parts):
             fractions = held_out_of(part, data)
-            pairs = train.pairs(part, part.train) if drawn is None else drawn[place]
-            for pair in progress(pairs, f"reading {part.name}", "pairs"):
+            for pair in _shown(part, train.pairs(part, part.train)) if drawn is None else drawn[place]:
                 add(split_of(pair.split_key, *fractions), pair)
             for split, open_rows in (("validation", part.validation), ("test", part.test)):
-                for pair in held_out.pairs(part, open_rows) if open_rows else ():
+                for pair in _shown(part, held_out.pairs(part, open_rows)) if open_rows else ():
                     add(split, pair)
     train.check(str(data.path))
     if not writers["train"].num_pairs:
@@ -128,6 +127,10 @@ def _write(folder: Path, parts: Sequence[Part], fields: PairFields, data: DataSe
     languages = data.languages or sorted(train.found | held_out.found)
     about = {"languages": list(languages), "tags": tags, "empty": dict(train.num_empty + held_out.num_empty)}
     (folder / "about.json").write_text(json.dumps(about))
+
+
+def _shown(part: Part, pairs: Iterable[Pair]) -> Iterable[Pair]:
+    return progress(pairs, f"reading {part.name}", "pairs")
 
 
 class _Writer:
@@ -162,7 +165,7 @@ def _drawn_places(parts: Sequence[Part], read: PairReader, data: DataSection) ->
     """Of each part, the `max_examples` pairs that are drawn of all of them, in their order; None: all are taken."""
     if data.max_examples is None:
         return None
-    every = ((place, pair) for place, part in enumerate(parts) for pair in read.pairs(part, part.train))
+    every = ((place, pair) for place, part in enumerate(parts) for pair in _shown(part, read.pairs(part, part.train)))
     found: list[list[Pair]] = [[] for _ in parts]
     for place, pair in _drawn(every, data.max_examples, data.seed):
         found[place].append(pair)

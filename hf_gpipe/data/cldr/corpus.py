@@ -15,6 +15,7 @@ from hf_gpipe.data.cldr.locales import ENGLISH, ROOT, IsolatedLocale, known_loca
 from hf_gpipe.data.cldr.templates import TEMPLATES, Phrase
 from hf_gpipe.data.deterministic import stable_fraction, stable_random
 from hf_gpipe.data.pairs import Corpus, Pair, language_tag, split_pairs, tagged
+from hf_gpipe.data.progress import progress
 from hf_gpipe.errors import DataError, listed, nearest
 from hf_gpipe.recipe import DataSection
 
@@ -59,7 +60,7 @@ def cldr_corpus(data: DataSection) -> Corpus:
     rank_of = ranks(languages, data.rank_seed)
     pairs: list[Pair] = []
     shortages: list[tuple[str, int, int]] = []
-    for language in languages:
+    for language in progress(languages, "generating pairs", "languages"):
         asked = power_law_count(rank_of[language], largest, smallest, data.power_law_exponent)
         translations = _translations(language, names, data.max_number, asked, data.seed, direction)
         if not translations:
