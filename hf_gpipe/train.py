@@ -126,12 +126,10 @@ def _check(recipe: Recipe) -> None:
     import torch
 
     from hf_gpipe.checkpoint.save import make_directory
-    from hf_gpipe.data.rows import ROW_KINDS, check_files
+    from hf_gpipe.data.files import check_files
     from hf_gpipe.training.from_recipe import check_model
 
-    data = recipe.data
-    if data.kind in ROW_KINDS:
-        check_files(data.kind, data.path or "", data.target_path, data.languages)
+    check_files(recipe.data)
     make_directory(Path(recipe.training.output_dir))
     # An earlier run's fault is not this one's.
     _traceback_file(recipe).unlink(missing_ok=True)
@@ -190,7 +188,6 @@ def _is_launched_here() -> bool:
 def _be_quiet() -> None:
     """Leave the terminal to this command's own lines. Before torch and transformers are imported."""
     for name, value in {
-        "TOKENIZERS_PARALLELISM": "false",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_gpipe.data import Corpus, PairStream, StreamedCorpus, StreamedRows, TokenizedPairs
+from hf_gpipe.data import Corpus, PairStream, StreamedCorpus, StreamedExamples, TokenizedPairs
 from hf_gpipe.data.buckets import training_pairs
 from hf_gpipe.data.text import TextCorpus, TokenBlocks
 from hf_gpipe.pipeline import Pipeline
@@ -72,9 +72,9 @@ class Translation:
 
     def rows(
         self, split: Any, tokenizer: PreTrainedTokenizerBase, *, decoder_only: bool
-    ) -> TokenizedPairs | StreamedRows:
+    ) -> TokenizedPairs | StreamedExamples:
         """Each pair's tokens."""
-        rows = StreamedRows if isinstance(split, PairStream) else TokenizedPairs
+        rows = StreamedExamples if isinstance(split, PairStream) else TokenizedPairs
         return rows(
             split,
             tokenizer,
