@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from safetensors.torch import save_file
 
 from hf_gpipe.checkpoint import digests
 from hf_gpipe.checkpoint.digests import Digests, Entry
+from hf_gpipe.checkpoint.run_state import RunState
 from hf_gpipe.checkpoint.together import write_on_main, write_together
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.runtime.topology import Topology
@@ -32,6 +34,29 @@ _FILE = re.compile(r"optimizer-\d{5}-of-\d{5}\.safetensors")
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 Parameters = Mapping[str, torch.nn.Parameter]
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """The content of a checkpoint's state.json.
+
+    Attributes:
+        optimizer_class: name of the optimizer's class.
+        groups: the options of each group of parameters.
+        files: the files with the optimizer's tensors.
+        values: the optimizer's other state, by parameter.
+        scheduler: the scheduler's state; None without one.
+        run: how far the training had come.
+        has_digests: whether a file of digests belongs to the checkpoint.
+    """
+
+    optimizer_class: str
+    groups: list[dict[str, Any]]
+    files: list[str]
+    values: dict[str, dict[str, Any]]
+    scheduler: dict[str, Any] | None
+    run: RunState
+    has_digests: bool
 
 
 def has_state(checkpoint: Path) -> bool:
@@ -45,7 +70,7 @@ def save_state(
     stage_of: Mapping[str, int],
     optimizer: torch.optim.Optimizer,
     scheduler: Scheduler | None,
-    progress: Mapping[str, Any],
+    run: RunState,
     topology: Topology,
 ) -> dict[str, Entry]:
     """Write the state of a training into a checkpoint's directory. Every process calls it.
@@ -56,7 +81,7 @@ def save_state(
         stage_of: the stage of each parameter.
         optimizer: of these parameters.
         scheduler: of this optimizer, if any.
-        progress: whatever else the caller needs to resume; JSON values. The main process's is kept.
+        run: how far the training has come. The main process's is kept.
         topology: the processes.
 
     Returns:
@@ -100,7 +125,7 @@ def save_state(
             "values": {name: scalars for _, part_values in parts for name, scalars in part_values.items()},
         },
         "scheduler": None if scheduler is None else _json(scheduler.state_dict(), "the scheduler's state"),
-        "progress": _json(dict(progress), "progress"),
+        "progress": _json({"has_digests": True, **run.to_json()}, "progress"),
     }
 
     text = json.dumps(content, indent=1) + "\n"
@@ -114,12 +139,6 @@ def save_state(
     write_on_main(checkpoint, topology, publish)
     files[STATE_FILE] = digests.digest(text.encode())
     return {f"{FOLDER}/{file}": entry for file, entry in files.items()}
-
-
-def load_progress(checkpoint: Path) -> dict[str, Any]:
-    """What `save_state` was given as `progress`. Raises CheckpointError where there is none, or it cannot be read."""
-    progress: dict[str, Any] = read_state(checkpoint)["progress"]
-    return progress
 
 
 def load_state(
@@ -139,24 +158,23 @@ def load_state(
     Raises:
         CheckpointError: no state, another class of optimizer or number of groups, or a file that is missing or broken.
     """
-    content = read_state(checkpoint)
-    saved = content["optimizer"]
-    if saved["class"] != _class_name(optimizer):
+    saved = read_state(checkpoint)
+    if saved.optimizer_class != _class_name(optimizer):
         raise CheckpointError(
-            f"{checkpoint} holds the state of {saved['class']} and the optimizer is {_class_name(optimizer)}; resume "
-            "with the same optimizer, or start a new run from the checkpoint's weights"
+            f"{checkpoint} holds the state of {saved.optimizer_class} and the optimizer is {_class_name(optimizer)}; "
+            "resume with the same optimizer, or start a new run from the checkpoint's weights"
         )
     state = optimizer.state_dict()
-    if len(saved["groups"]) != len(state["param_groups"]):
+    if len(saved.groups) != len(state["param_groups"]):
         raise CheckpointError(
-            f"{checkpoint} holds {len(saved['groups'])} groups of parameters and the optimizer has "
+            f"{checkpoint} holds {len(saved.groups)} groups of parameters and the optimizer has "
             f"{len(state['param_groups'])}; resume with the optimizer that was saved"
         )
-    for group, options in zip(state["param_groups"], saved["groups"], strict=True):
+    for group, options in zip(state["param_groups"], saved.groups, strict=True):
         group.update({key: _like(group.get(key), value) for key, value in options.items()})
     names = {parameter: name for name, parameter in parameters.items()}
-    slots = _read_slots(checkpoint, saved["files"], set(parameters))
-    for name, scalars in saved["values"].items():
+    slots = _read_slots(checkpoint, saved.files, set(parameters))
+    for name, scalars in saved.values.items():
         if name in parameters:
             slots.setdefault(name, {}).update(scalars)
     state["state"] = {}
@@ -166,9 +184,9 @@ def load_state(
                 state["state"][number] = slots[names[parameter]]
     try:
         optimizer.load_state_dict(state)
-        if scheduler is not None and content["scheduler"] is not None:
-            _check_scheduler(scheduler, content["scheduler"])
-            scheduler.load_state_dict(content["scheduler"])
+        if scheduler is not None and saved.scheduler is not None:
+            _check_scheduler(scheduler, saved.scheduler)
+            scheduler.load_state_dict(saved.scheduler)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{checkpoint / FOLDER / STATE_FILE} does not fit the optimizer and its scheduler: {error!r}; resume with "
@@ -183,7 +201,7 @@ def _check_scheduler(scheduler: Scheduler, saved: Mapping[str, Any]) -> None:
             raise ValueError(f"the scheduler has no {name!r}")
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
+def read_state(checkpoint: Path) -> SavedState:
     """The content of a checkpoint's state.json, whose values have the types that `save_state` writes.
 
     Raises:
@@ -222,7 +240,20 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     for group in (*values["groups"], *values["values"].values()):
         if not isinstance(group, dict):
             raise CheckpointError(f"{path}: the optimizer's groups and values must be mappings, found {group!r}")
-    return content
+    progress = content["progress"]
+    try:
+        run = RunState.from_json(progress)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint}: no training state that can be read: {error!r}") from error
+    return SavedState(
+        values["class"],
+        values["groups"],
+        values["files"],
+        values["values"],
+        content.get("scheduler"),
+        run,
+        bool(progress.get("has_digests", False)),
+    )
 
 
 def _read_slots(checkpoint: Path, files: list[str], names: set[str]) -> dict[str, dict[str, Any]]:

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_gpipe.checkpoint.directory import checkpoints, last_checkpoint, remove, tidy
 from hf_gpipe.checkpoint.save import make_directory
-from hf_gpipe.checkpoint.state import load_progress
+from hf_gpipe.checkpoint.state import read_state
 from hf_gpipe.data import Corpus, PairCollator, StreamedCorpus
 from hf_gpipe.data.text import TextCorpus
 from hf_gpipe.errors import RecipeError
@@ -87,11 +87,9 @@ def run(recipe: Recipe, job: Job) -> None:
     trainer = _trainer(recipe, task, pipe, prepared)
     if prepared is not None:
         summary.say(summary.start_text(recipe, pipe, task.corpus_text(prepared.corpus), checkpoint))
-    if recipe.training.resume == "never":
-        trainer.how_to_go_on = "start again with training.resume=auto"
     start = _step_of(checkpoint)
-    trainer.checked_checkpoint = checkpoint
-    output = trainer.train(resume_from_checkpoint=checkpoint)
+    again = " with training.resume=auto" if recipe.training.resume == "never" else ""
+    output = trainer.train_from(checkpoint, how_to_go_on=f"start again{again}")
     cost_meter.note_memory(pipe)
     if prepared is not None and checkpoint is not None and output.global_step == start:
         summary.say(f"the training in {output_dir} is finished ({start} steps); nothing is left to train")
@@ -184,8 +182,7 @@ def _checkpoint_of(recipe: Recipe, output_dir: Path, topology: Topology, job: Jo
 
 def _num_micro_batches_of(checkpoint: Path | None) -> int | None:
     """What a run was trained with so far; None where it is new, or its checkpoint too old to say."""
-    found: int | None = None if checkpoint is None else load_progress(checkpoint).get("num_micro_batches")
-    return found
+    return None if checkpoint is None else read_state(checkpoint).run.num_micro_batches
 
 
 def _check_same_run(recipe: Recipe, earlier: Recipe, checkpoint: Path) -> None:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from huggingface_hub import ModelCard
 from transformers.modelcard import TrainingSummary
 
-from hf_gpipe.training.inspection import InspectedTrainer
+from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.training.arguments import PipelineTrainingArguments
 
 
-def write_model_card(trainer: InspectedTrainer, path: Path, **entries: Any) -> None:
+class Described(Protocol):
+    """What a card tells of a trainer, besides what `TrainingSummary.from_trainer` reads."""
+
+    args: PipelineTrainingArguments
+    pipe: Pipeline
+
+    def get_total_train_batch_size(self, args: PipelineTrainingArguments) -> int: ...
+
+
+def write_model_card(trainer: Described, path: Path, **entries: Any) -> None:
     """Write the card of a trainer's model.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hf_gpipe import PipelineTrainer
-from hf_gpipe.checkpoint.state import load_progress
+from hf_gpipe.checkpoint.state import read_state
 from hf_gpipe.errors import UserError
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import parse_recipe
@@ -60,7 +60,7 @@ def test_what_was_chosen_for_micro_batches_stays_on_resuming(tmp_path: Path, mon
     """Dropout depends on the micro-batch, and the planner's choice on how fast the machine is that day."""
     recipe = parse_recipe(RECIPE.format(folder=tmp_path))
     job.run(recipe, Job.current())
-    chosen = load_progress(tmp_path / "out/checkpoint-2")["num_micro_batches"]
+    chosen = read_state(tmp_path / "out/checkpoint-2").run.num_micro_batches
     seen: list[Any] = []
     original = job.Pipeline
     monkeypatch.setattr(job, "Pipeline", lambda *args, **kwargs: seen.append(args[2]) or original(*args, **kwargs))
