@@ -258,7 +258,8 @@ def _is_complete(checkpoint: Path) -> bool:
 
 def _check_files(checkpoint: Path) -> None:
     """Raise CheckpointError where a file is missing or cut short; the header of its tensors says how long it is."""
-    for file in [*_weights(checkpoint), *(f"{FOLDER}/{file}" for file in read_state(checkpoint).files)]:
+    state = read_state(checkpoint)
+    for file in [*_weights(checkpoint), *(f"{FOLDER}/{file}" for file in state.optimizer["files"])]:
         try:
             with safe_open(checkpoint / file, framework="pt"):
                 pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -23,6 +23,8 @@ class Position:
 class RunState:
     """Everything of a run's progress that a resumed run needs, besides weights, optimizer and transformers' state.
 
+    A checkpoint stores it as `progress` in state.json.
+
     Attributes:
         position: where in the data the training stands.
         pipeline_step: `Pipeline.step`, which dropout depends on.
@@ -39,13 +41,9 @@ class RunState:
     num_micro_batches: int | None = None
     loss_scale: Mapping[str, Any] | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """The entry `progress` of state.json."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, progress: Mapping[str, Any]) -> RunState:
-        """What `to_json` gave, also in an older version. Raises KeyError, TypeError or ValueError for anything else."""
+        """Read what a checkpoint stores. Raises KeyError, TypeError or ValueError for anything else."""
         return cls(
             Position(**progress["position"]),
             int(progress["pipeline_step"]),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +41,13 @@ class SavedState:
     """The content of a checkpoint's state.json.
 
     Attributes:
-        optimizer_class: name of the optimizer's class.
-        groups: the options of each group of parameters.
-        files: the files with the optimizer's tensors.
-        values: the optimizer's other state, by parameter.
-        scheduler: the scheduler's state; None without one.
+        optimizer: its class, groups and files, and the values of its state that are not tensors.
+        scheduler: its state; None without one.
         run: how far the training had come.
         has_digests: whether a file of digests belongs to the checkpoint.
     """
 
-    optimizer_class: str
-    groups: list[dict[str, Any]]
-    files: list[str]
-    values: dict[str, dict[str, Any]]
+    optimizer: dict[str, Any]
     scheduler: dict[str, Any] | None
     run: RunState
     has_digests: bool
@@ -125,7 +119,7 @@ def save_state(
             "values": {name: scalars for _, part_values in parts for name, scalars in part_values.items()},
         },
         "scheduler": None if scheduler is None else _json(scheduler.state_dict(), "the scheduler's state"),
-        "progress": _json({"has_digests": True, **run.to_json()}, "progress"),
+        "progress": _json({"has_digests": True, **asdict(run)}, "progress"),
     }
 
     text = json.dumps(content, indent=1) + "\n"
@@ -158,23 +152,24 @@ def load_state(
     Raises:
         CheckpointError: no state, another class of optimizer or number of groups, or a file that is missing or broken.
     """
-    saved = read_state(checkpoint)
-    if saved.optimizer_class != _class_name(optimizer):
+    content = read_state(checkpoint)
+    saved = content.optimizer
+    if saved["class"] != _class_name(optimizer):
         raise CheckpointError(
-            f"{checkpoint} holds the state of {saved.optimizer_class} and the optimizer is {_class_name(optimizer)}; "
-            "resume with the same optimizer, or start a new run from the checkpoint's weights"
+            f"{checkpoint} holds the state of {saved['class']} and the optimizer is {_class_name(optimizer)}; resume "
+            "with the same optimizer, or start a new run from the checkpoint's weights"
         )
     state = optimizer.state_dict()
-    if len(saved.groups) != len(state["param_groups"]):
+    if len(saved["groups"]) != len(state["param_groups"]):
         raise CheckpointError(
-            f"{checkpoint} holds {len(saved.groups)} groups of parameters and the optimizer has "
+            f"{checkpoint} holds {len(saved['groups'])} groups of parameters and the optimizer has "
             f"{len(state['param_groups'])}; resume with the optimizer that was saved"
         )
-    for group, options in zip(state["param_groups"], saved.groups, strict=True):
+    for group, options in zip(state["param_groups"], saved["groups"], strict=True):
         group.update({key: _like(group.get(key), value) for key, value in options.items()})
     names = {parameter: name for name, parameter in parameters.items()}
-    slots = _read_slots(checkpoint, saved.files, set(parameters))
-    for name, scalars in saved.values.items():
+    slots = _read_slots(checkpoint, saved["files"], set(parameters))
+    for name, scalars in saved["values"].items():
         if name in parameters:
             slots.setdefault(name, {}).update(scalars)
     state["state"] = {}
@@ -184,9 +179,9 @@ def load_state(
                 state["state"][number] = slots[names[parameter]]
     try:
         optimizer.load_state_dict(state)
-        if scheduler is not None and saved.scheduler is not None:
-            _check_scheduler(scheduler, saved.scheduler)
-            scheduler.load_state_dict(saved.scheduler)
+        if scheduler is not None and content.scheduler is not None:
+            _check_scheduler(scheduler, content.scheduler)
+            scheduler.load_state_dict(content.scheduler)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{checkpoint / FOLDER / STATE_FILE} does not fit the optimizer and its scheduler: {error!r}; resume with "
@@ -240,20 +235,11 @@ def read_state(checkpoint: Path) -> SavedState:
     for group in (*values["groups"], *values["values"].values()):
         if not isinstance(group, dict):
             raise CheckpointError(f"{path}: the optimizer's groups and values must be mappings, found {group!r}")
-    progress = content["progress"]
     try:
-        run = RunState.from_json(progress)
+        run = RunState.from_json(content["progress"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{checkpoint}: no training state that can be read: {error!r}") from error
-    return SavedState(
-        values["class"],
-        values["groups"],
-        values["files"],
-        values["values"],
-        content.get("scheduler"),
-        run,
-        bool(progress.get("has_digests", False)),
-    )
+    return SavedState(values, content.get("scheduler"), run, bool(content["progress"].get("has_digests", False)))
 
 
 def _read_slots(checkpoint: Path, files: list[str], names: set[str]) -> dict[str, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -12,17 +13,18 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
+import transformers
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput
 
 from hf_gpipe.checkpoint.run_state import Position, RunState
+from hf_gpipe.errors import NonFiniteError
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.batches import shared_stream
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.checkpoints import Checkpoints
 from hf_gpipe.training.evaluator import metric_of, note_best
-from hf_gpipe.training.gradients import clipped_norm, makes_update
 from hf_gpipe.training.hub import HubUploads
 from hf_gpipe.training.loader import Batch, MiniBatches, in_groups
 from hf_gpipe.training.logs import Logs
@@ -30,6 +32,8 @@ from hf_gpipe.training.loss_scaling import LossScaler
 from hf_gpipe.training.optim import learning_rate, takes_metric
 from hf_gpipe.training.steps import Plan
 from hf_gpipe.training.stopping import StopRequest, TrainingStopped
+
+logger = transformers.logging.get_logger(__name__)
 
 #: The decisions that callbacks take.
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
@@ -169,8 +173,11 @@ class TrainingLoop:
         """What the table's U does, once the gradients of all processes are complete: clip, step, schedule the rate."""
         optimizer, scheduler, scaler = self._trainer.optimizer, self._trainer.lr_scheduler, self._trainer.scaler
         assert optimizer is not None
-        norm = clipped_norm(self._pipe, self._args, scaler)
-        is_applied = makes_update(self._pipe, self._args, scaler, self._state.global_step + 1, loss, norm)
+        if scaler is not None:
+            scaler.unscale_(self._pipe.parameters())
+        limit = self._args.max_grad_norm
+        norm = float(self._pipe.clip_grad_norm_(limit) if limit is not None and limit > 0 else self._pipe.grad_norm())
+        is_applied = self._is_applied(loss, norm, scaler)
         self._logs.add_loss(loss, self._state.global_step)
         self._trainer.fire("on_pre_optimizer_step")
         if is_applied:
@@ -180,6 +187,24 @@ class TrainingLoop:
         if is_applied and not takes_metric(scheduler):
             scheduler.step()
         return norm, rate
+
+    def _is_applied(self, loss: float, norm: float, scaler: LossScaler | None) -> bool:
+        """Whether a step's gradients are applied. It follows from numbers that every process has, so that all agree."""
+        has_overflowed = scaler is not None and not math.isfinite(norm)
+        if scaler is not None:
+            scaler.update(has_overflowed)
+        # With a scale, an infinite gradient of a finite loss only says that the scale is too large.
+        if math.isfinite(loss) and (has_overflowed or math.isfinite(norm)):
+            return not has_overflowed
+        step, reaction = self._state.global_step + 1, self._args.on_nonfinite_loss
+        if reaction == "stop":
+            raise NonFiniteError(
+                f"step {step}: the loss is {loss} and the gradient's norm {norm}; lower learning_rate or "
+                "max_grad_norm, look at the data, or set on_nonfinite_loss to skip"
+            )
+        if reaction == "skip" and self._topology.is_main:
+            logger.warning(f"step {step} is skipped: its loss is {loss}, its gradient's norm {norm}")
+        return reaction == "ignore" and not has_overflowed
 
     def _count(self, group: Sequence[Batch]) -> None:
         """Note in the state how much a step has computed and read."""

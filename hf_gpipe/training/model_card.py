@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from huggingface_hub import ModelCard
 from transformers.modelcard import TrainingSummary
 
-from hf_gpipe.pipeline import Pipeline
-from hf_gpipe.training.arguments import PipelineTrainingArguments
 
-
-class Described(Protocol):
-    """What a card tells of a trainer, besides what `TrainingSummary.from_trainer` reads."""
-
-    args: PipelineTrainingArguments
-    pipe: Pipeline
-
-    def get_total_train_batch_size(self, args: PipelineTrainingArguments) -> int: ...
-
-
-def write_model_card(trainer: Described, path: Path, **entries: Any) -> None:
+def write_model_card(trainer: Any, path: Path, **entries: Any) -> None:
     """Write the card of a trainer's model.
 
     Args:
-        trainer: whose arguments, log and datasets the card tells of.
+        trainer: the `PipelineTrainer` whose arguments, log and datasets the card tells of.
         path: of the file; the tags of one that is there are kept.
         entries: of `TrainingSummary.from_trainer`: language, license, tags, finetuned_from ...
     """

@@ -169,7 +169,7 @@ class PipelineTrainer(InspectedTrainer):
         """
         if trial is not None:
             raise UserError("trial: there is no search over hyperparameters; run one training for each choice")
-        return self._train(lambda checkpoints: checkpoints.find(resume_from_checkpoint), ignore_keys_for_eval)
+        return self._train(resume_from_checkpoint, ignored_keys=ignore_keys_for_eval)
 
     def train_from(self, checkpoint: Path | None, how_to_go_on: str) -> TrainOutput:
         """As `train`, from a checkpoint that was already found to be whole; None: from the beginning.
@@ -178,23 +178,22 @@ class PipelineTrainer(InspectedTrainer):
             checkpoint: the same in every process.
             how_to_go_on: what to do after a stop, for its message.
         """
-        return self._train(lambda _: checkpoint, how_to_go_on=how_to_go_on)
+        return self._train(checkpoint, is_whole=True, how_to_go_on=how_to_go_on)
 
-    def _train(
-        self,
-        find: Callable[[Checkpoints], Path | None],
-        ignored_keys: list[str] | None = None,
-        how_to_go_on: str = "start again",
-    ) -> TrainOutput:
+    def _train(self, asked: str | os.PathLike[str] | bool | None, **options: Any) -> TrainOutput:
         self._check_surface()
         self._is_in_train = True
         try:
-            return self._loop(find, ignored_keys, how_to_go_on).train()
+            return self._loop(asked, **options).train()
         finally:
             self._is_in_train = False
 
     def _loop(
-        self, find: Callable[[Checkpoints], Path | None], ignored_keys: list[str] | None, how_to_go_on: str
+        self,
+        asked: Any,
+        is_whole: bool = False,
+        ignored_keys: list[str] | None = None,
+        how_to_go_on: str = "start again",
     ) -> TrainingLoop:
         """The loop, once everything is as it is before the first step."""
         start_time = time.time()
@@ -203,7 +202,7 @@ class PipelineTrainer(InspectedTrainer):
         checkpoints = Checkpoints(self.args, self.pipe, self.master_weights)
         # First, for it gives back a checkpoint that was being replaced.
         checkpoints.tidy()
-        checkpoint = find(checkpoints)
+        checkpoint = asked if is_whole else checkpoints.find(asked)
         optimizer = self._make_optimizer_and_scheduler(plan.max_steps)
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = optimizer, self.lr_scheduler
         self.callback_handler.train_dataloader = batches
