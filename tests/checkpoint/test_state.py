@@ -229,6 +229,24 @@ def test_state_round_trip_is_exact(tmp_path: Path) -> None:
             assert torch.equal(torch.as_tensor(other.state[parameter][slot]), torch.as_tensor(value))
 
 
+def test_progress_of_older_versions_is_read(checkpoint: Path) -> None:
+    file = checkpoint / FOLDER / STATE_FILE
+    content = json.loads(file.read_text())
+    assert RunState.from_json(content["progress"]) == read_state(checkpoint).run
+    for name in ("has_digests", "evaluation_is_due", "num_micro_batches", "loss_scale"):
+        del content["progress"][name]
+    file.write_text(json.dumps(content))
+    saved = read_state(checkpoint)
+    assert not saved.has_digests
+    assert saved.run.position.mini_batches > 0
+    assert (saved.run.evaluation_is_due, saved.run.num_micro_batches, saved.run.loss_scale) == (False, None, None)
+    for name in ("position", "pipeline_step", "data"):
+        damaged = {key: value for key, value in content["progress"].items() if key != name}
+        file.write_text(json.dumps(content | {"progress": damaged}))
+        with pytest.raises(CheckpointError, match=f"checkpoint-8: no training state that can be read: .*{name}"):
+            read_state(checkpoint)
+
+
 # ---------------------------------------------------------------------- directories
 
 
