@@ -32,6 +32,7 @@ from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.planner.settings import AUTO
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.training.arguments import PipelineTrainingArguments
+from hf_gpipe.training.loss_scaling import LossScaler
 from hf_gpipe.training.master_weights import MasterWeights
 from hf_gpipe.training.optim import updated_parameters
 from hf_gpipe.training.steps import OLDER_DATA_FACTS
@@ -50,13 +51,20 @@ class Checkpoints:
         args: the trainer's arguments.
         pipe: whose weights are saved and loaded.
         master_weights: the float32 copies that the optimizer updates, if any.
+        scaler: of the loss, if any.
 
     Attributes:
         saved_step: the step that was saved last; None: none so far.
     """
 
-    def __init__(self, args: PipelineTrainingArguments, pipe: Pipeline, master_weights: MasterWeights | None) -> None:
-        self._args, self._pipe, self._master_weights = args, pipe, master_weights
+    def __init__(
+        self,
+        args: PipelineTrainingArguments,
+        pipe: Pipeline,
+        master_weights: MasterWeights | None,
+        scaler: LossScaler | None,
+    ) -> None:
+        self._args, self._pipe, self._master_weights, self._scaler = args, pipe, master_weights, scaler
         self._topology = pipe.topology
         self._output_dir = Path(args.output_dir)
         self.saved_step: int | None = None
@@ -85,7 +93,7 @@ class Checkpoints:
     def resume(
         self, checkpoint: Path, new: RunState, optimizer: torch.optim.Optimizer, scheduler: Scheduler | None
     ) -> tuple[RunState, TrainerState]:
-        """Load the weights, and the state of the optimizer and its scheduler.
+        """Load the weights, the loss's scale, and the state of the optimizer and its scheduler.
 
         Args:
             checkpoint: to resume from.
@@ -116,6 +124,8 @@ class Checkpoints:
         load_state(checkpoint, updated_parameters(self._pipe, self._master_weights), optimizer, scheduler)
         if self._master_weights is not None:
             self._master_weights.restore(optimizer)
+        if self._scaler is not None and saved.loss_scale is not None:
+            self._scaler.load_state_dict(saved.loss_scale)
         self._pipe.step = saved.pipeline_step
         position = Position(saved.position.epoch) if self._args.ignore_data_skip else saved.position
         return replace(saved, position=position, data=new.data, num_micro_batches=now), state
@@ -131,12 +141,14 @@ class Checkpoints:
         """Write the checkpoint of this step; with `save_only_model` without what a training needs to resume.
 
         Args:
-            run: how far the run has come.
+            run: how far the run has come; what the pipeline and the loss's scale are at is noted in it.
             state: transformers' state.
             optimizer: of the parameters of this process.
             scheduler: of the optimizer.
             save_model: writes model and tokenizer into a directory.
         """
+        run.pipeline_step = self._pipe.step
+        run.loss_scale = None if self._scaler is None else self._scaler.state_dict()
         final = self.path(state.global_step)
         with Job.current().during(f"saving {final.name}"), written_whole(final, self._topology) as directory:
             save_model(str(directory))

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any, NoReturn, Protocol
 
@@ -289,17 +290,14 @@ class TrainingLoop:
         self._trainer.fire("on_save")
 
     def _save_checkpoint(self) -> None:
-        trainer, state, run = self._trainer, self._state, self._run
+        trainer, state = self._trainer, self._state
         assert trainer.optimizer is not None
         if state.best_global_step == state.global_step:
             state.best_model_checkpoint = str(self._checkpoints.path(state.global_step))
         # A new state has the present state of callbacks that keep one.
         state.stateful_callbacks = trainer.new_state().stateful_callbacks
-        run.pipeline_step = self._pipe.step
-        run.loss_scale = None if trainer.scaler is None else trainer.scaler.state_dict()
-        written = self._checkpoints.write(
-            run, state, trainer.optimizer, trainer.lr_scheduler, lambda d: trainer.save_model(d, _internal_call=True)
-        )
+        save_model = partial(trainer.save_model, _internal_call=True)
+        written = self._checkpoints.write(self._run, state, trainer.optimizer, trainer.lr_scheduler, save_model)
         if self._args.push_to_hub:
             trainer.fire("on_push_begin")
             if self._topology.is_main:

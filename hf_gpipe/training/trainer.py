@@ -199,7 +199,7 @@ class PipelineTrainer(InspectedTrainer):
         start_time = time.time()
         batches = self.train_batches()
         plan = Plan.make(self.args, self.topology.from_main(lambda: None if batches is None else batches.count()))
-        checkpoints = Checkpoints(self.args, self.pipe, self.master_weights)
+        checkpoints = Checkpoints(self.args, self.pipe, self.master_weights, self.scaler)
         # First, for it gives back a checkpoint that was being replaced.
         checkpoints.tidy()
         checkpoint = asked if is_whole else checkpoints.find(asked)
@@ -215,8 +215,6 @@ class PipelineTrainer(InspectedTrainer):
             saved.is_local_process_zero = self.state.is_local_process_zero
             saved.is_world_process_zero = self.state.is_world_process_zero
             self.state = saved
-            if self.scaler is not None and run.loss_scale is not None:
-                self.scaler.load_state_dict(run.loss_scale)
             if self.args.restore_callback_states_from_checkpoint:
                 restore_callbacks(self.callback_handler.callbacks, self.state.stateful_callbacks)
         self.state.compute_steps(self.args, plan.max_steps)
