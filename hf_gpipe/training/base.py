@@ -1,4 +1,4 @@
-"""What the trainer's constructor makes of its arguments."""
+"""Parts of the trainer that its constructor makes: the pipeline, callbacks, collator and loss scaler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What scripts ask of a trainer besides training and evaluation, under the names of transformers' Trainer."""
+"""The part of the trainer that holds no state: attributes, loaders, reports and uploads, named as in transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training logs of its steps: the mean loss since the last log, and its speed."""
+"""The logs of a training: the mean loss since the last one, the last gradient norm and learning rate, and the speed."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_ev
 
 
 class Trained(Protocol):
-    """What the loop reads and calls of a trainer; scripts and callbacks may set or override most of it."""
+    """A trainer, as the loop sees it; scripts and callbacks may set or override most of this."""
 
     args: PipelineTrainingArguments
     pipe: Pipeline
@@ -171,7 +171,7 @@ class TrainingLoop:
         return norm, rate
 
     def _update(self, loss: float) -> tuple[float, float]:
-        """What the table's U does, once the gradients of all processes are complete: clip, step, schedule the rate."""
+        """The update in the table's U, once the gradients of all processes are complete: clip, step, schedule the rate."""
         optimizer, scheduler, scaler = self._trainer.optimizer, self._trainer.lr_scheduler, self._trainer.scaler
         assert optimizer is not None
         if scaler is not None:

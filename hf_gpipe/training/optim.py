@@ -68,7 +68,7 @@ def _keep_embeddings_exact(pipe: Pipeline) -> None:
 
 
 def updated_parameters(pipe: Pipeline, master_weights: MasterWeights | None) -> dict[str, torch.nn.Parameter]:
-    """What the optimizer of this process updates, by name."""
+    """The parameters that the optimizer of this process updates, by name."""
     return dict(pipe.named_parameters()) if master_weights is None else master_weights.copies
 
 

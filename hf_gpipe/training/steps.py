@@ -76,7 +76,7 @@ def data_seed(args: PipelineTrainingArguments) -> int:
 
 
 def data_facts(args: PipelineTrainingArguments, plan: Plan) -> dict[str, Any]:
-    """What decides which rows a place in the data stands for."""
+    """The settings that decide which rows a place in the data stands for."""
     return {name: getattr(args, name) for name in _DATA_FACTS} | {
         "data_seed": data_seed(args),
         "mini_batches_per_epoch": plan.mini_batches_per_epoch,
