@@ -171,7 +171,7 @@ class TrainingLoop:
         return norm, rate
 
     def _update(self, loss: float) -> tuple[float, float]:
-        """The update in the table's U, once the gradients of all processes are complete: clip, step, schedule the rate."""
+        """The update in the table's U, once all processes' gradients are complete: clip, step, schedule the rate."""
         optimizer, scheduler, scaler = self._trainer.optimizer, self._trainer.lr_scheduler, self._trainer.scaler
         assert optimizer is not None
         if scaler is not None:
