@@ -22,6 +22,7 @@ import torch
 from transformers import LlamaConfig, TrainerCallback
 
 from hf_gpipe import PipelineTrainer, PipelineTrainingArguments
+from hf_gpipe.training.loop import TrainingLoop
 
 VOCABULARY, LENGTH = 8192, 128
 
@@ -116,7 +117,7 @@ def main() -> None:
         pipe = trainer.pipe
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-4, fused=True)
         trainer.optimizer = optimizer
-        trainer._update = watch.around("update", trainer._update)  # type: ignore[method-assign]
+        TrainingLoop._update = watch.around("update", TrainingLoop._update)  # type: ignore[method-assign]
         pipe.train_on = watch.around("train_on", pipe.train_on)  # type: ignore[method-assign]
         pipe.clip_grad_norm_ = watch.around("clipping", pipe.clip_grad_norm_)  # type: ignore[method-assign]
         watch.between("optimizer", optimizer.register_step_pre_hook, optimizer.register_step_post_hook)

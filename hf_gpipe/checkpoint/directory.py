@@ -108,7 +108,7 @@ def _digests_of(checkpoint: Path) -> Digests | None:
     """The digests of a checkpoint; None in an old one. Raises CheckpointError where they are lost or of another one."""
     digests = Digests.read(checkpoint)
     if digests is None:
-        if read_state(checkpoint)["progress"].get("has_digests"):
+        if read_state(checkpoint).has_digests:
             raise CheckpointError(f"{checkpoint / DIGESTS_FILE} is missing, so the checkpoint cannot be checked")
         return None
     name = _NAME.fullmatch(checkpoint.name)
@@ -260,7 +260,7 @@ def _is_complete(checkpoint: Path) -> bool:
 def _check_files(checkpoint: Path) -> None:
     """Raise CheckpointError where a file is missing or cut short; the header of its tensors says how long it is."""
     state = read_state(checkpoint)
-    for file in [*_weights(checkpoint), *(f"{FOLDER}/{file}" for file in state["optimizer"]["files"])]:
+    for file in [*_weights(checkpoint), *(f"{FOLDER}/{file}" for file in state.optimizer["files"])]:
         try:
             with safe_open(checkpoint / file, framework="pt"):
                 pass

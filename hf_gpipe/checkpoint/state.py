@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from safetensors.torch import save_file
 
 from hf_gpipe.checkpoint import digests
 from hf_gpipe.checkpoint.digests import Digests, Entry
+from hf_gpipe.checkpoint.run_state import RunState
 from hf_gpipe.checkpoint.together import write_on_main, write_together
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.runtime.topology import Topology
@@ -32,6 +34,23 @@ _FILE = re.compile(r"optimizer-\d{5}-of-\d{5}\.safetensors")
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 Parameters = Mapping[str, torch.nn.Parameter]
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """The content of a checkpoint's state.json.
+
+    Attributes:
+        optimizer: its class, groups and files, and the values of its state that are not tensors.
+        scheduler: its state; None without one.
+        run: how far the training had come.
+        has_digests: whether a file of digests belongs to the checkpoint.
+    """
+
+    optimizer: dict[str, Any]
+    scheduler: dict[str, Any] | None
+    run: RunState
+    has_digests: bool
 
 
 def has_state(checkpoint: Path) -> bool:
@@ -45,7 +64,7 @@ def save_state(
     stage_of: Mapping[str, int],
     optimizer: torch.optim.Optimizer,
     scheduler: Scheduler | None,
-    progress: Mapping[str, Any],
+    run: RunState,
     topology: Topology,
 ) -> dict[str, Entry]:
     """Write the state of a training into a checkpoint's directory. Every process calls it.
@@ -56,7 +75,7 @@ def save_state(
         stage_of: the stage of each parameter.
         optimizer: of these parameters.
         scheduler: of this optimizer, if any.
-        progress: whatever else the caller needs to resume; JSON values. The main process's is kept.
+        run: how far the training has come. The main process's is kept.
         topology: the processes.
 
     Returns:
@@ -100,7 +119,7 @@ def save_state(
             "values": {name: scalars for _, part_values in parts for name, scalars in part_values.items()},
         },
         "scheduler": None if scheduler is None else _json(scheduler.state_dict(), "the scheduler's state"),
-        "progress": _json(dict(progress), "progress"),
+        "progress": _json({"has_digests": True, **asdict(run)}, "progress"),
     }
 
     text = json.dumps(content, indent=1) + "\n"
@@ -114,12 +133,6 @@ def save_state(
     write_on_main(checkpoint, topology, publish)
     files[STATE_FILE] = digests.digest(text.encode())
     return {f"{FOLDER}/{file}": entry for file, entry in files.items()}
-
-
-def load_progress(checkpoint: Path) -> dict[str, Any]:
-    """What `save_state` was given as `progress`. Raises CheckpointError where there is none, or it cannot be read."""
-    progress: dict[str, Any] = read_state(checkpoint)["progress"]
-    return progress
 
 
 def load_state(
@@ -140,7 +153,7 @@ def load_state(
         CheckpointError: no state, another class of optimizer or number of groups, or a file that is missing or broken.
     """
     content = read_state(checkpoint)
-    saved = content["optimizer"]
+    saved = content.optimizer
     if saved["class"] != _class_name(optimizer):
         raise CheckpointError(
             f"{checkpoint} holds the state of {saved['class']} and the optimizer is {_class_name(optimizer)}; resume "
@@ -166,9 +179,9 @@ def load_state(
                 state["state"][number] = slots[names[parameter]]
     try:
         optimizer.load_state_dict(state)
-        if scheduler is not None and content["scheduler"] is not None:
-            _check_scheduler(scheduler, content["scheduler"])
-            scheduler.load_state_dict(content["scheduler"])
+        if scheduler is not None and content.scheduler is not None:
+            _check_scheduler(scheduler, content.scheduler)
+            scheduler.load_state_dict(content.scheduler)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{checkpoint / FOLDER / STATE_FILE} does not fit the optimizer and its scheduler: {error!r}; resume with "
@@ -183,7 +196,7 @@ def _check_scheduler(scheduler: Scheduler, saved: Mapping[str, Any]) -> None:
             raise ValueError(f"the scheduler has no {name!r}")
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
+def read_state(checkpoint: Path) -> SavedState:
     """The content of a checkpoint's state.json, whose values have the types that `save_state` writes.
 
     Raises:
@@ -222,7 +235,11 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     for group in (*values["groups"], *values["values"].values()):
         if not isinstance(group, dict):
             raise CheckpointError(f"{path}: the optimizer's groups and values must be mappings, found {group!r}")
-    return content
+    try:
+        run = RunState.from_json(content["progress"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint}: no training state that can be read: {error!r}") from error
+    return SavedState(values, content.get("scheduler"), run, bool(content["progress"].get("has_digests", False)))
 
 
 def _read_slots(checkpoint: Path, files: list[str], names: set[str]) -> dict[str, dict[str, Any]]:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-from transformers import EvalPrediction
+from transformers import EvalPrediction, TrainerState
 from transformers.trainer_utils import PredictionOutput, denumpify_detensorize, speed_metrics
 
 from hf_gpipe.adapters import IGNORED_LABEL
+from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.generating import Generation, generation_options
@@ -167,3 +168,23 @@ class _Columns:
         self.inputs.append(one.batch["input_ids"].numpy())
         evaluation = one.evaluation
         self.row_losses.append((evaluation.row_nll / evaluation.row_tokens.clamp(min=1)).numpy())
+
+
+def metric_of(args: PipelineTrainingArguments, metrics: Mapping[str, float]) -> float:
+    """The metric that decides which model is best. Raises UserError where it is not among `metrics`."""
+    name = args.metric_for_best_model or "loss"
+    name = name if name.startswith("eval_") else f"eval_{name}"
+    if name not in metrics:
+        raise UserError(f"metric_for_best_model: {name!r} is not among the metrics {', '.join(metrics)}")
+    return metrics[name]
+
+
+def note_best(state: TrainerState, args: PipelineTrainingArguments, metrics: Mapping[str, float]) -> bool:
+    """Whether these metrics are the best so far, which the state then notes."""
+    if args.metric_for_best_model is None:
+        return False
+    value, best = metric_of(args, metrics), state.best_metric
+    if best is not None and not (value > best if args.greater_is_better else value < best):
+        return False
+    state.best_metric, state.best_global_step = value, state.global_step
+    return True

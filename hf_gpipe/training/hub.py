@@ -48,7 +48,15 @@ class HubUploads:
 
         self.repo_id = self._topology.from_main(lambda: _asking(create, name))
 
-    def push(self, directory: Path, message: str, *, blocking: bool, token: str | None, revision: str | None) -> Any:
+    def push(
+        self,
+        directory: Path,
+        message: str,
+        *,
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+    ) -> Any:
         """Upload a saved model; its checkpoints stay here. What `HfApi.upload_folder` returns, in the main process."""
         assert self.repo_id is not None, "the repository has been made"
         outcome: list[Any] = []

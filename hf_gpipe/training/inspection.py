@@ -1,32 +1,44 @@
-"""What scripts and callbacks read of a trainer, under the names of transformers' Trainer."""
+"""The part of the trainer that holds no state: attributes, loaders, reports and uploads, named as in transformers."""
 
 from __future__ import annotations
 
+import inspect
+import os
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer, TrainerCallback, trainer_pt_utils
+from transformers.trainer_callback import CallbackHandler
 
+from hf_gpipe.checkpoint.save import make_directory
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.topology import Topology
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.hub import HubUploads
 from hf_gpipe.training.loader import MiniBatches
+from hf_gpipe.training.model_card import write_model_card
+from hf_gpipe.training.steps import data_seed
 from hf_gpipe.training.surface import check_assignment, missing
 
 
 class InspectedTrainer:
-    """The attributes and methods that change nothing. What Trainer has and this has not says what to use instead."""
+    """The attributes and methods that hold no state of their own: all that they need is declared here.
+
+    What Trainer has and this has not says what to use instead.
+    """
 
     args: PipelineTrainingArguments
     pipe: Pipeline
     topology: Topology
     uploads: HubUploads
     optimizer: torch.optim.Optimizer | None
+    callback_handler: CallbackHandler
     train_dataset: Any
     eval_dataset: Any
-    _is_in_train = False
+    data_collator: Any
 
     #: No other engine is used, which scripts ask for.
     deepspeed = None
@@ -41,6 +53,14 @@ class InspectedTrainer:
     def __setattr__(self, name: str, value: Any) -> None:
         check_assignment(self, name)
         super().__setattr__(name, value)
+
+    def fire(self, event: str, **kwargs: Any) -> None:
+        """Call an event of the callbacks of this process."""
+        raise NotImplementedError
+
+    def save_model(self, output_dir: str | os.PathLike[str] | None = None, _internal_call: bool = False) -> None:
+        """Write model and tokenizer in Hub format."""
+        raise NotImplementedError
 
     # ------------------------------------------------------------------ the model
 
@@ -61,9 +81,8 @@ class InspectedTrainer:
     # ------------------------------------------------------------------ the training
 
     @property
-    def is_in_train(self) -> bool:
-        """Whether `train` is under way."""
-        return self._is_in_train
+    def _output_dir(self) -> Path:
+        return Path(self.args.output_dir)
 
     @property
     def label_names(self) -> list[str]:
@@ -108,6 +127,27 @@ class InspectedTrainer:
             raise UserError("there is no optimizer yet: train makes it, or create_optimizer")
         return self.optimizer
 
+    #: Of the arguments and a model: the class of optimizer that they ask for, and its arguments.
+    get_optimizer_cls_and_kwargs = staticmethod(Trainer.get_optimizer_cls_and_kwargs)
+
+    def get_decay_parameter_names(self, model: PreTrainedModel) -> list[str]:
+        """The parameters of a stage's model, or of the whole one, that weight decay is for."""
+        names: list[str] = Trainer.get_decay_parameter_names(None, model)
+        return names
+
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Add a callback, an instance or a class."""
+        self.callback_handler.add_callback(callback)
+
+    def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
+        """Remove the first callback that is, or is of, `callback`, and return it."""
+        popped: TrainerCallback | None = self.callback_handler.pop_callback(callback)
+        return popped
+
+    def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Remove the first callback that is, or is of, `callback`."""
+        self.callback_handler.remove_callback(callback)
+
     # ------------------------------------------------------------------ the data
 
     def num_examples(self, dataloader: Any) -> int:
@@ -139,10 +179,164 @@ class InspectedTrainer:
         return self._eval_batches(_given(test_dataset, "prediction requires a test_dataset"))
 
     def _train_batches(self, dataset: Any) -> MiniBatches:
-        raise NotImplementedError
+        args = self.args
+        return replace(
+            self._batches(dataset, args.per_device_train_batch_size, args.train_sampling_strategy),
+            drop_last=args.dataloader_drop_last,
+            batch_tokens=args.batch_tokens,
+            temperature=args.sampling_temperature,
+        )
 
     def _eval_batches(self, dataset: Any) -> MiniBatches:
-        raise NotImplementedError
+        return self._batches(dataset, self.args.per_device_eval_batch_size)
+
+    def _batches(self, dataset: Any, batch_size: int, order: str = "sequential") -> MiniBatches:
+        columns = None
+        if self.args.remove_unused_columns:
+            columns = {
+                *inspect.signature(self.pipe.adapter.reference.forward).parameters,
+                "label",
+                "label_ids",
+                "labels",
+            }
+        names = ("num_workers", "prefetch_factor", "multiprocessing_context", "in_order")
+        options = {name: getattr(self.args, f"dataloader_{name}") for name in names}
+        return MiniBatches(
+            dataset,
+            self.data_collator,
+            batch_size,
+            order,
+            seed=data_seed(self.args),
+            columns=columns,
+            length_column=self.args.length_column_name,
+            workers=options if options["num_workers"] else None,
+        )
+
+    # ------------------------------------------------------------------ files about the training
+
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: str | list[str] | None = None,
+        dataset_tags: str | list[str] | None = None,
+        dataset: str | list[str] | None = None,
+        dataset_args: str | list[str] | None = None,
+    ) -> None:
+        """Draft the model card, README.md in `args.output_dir`, as transformers' Trainer does; the main process does.
+
+        Args:
+            language: of the model.
+            license: of the model.
+            tags: of the model.
+            model_name: the card's title; None: the output directory's name.
+            finetuned_from: the model that was trained further; None: what its configuration says.
+            tasks: of the model; None: what its class is for.
+            dataset_tags: names of the datasets on the Hub.
+            dataset: names of the datasets for people.
+            dataset_args: their configurations.
+
+        Raises:
+            UserError: the directory cannot be made.
+        """
+        if not self.is_world_process_zero():
+            return
+        make_directory(self._output_dir)
+        write_model_card(
+            self,
+            self._output_dir / "README.md",
+            language=language,
+            license=license,
+            tags=tags,
+            model_name=model_name,
+            finetuned_from=finetuned_from,
+            tasks=tasks,
+            dataset_tags=dataset_tags,
+            dataset=dataset,
+            dataset_args=dataset_args,
+        )
+
+    #: Makes the values of metrics readable, for `log_metrics`.
+    metrics_format = staticmethod(trainer_pt_utils.metrics_format)
+
+    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+        """Print metrics as a table, as transformers' Trainer does; the main process does."""
+        trainer_pt_utils.log_metrics(self, split, metrics)
+
+    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+        """Write metrics into `{split}_results.json` of `args.output_dir`; the main process does.
+
+        Args:
+            split: "train", "eval", "test" or "all".
+            metrics: what `train`, `evaluate` or `predict` gave.
+            combined: whether they are also added to all_results.json.
+
+        Raises:
+            UserError: the directory cannot be made.
+        """
+        if self.is_world_process_zero():
+            make_directory(self._output_dir)
+        trainer_pt_utils.save_metrics(self, split, metrics, combined)
+
+    def save_state(self) -> None:
+        """Write the state of the training, with its log, into `args.output_dir`; the main process does.
+
+        Raises UserError where the directory cannot be made.
+        """
+        if self.is_world_process_zero():
+            make_directory(self._output_dir)
+        trainer_pt_utils.save_state(self)
+
+    # ------------------------------------------------------------------ the Hub
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Make the repository on the Hub, unless it exists. Every process calls it.
+
+        Raises UserError, in every process, where the Hub refuses.
+        """
+        self.uploads.create(token, private)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **card: Any,
+    ) -> Any:
+        """Save the model into `args.output_dir` and upload it to `args.hub_model_id`. Every process calls it.
+
+        Args:
+            commit_message: of the commit.
+            blocking: whether to wait until all is uploaded.
+            token: in place of `hub_token`.
+            revision: branch, in place of `hub_revision`.
+            private: whether a new repository is private, in place of `hub_private_repo`.
+            card: arguments of `create_model_card`.
+
+        Returns:
+            In the main process what `huggingface_hub.HfApi.upload_folder` returns: the commit, or its future.
+
+        Raises:
+            UserError: in every process, where the Hub does not accept the model.
+        """
+        if self.hub_model_id is None:
+            self.init_hf_repo(token, private)
+        self.save_model(_internal_call=True)
+        options = {"blocking": blocking, "token": token, "revision": revision}
+        return self._push(self._output_dir, commit_message or "End of training", card, **options)
+
+    def _push(self, directory: Path, message: str, card: dict[str, Any], **options: Any) -> Any:
+        """Upload a saved model; `options` are those of `HubUploads.push`."""
+        self.fire("on_push_begin")
+        if directory == self._output_dir:
+            name = (self.args.hub_model_id or directory.absolute().name).rpartition("/")[2]
+            self.topology.from_main(lambda: self.create_model_card(**{"model_name": name, **card}))
+        return self.uploads.push(directory, message, **options)
 
 
 def _given(dataset: Any, required: str) -> Any:

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_gpipe.checkpoint.directory import checkpoints, last_checkpoint, remove, tidy
 from hf_gpipe.checkpoint.save import make_directory
-from hf_gpipe.checkpoint.state import load_progress
+from hf_gpipe.checkpoint.state import read_state
 from hf_gpipe.data import Corpus, PairCollator, StreamedCorpus
 from hf_gpipe.data.text import TextCorpus
 from hf_gpipe.errors import RecipeError
@@ -43,7 +43,6 @@ class _Prepared(NamedTuple):
     corpus: Corpus | StreamedCorpus | TextCorpus
     tokenizer: PreTrainedTokenizerBase
     config: PreTrainedConfig
-    num_micro_batches: int | None
 
 
 def run(recipe: Recipe, job: Job) -> None:
@@ -56,33 +55,25 @@ def run(recipe: Recipe, job: Job) -> None:
     task = task_of(recipe)
     output_dir = Path(recipe.training.output_dir)
     topology = Topology.discover(recipe.pipeline.num_stages, recipe.pipeline.device)
-    mine: list[_Prepared] = []
-
     checkpoint = _checkpoint_of(recipe, output_dir, topology, job)
-
-    def prepare() -> tuple[PreTrainedConfig, int | None]:
-        mine.append(_prepare(recipe, task, output_dir, checkpoint, topology.num_processes))
-        return mine[0].config, mine[0].num_micro_batches
-
+    first_step = _step_of(checkpoint)
     job.note("preparing the corpus and the tokenizer")
-    config, num_micro_batches = topology.from_main(prepare)
+    config, prepared = _prepared(recipe, task, output_dir, checkpoint, topology)
+
     job.note("creating the model")
-    pipe = _pipeline(recipe, config, num_micro_batches)
+    pipe = _pipeline(recipe, config, _num_micro_batches_of(checkpoint))
     pipe.adapter.reference.generation_config.max_new_tokens = recipe.evaluation.max_new_tokens
-    prepared = mine[0] if mine else None
     trainer = _trainer(recipe, task, pipe, prepared)
     if prepared is not None:
         summary.say(summary.start_text(recipe, pipe, task.corpus_text(prepared.corpus), checkpoint))
-    if recipe.training.resume == "never":
-        trainer.how_to_go_on = "start again with training.resume=auto"
-    start = _step_of(checkpoint)
-    trainer.checked_checkpoint = checkpoint
-    output = trainer.train(resume_from_checkpoint=checkpoint)
+    again = " with training.resume=auto" if recipe.training.resume == "never" else ""
+    output = trainer.train_from(checkpoint, how_to_go_on=f"start again{again}")
     cost_meter.note_memory(pipe)
-    if prepared is not None and checkpoint is not None and output.global_step == start:
-        summary.say(f"the training in {output_dir} is finished ({start} steps); nothing is left to train")
+    if prepared is not None and checkpoint is not None and output.global_step == first_step:
+        summary.say(f"the training in {output_dir} is finished ({first_step} steps); nothing is left to train")
     job.note("saving the model")
     trainer.save_model()
+
     job.note(task.evaluating)
     if prepared is not None:
         summary.say(task.evaluating)
@@ -92,9 +83,9 @@ def run(recipe: Recipe, job: Job) -> None:
     batch = share([next(batches.epoch(0))] if batches is not None else None, topology)
     measured, predicted = measure_step(pipe, batch, update=_update_of(trainer))
     if prepared is not None:
-        metrics = report.to_dict()
-        metrics["cost"] = cost_meter.cost(pipe, trainer.state.log_history, measured, batch, start)
-        (output_dir / METRICS_FILE).write_text(json.dumps(_finite(metrics), indent=2, ensure_ascii=False) + "\n")
+        cost = cost_meter.cost(pipe, trainer.state.log_history, measured, batch, first_step)
+        metrics = json.dumps(_finite(report.to_dict() | {"cost": cost}), indent=2, ensure_ascii=False)
+        (output_dir / METRICS_FILE).write_text(f"{metrics}\n")
         _write_timelines(output_dir, measured, predicted)
         summary.say(summary.step_text(breakdown(measured), output_dir / TRACE_FILE))
         summary.say(summary.end_text(task.report_text(report), output_dir, TIMELINE_FILE, METRICS_FILE))
@@ -133,6 +124,19 @@ def _write_timelines(output_dir: Path, measured: Timeline, predicted: Timeline) 
     (output_dir / BREAKDOWN_FILE).write_text(json.dumps(breakdown(measured).to_dict(), indent=2) + "\n")
 
 
+def _prepared(
+    recipe: Recipe, task: Task, output_dir: Path, checkpoint: Path | None, topology: Topology
+) -> tuple[PreTrainedConfig, _Prepared | None]:
+    """The model's configuration, and in the main process everything that it has prepared."""
+    mine: list[_Prepared] = []
+
+    def prepare() -> PreTrainedConfig:
+        mine.append(_prepare(recipe, task, output_dir, checkpoint, topology.num_processes))
+        return mine[0].config
+
+    return topology.from_main(prepare), mine[0] if mine else None
+
+
 def _prepare(recipe: Recipe, task: Task, output_dir: Path, checkpoint: Path | None, num_processes: int) -> _Prepared:
     table = table_of(recipe.pipeline, recipe.training.gradient_accumulation_steps, num_processes)
     summary.say("preparing the corpus and the tokenizer")
@@ -152,7 +156,7 @@ def _prepare(recipe: Recipe, task: Task, output_dir: Path, checkpoint: Path | No
         (output_dir / TABLE_FILE).write_text(table.text(), encoding="utf-8")
         recipe = replace(recipe, pipeline=replace(recipe.pipeline, schedule=str(output_dir / TABLE_FILE)))
     (output_dir / RECIPE_FILE).write_text(recipe.to_yaml())
-    return _Prepared(corpus, tokenizer, config, _num_micro_batches_of(checkpoint))
+    return _Prepared(corpus, tokenizer, config)
 
 
 def _checkpoint_of(recipe: Recipe, output_dir: Path, topology: Topology, job: Job) -> Path | None:
@@ -170,8 +174,7 @@ def _checkpoint_of(recipe: Recipe, output_dir: Path, topology: Topology, job: Jo
 
 def _num_micro_batches_of(checkpoint: Path | None) -> int | None:
     """What a run was trained with so far; None where it is new, or its checkpoint too old to say."""
-    found: int | None = None if checkpoint is None else load_progress(checkpoint).get("num_micro_batches")
-    return found
+    return None if checkpoint is None else read_state(checkpoint).run.num_micro_batches
 
 
 def _check_same_run(recipe: Recipe, earlier: Recipe, checkpoint: Path) -> None:

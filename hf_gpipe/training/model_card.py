@@ -8,14 +8,12 @@ from typing import Any
 from huggingface_hub import ModelCard
 from transformers.modelcard import TrainingSummary
 
-from hf_gpipe.training.inspection import InspectedTrainer
 
-
-def write_model_card(trainer: InspectedTrainer, path: Path, **entries: Any) -> None:
+def write_model_card(trainer: Any, path: Path, **entries: Any) -> None:
     """Write the card of a trainer's model.
 
     Args:
-        trainer: whose arguments, log and datasets the card tells of.
+        trainer: the `PipelineTrainer` whose arguments, log and datasets the card tells of.
         path: of the file; the tags of one that is there are kept.
         entries: of `TrainingSummary.from_trainer`: language, license, tags, finetuned_from ...
     """

@@ -67,6 +67,11 @@ def _keep_embeddings_exact(pipe: Pipeline) -> None:
                 GlobalOptimManager.get_instance().register_module_override(module, "weight", {"optim_bits": 32})
 
 
+def updated_parameters(pipe: Pipeline, master_weights: MasterWeights | None) -> dict[str, torch.nn.Parameter]:
+    """The parameters that the optimizer of this process updates, by name."""
+    return dict(pipe.named_parameters()) if master_weights is None else master_weights.copies
+
+
 def check_optimizer(optimizer: Optimizer, parameters: Iterable[torch.nn.Parameter]) -> None:
     """Raise UserError unless an optimizer holds exactly those of this process's `parameters` that are trainable."""
     held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}

@@ -1,27 +1,26 @@
-"""How many steps a training has, and where in the data it stands."""
+"""How many steps a training has, and which rows they are made of."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 
-
-@dataclass(frozen=True)
-class Position:
-    """A place in the data: so many mini-batches of this epoch have been trained on.
-
-    `place` is where an iterable dataset stands there (`MiniBatches.place`), in the main process; None: not known.
-    """
-
-    epoch: int = 0
-    mini_batches: int = 0
-    place: Mapping[str, Any] | None = None
+#: The settings that decide which rows a place in the data stands for.
+_DATA_FACTS = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "train_sampling_strategy",
+    "dataloader_drop_last",
+    "batch_tokens",
+    "sampling_temperature",
+)
+#: Those that older checkpoints do not mention, and what they were then.
+OLDER_DATA_FACTS = {"batch_tokens": None, "sampling_temperature": 1.0}
 
 
 @dataclass(frozen=True)
@@ -69,3 +68,16 @@ class Plan:
     def fraction_of_epoch(self, mini_batches: int) -> float:
         """Which part of an epoch so many mini-batches are."""
         return mini_batches / (self.mini_batches_per_epoch or self.max_steps * self.accumulation)
+
+
+def data_seed(args: PipelineTrainingArguments) -> int:
+    """The seed of the order of the rows."""
+    return args.seed if args.data_seed is None else args.data_seed
+
+
+def data_facts(args: PipelineTrainingArguments, plan: Plan) -> dict[str, Any]:
+    """The settings that decide which rows a place in the data stands for."""
+    return {name: getattr(args, name) for name in _DATA_FACTS} | {
+        "data_seed": data_seed(args),
+        "mini_batches_per_epoch": plan.mini_batches_per_epoch,
+    }

@@ -7,36 +7,55 @@ logs, evaluates, saves and stops at the same step.
 
 from __future__ import annotations
 
-import math
+import inspect
 import os
-import signal
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import islice
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
-from transformers.trainer_utils import TrainOutput, speed_metrics
+from transformers import (
+    EvalPrediction,
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    enable_full_determinism,
+    set_seed,
+)
+from transformers.trainer_callback import CallbackHandler, ExportableState
+from transformers.trainer_utils import PredictionOutput, TrainOutput, speed_metrics
 
-from hf_gpipe.checkpoint.directory import check_shared, checkpoint_path, tidy
-from hf_gpipe.errors import NonFiniteError, UserError
-from hf_gpipe.runtime.batches import shared_stream
-from hf_gpipe.training.evaluating import metric_of, note_best
-from hf_gpipe.training.loader import Batch, MiniBatches, in_groups
-from hf_gpipe.training.meter import Meter
-from hf_gpipe.training.optim import learning_rate, takes_metric
-from hf_gpipe.training.optimizing import OptimizingTrainer
-from hf_gpipe.training.steps import Plan, Position
-from hf_gpipe.training.stopping import StopRequest, TrainingStopped
+from hf_gpipe.checkpoint.run_state import Position, RunState
+from hf_gpipe.errors import UserError
+from hf_gpipe.pipeline import ModelSource, Pipeline
+from hf_gpipe.runtime.job import Job
+from hf_gpipe.training.arguments import PipelineTrainingArguments
+from hf_gpipe.training.base import (
+    callbacks_of,
+    check_optimizers,
+    default_collator,
+    loss_scaler,
+    pipeline_of,
+    restore_callbacks,
+)
+from hf_gpipe.training.checkpoints import Checkpoints, write_model
+from hf_gpipe.training.evaluator import Evaluator
+from hf_gpipe.training.hub import HubUploads
+from hf_gpipe.training.inspection import InspectedTrainer
+from hf_gpipe.training.loader import Batch, MiniBatches
+from hf_gpipe.training.logs import Logs
+from hf_gpipe.training.loop import TrainingLoop
+from hf_gpipe.training.master_weights import MasterWeights
+from hf_gpipe.training.optim import check_optimizer, make_optimizer, make_scheduler, updated_parameters
+from hf_gpipe.training.predicting import Preprocess
+from hf_gpipe.training.steps import Plan, data_facts
 from hf_gpipe.training.surface import check_class, own_attributes
 
-logger = transformers.logging.get_logger(__name__)
 
-
-class PipelineTrainer(OptimizingTrainer):
+class PipelineTrainer(InspectedTrainer):
     """Trains a model by pipeline parallelism, with the interface of transformers' Trainer.
 
     Under torchrun, `accelerate launch` or `python -m hf_gpipe.train` every process makes the same trainer and calls the
@@ -62,10 +81,67 @@ class PipelineTrainer(OptimizingTrainer):
         UserError: what cannot be honoured, by name.
     """
 
-    #: `ignore_keys` of the evaluations during a training.
-    _ignored_keys: list[str] | None = None
-    #: What to do after a stop, for its message.
-    how_to_go_on = "start again"
+    def __init__(
+        self,
+        model: Pipeline | ModelSource | None = None,
+        args: PipelineTrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], Batch] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[[], PreTrainedModel] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
+        callbacks: list[TrainerCallback | type[TrainerCallback]] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Preprocess | None = None,
+    ) -> None:
+        check_class(type(self), PipelineTrainer, _OWN)
+        self.args = args if args is not None else PipelineTrainingArguments()
+        if not isinstance(self.args, PipelineTrainingArguments):
+            raise UserError(f"args is a {type(args).__name__}; PipelineTrainer needs PipelineTrainingArguments")
+        # They may have been changed since, by args.set_training(...) and the like.
+        self.args.check()
+        transformers.logging.set_verbosity(self.args.get_process_log_level())
+        if compute_loss_func is not None:
+            raise UserError("compute_loss_func is not supported: the loss is computed in the last stage, over tokens")
+        if (model is None) == (model_init is None):
+            raise UserError("give either model or model_init")
+        seed = enable_full_determinism if self.args.full_determinism else set_seed
+        seed(self.args.seed)
+        self.job = Job.join(self.args.ddp_timeout)
+        self.model_init = model_init
+        self.pipe = pipeline_of(self.call_model_init() if model is None else model, self.args, train_dataset)
+        self.topology = self.pipe.topology
+        self.scaler = loss_scaler(self.pipe)
+        self.master_weights = (
+            MasterWeights(dict(self.pipe.named_parameters())) if self.args.fp32_master_weights else None
+        )
+        self.processing_class = processing_class
+        self.data_collator = data_collator or default_collator(processing_class)
+        self.train_dataset = train_dataset
+        self.eval_dataset = eval_dataset
+        self.compute_metrics = compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self.optimizer = optimizers[0]
+        self.lr_scheduler: Any = optimizers[1]
+        check_optimizers(*optimizers, self.args, self.pipe)
+        self._makes_scheduler = self.lr_scheduler is None
+        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+
+        self.callback_handler = CallbackHandler(
+            callbacks_of(self.args, callbacks or []), self.model, processing_class, self.optimizer, self.lr_scheduler
+        )
+        self.uploads = HubUploads(self.args, self.topology)
+        if self.args.push_to_hub:
+            self.init_hf_repo()
+        self.control = TrainerControl()
+        self.state = self.new_state()
+        self._is_in_train = False
+        #: Tokens that earlier trainings had seen.
+        self._first_num_tokens = 0
+        self.fire("on_init_end")
 
     # ------------------------------------------------------------------ training
 
@@ -93,277 +169,277 @@ class PipelineTrainer(OptimizingTrainer):
         """
         if trial is not None:
             raise UserError("trial: there is no search over hyperparameters; run one training for each choice")
+        return self._train(resume_from_checkpoint, ignored_keys=ignore_keys_for_eval)
+
+    def train_from(self, checkpoint: Path | None, how_to_go_on: str) -> TrainOutput:
+        """As `train`, from a checkpoint that was already found to be whole; None: from the beginning.
+
+        Args:
+            checkpoint: the same in every process.
+            how_to_go_on: what to do after a stop, for its message.
+        """
+        return self._train(checkpoint, is_whole=True, how_to_go_on=how_to_go_on)
+
+    def _train(self, asked: str | os.PathLike[str] | bool | None, **options: Any) -> TrainOutput:
         self._check_surface()
-        self._ignored_keys = ignore_keys_for_eval
         self._is_in_train = True
         try:
-            return self._train(resume_from_checkpoint)
+            return self._loop(asked, **options).train()
         finally:
             self._is_in_train = False
 
-    def _train(self, resume_from_checkpoint: str | os.PathLike[str] | bool | None) -> TrainOutput:
+    def _loop(
+        self,
+        asked: Any,
+        is_whole: bool = False,
+        ignored_keys: list[str] | None = None,
+        how_to_go_on: str = "start again",
+    ) -> TrainingLoop:
+        """The loop, once everything is as it is before the first step."""
         start_time = time.time()
         batches = self.train_batches()
-        plan = Plan.make(self.args, self._shared(batches.count() if batches is not None else None))
-        if self.args.save_strategy != "no" or self.args.enable_jit_checkpoint:
-            check_shared(self._output_dir, self.topology)
+        plan = Plan.make(self.args, self.topology.from_main(lambda: None if batches is None else batches.count()))
+        checkpoints = Checkpoints(self.args, self.pipe, self.master_weights, self.scaler)
         # First, for it gives back a checkpoint that was being replaced.
-        self.topology.from_main(lambda: tidy(self._output_dir))
-        checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
-        self._make_optimizer_and_scheduler(plan.max_steps)
-        self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
+        checkpoints.tidy()
+        checkpoint = asked if is_whole else checkpoints.find(asked)
+        optimizer = self._make_optimizer_and_scheduler(plan.max_steps)
+        self.callback_handler.optimizer, self.callback_handler.lr_scheduler = optimizer, self.lr_scheduler
         self.callback_handler.train_dataloader = batches
-        self.state, self._position = self._new_state(), Position()
-        self._mini_batches_per_epoch = plan.mini_batches_per_epoch
-        self._last_saved_step = -1
-        self._evaluation_is_due = False
+        run = RunState(
+            Position(), self.pipe.step, data_facts(self.args, plan), num_micro_batches=self.pipe.num_micro_batches
+        )
+        self.state = self.new_state()
         if checkpoint is not None:
-            self._resume(checkpoint)
+            run, saved = checkpoints.resume(checkpoint, run, optimizer, self.lr_scheduler)
+            saved.is_local_process_zero = self.state.is_local_process_zero
+            saved.is_world_process_zero = self.state.is_world_process_zero
+            self.state = saved
+            if self.args.restore_callback_states_from_checkpoint:
+                restore_callbacks(self.callback_handler.callbacks, self.state.stateful_callbacks)
         self.state.compute_steps(self.args, plan.max_steps)
         self.state.max_steps, self.state.num_train_epochs = plan.max_steps, plan.num_epochs
         self._first_num_tokens = self.state.num_input_tokens_seen
-        first_step = self._last_logged_step = self.state.global_step
-        self._loss_since_log = self._loss_logged = 0.0
-        self._num_rows = 0
         self.pipe.zero_grad()
+        logs = Logs(self.pipe, self.args, self.state.global_step, start_time)
+        return TrainingLoop(self, plan, batches, run, checkpoints, logs, ignored_keys, how_to_go_on)
 
-        with self._stopping_on_request(), self.pipe.advising_on_memory():
-            self._fire("on_train_begin")
-            if self.args.eval_on_start:
-                self._evaluate_now()
-            self._meter = Meter(self.pipe, self.args.timeline_steps)
-            if self._evaluation_is_due:
-                self._make_up_for_evaluation()
-            for epoch in range(self._position.epoch, plan.num_epochs):
-                if self.control.should_training_stop or self.state.global_step >= plan.max_steps:
-                    break
-                self._run_epoch(epoch, batches, plan)
-        return self._finish(first_step, start_time)
+    @property
+    def is_in_train(self) -> bool:
+        """Whether `train` is under way."""
+        return self._is_in_train
+
+    def train_batches(self) -> MiniBatches | None:
+        """The mini-batches of the training dataset; None in processes that do not read data."""
+        if not self.topology.from_main(lambda: self.train_dataset is not None):
+            raise UserError("training requires a train_dataset")
+        return self.get_train_dataloader() if self.topology.is_main else None
 
     def end(self) -> None:
         """Wait for uploads and leave the job. It is called last, by every process."""
         self.uploads.finish()
         self.job.leave()
 
-    def _check_overrides(self) -> None:
+    def call_model_init(self, trial: Any = None) -> Any:
+        """What `model_init` makes; it may take one argument, which is None here, for there are no trials."""
+        assert self.model_init is not None
+        return self.model_init(*[trial] * len(inspect.signature(self.model_init).parameters))
+
+    def _check_surface(self) -> None:
+        """Raise UserError for an override, or for a parameter of `model`, that came since and would not be used."""
         check_class(type(self), PipelineTrainer, _OWN)
+        self.pipe.model  # noqa: B018  # the property checks
 
-    def _make_up_for_evaluation(self) -> None:
-        """Do what the step that was resumed from has left undone, for the training was stopped there."""
-        self._evaluation_is_due = False
-        self._evaluate_in_training()
-        if self.state.best_global_step == self.state.global_step:
-            # Saved again: its checkpoint does not know yet that it is the best one.
-            self._save_in_training()
+    # ------------------------------------------------------------------ the optimizer
 
-    def train_batches(self) -> MiniBatches | None:
-        """The mini-batches of the training dataset; None in processes that do not read data."""
-        if not self._shared(self.train_dataset is not None):
-            raise UserError("training requires a train_dataset")
-        return self.get_train_dataloader() if self.topology.is_main else None
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Make the optimizer and its scheduler, unless they are there."""
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps, self.optimizer)
 
-    def _run_epoch(self, epoch: int, batches: MiniBatches | None, plan: Plan) -> None:
-        self._fire("on_epoch_begin")
-        begin = self._position if epoch == self._position.epoch else Position(epoch)
-        done = begin.mini_batches
-        source = None
-        if batches is not None:
-            groups = in_groups(batches.epoch(epoch, done, begin.place), plan.accumulation)
-            source = self.job.noting(islice(groups, plan.max_steps - self.state.global_step), "reading a mini-batch")
-        norm, rate = None, None
-        for group in shared_stream(source, self.topology):
-            self.job.note(f"training step {self.state.global_step + 1}")
-            self._fire("on_step_begin")
-            norm, rate = self._step(group)
-            done += len(group)
-            # Of the mini-batches trained on: those that are read ahead are read again.
-            self._position = Position(epoch, done, None if batches is None else batches.place(done))
-            self.state.global_step += 1
-            self.state.epoch = epoch + plan.fraction_of_epoch(done)
-            self._fire("on_step_end")
-            self._log_evaluate_save(norm, rate)
-            if self.control.should_epoch_stop or self.control.should_training_stop:
-                break
-        if done == 0:
-            # An iterable dataset that is exhausted: another epoch would give nothing either.
-            self.control.should_training_stop = True
-        # A training that stops inside an epoch, at max_steps say, has the rest of it before it.
-        if done == plan.mini_batches_per_epoch or not self.control.should_training_stop:
-            self._position = Position(epoch + 1)
-        self._fire("on_epoch_end")
-        self._log_evaluate_save(norm, rate)
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Make `self.optimizer`, unless it is there, for the parameters of this process's stages.
 
-    def _step(self, group: Sequence[Batch]) -> tuple[float, float]:
-        """One update from one or more mini-batches; the norm of the gradient and the learning rate it was made with."""
-        norm = rate = 0.0
-
-        def update(loss: torch.Tensor) -> None:
-            nonlocal norm, rate
-            for _ in group[1:]:
-                self._fire("on_substep_end")
-            norm, rate = self._update(float(loss))
-
-        self.pipe.loss_scale = 1.0 if self.scaler is None else self.scaler.scale
-        self.pipe.train_on(group, self._meter.times(self.state.global_step + 1), update)
-        self.pipe.zero_grad()
-        self._count(group)
-        self._meter.count(group)
-        return norm, rate
-
-    def _update(self, loss: float) -> tuple[float, float]:
-        """What the table's U does, once the gradients of all processes are complete: clip, step, schedule the rate."""
-        assert self.optimizer is not None
-        norm = self._clipped_norm()
-        makes_update = self._makes_update(loss, norm)
-        if self.args.logging_nan_inf_filter and not math.isfinite(loss):
-            # As Trainer does: the mean of the steps since the last log stands in for a loss that is not a number.
-            loss = self._loss_since_log / (1 + self.state.global_step - self._last_logged_step)
-        self._loss_since_log += loss
-        self._fire("on_pre_optimizer_step")
-        if makes_update:
-            self.optimizer.step()
-        self._fire("on_optimizer_step")
-        rate = learning_rate(self.optimizer)
-        if makes_update and not takes_metric(self.lr_scheduler):
-            self.lr_scheduler.step()
-        return norm, rate
-
-    def _clipped_norm(self) -> float:
-        """Divide the gradients by the loss's scale and clip them; their norm before, over the whole model."""
-        if self.scaler is not None:
-            self.scaler.unscale_(self.pipe.parameters())
-        clips = self.args.max_grad_norm is not None and self.args.max_grad_norm > 0
-        return float(self.pipe.clip_grad_norm_(self.args.max_grad_norm) if clips else self.pipe.grad_norm())
-
-    def _makes_update(self, loss: float, norm: float) -> bool:
-        """Whether a step's gradients are applied. It follows from numbers that every process has, so that all agree."""
-        has_overflowed = self.scaler is not None and not math.isfinite(norm)
-        if self.scaler is not None:
-            self.scaler.update(has_overflowed)
-        # With a scale, an infinite gradient of a finite loss only says that the scale is too large.
-        if math.isfinite(loss) and (has_overflowed or math.isfinite(norm)):
-            return not has_overflowed
-        if self.args.on_nonfinite_loss == "stop":
-            raise NonFiniteError(
-                f"step {self.state.global_step + 1}: the loss is {loss} and the gradient's norm {norm}; lower "
-                "learning_rate or max_grad_norm, look at the data, or set on_nonfinite_loss to skip"
+        Args:
+            model: refused; the pipeline's stages are trained.
+        """
+        if model is not None and model is not self.model:
+            raise UserError("create_optimizer: model is not supported; the optimizer is for the pipeline's stages")
+        if self.optimizer is None:
+            self.optimizer = make_optimizer(
+                self.pipe,
+                self.args,
+                self.optimizer_cls_and_kwargs,
+                self.master_weights,
+                self.get_optimizer_cls_and_kwargs,
+                self.get_decay_parameter_names,
             )
-        if self.args.on_nonfinite_loss == "skip" and self.topology.is_main:
-            logger.warning(
-                f"step {self.state.global_step + 1} is skipped: its loss is {loss}, its gradient's norm {norm}"
-            )
-        return self.args.on_nonfinite_loss == "ignore" and not has_overflowed
+        return self.optimizer
 
-    def _count(self, group: Sequence[Batch]) -> None:
-        """Note how much a step has read and computed."""
-        for batch in group:
-            ids, mask = batch["input_ids"], batch.get("attention_mask")
-            self._num_rows += len(ids)
-            self.state.total_flos += 6 * ids.numel() * self._num_parameters
-            if self.args.include_num_input_tokens_seen == "non_padding" and mask is not None:
-                self.state.num_input_tokens_seen += int(mask.sum())
-            elif self.args.include_num_input_tokens_seen != "no":
-                self.state.num_input_tokens_seen += ids.numel()
-        every = self.args.torch_empty_cache_steps
-        if every and self.topology.device.type == "cuda" and self.state.global_step % every == 0:
-            torch.cuda.empty_cache()
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """Make `self.lr_scheduler`, unless it is there, over so many updates."""
+        if self.lr_scheduler is None:
+            optimizer = self._made_optimizer() if optimizer is None else optimizer
+            self.lr_scheduler = make_scheduler(self.args, optimizer, num_training_steps)
+        return self.lr_scheduler
 
-    def _log_evaluate_save(self, norm: float | None, rate: float | None) -> None:
-        """Do what callbacks have asked for, in every process."""
-        self._agree()
-        if self._stop_signal:
-            self._log_training(norm, rate)
-            self._stop()
-        if not (self.control.should_log or self.control.should_evaluate or self.control.should_save):
-            return
-        if self.control.should_log:
-            self._log_training(norm, rate)
-        if self.control.should_evaluate:
-            self._evaluate_in_training()
-        if self.control.should_save:
-            self._save_in_training()
-        # What was just called may have asked to stop.
-        self._agree()
-        if self._stop_signal:
-            self._stop()
+    def _make_optimizer_and_scheduler(self, num_steps: int) -> torch.optim.Optimizer:
+        """Make what is not there yet, and check it. Raises UserError where it does not fit the model."""
+        if self._makes_scheduler:
+            self.lr_scheduler = None
+        self.create_optimizer_and_scheduler(num_steps)
+        if self.optimizer is None or self.lr_scheduler is None:
+            missing = "optimizer" if self.optimizer is None else "lr_scheduler"
+            raise UserError(f"there is no {missing}: create_{missing.removeprefix('lr_')} has to set trainer.{missing}")
+        for group in self.optimizer.param_groups:
+            # Those of other processes, where it was made of all parameters of the whole model.
+            group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
+        check_optimizer(self.optimizer, updated_parameters(self.pipe, self.master_weights).values())
+        return self.optimizer
 
-    def _evaluate_in_training(self) -> None:
-        """Evaluate, and draw the consequences."""
-        with self._meter.paused():
-            metrics = self._evaluate_now()
-        is_best = note_best(self.state, self.args, metrics)
-        if takes_metric(self.lr_scheduler):
-            self.lr_scheduler.step(metric_of(self.args, metrics))
-        if self.args.save_strategy == "best":
-            self.control.should_save = is_best
+    # ------------------------------------------------------------------ callbacks and logs
 
-    def _evaluate_now(self) -> dict[str, float]:
-        # An override need not know the argument, where nothing is asked for.
-        return self.evaluate(ignore_keys=self._ignored_keys) if self._ignored_keys else self.evaluate()
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Add metrics to the state's history and give them to the callbacks of this process.
 
-    def _save_in_training(self) -> None:
-        with self._meter.paused():
-            self._save_checkpoint()
-        self._fire("on_save")
+        Args:
+            logs: the metrics.
+            start_time: of the training; with `include_num_input_tokens_seen` the tokens per second are added.
+        """
+        logs["epoch"] = self.state.epoch
+        if self.args.include_num_input_tokens_seen != "no":
+            seen = logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
+            if start_time is not None:
+                logs |= speed_metrics("train", start_time, num_tokens=seen - self._first_num_tokens)
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.fire("on_log", logs=logs)
 
-    def _log_training(self, norm: float | None, rate: float | None) -> None:
-        """Log the mean loss since the last time."""
-        steps = self.state.global_step - self._last_logged_step
-        if steps > 0:
-            logs = {"loss": self._loss_since_log / steps, "grad_norm": norm, "learning_rate": rate}
-            self._loss_logged += self._loss_since_log
-            self._loss_since_log, self._last_logged_step = 0.0, self.state.global_step
-            self.log({name: value for name, value in logs.items() if value is not None} | self._meter.read())
+    def fire(self, event: str, **kwargs: Any) -> None:
+        """Call an event of the callbacks of this process."""
+        self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control, **kwargs)
 
-    @contextmanager
-    def _stopping_on_request(self) -> Iterator[None]:
-        """A scope in which SIGTERM and SIGINT ask the training to stop, where the arguments say so."""
-        self._stop_signal = 0
-        if not self.args.enable_jit_checkpoint:
-            yield
-            return
-        with StopRequest(self.topology, self.args.stop_seconds) as self._stop_request:
-            try:
-                yield
-            finally:
-                self._stop_request = None
+    def new_state(self) -> TrainerState:
+        """The state before a training, with the present state of callbacks that keep one."""
+        callbacks = [*self.callback_handler.callbacks, self.control]
+        return TrainerState(
+            is_local_process_zero=self.args.local_process_index == 0,
+            is_world_process_zero=self.topology.is_main,
+            stateful_callbacks=[one for one in callbacks if isinstance(one, ExportableState)],
+            train_batch_size=self.args.per_device_train_batch_size,
+        )
 
-    def _stop(self) -> NoReturn:
-        """Save this step, where that is not done yet, and end the program."""
-        checkpoint = checkpoint_path(self._output_dir, self.state.global_step)
-        self._evaluation_is_due = self.control.should_evaluate
-        if self._last_saved_step != self.state.global_step:
-            self._save_checkpoint()
-            self._fire("on_save")
-        self._fire("on_train_end")
-        assert self._stop_request is not None
-        self._stop_request.forget_peers()
-        self.topology.barrier()
-        if self.topology.is_main:
-            name, step, steps = signal.Signals(self._stop_signal).name, self.state.global_step, self.state.max_steps
-            print(
-                f"stopped by {name} after step {step} of {steps}; all of it is saved in {checkpoint}: "
-                f"{self.how_to_go_on} to go on from there",
-                file=sys.stderr,
-                flush=True,
-            )
-        raise TrainingStopped(self.state.global_step, checkpoint)
+    # ------------------------------------------------------------------ evaluation
 
-    def _finish(self, first_step: int, start_time: float) -> TrainOutput:
-        steps = self.state.global_step - first_step
-        loss = (self._loss_logged + self._loss_since_log) / max(steps, 1)
-        rows = steps * self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
-        if self.args.batch_tokens is not None:
-            rows = self._num_rows
-        metrics = speed_metrics("train", start_time, num_samples=rows, num_steps=steps)
-        metrics |= {"total_flos": self.state.total_flos, "train_loss": loss}
-        metrics = self._shared(metrics)
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        **generation: Any,
+    ) -> dict[str, float]:
+        """Loss and the metrics of `compute_metrics`; the same in every process.
+
+        The loss is the one trained on, without dropout, and like transformers' Trainer's the mean over rows of the loss
+        of their mini-batch.
+
+        Args:
+            eval_dataset: in place of the trainer's; a dict of datasets, or a name of the trainer's dict, gives each
+                one's metrics under its name.
+            ignore_keys: without effect: a pipeline returns no other outputs than logits.
+            metric_key_prefix: goes before the metrics' names.
+            generation: with `predict_with_generate`, keyword arguments of `generate`.
+        """
+        self._check_surface()
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, str):
+            dataset = {dataset: self.eval_dataset[dataset] if isinstance(self.eval_dataset, Mapping) else None}
+        names = self.topology.from_main(lambda: list(dataset) if isinstance(dataset, Mapping) else None)
+        if names is None:
+            return self._evaluate_one(dataset, metric_key_prefix, generation)
+        metrics: dict[str, float] = {}
+        for name in names:
+            one = dataset[name] if isinstance(dataset, Mapping) else None
+            metrics |= self._evaluate_one(one, f"{metric_key_prefix}_{name}", generation)
+        return metrics
+
+    def _evaluate_one(self, dataset: Any, prefix: str, generation: Mapping[str, Any]) -> dict[str, float]:
+        batches = self._evaluated(dataset, generation, "evaluation requires an eval_dataset")
+        with self.job.during("evaluating"):
+            metrics = self._evaluator().evaluate(batches, prefix, generation)
         self.log(metrics)
-        if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
-            self.pipe.load_pretrained(self.state.best_model_checkpoint)
-        self._fire("on_train_end")
-        self.uploads.finish()
-        return TrainOutput(self.state.global_step, loss, metrics)
+        self.fire("on_evaluate", metrics=metrics)
+        return metrics
+
+    def predict(
+        self,
+        test_dataset: Any,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
+        **generation: Any,
+    ) -> PredictionOutput:
+        """Predictions, labels and metrics of a dataset with labels; the same in every process.
+
+        Args:
+            test_dataset: the examples.
+            ignore_keys: without effect: a pipeline returns no other outputs than logits.
+            metric_key_prefix: goes before the metrics' names.
+            generation: with `predict_with_generate`, keyword arguments of `generate`.
+
+        Returns:
+            Of all rows, or with `eval_do_concat_batches=False` in lists with an entry per mini-batch: the logits, what
+            `preprocess_logits_for_metrics` left of them, or with `predict_with_generate` the tokens; and the labels.
+            Shorter rows are filled with -100, tokens with the padding token.
+        """
+        self._check_surface()
+        batches = self._evaluated(test_dataset, generation, "prediction requires a test_dataset")
+        with self.job.during("evaluating"):
+            prediction = self._evaluator().predict(batches, metric_key_prefix, generation)
+        self.fire("on_predict", metrics=prediction.metrics)
+        return prediction
+
+    def _evaluated(self, dataset: Any, generation: Mapping[str, Any], required: str) -> Iterable[Batch] | None:
+        """The mini-batches of a dataset; None in processes that do not read data.
+
+        Raises UserError where no process has a dataset, or where options of generation are not used.
+        """
+        if not self.topology.from_main(lambda: dataset is not None):
+            raise UserError(required)
+        if generation and not self.args.predict_with_generate:
+            raise UserError(f"{next(iter(generation))}: generation needs predict_with_generate=True")
+        batches = None
+        if dataset is not None:
+            batches = self._eval_batches(dataset)
+        self.callback_handler.eval_dataloader = batches
+        return None if batches is None else batches.epoch(0)
+
+    def _evaluator(self) -> Evaluator:
+        """Made for each call: a script may have set another `compute_metrics` since the last one."""
+        pad_token_id = self.topology.from_main(lambda: getattr(self.processing_class, "pad_token_id", None))
+        return Evaluator(
+            self.pipe,
+            self.args,
+            self.compute_metrics,
+            self.preprocess_logits_for_metrics,
+            pad_token_id,
+            on_batch=lambda: self.fire("on_prediction_step"),
+        )
+
+    # ------------------------------------------------------------------ saving
+
+    def save_model(self, output_dir: str | os.PathLike[str] | None = None, _internal_call: bool = False) -> None:
+        """Write model and tokenizer in Hub format, by default into `args.output_dir`. Every process calls it.
+
+        With `push_to_hub` the model is then uploaded, as transformers' Trainer does.
+
+        Args:
+            output_dir: where to.
+            _internal_call: whether the trainer calls it, for a checkpoint or an upload, and uploads nothing itself.
+        """
+        directory = Path(output_dir) if output_dir is not None else self._output_dir
+        self._check_surface()
+        write_model(directory, self.pipe, self.processing_class or getattr(self.data_collator, "tokenizer", None))
+        if self.args.push_to_hub and not _internal_call:
+            self._push(directory, "Model save", {})
 
 
 #: What the class itself has under the names that a subclass may not override.

@@ -28,7 +28,8 @@ from hf_gpipe.checkpoint.directory import (
     tidy,
     written_whole,
 )
-from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE, load_progress, load_state, save_state
+from hf_gpipe.checkpoint.run_state import Position, RunState
+from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE, load_state, read_state, save_state
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.runtime.topology import Topology
 from tests.checkpoint.test_digests import make_old
@@ -193,7 +194,9 @@ def test_values_without_a_json_form_are_refused(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(parameters.values(), lr=0.1)
     optimizer.param_groups[0]["callback"] = print
     with pytest.raises(CheckpointError, match="an optimizer's option is a builtin"):
-        save_state(tmp_path, parameters, pipe.ties.owner_stage, optimizer, None, {}, pipe.topology)
+        save_state(
+            tmp_path, parameters, pipe.ties.owner_stage, optimizer, None, RunState(Position(), 0, {}), pipe.topology
+        )
 
 
 def test_state_round_trip_is_exact(tmp_path: Path) -> None:
@@ -211,8 +214,9 @@ def test_state_round_trip_is_exact(tmp_path: Path) -> None:
     scheduler.step()
     first = next(iter(parameters.values()))
     optimizer.state[first]["scalar"] = 0.1
-    save_state(tmp_path, parameters, pipe.ties.owner_stage, optimizer, scheduler, {"a": [1, None]}, pipe.topology)
-    assert load_progress(tmp_path) == {"a": [1, None]}
+    run = RunState(Position(1, 2, {"a": [1, None]}), 3, {"b": 0.1}, True, 4, {"scale": 0.5})
+    save_state(tmp_path, parameters, pipe.ties.owner_stage, optimizer, scheduler, run, pipe.topology)
+    assert read_state(tmp_path).run == run
     other = make()
     other_scheduler = torch.optim.lr_scheduler.OneCycleLR(other, 0.9, total_steps=20)
     load_state(tmp_path, parameters, other, other_scheduler)
@@ -223,6 +227,24 @@ def test_state_round_trip_is_exact(tmp_path: Path) -> None:
         assert other.state[parameter].keys() == slots.keys()
         for slot, value in slots.items():
             assert torch.equal(torch.as_tensor(other.state[parameter][slot]), torch.as_tensor(value))
+
+
+def test_progress_of_older_versions_is_read(checkpoint: Path) -> None:
+    file = checkpoint / FOLDER / STATE_FILE
+    content = json.loads(file.read_text())
+    assert RunState.from_json(content["progress"]) == read_state(checkpoint).run
+    for name in ("has_digests", "evaluation_is_due", "num_micro_batches", "loss_scale"):
+        del content["progress"][name]
+    file.write_text(json.dumps(content))
+    saved = read_state(checkpoint)
+    assert not saved.has_digests
+    assert saved.run.position.mini_batches > 0
+    assert (saved.run.evaluation_is_due, saved.run.num_micro_batches, saved.run.loss_scale) == (False, None, None)
+    for name in ("position", "pipeline_step", "data"):
+        damaged = {key: value for key, value in content["progress"].items() if key != name}
+        file.write_text(json.dumps(content | {"progress": damaged}))
+        with pytest.raises(CheckpointError, match=f"checkpoint-8: no training state that can be read: .*{name}"):
+            read_state(checkpoint)
 
 
 # ---------------------------------------------------------------------- directories

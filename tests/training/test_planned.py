@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from hf_gpipe import PipelineTrainer
-from hf_gpipe.checkpoint.state import load_progress
+from hf_gpipe.checkpoint.state import read_state
 from hf_gpipe.errors import UserError
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import parse_recipe
 from hf_gpipe.runtime.job import Job
-from hf_gpipe.training import job, saving
+from hf_gpipe.training import checkpoints, job
 from hf_gpipe.training.longest import longest_mini_batch
 from tests.oracle import tiny_config
 from tests.training.toy import Rows, Stream, arguments, trainer
@@ -60,7 +60,7 @@ def test_what_was_chosen_for_micro_batches_stays_on_resuming(tmp_path: Path, mon
     """Dropout depends on the micro-batch, and the planner's choice on how fast the machine is that day."""
     recipe = parse_recipe(RECIPE.format(folder=tmp_path))
     job.run(recipe, Job.current())
-    chosen = load_progress(tmp_path / "out/checkpoint-2")["num_micro_batches"]
+    chosen = read_state(tmp_path / "out/checkpoint-2").run.num_micro_batches
     seen: list[Any] = []
     original = job.Pipeline
     monkeypatch.setattr(
@@ -74,6 +74,6 @@ def test_what_was_chosen_for_micro_batches_stays_on_resuming(tmp_path: Path, mon
     made.train()
     made.pipe.num_micro_batches = 1 if made.pipe.num_micro_batches > 1 else 2
     warned: list[str] = []
-    monkeypatch.setattr(saving.logger, "warning", warned.append)
+    monkeypatch.setattr(checkpoints.logger, "warning", warned.append)
     made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert "dropout will be another" in warned[0]

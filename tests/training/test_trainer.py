@@ -486,9 +486,8 @@ def test_a_stop_does_not_lose_the_evaluation_of_its_step(tmp_path: Path, capsys:
     undisturbed = trainer(tmp_path / "undisturbed", **values)
     undisturbed.train()
     stopped = trainer(tmp_path / "stopped", callbacks=[Interrupts(4)], **values)
-    stopped.how_to_go_on = "start again some day"
     with pytest.raises(TrainingStopped):
-        stopped.train()
+        stopped.train_from(None, how_to_go_on="start again some day")
     assert "checkpoint-4: start again some day to go on from there" in capsys.readouterr().err
     assert [line["step"] for line in stopped.state.log_history if "eval_loss" in line] == [2]
     resumed = trainer(tmp_path / "stopped", **values)
@@ -500,6 +499,6 @@ def test_a_stop_does_not_lose_the_evaluation_of_its_step(tmp_path: Path, capsys:
         assert found == expected, key
     assert len({line["learning_rate"] for line in undisturbed.state.log_history if "learning_rate" in line}) > 1
     assert_close(weights(resumed), weights(undisturbed), 0.0)
-    resumed._evaluation_is_due = True  # as after a stop
-    resumed.train()
-    assert resumed.state.log_history[0]["step"] == 1, "a training that begins anew has nothing to make up for"
+    with pytest.raises(TrainingStopped):
+        stopped.train()
+    assert stopped.state.log_history[0]["step"] == 1, "a training that begins anew has nothing to make up for"

@@ -1,0 +1,54 @@
+"""How far a training has come, as its checkpoints store it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place in the data: so many mini-batches of this epoch have been trained on.
+
+    `place` is where an iterable dataset stands there (`MiniBatches.place`), in the main process; None: not known.
+    """
+
+    epoch: int = 0
+    mini_batches: int = 0
+    place: Mapping[str, Any] | None = None
+
+
+@dataclass
+class RunState:
+    """Everything of a run's progress that a resumed run needs, besides weights, optimizer and transformers' state.
+
+    A checkpoint stores it as `progress` in state.json.
+
+    Attributes:
+        position: where in the data the training stands.
+        pipeline_step: `Pipeline.step`, which dropout depends on.
+        data: the settings that decide which rows a position stands for.
+        evaluation_is_due: whether the training was stopped before the evaluation of its last step.
+        num_micro_batches: of the pipeline; None: the checkpoint is too old to say.
+        loss_scale: the state of the `LossScaler`; None without one.
+    """
+
+    position: Position
+    pipeline_step: int
+    data: Mapping[str, Any]
+    evaluation_is_due: bool = False
+    num_micro_batches: int | None = None
+    loss_scale: Mapping[str, Any] | None = None
+
+    @classmethod
+    def from_json(cls, progress: Mapping[str, Any]) -> RunState:
+        """Read what a checkpoint stores. Raises KeyError, TypeError or ValueError for anything else."""
+        return cls(
+            Position(**progress["position"]),
+            int(progress["pipeline_step"]),
+            dict(progress["data"]),
+            bool(progress.get("evaluation_is_due", False)),
+            progress.get("num_micro_batches"),
+            progress.get("loss_scale"),
+        )

@@ -1,0 +1,75 @@
+"""The logs of a training: the mean loss since the last one, the last gradient norm and learning rate, and the speed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import TrainerState
+from transformers.trainer_utils import speed_metrics
+
+from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.training.arguments import PipelineTrainingArguments
+from hf_gpipe.training.loader import Batch
+from hf_gpipe.training.meter import Meter
+
+
+class Logs:
+    """Sums up the steps of one training. Every process has one and calls it in step with the others.
+
+    Args:
+        pipe: the pipeline that is trained.
+        args: the trainer's arguments.
+        first_step: updates made before this training.
+        start_time: of this training, by `time.time`.
+
+    Attributes:
+        meter: the speed.
+    """
+
+    def __init__(self, pipe: Pipeline, args: PipelineTrainingArguments, first_step: int, start_time: float) -> None:
+        self._args, self._start_time = args, start_time
+        self.meter = Meter(pipe, args.timeline_steps)
+        self._first_step = self._logged_step = first_step
+        #: The sums of the losses since the last log, and before it.
+        self._loss = self._logged_loss = 0.0
+        self._num_rows = 0
+
+    def add_loss(self, loss: float, steps: int) -> None:
+        """Add the loss of a step that `steps` others came before."""
+        if self._args.logging_nan_inf_filter and not math.isfinite(loss):
+            # As Trainer does: the mean of the steps since the last log stands in for a loss that is not a number.
+            loss = self._loss / (1 + steps - self._logged_step)
+        self._loss += loss
+
+    def count(self, group: Sequence[Batch]) -> None:
+        """Note what a step has trained on."""
+        self._num_rows += sum(len(batch["input_ids"]) for batch in group)
+        self.meter.count(group)
+
+    def read(self, step: int, norm: float | None, rate: float | None) -> dict[str, Any] | None:
+        """The metrics since the last call; None where there was no step.
+
+        Args:
+            step: updates made.
+            norm: of the last step's gradient.
+            rate: the learning rate of the last step.
+        """
+        steps = step - self._logged_step
+        if steps == 0:
+            return None
+        logs = {"loss": self._loss / steps, "grad_norm": norm, "learning_rate": rate}
+        self._logged_loss += self._loss
+        self._loss, self._logged_step = 0.0, step
+        return {name: value for name, value in logs.items() if value is not None} | self.meter.read()
+
+    def summary(self, state: TrainerState) -> dict[str, float]:
+        """The metrics of the whole training, for this process; `train_loss` is the mean loss."""
+        steps = state.global_step - self._first_step
+        rows = steps * self._args.per_device_train_batch_size * self._args.gradient_accumulation_steps
+        if self._args.batch_tokens is not None:
+            rows = self._num_rows
+        metrics: dict[str, float] = speed_metrics("train", self._start_time, num_samples=rows, num_steps=steps)
+        loss = (self._logged_loss + self._loss) / max(steps, 1)
+        return metrics | {"total_flos": state.total_flos, "train_loss": loss}

@@ -1,0 +1,341 @@
+"""The loop of a training: steps over the mini-batches, and between them what callbacks have asked for."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from itertools import islice
+from typing import Any, NoReturn, Protocol
+
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import TrainerControl, TrainerState
+from transformers.trainer_utils import TrainOutput
+
+from hf_gpipe.checkpoint.run_state import Position, RunState
+from hf_gpipe.errors import NonFiniteError
+from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.runtime.batches import shared_stream
+from hf_gpipe.runtime.job import Job
+from hf_gpipe.training.arguments import PipelineTrainingArguments
+from hf_gpipe.training.checkpoints import Checkpoints
+from hf_gpipe.training.evaluator import metric_of, note_best
+from hf_gpipe.training.hub import HubUploads
+from hf_gpipe.training.loader import Batch, MiniBatches, in_groups
+from hf_gpipe.training.logs import Logs
+from hf_gpipe.training.loss_scaling import LossScaler
+from hf_gpipe.training.optim import learning_rate, takes_metric
+from hf_gpipe.training.steps import Plan
+from hf_gpipe.training.stopping import StopRequest, TrainingStopped
+
+logger = transformers.logging.get_logger(__name__)
+
+#: The decisions that callbacks take.
+_FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+
+
+class Trained(Protocol):
+    """A trainer, as the loop sees it; scripts and callbacks may set or override most of this."""
+
+    args: PipelineTrainingArguments
+    pipe: Pipeline
+    uploads: HubUploads
+    state: TrainerState
+    control: TrainerControl
+    optimizer: torch.optim.Optimizer | None
+    lr_scheduler: Any
+    scaler: LossScaler | None
+
+    def fire(self, event: str, **kwargs: Any) -> None: ...
+    def new_state(self) -> TrainerState: ...
+    def log(self, logs: dict[str, Any]) -> None: ...
+    def evaluate(self, *, ignore_keys: list[str] | None = ...) -> dict[str, float]: ...
+    def save_model(self, output_dir: str | os.PathLike[str] | None, _internal_call: bool) -> None: ...
+
+
+class TrainingLoop:
+    """One training, from its first step to its last. Every process has one and calls it in step with the others.
+
+    Args:
+        trainer: whose model is trained; its state is that of the first step.
+        plan: how many steps.
+        batches: the mini-batches; None in processes that do not read data.
+        run: how far the run has come.
+        checkpoints: where steps are saved.
+        logs: of this training.
+        ignored_keys: `ignore_keys` of the evaluations.
+        how_to_go_on: what to do after a stop, for its message.
+    """
+
+    def __init__(
+        self,
+        trainer: Trained,
+        plan: Plan,
+        batches: MiniBatches | None,
+        run: RunState,
+        checkpoints: Checkpoints,
+        logs: Logs,
+        ignored_keys: list[str] | None,
+        how_to_go_on: str,
+    ) -> None:
+        self._trainer, self._plan, self._batches = trainer, plan, batches
+        self._run, self._checkpoints, self._logs = run, checkpoints, logs
+        self._ignored_keys, self._how_to_go_on = ignored_keys, how_to_go_on
+        self._args, self._pipe, self._topology = trainer.args, trainer.pipe, trainer.pipe.topology
+        self._num_parameters = self._pipe.adapter.reference.num_parameters(exclude_embeddings=True)
+        self._stop_request: StopRequest | None = None
+        if self._args.enable_jit_checkpoint:
+            self._stop_request = StopRequest(self._topology, self._args.stop_seconds)
+
+    def train(self) -> TrainOutput:
+        """Train to the end of the plan.
+
+        Raises:
+            TrainingStopped: a signal came, and the last step is saved.
+        """
+        with self._stop_request or nullcontext(), self._pipe.advising_on_memory():
+            with self._logs.meter.paused():
+                self._trainer.fire("on_train_begin")
+                if self._args.eval_on_start:
+                    self._evaluate_now()
+            if self._run.evaluation_is_due:
+                self._make_up_for_evaluation()
+            for epoch in range(self._run.position.epoch, self._plan.num_epochs):
+                if self._control.should_training_stop or self._state.global_step >= self._plan.max_steps:
+                    break
+                self._run_epoch(epoch)
+        return self._finish()
+
+    @property
+    def _state(self) -> TrainerState:
+        return self._trainer.state
+
+    @property
+    def _control(self) -> TrainerControl:
+        return self._trainer.control
+
+    # ------------------------------------------------------------------ steps
+
+    def _run_epoch(self, epoch: int) -> None:
+        self._trainer.fire("on_epoch_begin")
+        begin = self._run.position if epoch == self._run.position.epoch else Position(epoch)
+        done, job, batches = begin.mini_batches, Job.current(), self._batches
+        source = None
+        if batches is not None:
+            groups = in_groups(batches.epoch(epoch, done, begin.place), self._plan.accumulation)
+            source = job.noting(islice(groups, self._plan.max_steps - self._state.global_step), "reading a mini-batch")
+        norm, rate = None, None
+        for group in shared_stream(source, self._topology):
+            job.note(f"training step {self._state.global_step + 1}")
+            self._trainer.fire("on_step_begin")
+            norm, rate = self._step(group)
+            done += len(group)
+            # Of the mini-batches trained on: those that are read ahead are read again.
+            self._run.position = Position(epoch, done, None if batches is None else batches.place(done))
+            self._state.global_step += 1
+            self._state.epoch = epoch + self._plan.fraction_of_epoch(done)
+            self._trainer.fire("on_step_end")
+            self._log_evaluate_save(norm, rate)
+            if self._control.should_epoch_stop or self._control.should_training_stop:
+                break
+        if done == 0:
+            # An iterable dataset that is exhausted: another epoch would give nothing either.
+            self._control.should_training_stop = True
+        # A training that stops inside an epoch, at max_steps say, has the rest of it before it.
+        if done == self._plan.mini_batches_per_epoch or not self._control.should_training_stop:
+            self._run.position = Position(epoch + 1)
+        self._trainer.fire("on_epoch_end")
+        self._log_evaluate_save(norm, rate)
+
+    def _step(self, group: Sequence[Batch]) -> tuple[float, float]:
+        """One update from one or more mini-batches; the norm of the gradient and the learning rate it was made with."""
+        norm = rate = 0.0
+
+        def update(loss: torch.Tensor) -> None:
+            nonlocal norm, rate
+            for _ in group[1:]:
+                self._trainer.fire("on_substep_end")
+            norm, rate = self._update(float(loss))
+
+        self._pipe.loss_scale = 1.0 if self._trainer.scaler is None else self._trainer.scaler.scale
+        self._pipe.train_on(group, self._logs.meter.times(self._state.global_step + 1), update)
+        self._pipe.zero_grad()
+        self._count(group)
+        self._logs.count(group)
+        return norm, rate
+
+    def _update(self, loss: float) -> tuple[float, float]:
+        """The update in the table's U, once all processes' gradients are complete: clip, step, schedule the rate."""
+        optimizer, scheduler, scaler = self._trainer.optimizer, self._trainer.lr_scheduler, self._trainer.scaler
+        assert optimizer is not None
+        if scaler is not None:
+            scaler.unscale_(self._pipe.parameters())
+        limit = self._args.max_grad_norm
+        norm = float(self._pipe.clip_grad_norm_(limit) if limit is not None and limit > 0 else self._pipe.grad_norm())
+        is_applied = self._is_applied(loss, norm, scaler)
+        self._logs.add_loss(loss, self._state.global_step)
+        self._trainer.fire("on_pre_optimizer_step")
+        if is_applied:
+            optimizer.step()
+        self._trainer.fire("on_optimizer_step")
+        rate = learning_rate(optimizer)
+        if is_applied and not takes_metric(scheduler):
+            scheduler.step()
+        return norm, rate
+
+    def _is_applied(self, loss: float, norm: float, scaler: LossScaler | None) -> bool:
+        """Whether a step's gradients are applied. It follows from numbers that every process has, so that all agree."""
+        has_overflowed = scaler is not None and not math.isfinite(norm)
+        if scaler is not None:
+            scaler.update(has_overflowed)
+        # With a scale, an infinite gradient of a finite loss only says that the scale is too large.
+        if math.isfinite(loss) and (has_overflowed or math.isfinite(norm)):
+            return not has_overflowed
+        step, reaction = self._state.global_step + 1, self._args.on_nonfinite_loss
+        if reaction == "stop":
+            raise NonFiniteError(
+                f"step {step}: the loss is {loss} and the gradient's norm {norm}; lower learning_rate or "
+                "max_grad_norm, look at the data, or set on_nonfinite_loss to skip"
+            )
+        if reaction == "skip" and self._topology.is_main:
+            logger.warning(f"step {step} is skipped: its loss is {loss}, its gradient's norm {norm}")
+        return reaction == "ignore" and not has_overflowed
+
+    def _count(self, group: Sequence[Batch]) -> None:
+        """Note in the state how much a step has computed and read."""
+        for batch in group:
+            ids, mask = batch["input_ids"], batch.get("attention_mask")
+            self._state.total_flos += 6 * ids.numel() * self._num_parameters
+            if self._args.include_num_input_tokens_seen == "non_padding" and mask is not None:
+                self._state.num_input_tokens_seen += int(mask.sum())
+            elif self._args.include_num_input_tokens_seen != "no":
+                self._state.num_input_tokens_seen += ids.numel()
+        every = self._args.torch_empty_cache_steps
+        if every and self._topology.device.type == "cuda" and self._state.global_step % every == 0:
+            torch.cuda.empty_cache()
+
+    # ------------------------------------------------------------------ between steps
+
+    def _log_evaluate_save(self, norm: float | None, rate: float | None) -> None:
+        """Do what callbacks have asked for, in every process."""
+        if stop_signal := self._agree():
+            self._log(norm, rate)
+            self._stop(stop_signal)
+        if not (self._control.should_log or self._control.should_evaluate or self._control.should_save):
+            return
+        if self._control.should_log:
+            self._log(norm, rate)
+        if self._control.should_evaluate:
+            self._evaluate()
+        if self._control.should_save:
+            self._save()
+        # What was just called may have asked to stop.
+        if stop_signal := self._agree():
+            self._stop(stop_signal)
+
+    def _agree(self) -> int:
+        """Let what callbacks or a signal have asked of any process hold in all of them: one alone would hang.
+
+        Returns:
+            The signal on which the training stops; 0: none.
+        """
+        asked = [int(getattr(self._control, flag)) for flag in _FLAGS]
+        asked.append(self._stop_request.signal if self._stop_request is not None else 0)
+        if self._topology.num_processes > 1:
+            agreed = torch.tensor(asked)
+            dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+            asked = agreed.tolist()
+        for flag, value in zip(_FLAGS, asked, strict=False):
+            setattr(self._control, flag, bool(value))
+        return asked[-1]
+
+    def _log(self, norm: float | None, rate: float | None) -> None:
+        logs = self._logs.read(self._state.global_step, norm, rate)
+        if logs is not None:
+            self._trainer.log(logs)
+
+    def _evaluate(self) -> None:
+        """Evaluate, and draw the consequences."""
+        with self._logs.meter.paused():
+            metrics = self._evaluate_now()
+        is_best = note_best(self._state, self._args, metrics)
+        if takes_metric(self._trainer.lr_scheduler):
+            self._trainer.lr_scheduler.step(metric_of(self._args, metrics))
+        if self._args.save_strategy == "best":
+            self._control.should_save = is_best
+
+    def _evaluate_now(self) -> dict[str, float]:
+        # An override need not know the argument, where nothing is asked for.
+        return (
+            self._trainer.evaluate(ignore_keys=self._ignored_keys) if self._ignored_keys else self._trainer.evaluate()
+        )
+
+    def _make_up_for_evaluation(self) -> None:
+        """Do what the step that was resumed from has left undone, for the training was stopped there."""
+        self._run.evaluation_is_due = False
+        self._evaluate()
+        if self._state.best_global_step == self._state.global_step:
+            # Saved again: its checkpoint does not know yet that it is the best one.
+            self._save()
+
+    def _save(self) -> None:
+        with self._logs.meter.paused():
+            self._save_checkpoint()
+        self._trainer.fire("on_save")
+
+    def _save_checkpoint(self) -> None:
+        trainer, state = self._trainer, self._state
+        assert trainer.optimizer is not None
+        if state.best_global_step == state.global_step:
+            state.best_model_checkpoint = str(self._checkpoints.path(state.global_step))
+        # A new state has the present state of callbacks that keep one.
+        state.stateful_callbacks = trainer.new_state().stateful_callbacks
+        save_model = partial(trainer.save_model, _internal_call=True)
+        written = self._checkpoints.write(self._run, state, trainer.optimizer, trainer.lr_scheduler, save_model)
+        if self._args.push_to_hub:
+            trainer.fire("on_push_begin")
+            if self._topology.is_main:
+                trainer.uploads.push_checkpoint(written, f"Training in progress, step {state.global_step}")
+            if self._args.save_total_limit is not None:
+                # What is being uploaded must not be deleted.
+                trainer.uploads.finish()
+        # One with a higher number may lie there since an earlier run, and be damaged.
+        self._checkpoints.rotate(written, state.best_model_checkpoint or written)
+
+    # ------------------------------------------------------------------ the end
+
+    def _stop(self, stop_signal: int) -> NoReturn:
+        """Save this step, where that is not done yet, and end the program."""
+        step, steps = self._state.global_step, self._state.max_steps
+        checkpoint = self._checkpoints.path(step)
+        self._run.evaluation_is_due = self._control.should_evaluate
+        if self._checkpoints.saved_step != step:
+            self._save()
+        self._trainer.fire("on_train_end")
+        assert self._stop_request is not None
+        self._stop_request.forget_peers()
+        self._topology.barrier()
+        if self._topology.is_main:
+            print(
+                f"stopped by {signal.Signals(stop_signal).name} after step {step} of {steps}; all of it is saved in "
+                f"{checkpoint}: {self._how_to_go_on} to go on from there",
+                file=sys.stderr,
+                flush=True,
+            )
+        raise TrainingStopped(step, checkpoint)
+
+    def _finish(self) -> TrainOutput:
+        mine = self._logs.summary(self._state)
+        metrics = self._topology.from_main(lambda: mine)
+        self._trainer.log(metrics)
+        if self._args.load_best_model_at_end and self._state.best_model_checkpoint is not None:
+            self._pipe.load_pretrained(self._state.best_model_checkpoint)
+        self._trainer.fire("on_train_end")
+        self._trainer.uploads.finish()
+        return TrainOutput(self._state.global_step, mine["train_loss"], metrics)
