@@ -1,7 +1,8 @@
 """Devices and links as data: memory, rates and bandwidths of common ones, from their makers' data sheets.
 
-Rates are the dense peaks, of tensor cores where the type has them; what a transformer reaches of them is the time
-bill's business. In float32 they are those of PyTorch's default, without TF32. A link's bandwidth is in one direction.
+Rates are the dense peaks, of tensor cores where the type has them; what a transformer reaches of them is
+prefix_sums.py's business. In float32 they are those of PyTorch's default, without TF32. A link's bandwidth is in one
+direction.
 """
 
 from __future__ import annotations

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.plan import Plan, Planner, seconds_text
 from hf_gpipe.planner.resolve import micro_batch_counts, planned
 from hf_gpipe.planner.settings import AUTO, Request
-from hf_gpipe.planner.timing import seconds_text
 from hf_gpipe.recipe.sizes import size_text
 
 #: A plan that was to fit and did not is mended by one that needs this share of it at most.

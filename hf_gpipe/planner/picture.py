@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from matplotlib.figure import Figure
 
-#: Of each item of a memory bill; they stay apart for colour-blind readers.
+#: Of each item of a memory estimate; they stay apart for colour-blind readers.
 _COLOURS = {
     "parameters": "#4c78a8",
     "gradients": "#72b7b2",

@@ -3,22 +3,46 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 
+import torch
+
+from hf_gpipe.adapters import Adapter
+from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.errors import UserError
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.partition import stages_of
 from hf_gpipe.planner.costs import InnerRecompute, ModelCosts
 from hf_gpipe.planner.devices import Device
-from hf_gpipe.planner.memory import MemoryBill, Ran, StageLayers, bill, ran
-from hf_gpipe.planner.settings import RecomputeChoice, Settings
-from hf_gpipe.planner.sums import MemorySums
-from hf_gpipe.planner.timing import TimeBill, TimeSums
-from hf_gpipe.planner.workload import largest_micro_batch
+from hf_gpipe.planner.memory import MemoryBound, MemoryEstimate, StageLayers, estimate_memory
+from hf_gpipe.planner.prefix_sums import LayerSums
+from hf_gpipe.planner.profile import profile_layers
+from hf_gpipe.planner.settings import Settings
+from hf_gpipe.planner.trace_costs import LayerTracer
+from hf_gpipe.planner.workload import Workload, largest_micro_batch
+from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 from hf_gpipe.runtime.recompute import Recompute
-from hf_gpipe.schedule import ActionKind, Schedule, Timeline, build, placement_for, simulate
+from hf_gpipe.schedule import ActionKind, Costs, Schedule, Timeline, build, placement_for, simulate
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    """Seconds that a process spends in one step, by what it does; together they are the step."""
+
+    forward: float
+    recompute: float
+    """Of whole stages. That of blocks is part of the backward."""
+    backward: float
+    update: float
+    bubble: float
+    """Waiting, for other stages and for messages."""
+
+    @property
+    def total(self) -> float:
+        """The step."""
+        return self.forward + self.recompute + self.backward + self.update + self.bubble
 
 
 @dataclass(frozen=True)
@@ -45,7 +69,7 @@ class StagePlan:
     num_parameters: int
     owned_parameters: int
     recompute: str
-    memory: MemoryBill
+    memory: MemoryEstimate
     busy_seconds: float
 
 
@@ -55,8 +79,8 @@ class ProcessPlan:
 
     number: int
     stages: tuple[int, ...]
-    memory: MemoryBill
-    time: TimeBill
+    memory: MemoryEstimate
+    time: TimeEstimate
 
 
 @dataclass(frozen=True)
@@ -132,8 +156,48 @@ class Planner:
         self.device = device
         self.memory_bytes = device.memory_bytes if memory_bytes is None else memory_bytes
         self._costs: dict[int, ModelCosts] = {}
-        self._time_sums: dict[int, TimeSums] = {}
-        self._memory_sums: dict[tuple[int, float], MemorySums] = {}
+        self._sums: dict[int, LayerSums] = {}
+
+    @classmethod
+    def of(
+        cls,
+        adapter: Adapter,
+        mini_batch: Workload,
+        device: Device,
+        *,
+        peft: PeftAdapter | None = None,
+        loss: TokenLoss = PLAIN,
+        as_on_gpu: bool = False,
+        measured: Mapping[int, ModelCosts] | None = None,
+        profile_on: torch.device | None = None,
+        memory_bytes: int | None = None,
+        mini_batches: int = 1,
+    ) -> Planner:
+        """For a model that has its adapter. Further arguments are those of the class.
+
+        Args:
+            adapter: the model's.
+            mini_batch: its shape.
+            device: what a process computes on.
+            peft: PEFT layers that alone are trained.
+            loss: of the target tokens.
+            as_on_gpu: whether the stages will run on GPUs, whose attention keeps less.
+            measured: costs with seconds, by the rows of the micro-batch.
+            profile_on: where to measure the other layers' seconds; None: they are estimated.
+            memory_bytes: the most that a process may use.
+            mini_batches: that are accumulated in a step.
+        """
+        tracer = cache(lambda: LayerTracer(adapter, peft=peft, loss=loss, as_on_gpu=as_on_gpu))
+
+        def costs_of(rows: int) -> ModelCosts:
+            if measured is not None and rows in measured:
+                return measured[rows]
+            workload = replace(mini_batch, rows=rows)
+            if profile_on is not None:
+                return profile_layers(adapter, workload, profile_on, peft=peft, loss=loss)
+            return tracer().costs(workload)
+
+        return cls(costs_of, mini_batch.rows, device, memory_bytes, mini_batches)
 
     def within(self, memory_bytes: int | None) -> Planner:
         """The same planner with another limit; what it has computed is shared."""
@@ -162,29 +226,24 @@ class Planner:
             self._costs[rows] = self._costs_of(rows)
         return self._costs[rows]
 
-    def time_sums(self, num_micro_batches: int) -> TimeSums:
-        """Seconds of runs of layers for one of M micro-batches."""
+    def sums(self, num_micro_batches: int) -> LayerSums:
+        """Bytes and seconds of runs of layers for one of M micro-batches."""
         rows = self.micro_batch_rows(num_micro_batches)
-        if rows not in self._time_sums:
-            self._time_sums[rows] = TimeSums(self.costs(num_micro_batches), self.device)
-        return self._time_sums[rows]
+        if rows not in self._sums:
+            self._sums[rows] = LayerSums(self.costs(num_micro_batches), self.device)
+        return self._sums[rows]
 
-    def memory_sums(self, settings: Settings) -> MemorySums:
-        """Bytes of runs of layers for one micro-batch of these settings."""
-        costs = self.costs(settings.num_micro_batches)
-        share = settings.state_share(costs.dtype)
-        key = self.micro_batch_rows(settings.num_micro_batches), share
-        if key not in self._memory_sums:
-            self._memory_sums[key] = MemorySums(costs, share)
-        return self._memory_sums[key]
+    def memory_bound(self, settings: Settings) -> MemoryBound:
+        """On the stages of any partition. The partition of the settings is not read."""
+        sums = self.sums(settings.num_micro_batches)
+        return MemoryBound(sums, self.table(settings), settings.state_share(sums.costs.dtype))
 
-    def table(
-        self, schedule: str, num_stages: int, num_micro_batches: int, recompute: RecomputeChoice, num_processes: int
-    ) -> Schedule:
-        """The table that a pipeline with these arguments runs."""
-        placement = placement_for(schedule, num_stages, num_processes)
-        of_table = Recompute.parse(recompute, num_stages).of_table
-        return build(schedule, num_stages, self.micro_batches_of_step(num_micro_batches), placement, of_table)
+    def table(self, settings: Settings) -> Schedule:
+        """The table that a pipeline with these settings runs. Their partition is not read."""
+        name, num_stages = settings.schedule, settings.num_stages
+        placement = placement_for(name, num_stages, settings.num_processes)
+        of_table = Recompute.parse(settings.recompute, num_stages).of_table
+        return build(name, num_stages, self.micro_batches_of_step(settings.num_micro_batches), placement, of_table)
 
     def plan(self, settings: Settings) -> Plan:
         """What one step of a pipeline with these settings needs.
@@ -192,26 +251,24 @@ class Planner:
         Raises:
             UserError: one of its kinds, for settings that no pipeline could have.
         """
-        num_stages, num_micro_batches = settings.num_stages, settings.num_micro_batches
-        costs, sums = self.costs(num_micro_batches), self.time_sums(num_micro_batches)
-        cut(len(costs.layers), num_stages, settings.partition)
-        table = self.table(settings.schedule, num_stages, num_micro_batches, settings.recompute, settings.num_processes)
+        costs, sums = self.costs(settings.num_micro_batches), self.sums(settings.num_micro_batches)
+        cut(len(costs.layers), settings.num_stages, settings.partition)
+        table = self.table(settings)
+        placement = table.placement
         stages = stage_layers(settings)
-        timeline = simulate(
-            table,
-            sums.table_costs(
-                stages, recompute_shares(table), settings.optimizer, is_local=table.placement.num_processes == 1
-            ),
-        )
-        spans, state_share, reserved = ran(timeline), settings.state_share(costs.dtype), self.device.reserved_share
+        timeline = simulate(table, _table_costs(sums, stages, table, settings.optimizer))
+        state_share = settings.state_share(costs.dtype)
+
+        def memory(own: Sequence[int]) -> MemoryEstimate:
+            return estimate_memory(sums, stages, timeline, own, state_share)
+
         processes = []
-        for number in range(table.placement.num_processes):
-            own = table.placement.stages_of(number)
-            memory = bill(costs, stages, spans, own, state_share, reserved)
-            processes.append(ProcessPlan(number, own, memory, _time_bill(timeline, spans, own)))
+        for number in range(placement.num_processes):
+            own = placement.stages_of(number)
+            processes.append(ProcessPlan(number, own, memory(own), _time_of(timeline, own)))
         plans = []
         for number, (stage, entry) in enumerate(zip(stages, _entries(settings), strict=True)):
-            process = processes[table.placement.processes[number]]
+            process = processes[placement.processes[number]]
             is_alone = len(process.stages) == 1
             plans.append(
                 StagePlan(
@@ -220,11 +277,11 @@ class Planner:
                     layers=range(stage.start, stage.stop),
                     first_layer=costs.layers[stage.start].name,
                     last_layer=costs.layers[stage.stop - 1].name,
-                    num_parameters=costs.held(stage.start, stage.stop).count,
-                    owned_parameters=costs.owned(stage.start, stage.stop).count,
+                    num_parameters=sums.held(stage.start, stage.stop).count,
+                    owned_parameters=sums.owned(stage.start, stage.stop).count,
                     recompute=str(entry),
-                    memory=process.memory if is_alone else bill(costs, stages, spans, (number,), state_share, reserved),
-                    busy_seconds=sum(float(span.busy) for span in spans[number].values()),
+                    memory=process.memory if is_alone else memory((number,)),
+                    busy_seconds=float(timeline.busy_seconds(number)),
                 )
             )
         return Plan(settings, self, costs, tuple(plans), tuple(processes), timeline)
@@ -254,15 +311,40 @@ def _entries(settings: Settings) -> tuple[str | int, ...]:
     return settings.recompute
 
 
-def _time_bill(timeline: Timeline, spans: Ran, own: Sequence[int]) -> TimeBill:
+def _table_costs(sums: LayerSums, stages: Sequence[StageLayers], table: Schedule, optimizer: str) -> Costs:
+    """What the simulation of a table needs."""
+    ranges = [(stage.start, stage.stop) for stage in stages]
+    forward = [
+        share * sums.forward_only_seconds(*layers) + (1 - share) * sums.forward_seconds(*layers)
+        for layers, share in zip(ranges, recompute_shares(table), strict=True)
+    ]
+    boundaries = [sums.costs.layers[start].input_bytes for start, _ in ranges[1:]]
+    # One process has all stages on one device, between which nothing travels.
+    is_local = table.placement.num_processes == 1
+    return Costs(
+        forward_seconds=forward,
+        recompute_seconds=[sums.forward_seconds(*layers) for layers in ranges],
+        backward_seconds=[sums.backward_seconds(stage.start, stage.stop, stage.inner) for stage in stages],
+        update_seconds=[sums.update_seconds(*layers, optimizer) for layers in ranges],
+        transfer_seconds=[0.0 if is_local else sums.device.link_seconds(size) for size in boundaries],
+    )
+
+
+def _time_of(timeline: Timeline, own: Sequence[int]) -> TimeEstimate:
+    """How a process with the stages `own` spends a step."""
     seconds = dict.fromkeys(ActionKind, 0.0)
     for stage in own:
-        for action, span in spans[stage].items():
+        for action, span in timeline.spans_of[stage].items():
             seconds[action.kind] += float(span.busy)
-    return TimeBill(
+    return TimeEstimate(
         forward=seconds[ActionKind.FORWARD],
         recompute=seconds[ActionKind.RECOMPUTE],
         backward=seconds[ActionKind.BACKWARD],
         update=seconds[ActionKind.UPDATE],
         bubble=max(float(timeline.total_seconds) - sum(seconds.values()), 0.0),
     )
+
+
+def seconds_text(seconds: float) -> str:
+    """A time for people: "1.23 s", "45.6 ms"."""
+    return f"{seconds:.3g} s" if seconds >= 1 or seconds == 0 else f"{1000 * seconds:.3g} ms"

@@ -8,10 +8,9 @@ from itertools import groupby
 from typing import Any
 
 from hf_gpipe.planner.fix import smallest_fix
-from hf_gpipe.planner.memory import MemoryBill
-from hf_gpipe.planner.plan import Plan, StagePlan
+from hf_gpipe.planner.memory import MemoryEstimate
+from hf_gpipe.planner.plan import Plan, StagePlan, seconds_text
 from hf_gpipe.planner.search import Found
-from hf_gpipe.planner.timing import seconds_text
 from hf_gpipe.recipe.sizes import size_text
 
 #: From here on consecutive stages that are alike share a line of the table.
@@ -81,7 +80,7 @@ def time_why(plan: Plan) -> str:
     """The slowest stage, and what makes it so."""
     slowest = plan.slowest_stage
     mean = sum(stage.busy_seconds for stage in plan.stages) / len(plan.stages)
-    sums = plan.planner.time_sums(plan.settings.num_micro_batches)
+    sums = plan.planner.sums(plan.settings.num_micro_batches)
     seconds = {
         index: sums.forward_seconds(index, index + 1) + sums.backward_seconds(index, index + 1, "none")
         for index in slowest.layers
@@ -224,8 +223,8 @@ def _search_row(plan: Plan) -> str:
     )
 
 
-def _items(bill: MemoryBill) -> dict[str, int]:
-    return {name: int(size) for name, size in asdict(bill).items()}
+def _items(memory: MemoryEstimate) -> dict[str, int]:
+    return {name: int(size) for name, size in asdict(memory).items()}
 
 
 def _types(plan: Plan) -> str:

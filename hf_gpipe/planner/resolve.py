@@ -8,11 +8,10 @@ from dataclasses import replace
 
 from hf_gpipe.errors import PartitionError, ScheduleError, UserError
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.plan import Plan, Planner, seconds_text
 from hf_gpipe.planner.recompute import choose_recompute
 from hf_gpipe.planner.settings import AUTO, Request, Settings, Settled
 from hf_gpipe.planner.split import choose_partition
-from hf_gpipe.planner.timing import seconds_text
 from hf_gpipe.recipe.sizes import size_text
 
 logger = logging.getLogger(__name__)

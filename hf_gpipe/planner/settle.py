@@ -11,9 +11,8 @@ from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.errors import UserError
 from hf_gpipe.planner.costs import ModelCosts, mean_costs
-from hf_gpipe.planner.measure import costs_of
-from hf_gpipe.planner.measure_seconds import profile_layers
 from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.profile import profile_layers
 from hf_gpipe.planner.resolve import best_plan, micro_batch_counts, resolve
 from hf_gpipe.planner.settings import Request, Settled
 from hf_gpipe.planner.this_machine import this_machine
@@ -61,21 +60,17 @@ class Expectation:
         Raises:
             UserError: there is no example.
         """
-        mini_batch = self.mini_batch()
-
-        def costs(rows: int) -> ModelCosts:
-            if measured is not None and rows in measured:
-                return measured[rows]
-            return costs_of(
-                self.adapter,
-                replace(mini_batch, rows=rows),
-                peft=self.peft,
-                loss=self.loss,
-                as_on_gpu=self.topology.device.type == "cuda",
-            )
-
-        device = this_machine(self.topology.device, self.topology.num_processes)
-        return Planner(costs, mini_batch.rows, device, memory_bytes, self.mini_batches)
+        return Planner.of(
+            self.adapter,
+            self.mini_batch(),
+            this_machine(self.topology.device, self.topology.num_processes),
+            peft=self.peft,
+            loss=self.loss,
+            as_on_gpu=self.topology.device.type == "cuda",
+            measured=measured,
+            memory_bytes=memory_bytes,
+            mini_batches=self.mini_batches,
+        )
 
     def plan(self, request: Request) -> Plan:
         """What the planner predicts of it. Raises UserError where there is no example, or nothing that could be run."""
