@@ -12,15 +12,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hf_gpipe.adapters.transformer_size import transformer_config
     from hf_gpipe.pipeline import Pipeline
+    from hf_gpipe.recipe import PipelineConfig
     from hf_gpipe.training.arguments import PipelineTrainingArguments
     from hf_gpipe.training.trainer import PipelineTrainer
 
 __version__ = "0.1.0"
 
-__all__ = ["Pipeline", "PipelineTrainer", "PipelineTrainingArguments", "__version__", "transformer_config"]
+__all__ = [
+    "Pipeline",
+    "PipelineConfig",
+    "PipelineTrainer",
+    "PipelineTrainingArguments",
+    "__version__",
+    "transformer_config",
+]
 
 _MODULE_OF = {
     "Pipeline": "hf_gpipe.pipeline",
+    "PipelineConfig": "hf_gpipe.recipe",
     "PipelineTrainer": "hf_gpipe.training.trainer",
     "PipelineTrainingArguments": "hf_gpipe.training.arguments",
     "transformer_config": "hf_gpipe.adapters.transformer_size",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -17,6 +18,7 @@ from hf_gpipe.adapters.feed_forward import divide_by_depth, feed_forward_outputs
 from hf_gpipe.adapters.guards import check_as_configured, check_model
 from hf_gpipe.adapters.peft import PeftAdapter, find_peft, make_peft
 from hf_gpipe.checkpoint import hub
+from hf_gpipe.checkpoint.digests import check_model_files
 from hf_gpipe.errors import CheckpointError, UserError
 from hf_gpipe.exactness import verify
 from hf_gpipe.runtime.loss import TokenLoss
@@ -25,6 +27,8 @@ from hf_gpipe.runtime.topology import Topology
 
 ModelSource: TypeAlias = PreTrainedModel | PreTrainedConfig | str | os.PathLike[str]
 """A model in memory, a configuration to initialise, or a Hub id or directory to load."""
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Source:
         cls,
         model: ModelSource,
         *,
-        dtype: torch.dtype | None,
+        dtype: torch.dtype | str | None,
         attn_implementation: str | None,
         trust_remote_code: bool,
         config_overrides: Mapping[str, Any] | None,
@@ -63,6 +67,7 @@ class Source:
 
         Raises UserError for a model that cannot be split exactly, or that is not what its configuration makes.
         """
+        weights = _read_dtype(dtype, "dtype")
         model, peft_request = find_peft(model, peft_config)
         check_model(model)
         if config_overrides and not isinstance(model, str | os.PathLike):
@@ -75,13 +80,13 @@ class Source:
         config = _config_of(model, trust_remote_code, config_overrides)
         model_class = None
         if isinstance(model, PreTrainedModel):
-            if dtype not in (None, model.dtype):
-                raise UserError(f"dtype={dtype}: the given model is {model.dtype}; convert it before, with model.to")
-            dtype, model_class = model.dtype, type(model)
+            if weights not in (None, model.dtype):
+                raise UserError(f"dtype={weights}: the given model is {model.dtype}; convert it before, with model.to")
+            weights, model_class = model.dtype, type(model)
             attn_implementation = attn_implementation or config._attn_implementation
-        dtype = dtype or getattr(config, "dtype", None) or torch.float32
+        weights = weights or _read_dtype(getattr(config, "dtype", None), "the configuration's dtype") or torch.float32
         adapter = adapter_for(
-            config, dtype, attn_implementation, model_class, trust_remote_code=trust_remote_code, autocast=autocast
+            config, weights, attn_implementation, model_class, trust_remote_code=trust_remote_code, autocast=autocast
         )
         if depth_scaled_feed_forward:
             feed_forward_outputs(adapter)  # refuses a family before any weight is made
@@ -105,16 +110,15 @@ class Source:
             check_as_configured(model, expected)
         return source
 
-    def stage_model(self, layers: range, device: torch.device, seed: int, directory: str | None = None) -> StageModel:
+    def stage_model(self, layers: range, device: torch.device, seed: int) -> StageModel:
         """A run of layers with its weights in memory.
 
         Args:
             layers: their numbers.
             device: where the weights go.
             seed: of initial weights.
-            directory: read from there instead.
         """
-        source = directory or self.model
+        source = self.model
         stage_model = StageModel(self.adapter, layers[0], layers[-1] + 1)
         if isinstance(source, PreTrainedModel):
             if self.peft is not None and self.has_peft_layers:
@@ -133,32 +137,37 @@ class Source:
 
 
 def make_stages(
-    models: Mapping[int, StageModel], adapter: Adapter, topology: Topology, loss: TokenLoss
+    models: Mapping[int, StageModel], adapter: Adapter, is_trained: Sequence[bool], loss: TokenLoss
 ) -> dict[int, Stage]:
-    """This process's stages, which know which tensors' gradients are wanted. Every process calls it."""
-    local: dict[int, bool] = {}
-    for stage_model in models.values():
-        for index, layer in enumerate(stage_model.layers, stage_model.start):
-            modules = [stage_model.model.get_submodule(name) for name in layer.modules]
-            local[index] = any(p.requires_grad for module in modules for p in module.parameters())
-    is_trainable: dict[int, bool] = {}
-    for part in topology.gather_objects(local):
-        is_trainable.update(part)
-    flag = {layer: is_trainable[index] for index, layer in enumerate(adapter.layers)}
-
-    def wants_gradient(boundary: int) -> dict[str, bool]:
-        sources = adapter.sources(boundary)
-        return {name: any(flag[layer] for layer in layers) for name, layers in sources.items()}
-
+    """This process's stages, which know which tensors' gradients are wanted: `is_trained` is of `trained_layers`."""
     return {
-        number: Stage(
-            one,
-            {} if one.is_first else wants_gradient(one.start),
-            {} if one.is_last else wants_gradient(one.stop),
-            loss,
-        )
+        number: Stage(one, lambda boundary: adapter.wants_gradient(boundary, is_trained), loss)
         for number, one in models.items()
     }
+
+
+def trained_layers(models: Mapping[int, StageModel], adapter: Adapter, topology: Topology) -> list[bool]:
+    """For each layer of the whole model whether it is trained, the same in every process. Every process calls it."""
+    local = {
+        index: adapter.is_trained(layer, stage_model.model)
+        for stage_model in models.values()
+        for index, layer in enumerate(stage_model.layers, stage_model.start)
+    }
+    is_trained: dict[int, bool] = {}
+    for part in topology.gather_objects(local):
+        is_trained.update(part)
+    return [is_trained[index] for index in range(len(adapter.layers))]
+
+
+def _read_dtype(given: Any, what: str) -> torch.dtype | None:
+    """The type of weights that is asked for, by itself or by name; None where the choice is left to the model."""
+    if given is None or given == "auto":
+        return None
+    dtype = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
+    if dtype not in _DTYPES:
+        names = ", ".join(str(one).removeprefix("torch.") for one in _DTYPES)
+        raise UserError(f"{what} is {given!r}; expected one of {names}, or 'auto' for the model's own")
+    return dtype
 
 
 def _config_of(model: ModelSource, trust_remote_code: bool, overrides: Mapping[str, Any] | None) -> PreTrainedConfig:
@@ -166,6 +175,7 @@ def _config_of(model: ModelSource, trust_remote_code: bool, overrides: Mapping[s
         return model.config
     if isinstance(model, PreTrainedConfig):
         return model
+    check_model_files(Path(model))
     try:
         return AutoConfig.from_pretrained(str(model), trust_remote_code=trust_remote_code, **(overrides or {}))
     except (OSError, ValueError) as error:

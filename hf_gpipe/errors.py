@@ -10,6 +10,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+#: Exit codes of a command beside 0: a fault; an error that the user can correct; a signal stopped the training, and all
+#: of it is saved, so that the same command goes on with it (EX_TEMPFAIL of sysexits.h).
+EXIT_FAILURE, EXIT_USER_ERROR, EXIT_STOPPED = 1, 2, 75
+
 
 class HfGpipeError(Exception):
     """The base of all exceptions below."""
@@ -32,7 +36,15 @@ class PartitionError(UserError):
 
 
 class ScheduleError(UserError):
-    """A table that is not a valid schedule: names the action and what it lacks."""
+    """A table that is not a valid schedule: names the action and what it lacks.
+
+    Attributes:
+        line: how the line of the table's text begins that is wrong, such as "process 1"; None: no single line is.
+    """
+
+    def __init__(self, message: str, line: str | None = None) -> None:
+        super().__init__(message)
+        self.line = line
 
 
 class UnsupportedModelError(UserError):
@@ -41,6 +53,10 @@ class UnsupportedModelError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint directory that is missing, incomplete or contradicts the model."""
+
+
+class MissingAttributeError(UserError, AttributeError):
+    """Something of transformers that does not exist here; it says what to use instead. `hasattr` gives False."""
 
 
 class StageError(HfGpipeError):

@@ -262,15 +262,13 @@ def split_step(model: PreTrainedModel, adapter: Adapter, batch: Batch, num_stage
         hub.take(models[number], model, cpu)
         models[number].seal(cpu)
     share_within_process(models)
-    stages = {}
-    for number, one in models.items():
-        inputs = {} if one.is_first else dict.fromkeys(adapter.sources(one.start), True)
-        stages[number] = Stage(one, inputs, {} if one.is_last else dict.fromkeys(adapter.sources(one.stop), True))
+    stages = {
+        n: Stage(one, lambda boundary: dict.fromkeys(adapter.sources(boundary), True)) for n, one in models.items()
+    }
     edges = {number: Edge(LocalChannel(cpu), LocalChannel(cpu)) for number in range(num_stages - 1)}
     micro_batches = make_micro_batches(adapter, [batch], MICRO_BATCHES, 0, 0)
     table = build_schedule("gpipe", num_stages, MICRO_BATCHES, Placement.spread(num_stages, 1), recompute="stage")
-    Executor(stages, edges, 0).run(table, micro_batches)
-    loss = stages[num_stages - 1].loss_sum
+    loss = Executor(stages, edges, 0).run(table, micro_batches).loss
     assert loss is not None
     parameters = {name: p for one in models.values() for name, p in one.parameters.items()}
     return Step(float(loss), {name: p.grad for name, p in parameters.items() if p.grad is not None})

@@ -3,47 +3,51 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
 from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.adapters.dropout import default_generator
-from hf_gpipe.building import ModelSource, Source, make_stages
+from hf_gpipe.adapters.whole import refresh, whole_model
+from hf_gpipe.building import ModelSource, Source, make_stages, trained_layers
+from hf_gpipe.checkpoint import hub
 from hf_gpipe.checkpoint.peft import load_adapters, save_adapters
 from hf_gpipe.checkpoint.save import save_model
-from hf_gpipe.errors import PartitionError, UserError
-from hf_gpipe.partition import COST_STRATEGIES
+from hf_gpipe.errors import UserError
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner import out_of_memory
+from hf_gpipe.planner.decide import decide, planner_of
 from hf_gpipe.planner.plan import Plan
-from hf_gpipe.planner.settings import AUTO, Request
-from hf_gpipe.planner.settle import Expectation, settle
-from hf_gpipe.planner.workload import Workload
-from hf_gpipe.recipe.sizes import read_bytes
+from hf_gpipe.planner.settings import PlanInputs
+from hf_gpipe.recipe import ModelSection, PipelineConfig, TrainingSection, table_of
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.edges import connect
-from hf_gpipe.runtime.executor import Executor
+from hf_gpipe.runtime.executor import Executor, StepResult
 from hf_gpipe.runtime.generation import Generator
 from hf_gpipe.runtime.gradient_norm import gradient_norm
-from hf_gpipe.runtime.launch import join
+from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.loss import TokenLoss
-from hf_gpipe.runtime.micro_batch import Batch, make_micro_batches
+from hf_gpipe.runtime.micro_batch import Batch, LogitsCallback, StepOptions, make_micro_batches
 from hf_gpipe.runtime.recompute import Recompute
-from hf_gpipe.runtime.stage import LogitsCallback
 from hf_gpipe.runtime.ties import Ties
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.runtime.topology import DeviceChoice, Topology
 from hf_gpipe.schedule.builders import build, placement_for
+from hf_gpipe.schedule.file import recompute_under
 from hf_gpipe.schedule.table import Schedule
 
-__all__ = ["Evaluation", "ModelSource", "Pipeline"]
+__all__ = ["Evaluation", "ModelSource", "Pipeline", "Update"]
+
+Update = Callable[[torch.Tensor], None]
+"""(the loss of the mini-batch) -> None: uses the gradients in `.grad`, which are complete."""
 
 
 @dataclass(frozen=True)
@@ -77,24 +81,24 @@ class Pipeline:
     Args:
         model: a PreTrainedModel (its weights are taken, and shared where the device is the same), a configuration
             (weights are initialised), or a Hub id or directory (weights are loaded).
-        num_stages: K.
-        num_micro_batches: M; a mini-batch of n rows is cut into min(M, n) micro-batches.
-        schedule: name of a table in hf_gpipe.schedule.builders: "naive", "gpipe", "gpipe_fused" ...
-        recompute: "none", "block" (transformers' checkpointing of each block) or "stage" (only a stage's inputs are
-            kept between forward and backward); or a list with one of these for each stage, in which a number stands for
-            the most autograd graphs that the stage may keep alive: what is beyond them is recomputed.
-        partition: "count", or the number of layers of each stage.
+        num_stages, num_micro_batches, schedule, recompute, partition: as `PipelineConfig` has them, in place of
+            `config`. A `schedule` that ends in .txt is the path of a table, which the main process reads: it has this
+            many stages, processes and micro-batches (times `accumulation`), and its R say what is recomputed.
         seed: of initial weights and dropout.
-        dtype: type of the weights; None: the model's own, or float32 for a configuration without one.
+        config: how the model is cut and run. What is "auto" in it, and a partition by cost, the planner decides from
+            `plan_inputs`.
+        plan_inputs: a mini-batch like those to come, and what the planner must know of the optimizer.
+        dtype: type of the weights, or its name, such as "bfloat16"; None or "auto": the model's own, or float32 for a
+            configuration without one.
         attn_implementation: "eager", "sdpa" ...; None leaves the choice to transformers.
         trust_remote_code: whether a Hub model may run Python code of its own.
-        config_overrides: values of the configuration to change; only with an id or directory.
+        config_overrides: values of the model's configuration to change; only with an id or directory.
         label_smoothing: share of the target's probability spread over the vocabulary.
         logit_clipping: the loss of training is that of logits.clamp(-c, c), with c this number; evaluation, generation
             and the saved model do not clip. None: no clipping.
         depth_scaled_feed_forward: whether the last projection of each feed-forward block starts 1/L times as large, L
             being the layers of its stack; for a configuration only, whose weights are new.
-        device: where this process computes; None: a CUDA device where there is one, else the CPU. A list, such as
+        device: where this process computes, in place of the config's `device` and `devices`. A list, such as
             ["cuda:0", "cuda:1"], names the devices of this machine: its processes share them out, and a process spreads
             its stages over its own.
         peft_config: a peft.LoraConfig to add adapters with; all else is frozen. A model that has PEFT adapters
@@ -103,16 +107,11 @@ class Pipeline:
             and generation; weights and their gradients keep their own type. None: all computes in that type.
         length_bucketing: whether training sorts the rows of a mini-batch by length before it is cut, and cuts it so
             that the largest micro-batch has as few tokens, padding included, as possible.
-        torch_compile: whether each block of a stage is compiled by torch.compile; a text names the backend.
-        example: for the planner: a mini-batch as long as the longest to come, in the main process.
-        memory: for the planner: what a process may use, such as "80GiB" or a number of bytes; None: its device's.
-        optim: for the planner: the optimizer, by transformers' name.
-        accumulation: for the planner: the mini-batches of a step.
-
-    `num_micro_batches`, `schedule` and `recompute` may be "auto", and `partition` "auto", "parameters", "flops" or
-    "profile" (measured): then the planner decides, from the shapes of `example` and within `memory`.
+        settings: other fields of `PipelineConfig` (`memory` also as a number of bytes, `torch_compile` also as the name
+            of a backend) and of `PlanInputs` (`example`, `optim`, `accumulation`), in place of the two objects.
 
     Attributes:
+        config: the `PipelineConfig` with everything decided.
         planned: what the planner chose and why, in one line; None where nothing was left to it.
         step: optimizer steps begun; dropout depends on it.
         loss_scale: what the loss is multiplied by before backward, and the gradients with it, so that float16 does not
@@ -125,42 +124,56 @@ class Pipeline:
     def __init__(
         self,
         model: ModelSource,
-        num_stages: int,
-        num_micro_batches: int | str = 1,
-        schedule: str = "gpipe",
-        recompute: str | Sequence[str | int] = "stage",
-        partition: str | Sequence[int] = "count",
-        seed: int = 0,
+        num_stages: int | None = None,
+        num_micro_batches: int | str | None = None,
+        schedule: str | None = None,
+        recompute: str | Sequence[str | int] | None = None,
+        partition: str | Sequence[int] | None = None,
+        seed: int = TrainingSection.seed,
         *,
-        dtype: torch.dtype | None = None,
-        attn_implementation: str | None = None,
-        trust_remote_code: bool = False,
+        config: PipelineConfig | None = None,
+        plan_inputs: PlanInputs | None = None,
+        dtype: torch.dtype | str | None = None,
+        attn_implementation: str | None = ModelSection.attn_implementation,
+        trust_remote_code: bool = ModelSection.trust_remote_code,
         config_overrides: Mapping[str, Any] | None = None,
-        label_smoothing: float = 0.0,
-        logit_clipping: float | None = None,
-        depth_scaled_feed_forward: bool = False,
+        label_smoothing: float = TrainingSection.label_smoothing_factor,
+        logit_clipping: float | None = TrainingSection.logit_clipping,
+        depth_scaled_feed_forward: bool = ModelSection.depth_scaled_feed_forward,
         device: DeviceChoice = None,
         peft_config: Any = None,
         autocast: torch.dtype | None = None,
         length_bucketing: bool = False,
-        torch_compile: bool | str = False,
-        example: Batch | Workload | None = None,
-        memory: str | int | None = None,
-        optim: str = "adamw_torch_fused",
-        accumulation: int = 1,
+        **settings: Any,
     ) -> None:
-        if num_micro_batches != AUTO and (isinstance(num_micro_batches, str) or num_micro_batches < 1):
-            raise UserError(f"num_micro_batches={num_micro_batches!r}: expected at least 1, or {AUTO!r}")
-        if num_stages < 1:
-            raise PartitionError(f"num_stages={num_stages}: expected at least 1")
-        loss = TokenLoss(label_smoothing, logit_clipping)
-        # What does not exist is found here, before any weight is read.
-        if recompute != AUTO:
-            Recompute.parse(recompute, num_stages)
-        if schedule != AUTO:
-            build(schedule, num_stages, 1)
-        join()
-        self.topology = Topology.discover(num_stages, device)
+        of_inputs = {one.name: settings.pop(one.name) for one in fields(PlanInputs) if one.name in settings}
+        if plan_inputs is not None and of_inputs:
+            raise UserError(f"plan_inputs and {', '.join(of_inputs)} are given; put all into plan_inputs")
+        given = PipelineConfig.of(
+            config,
+            num_stages=num_stages,
+            num_micro_batches=num_micro_batches,
+            schedule=schedule,
+            recompute=recompute,
+            partition=partition,
+            **settings,
+        )
+        self._plan_inputs = plan_inputs or PlanInputs(**of_inputs)
+        self._loss = TokenLoss(label_smoothing, logit_clipping)
+        Job.join()
+        where = device if device is not None else given.devices or given.device
+        self.topology = Topology.discover(given.num_stages, where)
+        if given.num_processes not in (None, self.topology.num_processes):
+            raise UserError(
+                f"num_processes is {given.num_processes} and {self.topology.num_processes} are running; leave it out, "
+                f"or start {given.num_processes}"
+            )
+        # Read before any weight is made: a table that cannot be run costs no time.
+        accumulation, num_processes = self._plan_inputs.accumulation, self.topology.num_processes
+        table = self.topology.from_main(lambda: table_of(given, accumulation, num_processes))
+        if table is not None:
+            given = replace(given, recompute=recompute_under(table, given.recompute))
+            self._plan_inputs = replace(self._plan_inputs, tables={given.schedule: table})
         self._source = Source.open(
             model,
             dtype=dtype,
@@ -172,29 +185,17 @@ class Pipeline:
             depth_scaled_feed_forward=depth_scaled_feed_forward,
         )
         self.adapter, self.peft = self._source.adapter, self._source.peft
-        request = partial(
-            Request,
-            num_stages,
-            num_processes=self.topology.num_processes,
-            optimizer=optim,
-            memory_bytes=read_bytes(memory, "memory") if isinstance(memory, str) else memory,
-        )
-        self._expectation = Expectation(example, self.adapter, self.peft, loss, self.topology, accumulation)
-        self.planned: str | None = None
-        if AUTO in (num_micro_batches, schedule, recompute) or partition in (AUTO, *COST_STRATEGIES):
-            chosen = settle(self._expectation, request(num_micro_batches, schedule, recompute, partition))
-            self.planned = chosen.why
-            num_micro_batches, schedule = chosen.num_micro_batches, chosen.schedule
-            recompute, partition = chosen.recompute, chosen.partition
-        self._run_as = partial(request, num_micro_batches, schedule, recompute, partition)
-        assert isinstance(num_micro_batches, int)
-        self.partition = cut(len(self.adapter.layers), num_stages, partition)
-        recomputed = Recompute.parse(recompute, num_stages)
-        self.topology = Topology.discover(num_stages, device, partial(placement_for, schedule))
-        self.num_stages = num_stages
-        self.num_micro_batches = num_micro_batches
-        self.schedule_name = schedule
-        self.recompute = recompute
+        self.config, self.planned = decide(given, self._plan_inputs, self.adapter, self.peft, self._loss, self.topology)
+        config = self.config
+        self.num_stages = config.num_stages
+        self.num_micro_batches = config.num_micro_batches
+        self.schedule_name = config.schedule
+        self.recompute = config.recompute
+        self.partition = cut(len(self.adapter.layers), config.num_stages, config.partition)
+        recomputed = Recompute.parse(config.recompute, config.num_stages)
+        place = partial(placement_for, config.schedule) if table is None else lambda *_: table.placement
+        self.topology = Topology.discover(config.num_stages, where, place)
+        self._table = None if table is None else replace(table, placement=self.topology.placement)
         self._table_recompute = recomputed.of_table
         self.seed = seed
         self.length_bucketing = length_bucketing
@@ -209,12 +210,17 @@ class Pipeline:
         for stage, stage_model in self.models.items():
             if stage in recomputed.block_stages:
                 stage_model.checkpoint_blocks()
-            if torch_compile:
-                stage_model.compile_blocks(torch_compile if isinstance(torch_compile, str) else None)
+            if config.torch_compile:
+                stage_model.compile_blocks(config.torch_compile_backend)
         self.ties = Ties(self.models, self.topology)
         self._holds_weights = self._copies_are_fresh = False
         self._was_trainable = {name: p.requires_grad for m in self.models.values() for name, p in m.parameters.items()}
-        self.stages = make_stages(self.models, self.adapter, self.topology, loss)
+        is_trained = trained_layers(self.models, self.adapter, self.topology)
+        self._trains_nothing = not any(is_trained)
+        self._is_trainable: dict[str, bool] = {}
+        for part in self.topology.gather_objects(self._was_trainable):
+            self._is_trainable.update(part)
+        self.stages = make_stages(self.models, self.adapter, is_trained, self._loss)
         self._edges = connect(
             self.topology, lambda stage, name: self.adapter.carry_dtype(self.partition[stage][0], name)
         )
@@ -222,8 +228,13 @@ class Pipeline:
 
     # ------------------------------------------------------------------ training and evaluation
 
-    def train_step(self, batch: Batch | Sequence[Batch] | None, times: list[ActionTime] | None = None) -> torch.Tensor:
-        """Forward and backward of one mini-batch; gradients are added to `.grad`.
+    def train_step(
+        self,
+        batch: Batch | Sequence[Batch] | None,
+        times: list[ActionTime] | None = None,
+        update: Update | None = None,
+    ) -> torch.Tensor:
+        """Forward and backward of one mini-batch; gradients are added to `.grad`, and `update` may use them.
 
         Every process calls it; the mini-batch of the main process is used and the others may pass None.
 
@@ -231,15 +242,42 @@ class Pipeline:
             batch: tensors with the same number of rows: input_ids (N, T), attention_mask (N, T), labels (N, T), -100
                 where there is no target; or a sequence of such mini-batches, accumulated in one pass.
             times: where to note when each action ran on this process.
+            update: what the table's U does, such as to clip and to step an optimizer. It is called in every process,
+                once the gradients are complete, with the loss; what it raises is raised here. None: the caller updates.
 
         Returns:
             The mean loss per target token of the whole mini-batch, a float tensor on every process.
         """
         batches = [batch] if isinstance(batch, Mapping) else batch
-        return self.train_on(share(batches, self.topology), times)
+        return self.train_on(share(batches, self.topology), times, update)
 
-    def train_on(self, batches: Sequence[Batch], times: list[ActionTime] | None = None) -> torch.Tensor:
+    def train_on(
+        self, batches: Sequence[Batch], times: list[ActionTime] | None = None, update: Update | None = None
+    ) -> torch.Tensor:
         """`train_step` for mini-batches that every process already has."""
+        loss, measured = self._train(batches, update, is_measured=times is not None)
+        self.step += 1
+        if times is not None:
+            times.extend(measured)
+        return loss
+
+    def measure_on(self, batches: Sequence[Batch], update: Update | None = None) -> list[ActionTime]:
+        """Measure a training step that does not count: its gradients are dropped and `step` stays as it is.
+
+        Args:
+            batches: as of `train_on`.
+            update: as of `train_step`; its effects stay.
+
+        Returns:
+            When each action ran on this process.
+        """
+        _, times = self._train(batches, update, is_measured=True)
+        self.zero_grad()
+        return times
+
+    def _train(
+        self, batches: Sequence[Batch], update: Update | None, *, is_measured: bool
+    ) -> tuple[torch.Tensor, list[ActionTime]]:
         self._check_trainable()
         self._refresh_copies()
         micro_batches = make_micro_batches(
@@ -250,22 +288,29 @@ class Pipeline:
             self.step,
             length_bucketing=self.length_bucketing,
         )
-        for stage in self.stages.values():
-            stage.loss_scale = self.loss_scale
-        remaining = set(self.stages)
-
-        def on_update(stage: int) -> None:
-            remaining.discard(stage)
-            if not remaining:
-                self.ties.reduce_gradients()
-
         generators = [default_generator(device) for device in set(self.topology.stage_devices.values())]
         states = [generator.get_state() for generator in generators]
-        self._executor.run(self.schedule(len(micro_batches)), micro_batches, on_update, times)
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-        self.step += 1
-        return self._from_last_stage(self._take_loss())
+        loss = torch.zeros((), dtype=torch.float64)
+
+        def reduce(result: StepResult) -> None:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+            self.ties.reduce_gradients()
+            if (mine := result.loss) is not None:
+                loss.copy_(mine)
+            self._from_last_stage(loss)
+            if is_measured:  # what follows is computed by all processes at once
+                self.topology.barrier()
+
+        result = self._executor.run(
+            self.schedule(len(micro_batches)),
+            micro_batches,
+            StepOptions(loss_scale=self.loss_scale),
+            reduce=reduce,
+            update=None if update is None else partial(update, loss),
+            is_measured=is_measured,
+        )
+        return loss, result.times
 
     def eval_step(self, batch: Batch | None) -> Evaluation:
         """Loss of a mini-batch without gradients, row by row. Every process calls it and gets the same result."""
@@ -282,16 +327,16 @@ class Pipeline:
         """
         self._refresh_copies()
         micro_batches = make_micro_batches(self.adapter, [rows], self.num_micro_batches, self.seed, self.step)
-        with self._in_evaluation(on_logits):
-            self._executor.run(self.schedule(len(micro_batches), "forward_only"), micro_batches)
+        with self._in_evaluation():
+            table, options = self.schedule(len(micro_batches), "forward_only"), StepOptions(on_logits=on_logits)
+            outputs = self._executor.run(table, micro_batches, options).outputs
         num_rows = next(iter(rows.values())).shape[0]
         result, auxiliary = torch.zeros(3, num_rows, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-        if (last := self.stages.get(self.num_stages - 1)) is not None:
-            kept = [last.row_losses.pop(i) for i in range(len(micro_batches))]
-            result[0] = torch.cat([one.sums for one in kept]).double()
-            result[1] = torch.cat([one.losses for one in kept]).double()
-            result[2] = torch.cat([one.num_tokens for one in kept]).double()
-            auxiliary[0] = sum(float(one.auxiliary) for one in kept if one.auxiliary is not None) / len(kept)
+        if outputs:
+            kept = [outputs[i] for i in range(len(micro_batches))]
+            for row, name in zip(result, ("nll", "loss", "num_units"), strict=True):
+                row.copy_(torch.cat([one[name] for one in kept]))
+            auxiliary[0] = sum(float(one.get("auxiliary_loss", 0.0)) for one in kept) / len(kept)
         everything = self._from_last_stage(torch.cat([result.flatten(), auxiliary]))
         nll, losses, num_tokens = everything[:-1].view(3, num_rows)
         return Evaluation(nll, losses, num_tokens.long(), float(everything[-1]))
@@ -321,7 +366,13 @@ class Pipeline:
         return Generator(self.adapter, self.partition, self.models, self._edges, self.topology)
 
     def schedule(self, num_micro_batches: int, name: str | None = None) -> Schedule:
-        """The table that is run for this many micro-batches; by default the training one."""
+        """The table that is run for this many micro-batches; by default the training one.
+
+        Raises:
+            ScheduleError: the table was read from a file and has fewer.
+        """
+        if self._table is not None and name is None:
+            return self._table.of_first(num_micro_batches)
         return build(
             name or self.schedule_name,
             self.num_stages,
@@ -339,10 +390,19 @@ class Pipeline:
         Raises:
             UserError: there is neither, or the optimizer's state has no known size.
         """
-        expectation = self._expectation
+        config, inputs = self.config, self._plan_inputs
         if batch is not None:
-            expectation = replace(expectation, example=batch, mini_batches=1)
-        return expectation.plan(self._run_as())
+            inputs = replace(inputs, example=batch, accumulation=1)
+            if self._table is not None:
+                # A part of a table recomputes a part.
+                table = self._table.of_first(self.num_micro_batches)
+                if config.recompute != "block":
+                    config = replace(config, recompute=recompute_under(table, "stage"))
+                inputs = replace(inputs, tables={config.schedule: table})
+        planner = planner_of(inputs, self.adapter, self.peft, self._loss, self.topology)
+        if config.memory_bytes is not None:
+            planner = planner.within(config.memory_bytes)
+        return planner.plan(config)
 
     # ------------------------------------------------------------------ parameters and gradients
 
@@ -352,6 +412,30 @@ class Pipeline:
             for name, parameter in stage_model.parameters.items():
                 if self.ties.owner_stage[name] == stage:
                     yield name, parameter
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The whole Hugging Face model, over the tensors that are trained.
+
+        It has the library's class, names, configuration and generation configuration. The parameters of this process's
+        stages are the trained ones themselves, the others are on the meta device. `save_pretrained` and `generate` are
+        the pipeline's, so every process calls them. Its forward is the plain one, where one process has all stages on
+        one device. Training runs the modules of the stages: hooks and the mode of these modules have no effect on it.
+
+        Raises:
+            UserError: a parameter of it was replaced or added, and would not be trained.
+        """
+        refresh(self._whole)
+        return self._whole
+
+    @cached_property
+    def _whole(self) -> PreTrainedModel:
+        return whole_model(self, self._is_trainable)
+
+    @property
+    def is_in_one_place(self) -> bool:
+        """Whether this process has all stages, on one device."""
+        return self.topology.num_processes == 1 and len(set(self.topology.stage_devices.values())) == 1
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """This process's parameters, for an optimizer."""
@@ -380,12 +464,12 @@ class Pipeline:
     # ------------------------------------------------------------------ between steps
 
     def advising_on_memory(self) -> AbstractContextManager[None]:
-        """A scope in which a failure for want of memory also says what would need less, by the planner.
+        """Context manager that adds to an out-of-memory error what the planner says would need less memory.
 
         Raises:
             StageError: in place of the failure, whose message it has.
         """
-        return out_of_memory.advising(self._expectation, self._run_as)
+        return out_of_memory.advising(self.plan, self.topology.rank)
 
     @contextmanager
     def holding_weights(self) -> Iterator[None]:
@@ -411,14 +495,11 @@ class Pipeline:
                         f"{name}: requires_grad was {self._was_trainable[name]} when the Pipeline was made and is "
                         f"{parameter.requires_grad} now; freeze or unfreeze parameters before, and make it anew"
                     )
-
-    def _take_loss(self) -> torch.Tensor:
-        last = self.stages.get(self.num_stages - 1)
-        if last is None:
-            return torch.zeros((), dtype=torch.float64)
-        assert last.loss_sum is not None
-        loss, last.loss_sum = last.loss_sum, None
-        return loss.double().cpu()
+        if self._trains_nothing:
+            raise UserError(
+                "no parameter that the loss depends on has requires_grad=True, so there is nothing to train; unfreeze "
+                "some of them, and make the Pipeline anew (eval_step and generate need none)"
+            )
 
     def _from_last_stage(self, value: torch.Tensor) -> torch.Tensor:
         """The last stage's value on every process."""
@@ -427,17 +508,15 @@ class Pipeline:
         return value
 
     @contextmanager
-    def _in_evaluation(self, on_logits: LogitsCallback | None = None) -> Iterator[None]:
+    def _in_evaluation(self) -> Iterator[None]:
         """All stages in evaluation mode: no dropout."""
         for stage in self.stages.values():
             stage.model.model.eval()
-            stage.on_logits = on_logits
         try:
             yield
         finally:
             for stage in self.stages.values():
                 stage.model.model.train()
-                stage.on_logits = None
 
     # ------------------------------------------------------------------ loading and saving
 
@@ -450,14 +529,8 @@ class Pipeline:
         if self.peft is not None:
             load_adapters(Path(directory), self.models, self.peft)
             return
-        for stage, stage_model in self.models.items():
-            loaded = self._source.stage_model(
-                self.partition[stage], self.topology.stage_devices[stage], self.seed, str(directory)
-            )
-            current = {**stage_model.parameters, **stage_model.buffers}
-            with torch.no_grad():
-                for name, tensor in {**loaded.parameters, **loaded.buffers}.items():
-                    current[name].copy_(tensor)
+        for stage_model in self.models.values():
+            hub.reload(stage_model, directory, self.seed)
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write the model in Hub format; `from_pretrained` of plain transformers loads it.

@@ -7,18 +7,19 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from hf_gpipe.errors import HfGpipeError, PartitionError, RecipeError, UserError
-from hf_gpipe.recipe import Recipe, load_recipe
+from hf_gpipe.recipe import Recipe, load_recipe, table_of
 from hf_gpipe.recipe.sizes import read_bytes
+from hf_gpipe.schedule import Schedule, draw_text, recompute_under
 
 if TYPE_CHECKING:
     from hf_gpipe.planner.devices import Device
     from hf_gpipe.planner.plan import Plan, Planner
-    from hf_gpipe.planner.settings import Request
+    from hf_gpipe.recipe import PipelineConfig
 
 DESCRIPTION = """\
 Says how the model of a recipe would be split, what each stage would hold and need, how long a step would take, and
@@ -56,49 +57,61 @@ def _plan(options: argparse.Namespace) -> int:
     # What the options get wrong is said before anything that takes seconds.
     if options.devices is not None and options.devices < 1:
         raise UserError(f"--devices is {options.devices}; a pipeline needs at least 1.")
-    memory_bytes = None if options.memory is None else read_bytes(options.memory, "--memory")
+    if options.table and options.json:
+        raise UserError("--table and --json exclude each other: both say what is printed; leave one of them out.")
+    if options.memory is not None:
+        read_bytes(options.memory, "--memory")
     recipe = _on_devices(load_recipe(options.recipe, options.overrides), options.overrides, options.devices)
+    config = replace(recipe.pipeline, memory=options.memory or recipe.pipeline.memory)
     device = _device(options)
 
     from hf_gpipe.planner.picture import draw_plan
     from hf_gpipe.planner.report import as_dict, overrides, report, search_report
-    from hf_gpipe.planner.resolve import best_plan
     from hf_gpipe.planner.search import search
 
-    request = _request(recipe, memory_bytes)
-    planner = _planner(recipe, device, request, is_profiled=options.profile)
+    table = table_of(config, recipe.training.gradient_accumulation_steps, config.processes)
+    if table is not None:
+        config = replace(config, recompute=recompute_under(table, config.recompute))
+    planner = _planner(recipe, device, config.memory_bytes, table, is_profiled=options.profile)
     if options.search:
-        found = search(planner, request)
+        found = search(planner, config)
         best = found.fastest[0] if found.fastest else found.leanest
         if options.json:
             plans = {"fastest": [as_dict(plan) for plan in found.fastest], "leanest": as_dict(found.leanest)}
             print(json.dumps({"num_tried": found.num_tried, **plans}, indent=2))
         else:
-            print(search_report(found))
+            print(search_report(found), file=sys.stderr if options.table else sys.stdout)
     else:
-        best = _best(planner, request, best_plan)
+        best = _best(planner, config)
         if options.json:
             print(json.dumps(as_dict(best), indent=2))
-        else:
+        elif not options.table:
             print(report(best))
-            if not request.is_settled:
-                print(f"{'chosen':11} {overrides(best)}")
+        if not options.json and not config.is_decided:
+            print(f"{'chosen':11} {overrides(best)}", file=sys.stderr if options.table else sys.stdout)
+    if options.table:
+        # The drawing goes elsewhere, so that `--table > mine.txt` is a table and is seen all the same.
+        print(best.timeline.schedule.text(), end="")
+        print(draw_text(best.timeline), file=sys.stderr)
     if options.picture is not None:
         draw_plan(options.picture, best)
-        print(f"{'picture':11} {options.picture}", file=sys.stderr if options.json else sys.stdout)
+        is_data = options.json or options.table
+        print(f"{'picture':11} {options.picture}", file=sys.stderr if is_data else sys.stdout)
     return 0 if best.fits else 1
 
 
-def _best(planner: Planner, request: Request, best_plan: Callable[[Planner, Request], Plan]) -> Plan:
+def _best(planner: Planner, config: PipelineConfig) -> Plan:
+    from hf_gpipe.planner.decide import best_plan
+
     try:
-        return best_plan(planner, request)
+        return best_plan(planner, config)
     except PartitionError as error:
         if planner.memory_bytes is None:
             raise
         from hf_gpipe.planner.fix import smallest_fix
 
         # The same without a limit can be planned, and knows what would have to change.
-        unlimited = best_plan(planner.within(None), replace(request, memory_bytes=None))
+        unlimited = best_plan(planner.within(None), replace(config, memory=None))
         fix = smallest_fix(replace(unlimited, planner=planner))
         raise PartitionError(f"{error} {fix}") from None
 
@@ -147,20 +160,17 @@ def _device(options: argparse.Namespace) -> Device:
     return custom(None, read_flops(options.flops, "--flops"), read_bandwidth(options.bandwidth, "--bandwidth"), link)
 
 
-def _request(recipe: Recipe, memory_bytes: int | None) -> Request:
-    from hf_gpipe.planner.settings import Request
-
-    return Request.of_recipe(recipe, memory_bytes=memory_bytes)
-
-
-def _planner(recipe: Recipe, device: Device, request: Request, *, is_profiled: bool) -> Planner:
-    """What plans the recipe; `is_profiled`: its layers are measured here."""
+def _planner(
+    recipe: Recipe, device: Device, memory_bytes: int | None, table: Schedule | None, *, is_profiled: bool
+) -> Planner:
+    """The planner of the recipe; `table`: its schedule, where it is a file; `is_profiled`: layers are measured."""
     import torch
 
     from hf_gpipe.adapters import adapter_for
     from hf_gpipe.adapters.autocast import Autocast
+    from hf_gpipe.planner.decide import micro_batch_counts
     from hf_gpipe.planner.plan import Planner
-    from hf_gpipe.planner.workload import Workload
+    from hf_gpipe.planner.settings import PlanInputs
     from hf_gpipe.runtime.loss import TokenLoss
     from hf_gpipe.training.from_recipe import checked_adapter, model_config, model_dtype
 
@@ -175,6 +185,9 @@ def _planner(recipe: Recipe, device: Device, request: Request, *, is_profiled: b
     # Without CUDA the types under autocast are observed on the CPU, whose list of operations is nearly the same.
     half = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    inputs = PlanInputs.of_recipe(recipe, is_encoder_decoder=config.is_encoder_decoder)
+    if table is not None:
+        inputs = replace(inputs, tables={recipe.pipeline.schedule: table})
     try:
         adapter = adapter_for(
             config,
@@ -183,20 +196,22 @@ def _planner(recipe: Recipe, device: Device, request: Request, *, is_profiled: b
             trust_remote_code=recipe.model.trust_remote_code,
             autocast=None if half is None else Autocast(half, here),
         )
+        planner = Planner.of(
+            adapter,
+            inputs,
+            device,
+            loss=TokenLoss(training.label_smoothing_factor, training.logit_clipping),
+            as_on_gpu=True,
+            profile_on=here if is_profiled else None,
+            memory_bytes=memory_bytes,
+        )
+        # The layers run here for the first time, in the smallest micro-batch that will be planned.
+        planner.costs(micro_batch_counts(planner.rows, recipe.pipeline.num_micro_batches)[-1])
     except HfGpipeError:
         raise
-    except Exception as error:  # whatever the family's own constructor says of its configuration
+    except Exception as error:  # whatever the family's own code says of its configuration
         raise RecipeError(f"model: transformers cannot make a {config.model_type} model of this: {error}") from error
-    return Planner.of(
-        adapter,
-        Workload.of_recipe(recipe, is_encoder_decoder=config.is_encoder_decoder, num_micro_batches=1),
-        device,
-        loss=TokenLoss(training.label_smoothing_factor, training.logit_clipping),
-        as_on_gpu=True,
-        profile_on=here if is_profiled else None,
-        memory_bytes=request.memory_bytes,
-        mini_batches=training.gradient_accumulation_steps,
-    )
+    return planner
 
 
 def _with_vocabulary(recipe: Recipe) -> Recipe:
@@ -241,6 +256,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--profile", action="store_true", help="measure the layers on this machine's device")
     parser.add_argument("--search", action="store_true", help="try other K, M, schedules, recomputation and splits")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--table",
+        action="store_true",
+        help="print the schedule's table, which pipeline.schedule=FILE.txt runs; its drawing goes to stderr",
+    )
     parser.add_argument("--picture", metavar="FILE.png", help="draw the memory of each process and the predicted step")
     return parser
 

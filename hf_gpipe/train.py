@@ -10,21 +10,32 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_gpipe.errors import RecipeError, UserError
-from hf_gpipe.recipe import Recipe, load_recipe, recipe_help
+from hf_gpipe.errors import EXIT_STOPPED, RecipeError, UserError
+from hf_gpipe.recipe import Recipe, load_recipe, recipe_help, section_help, table_of
 
 USAGE = """\
 usage: python -m hf_gpipe.train recipe.yaml [key=value ...]
+       python -m hf_gpipe.train --help [section]
 
 Trains the model of a recipe over a pipeline, evaluates it, and leaves a checkpoint that plain transformers loads. It
 starts the pipeline's processes on this machine; started by torchrun or `accelerate launch` it joins their job. Started
 again with the same output directory, it goes on from the last checkpoint. On SIGTERM or SIGINT it ends its step, saves,
 and leaves with exit code 75; on a second one it ends at once.
 
-  recipe.yaml   the recipe
-  key=value     replaces a value of the recipe, for example pipeline.num_stages=4
+  recipe.yaml     a YAML file; `extends: base.yaml` at its top takes every other value from that file beside it
+  key=value       replaces a value of the recipe; the key has its section, the value is YAML
+  --help section  every key of a section, with what it allows, its default and its meaning
 
-keys of a recipe:
+{recipe}
+
+examples:
+  python -m hf_gpipe.train recipes/quickstart.yaml
+  python -m hf_gpipe.train recipes/quickstart.yaml pipeline.num_stages=4 training.max_steps=200
+  python -m hf_gpipe.train recipes/causal/pretrain.yaml data.path='my/text/*.txt' data.subset=null
+  torchrun --nproc-per-node 4 -m hf_gpipe.train recipes/quickstart.yaml pipeline.num_stages=4
+
+docs/recipes.md explains recipes and lists those that are shipped, docs/data.md the kinds of data.
+`python -m hf_gpipe.plan` says what a recipe needs, `python -m hf_gpipe.check` whether its model is exact in stages.
 """
 
 
@@ -37,9 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         ended it without saving.
     """
     args = list(sys.argv[1:] if argv is None else argv)
-    if not args or {"-h", "--help"} & set(args):
-        _print_help()
-        return 0 if args else 2
+    if not args:
+        _print_help([])
+        return 2
+    if asked := [place for place, arg in enumerate(args) if arg in ("-h", "--help")]:
+        return _print_help(args[asked[0] + 1 :])
     _be_quiet()
     try:
         recipe = load_recipe(args[0], args[1:])
@@ -66,35 +79,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-def _print_help() -> None:
+def _print_help(sections: Sequence[str]) -> int:
+    """Print the help of some sections, or the page on all; returns the exit code."""
     try:
-        print(f"{USAGE}\n{recipe_help()}", flush=True)
+        text = "\n\n".join(map(section_help, sections)) or USAGE.format(recipe=recipe_help()).rstrip()
+    except UserError as error:
+        return _fail(error)
+    try:
+        print(text, flush=True)
     except BrokenPipeError:
         # A reader such as head has seen enough. What is still buffered must not fail at the interpreter's end either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
 
 
 def _work(recipe: Recipe) -> int:
     """This process's part of the job."""
-    from hf_gpipe.runtime import failures, launch
+    from hf_gpipe.runtime import failures
+    from hf_gpipe.runtime.job import Job, in_job
 
     try:
         from hf_gpipe.training.job import run
         from hf_gpipe.training.stopping import TrainingStopped
 
-        launch.join(recipe.pipeline.timeout_seconds, recipe.pipeline.threads_per_process)
+        job = Job.join(recipe.pipeline.timeout_seconds, recipe.pipeline.threads_per_process)
         code = 0
         try:
-            run(recipe)
+            run(recipe, job)
         except TrainingStopped:
-            code = failures.EXIT_STOPPED
-        launch.leave()
+            code = EXIT_STOPPED
+        job.leave()
     except KeyboardInterrupt:
         print("stopped by SIGINT", file=sys.stderr)
         return 130
     except Exception as error:
         code = failures.report(error, _traceback_file(recipe))
-        if launch.in_job():
+        if in_job():
             # The end of the interpreter would wait for messages that no one answers any more.
             sys.stdout.flush()
             os._exit(code)
@@ -106,17 +126,18 @@ def _check(recipe: Recipe) -> None:
     import torch
 
     from hf_gpipe.checkpoint.save import make_directory
-    from hf_gpipe.data.rows import ROW_KINDS, check_files
+    from hf_gpipe.data.files import check_files
     from hf_gpipe.training.from_recipe import check_model
 
-    data = recipe.data
-    if data.kind in ROW_KINDS:
-        check_files(data.kind, data.path or "", data.target_path, data.languages)
+    check_files(recipe.data)
     make_directory(Path(recipe.training.output_dir))
     # An earlier run's fault is not this one's.
     _traceback_file(recipe).unlink(missing_ok=True)
     if recipe.pipeline.device == "cuda" and not torch.cuda.is_available():
         raise RecipeError("pipeline.device is cuda and torch finds no GPU; use auto or cpu")
+    if "RANK" not in os.environ:
+        # In another launcher's job the main process reads it.
+        table_of(recipe.pipeline, recipe.training.gradient_accumulation_steps, _num_processes(recipe))
     check_model(recipe)
 
 
@@ -167,7 +188,6 @@ def _is_launched_here() -> bool:
 def _be_quiet() -> None:
     """Leave the terminal to this command's own lines. Before torch and transformers are imported."""
     for name, value in {
-        "TOKENIZERS_PARALLELISM": "false",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",

@@ -5,12 +5,18 @@ process for each stage loads its quarter, while a thread watches the process's a
 process itself allocated; pages of mapped files can be dropped and do not count). Needs about 4 GB of disk; Linux only.
 
     python scripts/bench_loading.py [--stages 4] [--json FILE]
+
+With --digests it measures what checking the digests costs: one process loads all of a Llama of about 300 million
+parameters, in turn with the digests and without them, and the medians of the seconds are compared.
+
+    python scripts/bench_loading.py --digests 7
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,7 +34,7 @@ def anonymous_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def write_model(directory: Path, shard_size: str) -> None:
+def write_model(directory: Path, shard_size: str, num_layers: int = 26) -> None:
     """A Llama with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -36,7 +42,7 @@ def write_model(directory: Path, shard_size: str) -> None:
         vocab_size=32000,
         hidden_size=1024,
         intermediate_size=2816,
-        num_hidden_layers=26,
+        num_hidden_layers=num_layers,
         num_attention_heads=16,
         tie_word_embeddings=False,
     )
@@ -77,14 +83,46 @@ def measure(directory: Path, stage: int, num_stages: int) -> dict[str, float]:
     return {"own_bytes": own, "peak_bytes": peak - baseline, "seconds": seconds}
 
 
+def compare(pairs: int) -> None:
+    """Load the same files with and without digests, in turn, after one load that brings them into memory."""
+    from hf_gpipe import Pipeline
+    from hf_gpipe.checkpoint.digests import DIGESTS_FILE
+
+    with tempfile.TemporaryDirectory() as folder:
+        plain, directory = Path(folder) / "plain", Path(folder) / "model"
+        write_model(plain, "100GB", num_layers=18)
+        Pipeline(plain, 2).save_pretrained(directory)
+        kept = (directory / DIGESTS_FILE).read_bytes()
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        for number in range(2 * pairs + 1):
+            with_digests = number % 2 == 0
+            (directory / DIGESTS_FILE).unlink(missing_ok=True)
+            if with_digests:
+                (directory / DIGESTS_FILE).write_bytes(kept)
+            command = [sys.executable, __file__, "--stages", "1", "--measure", str(directory), "0"]
+            result = subprocess.run(command, capture_output=True, text=True, check=True)
+            if number:
+                seconds[with_digests].append(json.loads(result.stdout.splitlines()[-1])["seconds"])
+    for with_digests, found in seconds.items():
+        print(
+            f"{'with' if with_digests else 'without':>8} digests: median {statistics.median(found):.3f} s, "
+            f"{min(found):.3f} to {max(found):.3f}"
+        )
+    print(f"ratio {statistics.median(seconds[True]) / statistics.median(seconds[False]):.3f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, default=4, help="K: how many stages the model is cut into")
+    parser.add_argument("--digests", type=int, metavar="PAIRS", help="measure the cost of digests with so many pairs")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--measure", nargs=2, metavar=("DIRECTORY", "STAGE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
         print(json.dumps(measure(Path(arguments.measure[0]), int(arguments.measure[1]), arguments.stages)))
+        return
+    if arguments.digests:
+        compare(arguments.digests)
         return
     rows = []
     print(f"{'files':>6} {'stage':>5} {'own MB':>8} {'peak MB':>8} {'ratio':>6} {'seconds':>8}")

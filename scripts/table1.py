@@ -36,12 +36,13 @@ from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.errors import PartitionError
 from hf_gpipe.planner.costs import ModelCosts
+from hf_gpipe.planner.decide import best_plan
 from hf_gpipe.planner.devices import device
 from hf_gpipe.planner.plan import Plan, Planner
-from hf_gpipe.planner.resolve import best_plan
-from hf_gpipe.planner.settings import Request, Settings
+from hf_gpipe.planner.settings import PlanInputs
 from hf_gpipe.planner.trace_costs import trace_costs
 from hf_gpipe.planner.workload import Workload
+from hf_gpipe.recipe import PipelineConfig
 
 WIDTH, VOCABULARY, LENGTH, ROWS, GIB = 2048, 32000, 1024, 32, 1 << 30
 #: Name, K, and the paper's L, parameters as printed, GiB of parameters and of activations (those of Naive-1 unswapped).
@@ -95,18 +96,17 @@ class Model:
 
     def plan(self, name: str, num_stages: int, num_layers: int, *, is_limited: bool = True) -> Plan:
         """The plan of a row of the table. Raises PartitionError where no split fits and that matters."""
-        planner = Planner(lambda rows: self.costs(rows, num_layers), ROWS, device("tpu-v3"))
+        planner = Planner(lambda rows: self.costs(rows, num_layers), inputs(ROWS), device("tpu-v3"))
         planner = planner if is_limited else planner.within(None)
         is_naive = name.startswith("Naive")
         return best_plan(
             planner,
-            Request(
+            PipelineConfig(
                 num_stages,
                 num_micro_batches=1 if is_naive else ROWS,
                 schedule="gpipe",
                 recompute="none" if is_naive else "stage",
                 partition="auto",
-                optimizer="rmsprop",
             ),
         )
 
@@ -131,12 +131,17 @@ class Model:
         return low
 
 
+def inputs(rows: int) -> PlanInputs:
+    """A mini-batch of so many rows, and the optimizer."""
+    return PlanInputs(Workload(rows, LENGTH, LENGTH, has_padding=False), "rmsprop")
+
+
 def naive_text(model: Model) -> str:
     """What Naive-1 with the paper's three layers needs here."""
-    settings = Settings(1, 1, "gpipe", "none", (6,), 1, "rmsprop")
+    settings = PipelineConfig(1, 1, "gpipe", "none").decided(partition=(6,))
     needs: dict[int, Plan] = {}
     for rows in range(1, ROWS + 1):
-        planner = Planner(partial(model.costs, num_layers=3), rows, device("tpu-v3"))
+        planner = Planner(partial(model.costs, num_layers=3), inputs(rows), device("tpu-v3"))
         needs[rows] = planner.plan(settings)
     fitting = max((rows for rows, plan in needs.items() if plan.fits), default=0)
     whole = needs[ROWS].peak_bytes / GIB

@@ -1,6 +1,7 @@
-"""Writes the table of training arguments in docs/trainer.md from hf_gpipe/training/supported.py.
+"""Writes the tables of docs/trainer.md: training arguments from supported.py, Trainer's methods and attributes from
+surface.py, both in hf_gpipe/training.
 
-python scripts/trainer_arguments.py            the table is written
+python scripts/trainer_arguments.py            the tables are written
 python scripts/trainer_arguments.py --check    exit code 1 where the page says something else
 """
 
@@ -22,12 +23,21 @@ from hf_gpipe.training.supported import (
     OPTIMIZERS,
     REFUSED,
 )
+from hf_gpipe.training.surface import ATTRIBUTES, FIXED, METHODS, READ_ONLY
+from hf_gpipe.training.surface import REFUSED as SURFACE_REFUSED
+
+SURFACE = {
+    "called, also an override": METHODS,
+    "here, an override is refused": FIXED,
+    "attribute, may be set": ATTRIBUTES,
+    "attribute, only to be read": READ_ONLY,
+    "refused": {name: note for name, note in SURFACE_REFUSED.items() if not name.startswith("_")},
+}
 
 PAGE = Path(__file__).parents[1] / "docs" / "trainer.md"
-BEGIN, END = "<!-- arguments: begin -->", "<!-- arguments: end -->"
 
 
-def table() -> str:
+def arguments() -> str:
     """Both tables as Markdown: the pipeline's own arguments, and transformers' in their order."""
     library = [argument.name for argument in fields(TrainingArguments)]
     own = [argument for argument in fields(PipelineTrainingArguments) if argument.name not in library]
@@ -52,10 +62,23 @@ def _limit(name: str) -> str:
     return LIMITS.get(name, "").format(**{key: ", ".join(value) for key, value in names.items()})
 
 
+def surface() -> str:
+    """Every public method and attribute of Trainer and Seq2SeqTrainer as a Markdown table, by name."""
+    rows = {name: f"{verdict} | {note}" for verdict, notes in SURFACE.items() for name, note in notes.items()}
+    lines = ["| method or attribute | | note, and what to use instead |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| `{name}` | {rows[name]} |" for name in sorted(rows))])
+
+
+def with_table(page: str, name: str, table: str) -> str:
+    """The page with another table between the marks of this name."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, _, rest = page.partition(begin)
+    return f"{before}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
+
+
 def main() -> int:
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page = f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    page = with_table(PAGE.read_text(encoding="utf-8"), "arguments", arguments())
+    page = with_table(page, "surface", surface())
     if "--check" in sys.argv[1:]:
         return int(page != PAGE.read_text(encoding="utf-8"))
     PAGE.write_text(page, encoding="utf-8")

@@ -53,9 +53,10 @@ from hf_gpipe.partition import partition
 from hf_gpipe.planner.costs import ModelCosts, mean_costs
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.profile import profile_layers
-from hf_gpipe.planner.settings import Settings
+from hf_gpipe.planner.settings import PlanInputs
 from hf_gpipe.planner.this_machine import this_machine
 from hf_gpipe.planner.workload import Workload
+from hf_gpipe.recipe import DecidedConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "planner.md"
 BEGIN, END = "<!-- validation: written by scripts/validate_planner.py -->", "<!-- end of validation -->"
@@ -91,15 +92,15 @@ class Case:
         return tuple(len(layers) for layers in ranges)
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> DecidedConfig:
         """As the planner is told."""
-        return Settings(
-            self.num_stages,
-            self.num_micro_batches,
-            self.schedule,
-            self.recompute,
-            self.partition,
-            self.num_processes,
+        return DecidedConfig(
+            num_stages=self.num_stages,
+            num_micro_batches=self.num_micro_batches,
+            schedule=self.schedule,
+            recompute=self.recompute,
+            partition=self.partition,
+            num_processes=self.num_processes,
         )
 
     def batch(self) -> dict[str, torch.Tensor]:
@@ -290,7 +291,8 @@ class Result:
 def validate(case: Case, num_steps: int) -> Result:
     """Measure the layers, predict, run."""
     costs = mean_costs(in_processes(profile, case.num_processes, case))
-    planner = Planner(lambda _: costs, case.rows, this_machine(CPU))
+    inputs = PlanInputs(Workload(case.rows, case.source, case.target))
+    planner = Planner(lambda _: costs, inputs, this_machine(CPU))
     plan = planner.plan(case.settings)
     return Result(case, plan, costs, in_processes(train, case.num_processes, case, num_steps))
 

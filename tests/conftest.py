@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import shutil
+import tempfile
 import warnings
 from collections.abc import Iterator
 
@@ -11,6 +14,9 @@ import pytest
 
 # Before anything reads it: no test asks a hub, and a model that is not there is told at once.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# What tests prepare is not for the cache of whoever runs them; their commands inherit this one.
+_CACHE = os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="hf_gpipe-cache-")
+atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 TIMEOUT = timedelta(seconds=60)
 
 # Processes are forked from one that has imported everything, and has no thread and no device: starting takes no time.
-multiprocessing.set_forkserver_preload(["hf_gpipe.training.job", "hf_gpipe.planner.settle", "tests.oracle"])
+multiprocessing.set_forkserver_preload(["hf_gpipe.training.job", "hf_gpipe.planner.decide", "tests.oracle"])
 
 
 def run_gloo(function: Callable[..., Any], num_processes: int, *args: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Sequence
 from itertools import pairwise
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo import register_backend
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for
@@ -54,10 +56,10 @@ def interleaved_result(recompute: str | Sequence[str | int]) -> Result:
 @pytest.mark.parametrize(
     ("recompute", "message"),
     [
-        ("blocks", "'blocks': expected one of none, block, stage"),
-        (["none"], "1 entries for num_stages=2"),
-        (["none", 0], "recompute=0"),
-        (["none", True], "recompute=True"),
+        ("blocks", "recompute: found 'blocks' .*did you mean 'block'"),
+        (["none"], "has 1 entries and num_stages is 2"),
+        (["none", 0], r"recompute: found \['none', 0\]"),
+        (["none", True], r"recompute: found \['none', True\]"),
     ],
 )
 def test_a_wrong_recomputation_is_named(recompute: str | list[str | int], message: str) -> None:
@@ -145,14 +147,32 @@ def test_compiled_blocks_compute_the_same() -> None:
     assert_same(run_pipeline(pipe, batch), expected)
 
 
+def test_blocks_of_one_kind_are_compiled_once() -> None:
+    """Each block had a class of its own, so each was compiled, and from the ninth on none was."""
+    num_graphs = 0
+
+    def backend(graph: torch.fx.GraphModule, example: object) -> torch.fx.GraphModule:
+        nonlocal num_graphs
+        num_graphs += 1
+        return graph
+
+    register_backend(backend, name="counting")
+    torch._dynamo.reset()
+    config = tiny_config("llama")
+    config.num_hidden_layers = 10
+    pipe = Pipeline(config, 2, torch_compile="counting", recompute="none")
+    pipe.train_step(padded_batch(config))
+    assert num_graphs == 1
+
+
 def test_a_measured_step_tells_where_the_time_goes() -> None:
     for times, table in run_gloo(measured, 2):
-        assert [time.action for time in times] == table
+        assert [one.action for one in times] == table
         for before, after in pairwise(times):
             assert before.end <= after.start
-        for time in times:
-            assert min(time.waiting, time.sending) >= 0
-            assert time.waiting + time.sending <= time.end - time.start + 1e-9
+        for one in times:
+            assert min(one.waiting, one.sending) >= 0
+            assert one.waiting + one.sending <= one.end - one.start + 1e-9
 
 
 def measured() -> tuple[list[ActionTime], list[object]]:
@@ -161,6 +181,61 @@ def measured() -> tuple[list[ActionTime], list[object]]:
     times: list[ActionTime] = []
     pipe.train_step(padded_batch(config) if pipe.topology.is_main else None, times)
     return times, list(pipe.schedule(3).actions[pipe.topology.rank])
+
+
+def test_the_update_runs_in_the_last_u_of_a_process() -> None:
+    for gradients, inside, loss, returned, is_in_u in run_gloo(updated, 2):
+        assert inside == gradients, "those of ties are reduced already"
+        assert loss == returned
+        assert is_in_u
+
+
+def updated() -> tuple[dict[str, float], dict[str, float], float, float, bool]:
+    config = tiny_config("m2m_100")  # its embedding is tied over both processes
+    pipe = Pipeline(plain_model(config), 4, 2, "interleaved_1f1b")
+    batch = padded_batch(config) if pipe.topology.is_main else None
+    times: list[ActionTime] = []
+    seen: list[tuple[float, float, dict[str, float]]] = []
+    returned = float(
+        pipe.train_step(batch, times, lambda loss: seen.append((time.perf_counter(), float(loss), norms(pipe))))
+    )
+    ((moment, loss, inside),) = seen
+    last = times[-1]
+    is_in_u = last.action.kind == ActionKind.UPDATE and last.start + last.waiting <= moment <= last.end
+    pipe.zero_grad()
+    pipe.train_step(batch)
+    return norms(pipe), inside, loss, returned, is_in_u
+
+
+def norms(pipe: Pipeline) -> dict[str, float]:
+    return {name: float(p.grad.norm()) for name, p in pipe.named_parameters() if p.grad is not None}
+
+
+def test_what_an_update_raises_is_raised_as_it_is() -> None:
+    config = tiny_config("llama")
+    pipe = Pipeline(plain_model(config), 2, 2)
+    expected = float(pipe.train_step(padded_batch(config)))
+
+    def update(loss: torch.Tensor) -> None:
+        raise KeyError(float(loss))
+
+    pipe.step = 0
+    with pytest.raises(KeyError, match=str(expected)):
+        pipe.train_step(padded_batch(config), update=update)
+
+
+def test_a_measured_step_does_not_count() -> None:
+    """Of dropout too: the step after it is the one that would have been."""
+    config = tiny_config("llama", dropout=0.3)
+    losses = []
+    for is_measured in (False, True):
+        pipe = Pipeline(plain_model(config), 2, 2)
+        if is_measured:
+            pipe.measure_on([padded_batch(config)])
+            assert pipe.step == 0
+            assert all(parameter.grad is None for parameter in pipe.parameters())
+        losses.append(float(pipe.train_step(padded_batch(config))))
+    assert losses[0] == losses[1]
 
 
 def test_a_graph_keeps_no_boundary_output_alive() -> None:

@@ -44,19 +44,12 @@ def modules(root: Path) -> dict[str, Path]:
     return found
 
 
-def imports(name: str, path: Path, *, for_types: bool = True) -> list[str]:
-    """What a module imports, at any depth, as "package.module" or "package.module.name".
-
-    `for_types` includes what only a type checker imports.
-    """
+def imports(name: str, path: Path) -> list[str]:
+    """What a module imports, at any depth and for type checkers too, as "package.module" or "package.module.name"."""
     found = []
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
-    skipped = set() if for_types else {inner for block in blocks for inner in ast.walk(block)}
     for node in ast.walk(tree):
-        if node in skipped:
-            continue
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -66,12 +59,12 @@ def imports(name: str, path: Path, *, for_types: bool = True) -> list[str]:
     return found
 
 
-def own_imports(root: Path, *, for_types: bool = True) -> dict[str, set[str]]:
+def own_imports(root: Path) -> dict[str, set[str]]:
     """For every module the modules of the package that it imports."""
     known = modules(root)
     graph: dict[str, set[str]] = {}
     for name, path in known.items():
-        inside = [found for found in imports(name, path, for_types=for_types) if found.split(".")[0] == root.name]
+        inside = [found for found in imports(name, path) if found.split(".")[0] == root.name]
         graph[name] = {found if found in known else found.rpartition(".")[0] or found for found in inside}
     return graph
 
@@ -113,7 +106,8 @@ def test_every_module_has_its_place_and_imports_run_upwards_only() -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    assert cycle(own_imports(ROOT, for_types=False)) == []
+    """Inside a package neither, nor for the type checker alone."""
+    assert cycle(own_imports(ROOT)) == []
 
 
 def test_the_upper_layers_name_neither_torch_nor_transformers() -> None:
@@ -178,6 +172,16 @@ def test_the_rule_itself(tmp_path: Path, importer: str, statement: str, complain
 
 def test_a_module_without_a_place_is_named() -> None:
     assert wrong_way({"p.odd": set(), "p.plan": {"p.errors"}}) == ["p.odd has no place in LAYERS"]
+
+
+def test_a_cycle_for_types_inside_a_package_is_found(tmp_path: Path) -> None:
+    """The table imported its validation, which imported the table for its annotations."""
+    root = tmp_path / "pack"
+    (root / "schedule").mkdir(parents=True)
+    (root / "schedule" / "table.py").write_text("from pack.schedule.validate import check")
+    assert cycle(own_imports(root)) == []
+    (root / "schedule" / "validate.py").write_text("if TYPE_CHECKING:\n    from pack.schedule.table import Schedule")
+    assert set(cycle(own_imports(root))) == {"pack.schedule.table", "pack.schedule.validate"}
 
 
 def test_a_cycle_is_found() -> None:

@@ -14,11 +14,11 @@ from hf_gpipe.errors import (
     DataError,
     HfGpipeError,
     PartitionError,
-    ScheduleError,
     StageError,
     UnsupportedModelError,
     UserError,
 )
+from hf_gpipe.recipe import PipelineConfig
 from tests.gloo import run_gloo
 from tests.oracle import VOCABULARY, assert_same, padded_batch, plain_model, run_pipeline, run_plain, tiny_config
 
@@ -188,11 +188,15 @@ def test_a_mini_batch_that_cannot_be_trained_on_is_refused() -> None:
     ("arguments", "error", "message"),
     [
         ({"num_stages": 9}, PartitionError, "9"),
-        ({"num_stages": 0}, PartitionError, "num_stages=0"),
-        ({"num_micro_batches": 0}, UserError, "num_micro_batches=0"),
-        ({"schedule": "gpip"}, ScheduleError, "gpipe"),
-        ({"recompute": "all"}, UserError, "recompute='all'"),
+        ({"num_stages": 0}, UserError, "num_stages: found 0"),
+        ({"num_micro_batches": 0}, UserError, "num_micro_batches: found 0"),
+        ({"schedule": "gpip"}, UserError, "did you mean 'gpipe'"),
+        ({"recompute": "all"}, UserError, "recompute: found 'all'"),
         ({"partition": [1, 1]}, PartitionError, "6"),
+        ({"memory": "80"}, UserError, "memory is '80', without a unit"),
+        ({"torch_compil": True}, UserError, "did you mean 'torch_compile'"),
+        ({"num_processes": 2}, UserError, "num_processes is 2 and 1 are running"),
+        ({"config": PipelineConfig(2)}, UserError, "config and num_stages are given; put num_stages into the config"),
         ({"device": "cuda"}, UserError, "CUDA"),
         ({"device": "gpu"}, UserError, "'gpu'"),
         ({"label_smoothing": 1.5}, UserError, "label_smoothing=1.5"),

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from hf_gpipe.recipe import load_recipe
+from hf_gpipe.schedule import Placement, build
 from hf_gpipe.train import main
 
 pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings")
@@ -287,6 +288,19 @@ evaluation: {{max_examples: 4, max_new_tokens: 24}}
     assert all(later < earlier + 0.3 for earlier, later in pairwise(values))
 
 
+def test_a_run_with_a_table_goes_on_from_its_own_recipe(recipe: Path, tmp_path: Path) -> None:
+    """The copies of recipe and table in the output directory are enough, whatever became of the table."""
+    mine = tmp_path / "mine.txt"
+    mine.write_text(build("gpipe_fused", 2, 4, Placement.spread(2, 1)).text())
+    short = ["pipeline.num_processes=1", "training.max_steps=2", "training.save_steps=2", "evaluation.max_examples=1"]
+    assert main([str(recipe), f"pipeline.schedule={mine}", *short]) == 0
+    mine.unlink()
+    own = tmp_path / "out" / "recipe.yaml"
+    assert load_recipe(own).pipeline.schedule == str(tmp_path / "out" / "schedule.txt")
+    assert main([str(own), "training.max_steps=4"]) == 0
+    assert len(losses(tmp_path / "out")) == 4
+
+
 # ---------------------------------------------------------------------- what is wrong
 
 
@@ -298,6 +312,7 @@ evaluation: {{max_examples: 4, max_new_tokens: 24}}
         ("pipeline.num_stages=99", "num_stages is 99, but the model has 7 layers"),
         ("pipeline.num_micro_batches=0", "pipeline.num_micro_batches: found 0"),
         ("pipeline.schedule=gpip", "did you mean 'gpipe'"),
+        ("pipeline.schedule=nowhere.txt", "there is no file nowhere.txt"),
         ("model.config.model_type=marrian", "no model family 'marrian'; did you mean 'marian'"),
         ("model.config.d_modle=8", "model.config.d_modle.*did you mean 'd_model'"),
         ("model.config.d_model=x", "model.config.*'d_model'"),
@@ -385,9 +400,14 @@ def test_a_reader_of_the_help_may_stop_early() -> None:
     assert (result.returncode, result.stderr) == (0, b"")
 
 
-def test_help_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_a_page_and_a_section_has_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    for key in ("model.path", "pipeline.num_stages", "training.resume", "key=value"):
+    for key in ("model.path", "pipeline.num_stages", "key=value", "--help section"):
         assert key in out
+    assert len(out.splitlines()) <= 60
+    assert main(["--help", "training"]) == 0
+    assert "training.resume: " in capsys.readouterr().out
+    assert main(["--help", "trainin"]) == 2
+    assert "did you mean 'training'" in capsys.readouterr().err
     assert main([]) == 2

@@ -7,7 +7,7 @@ tied. `StageModel` is the same Hugging Face model with only its own layers in it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -83,6 +83,7 @@ class Adapter(ABC):
         self.routers = find_routers(self.reference, blocks, observation)
         self._num_block_outputs = {block: stack.form.num_outputs for stack in self.stacks for block in stack.blocks}
         self._embeddings = observation.embeddings
+        self._constants = observation.constants
         self._encoder_dtype = observation.encoder_dtype
         #: For each stack the modules of its first block that its other blocks use too.
         self.tables = {stack.name: shared_tables(self.reference, stack.blocks) for stack in self.stacks}
@@ -235,6 +236,25 @@ class Adapter(ABC):
     @abstractmethod
     def sources(self, boundary: int) -> dict[str, tuple[Layer, ...]]:
         """For each tensor that layer `boundary` receives, the layers that its value depends on."""
+
+    def is_trained(self, layer: Layer, model: nn.Module) -> bool:
+        """Whether a gradient can reach a parameter of a layer that requires one.
+
+        A table of sines may require one and be read without a graph, as Marian's is once it was loaded. Inside of
+        blocks every parameter counts, for what a gradient reaches there may depend on the data: too many gradients are
+        then sent, never too few.
+
+        Args:
+            layer: the layer.
+            model: the model, or any stage of it that has the layer.
+        """
+        named = ((f"{m}.{name}", p) for m in layer.modules for name, p in model.get_submodule(m).named_parameters())
+        return any(parameter.requires_grad and name not in self._constants for name, parameter in named)
+
+    def wants_gradient(self, boundary: int, is_trained: Sequence[bool]) -> dict[str, bool]:
+        """For each tensor that layer `boundary` receives, whether it depends on a layer that is trained."""
+        trained = {layer for layer, is_one in zip(self.layers, is_trained, strict=True) if is_one}
+        return {name: not trained.isdisjoint(layers) for name, layers in self.sources(boundary).items()}
 
     @abstractmethod
     def run(self, stage: StageModel, inputs: Inputs, carry: Tensors) -> dict[str, torch.Tensor]:

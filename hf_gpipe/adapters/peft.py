@@ -41,6 +41,10 @@ class PeftAdapter:
             reset: Any = getattr(module, "reset_lora_parameters", None)
             if reset is not None and self.name in getattr(module, "lora_A", {}):
                 reset(self.name, self.config.init_lora_weights)
+                if self.config.init_lora_weights is False:  # then PEFT leaves what the layers were made with
+                    factors: Any = (module.lora_A, module.lora_B)
+                    for factor in factors:
+                        factor[self.name].reset_parameters()
 
     def tensors(self, model: PreTrainedModel, owned: dict[str, Any]) -> dict[str, Any]:
         """The adapter's tensors among `owned`, under the names of PEFT's saved format."""

@@ -79,6 +79,7 @@ class Observation:
         idle: modules with weights that a forward on ids alone does not call, such as an image encoder.
         inputs: the first tensor that each module outside of the blocks, and each stack's first block, was given.
         routers: those whose logits make the auxiliary loss of a mixture of experts; none where there is no such loss.
+        constants: parameters outside of the blocks that no gradient can reach, such as a table of sines.
         encoder_dtype: type of the encoder's output; None where there is no encoder.
     """
 
@@ -88,6 +89,7 @@ class Observation:
     idle: tuple[str, ...]
     inputs: dict[str, Given]
     routers: tuple[ObservedRouter, ...]
+    constants: frozenset[str]
     encoder_dtype: torch.dtype | None = None
 
 
@@ -186,6 +188,7 @@ def observe(model: PreTrainedModel, autocast: Autocast | None = None) -> Observa
         idle,
         inputs,
         _routers(model, calls, lists),
+        _constants(model, units, calls.result),
         None if encoded is None else encoded.dtype,
     )
 
@@ -203,6 +206,8 @@ def tiny_batch(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _run(model: PreTrainedModel, autocast: Autocast | None = None) -> _Calls:
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
     device = torch.device("cpu") if autocast is None else autocast.device
     calls = _Calls()
     handles = []
@@ -231,7 +236,8 @@ def _run(model: PreTrainedModel, autocast: Autocast | None = None) -> _Calls:
             handles.append(module.register_forward_hook(leave(name), with_kwargs=True))
     try:
         batch = {name: tensor.to(device) for name, tensor in tiny_batch(model).items()}
-        with torch.no_grad(), scope_of(autocast):
+        # With a graph, which shows what the gradients reach.
+        with torch.enable_grad(), scope_of(autocast):
             calls.result = model.eval().to(device)(**batch, use_cache=False)
     except Exception as error:
         raise UnsupportedModelError(
@@ -300,6 +306,20 @@ def _routers(model: PreTrainedModel, calls: _Calls, lists: list[str]) -> tuple[O
         path = name.removeprefix(f"{block_list}.").partition(".")[2]
         seen.setdefault(path, ObservedRouter(path, type(model.get_submodule(name)).__name__, logits.dtype))
     return tuple(seen.values())
+
+
+def _constants(model: PreTrainedModel, units: list[str], result: Any) -> frozenset[str]:
+    """Names of the parameters of `units` that are not in the graph of what the loss is made of."""
+    reached: set[Any] = set()
+    outputs = (getattr(result, name, None) for name in ("logits", "aux_loss"))
+    nodes: set[Any] = {output.grad_fn for output in outputs if isinstance(output, torch.Tensor)} - {None}
+    while nodes:
+        node = nodes.pop()
+        reached.add(node)
+        nodes |= {following for following, _ in node.next_functions} - reached - {None}
+    trained = {id(node.variable) for node in reached if hasattr(node, "variable")}
+    named = ((f"{unit}.{name}", p) for unit in units for name, p in model.get_submodule(unit).named_parameters())
+    return frozenset(name for name, parameter in named if id(parameter) not in trained)
 
 
 def _units(model: PreTrainedModel, lists: list[str]) -> list[str]:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_gpipe.adapters.intercept import intercept
 from hf_gpipe.adapters.probe import Observation
 from hf_gpipe.errors import UnsupportedModelError
 
@@ -79,22 +80,13 @@ class RouterPort:
         self.logits = ()
 
 
-class _Complete:
-    """Mixed into the class of the module around the blocks: see `complete`."""
+def complete(module: nn.Module, port: RouterPort) -> None:
+    """Let the output of the module around the blocks have the router logits of all stages so far."""
 
-    _router_port: RouterPort
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().__call__(*args, **kwargs)  # type: ignore[misc]  # the module's own class follows in the MRO
-        port = self._router_port
+    def after(output: Any) -> Any:
         port.logits += tuple(getattr(output, "router_logits", None) or ())
         # Before the last stage nobody needs a loss, and one of some of the routers would be wrong.
         output.router_logits = port.logits if port.is_last else None
         return output
 
-
-def complete(module: nn.Module, port: RouterPort) -> None:
-    """Let the output of the module around the blocks have the router logits of all stages so far."""
-    cls = type(module)
-    module._router_port = port  # type: ignore[assignment]
-    module.__class__ = type(cls.__name__, (_Complete, cls), {"__module__": cls.__module__})
+    intercept(module, after=after)

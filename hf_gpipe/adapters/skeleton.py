@@ -39,8 +39,9 @@ def build(
 
     Without `model_class` it is the class that transformers' auto classes choose.
     """
+    config = copy.deepcopy(config)  # transformers writes its arguments into it
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     if model_class is not None:
-        return model_class._from_config(copy.deepcopy(config), dtype=dtype, **options)
+        return model_class._from_config(config, dtype=dtype, **options)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     return auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **options)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from hf_gpipe.adapters.dropout import DropoutSeeds
+from hf_gpipe.adapters.intercept import intercept
 
 
 class Port:
@@ -114,33 +115,17 @@ def _hidden_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | Non
     return next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor))
 
 
-class _Layer:
-    """Mixed into the class of each module that starts one of the stage's own layers: see `admit`."""
+def admit(module: nn.Module, name: str, port: Port, *, is_entrance: bool) -> None:
+    """Make `module` plant its dropout seed when it is called and, if it is the entrance, take the received states."""
 
-    _port: Port
-    _layer_name: str
-    _is_entrance: bool
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        port = self._port
+    def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if port.seeds is not None:
-            port.seeds.plant(self._layer_name)
-        if self._is_entrance and port.received is not None:
+            port.seeds.plant(name)
+        if is_entrance and port.received is not None:
             where = _hidden_argument(args, kwargs)
             if where is None:
-                args = (port.received, *args[1:])
-            else:
-                kwargs[where] = port.received
-        return super().__call__(*args, **kwargs)  # type: ignore[misc]  # the module's own class follows in the MRO
+                return (port.received, *args[1:]), kwargs
+            kwargs[where] = port.received
+        return args, kwargs
 
-
-def admit(module: nn.Module, name: str, port: Port, *, is_entrance: bool) -> None:
-    """Make `module` plant its dropout seed when it is called and, if it is the entrance, take the received states.
-
-    The class of the one instance is extended rather than a hook registered: a hook runs again when a block is
-    recomputed (transformers 5.17 checkpoints `__call__`), this runs once a forward on every version. Names of
-    parameters, `isinstance` and the class's own name stay as they were.
-    """
-    cls = type(module)
-    module._port, module._layer_name, module._is_entrance = port, name, is_entrance  # type: ignore[assignment]
-    module.__class__ = type(cls.__name__, (_Layer, cls), {"__module__": cls.__module__})
+    intercept(module, before)

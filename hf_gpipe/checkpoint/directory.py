@@ -1,4 +1,4 @@
-"""The checkpoint directories of a run: `checkpoint-N` appears whole, and disappears whole."""
+"""The checkpoint directories of a run: `checkpoint-N` appears whole, disappears whole, and is resumed from if whole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
@@ -16,10 +16,11 @@ from uuid import uuid4
 from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from hf_gpipe.checkpoint.digests import DIGESTS_FILE, Digests
 from hf_gpipe.checkpoint.hub import read_weight_map
 from hf_gpipe.checkpoint.peft import WEIGHTS_NAME as ADAPTER_WEIGHTS_NAME
 from hf_gpipe.checkpoint.save import make_directory, replace_directory
-from hf_gpipe.checkpoint.state import FOLDER, has_state, read_state
+from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE, has_state, read_state
 from hf_gpipe.checkpoint.together import write_on_main, write_together
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.runtime.topology import Topology
@@ -46,18 +47,87 @@ def checkpoints(output_dir: Path) -> list[Path]:
     return [path for _, path in sorted(found) if path.is_dir()]
 
 
-def last_checkpoint(output_dir: Path) -> Path | None:
-    """The newest checkpoint from which a training can resume: one whose files are all there, and whole.
+def last_checkpoint(output_dir: Path, topology: Topology) -> Path | None:
+    """The newest checkpoint from which a training can resume, each of its bytes checked. Every process calls it.
 
-    A newer one that is damaged, which none is that was written here, is told and left alone.
+    A newer one that is damaged is named in a warning and left alone. A directory that holds a model alone is passed
+    over.
+
+    Raises:
+        CheckpointError: on every process, where there are checkpoints and all of them are damaged.
     """
-    for path in reversed(checkpoints(output_dir)):
-        problem = what_is_missing(path)
-        if not problem:
-            return path
-        if has_state(path):
-            logger.warning("%s is not complete (%s); an older checkpoint is looked for", path, problem)
+    problems: list[str] = []
+    for path in topology.gather_objects(list(reversed(checkpoints(output_dir))))[0]:
+        if topology.gather_objects(_is_model_alone(path))[0]:
+            continue
+        problem = _find_damage(path, topology)
+        if problem:
+            problems.append(problem)
+            continue
+        for problem in problems if topology.is_main else []:
+            logger.warning("%s; the older %s is used", problem, path.name)
+        return path
+    if problems:
+        raise CheckpointError(
+            f"no checkpoint in {output_dir} is whole ({problems[0]}); put a copy of one there, or move all of them "
+            "away to begin anew"
+        )
     return None
+
+
+def check_whole(checkpoint: Path, topology: Topology) -> None:
+    """Check every byte of a checkpoint; every process calls it, and reads its share.
+
+    Raises:
+        CheckpointError: on every process, where the checkpoint is damaged or no training can resume from it.
+    """
+    problem = _find_damage(checkpoint, topology)
+    if problem:
+        raise CheckpointError(f"{problem}; resume from another checkpoint")
+
+
+def _find_damage(checkpoint: Path, topology: Topology) -> str:
+    """Why no training can resume from a checkpoint, the same in every process; empty where one can."""
+    problem, is_checked = "", True
+    try:
+        digests = _digests_of(checkpoint)
+        is_checked = digests is not None
+        if digests is not None:
+            digests.check_share(topology.rank, topology.num_processes)
+        else:
+            _check_files(checkpoint)
+    except CheckpointError as error:
+        problem = str(error)
+    found = next((problem for problem in topology.gather_objects(problem) if problem), "")
+    if not found and not is_checked and topology.is_main:
+        logger.warning("%s has no digests, for an older version wrote it: its content is not checked", checkpoint)
+    return found
+
+
+def _digests_of(checkpoint: Path) -> Digests | None:
+    """The digests of a checkpoint; None in an old one. Raises CheckpointError where they are lost or of another one."""
+    digests = Digests.read(checkpoint)
+    if digests is None:
+        if read_state(checkpoint)["progress"].get("has_digests"):
+            raise CheckpointError(f"{checkpoint / DIGESTS_FILE} is missing, so the checkpoint cannot be checked")
+        return None
+    name = _NAME.fullmatch(checkpoint.name)
+    if name and digests.step is not None and digests.step != int(name[1]):
+        raise CheckpointError(f"{checkpoint} holds the checkpoint of step {digests.step}; rename it to match")
+    if f"{FOLDER}/{STATE_FILE}" not in digests.files:
+        read_state(checkpoint)  # which says that there is none
+    return digests
+
+
+def _is_model_alone(path: Path) -> bool:
+    """Whether a directory has no state of a training, nor lost one."""
+    if has_state(path):
+        return False
+    try:
+        digests = Digests.read(path)
+    except CheckpointError:
+        return False
+    return digests is None or f"{FOLDER}/{STATE_FILE}" not in digests.files
 
 
 @contextmanager
@@ -72,7 +142,7 @@ def written_whole(final: Path, topology: Topology) -> Iterator[Path]:
     temporary = final.with_name(f".{final.name}.tmp")
 
     def prepare() -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove(temporary)
         make_directory(temporary)
 
     def publish() -> None:
@@ -91,32 +161,52 @@ def written_whole(final: Path, topology: Topology) -> Iterator[Path]:
         raise
 
 
-def rotate(output_dir: Path, limit: int | None, keep: Path | None = None) -> None:
+def rotate(output_dir: Path, limit: int | None, keep: Collection[Path] = ()) -> None:
     """Delete the oldest checkpoints but `limit`. Runs in the main process.
 
-    The newest one, the newest one that a training can resume from, and `keep` always stay.
+    The newest one, the newest one that a training can resume from, and those in `keep` always stay.
     """
     found = checkpoints(output_dir)
     if limit is None or limit < 1 or len(found) <= limit:
         return
-    newest_whole = next((path for path in reversed(found) if not what_is_missing(path)), None)
-    stay = (found[-1], newest_whole, keep)
+    newest_complete = next((path for path in reversed(found) if _is_complete(path)), None)
+    stay = (found[-1], newest_complete, *keep)
     protected = [path for path in found if path in stay]
     others = [path for path in found if path not in protected]
     for path in others[: max(0, len(found) - max(limit, len(protected)))]:
         gone = path.with_name(f".{path.name}.gone-{uuid4().hex[:8]}")
         path.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        remove(gone)
 
 
-def remove_leftovers(output_dir: Path) -> None:
-    """Clean up after a run that was killed while it wrote or deleted a checkpoint. Runs in the main process."""
-    for path in list(output_dir.iterdir()) if output_dir.is_dir() else []:
+def tidy(output_dir: Path) -> None:
+    """Make an output directory ready for a run: clean up after one that was killed. Runs in the main process.
+
+    Raises:
+        CheckpointError: something that is not a directory has the name of a checkpoint, so none could be saved there.
+    """
+    entries = list(output_dir.iterdir()) if output_dir.is_dir() else []
+    for path in entries:
+        if _NAME.fullmatch(path.name) and not path.is_dir():
+            what = f"a link to {os.readlink(path)}, which is not a directory" if path.is_symlink() else "a file"
+            raise CheckpointError(
+                f"{path} is {what}, and a checkpoint is saved under that name; rename or delete it, or choose another "
+                "output directory"
+            )
+    for path in entries:
         match = _LEFTOVER.fullmatch(path.name)
-        if match and match[2] == "old" and not (output_dir / match[1]).exists():
+        if match and match[2] == "old" and path.is_dir() and not (output_dir / match[1]).exists():
             path.rename(output_dir / match[1])
         elif match:
-            shutil.rmtree(path, ignore_errors=True)
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint or what is left of one. Of a link only the link goes."""
+    if path.is_symlink() or path.is_file():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def check_shared(output_dir: Path, topology: Topology) -> None:
@@ -157,14 +247,25 @@ def _appears(file: Path) -> bool:
     return True
 
 
-def what_is_missing(checkpoint: Path) -> str:
-    """Why no training can resume from this directory; empty where one can."""
+def _is_complete(checkpoint: Path) -> bool:
+    """Whether a training could resume from this directory, as far as one sees without reading all of it."""
     try:
-        state = read_state(checkpoint)
-        files = [*_weights(checkpoint), *(f"{FOLDER}/{file}" for file in state["optimizer"]["files"])]
-        return next((problem for file in files if (problem := _damage(checkpoint / file))), "")
-    except CheckpointError as error:
-        return str(error)
+        _digests_of(checkpoint)
+        _check_files(checkpoint)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _check_files(checkpoint: Path) -> None:
+    """Raise CheckpointError where a file is missing or cut short; the header of its tensors says how long it is."""
+    state = read_state(checkpoint)
+    for file in [*_weights(checkpoint), *(f"{FOLDER}/{file}" for file in state["optimizer"]["files"])]:
+        try:
+            with safe_open(checkpoint / file, framework="pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{checkpoint / file} is missing or damaged: {error}") from error
 
 
 def _weights(checkpoint: Path) -> list[str]:
@@ -175,15 +276,6 @@ def _weights(checkpoint: Path) -> list[str]:
     if not index.exists():
         raise CheckpointError(f"{checkpoint} has no weights in safetensors format")
     return sorted(set(read_weight_map(index).values()))
-
-
-def _damage(file: Path) -> str:
-    """What is wrong with a file of tensors; its header says how long it is."""
-    try:
-        with safe_open(file, framework="pt"):
-            return ""
-    except (OSError, SafetensorError) as error:
-        return f"{file}: {error}"
 
 
 def _sync(*paths: Path) -> None:

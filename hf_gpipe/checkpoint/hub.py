@@ -33,6 +33,7 @@ from transformers.utils import logging as transformers_logging
 from hf_gpipe.adapters.base import StageModel
 from hf_gpipe.adapters.dropout import default_generator, key, mix
 from hf_gpipe.adapters.peft import PeftAdapter
+from hf_gpipe.checkpoint.digests import Digests, advising
 from hf_gpipe.errors import CheckpointError
 
 
@@ -107,10 +108,36 @@ def take(stage: StageModel, source: PreTrainedModel, device: torch.device) -> No
 def load(stage: StageModel, path: str | os.PathLike[str], device: torch.device, seed: int) -> None:
     """Read a stage's weights from a Hub directory or id: lazily, only the stage's own tensors.
 
-    Raises CheckpointError where the files are missing, do not fit the model or lack a parameter of this stage.
+    Raises CheckpointError where the files are missing, damaged, do not fit the model or lack a parameter of this stage.
     """
+    _read(stage, path, device, seed)
+    if device.type == "cpu":
+        # The library maps the files; weights that training changes must not hang on a file that may be replaced.
+        for tensor in {id(t): t for t in stage.model.state_dict(keep_vars=True).values()}.values():
+            tensor.data = tensor.data.clone()
+
+
+def reload(stage: StageModel, path: str | os.PathLike[str], seed: int) -> None:
+    """Replace the weights of a sealed stage by those of a Hub directory or id, in place; raises as `load` does.
+
+    The files are mapped and copied tensor by tensor, so there is no second copy of the stage in memory. Only tensors
+    that the library converts, to another type or to fused experts, are made first.
+    """
+    mapped = StageModel(stage.adapter, stage.start, stage.stop)
+    _read(mapped, path, torch.device("cpu"), seed)
+    mapped.seal(torch.device("cpu"))
+    current = {**stage.parameters, **stage.buffers}
+    with torch.no_grad():
+        for name, tensor in {**mapped.parameters, **mapped.buffers}.items():
+            current[name].copy_(tensor)
+
+
+def _read(stage: StageModel, path: str | os.PathLike[str], device: torch.device, seed: int) -> None:
+    """`load`, but that on the CPU the tensors are the mapped files."""
     model = stage.model
-    files = _fetch(path, _own_keys(model))
+    is_own = _own_keys(model)
+    files = _fetch(path, is_own)
+    _check(Path(path), files, is_own)
     _forget_initialisation(model)
     config = LoadStateDictConfig(
         pretrained_model_name_or_path=str(path),
@@ -133,10 +160,6 @@ def load(stage: StageModel, path: str | os.PathLike[str], device: torch.device, 
         raise CheckpointError(
             f"the checkpoint {str(path)!r} lacks {len(info.missing_keys)} parameters of the model: {names}"
         )
-    if device.type == "cpu":
-        # The library maps the files; weights that training changes must not hang on a file that may be replaced.
-        for tensor in {id(t): t for t in model.state_dict(keep_vars=True).values()}.values():
-            tensor.data = tensor.data.clone()
 
 
 def add_peft(stage: StageModel, peft: PeftAdapter, device: torch.device, seed: int) -> None:
@@ -169,6 +192,16 @@ def _fetch(path: str | os.PathLike[str], is_own: Callable[[str], bool]) -> list[
     except OSError as error:
         raise CheckpointError(f"cannot read a checkpoint at {str(path)!r}: {error}") from error
     return [Path(file) for file in files if file is not None]
+
+
+def _check(directory: Path, files: Sequence[Path], is_own: Callable[[str], bool]) -> None:
+    """Check what is about to be read of a directory with digests: headers and own tensors. Raises CheckpointError."""
+    with advising():
+        digests = Digests.read(directory)
+        if digests is not None:
+            index = [SAFE_WEIGHTS_INDEX_NAME] if SAFE_WEIGHTS_INDEX_NAME in digests.files else []
+            names = [*index, *(file.name for file in files)]
+            digests.check(part for name in names for part in digests.parts(name, is_own))
 
 
 def read_weight_map(index: Path) -> dict[str, str]:

@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.peft import PeftAdapter
-from hf_gpipe.checkpoint.save import make_directory
+from hf_gpipe.checkpoint import digests
+from hf_gpipe.checkpoint.digests import Digests
+from hf_gpipe.checkpoint.save import make_directory, write_files
 from hf_gpipe.checkpoint.together import write_on_main
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.runtime.topology import Topology
@@ -27,7 +29,7 @@ def save_adapters(
     topology: Topology,
     peft: PeftAdapter,
 ) -> None:
-    """Write the adapters of all stages into one file; all processes call this, the main one writes.
+    """Write the adapters of all stages into one file, and digests; all processes call this, the main one writes.
 
     The tensors are gathered: PEFT knows no sharded adapters, and they are small.
 
@@ -45,10 +47,12 @@ def save_adapters(
         config = copy.deepcopy(peft.config)
         config.inference_mode = True
         config.base_model_name_or_path = next(iter(models.values())).adapter.config.name_or_path or None
-        config.save_pretrained(directory)
         temporary = directory / f".{WEIGHTS_NAME}.tmp"
         save_file(tensors, temporary, metadata={"format": "pt"})
-        temporary.replace(directory / WEIGHTS_NAME)
+        with digests.updated(directory) as entries:
+            entries[WEIGHTS_NAME] = digests.entry_of_tensors(temporary, tensors)
+            entries |= write_files(directory, config.save_pretrained)
+            temporary.replace(directory / WEIGHTS_NAME)
 
     write_on_main(directory, topology, write)
 
@@ -56,9 +60,13 @@ def save_adapters(
 def load_adapters(directory: Path, models: Mapping[int, StageModel], peft: PeftAdapter) -> None:
     """Copy saved adapters into the stages' adapters, in place.
 
-    Raises CheckpointError where the file is missing, cannot be read or lacks one of a stage's tensors.
+    Raises CheckpointError where the file is missing, damaged or lacks one of a stage's tensors.
     """
     file = directory / WEIGHTS_NAME
+    names = {name for model in models.values() for name in peft.tensors(model.model, dict(model.parameters))}
+    with digests.advising():
+        if (written := Digests.read(directory)) is not None:
+            written.check(written.parts(WEIGHTS_NAME, names.__contains__))
     try:
         saved = load_file(file)
     except (OSError, SafetensorError) as error:

@@ -6,8 +6,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from safetensors.torch import save_file
@@ -15,7 +16,8 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_gpipe.adapters import StageModel
-from hf_gpipe.checkpoint import hub
+from hf_gpipe.checkpoint import digests, hub
+from hf_gpipe.checkpoint.digests import Entry
 from hf_gpipe.checkpoint.together import write_on_main, write_together
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.runtime.topology import Topology
@@ -24,10 +26,18 @@ from hf_gpipe.runtime.topology import Topology
 _SHARD = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
 
 
+class _Shard(NamedTuple):
+    """What a process tells the others of a file that it has written."""
+
+    sizes: dict[str, tuple[int, int]]
+    """The numbers of elements and of bytes of each tensor."""
+    entry: Entry
+
+
 def save_model(
     directory: Path, models: Mapping[int, StageModel], owner_stage: Mapping[str, int], topology: Topology
 ) -> None:
-    """Write one safetensors shard a stage, the index, the configuration and the generation configuration.
+    """Write one safetensors shard a stage, the index, the configurations, and the digests of all of these.
 
     The shards get names that were not there before; the file that makes them the checkpoint, the index or the single
     `model.safetensors`, is put in place last, and only then are older shards removed.
@@ -45,9 +55,9 @@ def save_model(
     topology.from_main(lambda: make_directory(directory))
     taken = topology.is_main and any(_SHARD.fullmatch(path.name) for path in directory.iterdir())
     tag = topology.gather_objects(f"-{uuid4().hex[:8]}" if taken else "")[0]
-    shards: dict[str, dict[str, tuple[int, int]]] = {}
+    shards: dict[str, _Shard] = {}
 
-    def write() -> dict[str, dict[str, tuple[int, int]]]:
+    def write() -> dict[str, _Shard]:
         written = {}
         for stage, model in models.items():
             names = [n for n in (*model.parameters, *model.buffers) if owner_stage.get(n, stage) == stage]
@@ -60,12 +70,44 @@ def save_model(
             except Exception:
                 (directory / file).unlink(missing_ok=True)
                 raise
-            written[file] = {name: (t.numel(), t.numel() * t.element_size()) for name, t in tensors.items()}
+            sizes = {name: (t.numel(), t.numel() * t.element_size()) for name, t in tensors.items()}
+            written[file] = _Shard(sizes, digests.entry_of_tensors(directory / file, tensors))
         return written
 
     for part in write_together(directory, topology, write):
         shards.update(part)
-    write_on_main(directory, topology, lambda: _publish(directory, shards, next(iter(models.values()))))
+
+    def publish() -> None:
+        with digests.updated(directory) as entries:
+            _publish(directory, shards, next(iter(models.values())), entries)
+
+    write_on_main(directory, topology, publish)
+
+
+def write_files(directory: Path, write: Callable[[Path], Any]) -> dict[str, Entry]:
+    """Have small files written into a directory aside, and move each of them into place.
+
+    A crash leaves no file cut short.
+
+    Args:
+        directory: where the files are to be.
+        write: writes them into the directory that it is given.
+
+    Returns:
+        The entry of each file, by its name relative to `directory`.
+    """
+    temporary = directory / ".config.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    write(temporary)
+    entries = {}
+    for path in sorted(path for path in temporary.rglob("*") if path.is_file()):
+        name = path.relative_to(temporary)
+        entries[name.as_posix()] = digests.entry_of_file(path)
+        (directory / name).parent.mkdir(exist_ok=True)
+        path.replace(directory / name)
+    shutil.rmtree(temporary)
+    return entries
 
 
 def make_directory(directory: Path) -> None:
@@ -90,7 +132,10 @@ def replace_directory(temporary: Path, final: Path) -> None:
         except OSError:
             old.rename(final)
             raise
-        shutil.rmtree(old, ignore_errors=True)
+        if old.is_symlink():
+            old.unlink()
+        else:
+            shutil.rmtree(old, ignore_errors=True)
     else:
         temporary.rename(final)
 
@@ -99,38 +144,42 @@ def _shard_name(stage: int, num_stages: int, tag: str) -> str:
     return f"model{tag}-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
 
 
-def _publish(directory: Path, shards: Mapping[str, Mapping[str, tuple[int, int]]], model: StageModel) -> None:
-    """Make the written shards the directory's checkpoint; runs in the main process."""
+def _publish(directory: Path, shards: Mapping[str, _Shard], model: StageModel, entries: dict[str, Entry]) -> None:
+    """Make the written shards the directory's checkpoint, and note the digests; runs in the main process."""
     reference = model.adapter.reference
     reference.config.architectures = [type(reference).__name__]
     reference.config.dtype = str(model.adapter.dtype).removeprefix("torch.")
-    temporary = directory / ".config.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    if reference.is_remote_code():
-        # The model's own Python code goes with it, as in its own save_pretrained.
-        custom_object_save(reference, temporary, config=reference.config)
-    reference.config.save_pretrained(temporary)
-    if reference.can_generate():
-        reference.generation_config.save_pretrained(temporary)
-    for path in temporary.iterdir():
-        path.replace(directory / path.name)
-    temporary.rmdir()
+
+    def write_configuration(folder: Path) -> None:
+        if reference.is_remote_code():
+            # The model's own Python code goes with it, as in its own save_pretrained.
+            custom_object_save(reference, folder, config=reference.config)
+        reference.config.save_pretrained(folder)
+        if reference.can_generate():
+            reference.generation_config.save_pretrained(folder)
+
+    entries |= write_files(directory, write_configuration)
     weights = {p for p in directory.iterdir() if p.name == SAFE_WEIGHTS_NAME or _SHARD.fullmatch(p.name)}
     outdated = {p for p in weights if p.name not in shards}
     index = directory / SAFE_WEIGHTS_INDEX_NAME
     if len(shards) == 1:
-        (directory / next(iter(shards))).replace(directory / SAFE_WEIGHTS_NAME)
+        (file, shard) = next(iter(shards.items()))
+        (directory / file).replace(directory / SAFE_WEIGHTS_NAME)
+        entries[SAFE_WEIGHTS_NAME] = shard.entry
         outdated.discard(directory / SAFE_WEIGHTS_NAME)
         index.unlink(missing_ok=True)
+        entries.pop(SAFE_WEIGHTS_INDEX_NAME, None)
     else:
-        sizes = [size for tensors in shards.values() for size in tensors.values()]
+        sizes = [size for shard in shards.values() for size in shard.sizes.values()]
         content = {
             "metadata": {"total_parameters": sum(n for n, _ in sizes), "total_size": sum(b for _, b in sizes)},
-            "weight_map": {name: file for file, tensors in sorted(shards.items()) for name in tensors},
+            "weight_map": {name: file for file, shard in sorted(shards.items()) for name in shard.sizes},
         }
         new_index = directory / f".{SAFE_WEIGHTS_INDEX_NAME}.tmp"
         new_index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        entries[SAFE_WEIGHTS_INDEX_NAME] = digests.entry_of_file(new_index)
         new_index.replace(index)
+        entries |= {file: shard.entry for file, shard in shards.items()}
     for path in outdated:
+        entries.pop(path.name, None)
         path.unlink()

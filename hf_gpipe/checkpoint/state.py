@@ -20,6 +20,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from hf_gpipe.checkpoint import digests
+from hf_gpipe.checkpoint.digests import Digests, Entry
 from hf_gpipe.checkpoint.together import write_on_main, write_together
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.runtime.topology import Topology
@@ -45,7 +47,7 @@ def save_state(
     scheduler: Scheduler | None,
     progress: Mapping[str, Any],
     topology: Topology,
-) -> None:
+) -> dict[str, Entry]:
     """Write the state of a training into a checkpoint's directory. Every process calls it.
 
     Args:
@@ -56,6 +58,9 @@ def save_state(
         scheduler: of this optimizer, if any.
         progress: whatever else the caller needs to resume; JSON values. The main process's is kept.
         topology: the processes.
+
+    Returns:
+        The digests of what all processes have written, by file; that of the state in JSON is right in the main process.
 
     Raises:
         CheckpointError: a value of the optimizer or the scheduler that has no JSON form; on every process, where one
@@ -73,36 +78,42 @@ def save_state(
             else:
                 values.setdefault(name, {})[slot] = _json(value, f"optimizer state {slot!r} of {name}")
 
-    def write() -> tuple[list[str], dict[str, dict[str, Any]]]:
+    def write() -> tuple[dict[str, Entry], dict[str, dict[str, Any]]]:
         folder.mkdir(exist_ok=True)
-        files = []
+        files = {}
         for stage, shard in tensors.items():
             if shard:
-                files.append(f"optimizer-{stage + 1:05d}-of-{topology.placement.num_stages:05d}.safetensors")
-                save_file(shard, folder / files[-1])
+                file = f"optimizer-{stage + 1:05d}-of-{topology.placement.num_stages:05d}.safetensors"
+                save_file(shard, folder / file)
+                files[file] = digests.entry_of_tensors(folder / file, shard)
         return files, values
 
     parts = write_together(checkpoint, topology, write)
+    files = {file: entry for part_files, _ in parts for file, entry in part_files.items()}
     options = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
     content = {
         "format": FORMAT,
         "optimizer": {
             "class": _class_name(optimizer),
             "groups": _json(options, "an optimizer's option"),
-            "files": sorted(file for part_files, _ in parts for file in part_files),
+            "files": sorted(files),
             "values": {name: scalars for _, part_values in parts for name, scalars in part_values.items()},
         },
         "scheduler": None if scheduler is None else _json(scheduler.state_dict(), "the scheduler's state"),
         "progress": _json(dict(progress), "progress"),
     }
 
+    text = json.dumps(content, indent=1) + "\n"
+
     def publish() -> None:
         temporary = folder / f".{STATE_FILE}.tmp"
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
+        temporary.write_text(text)
         temporary.replace(folder / STATE_FILE)
 
     # Last, since a directory with this file is complete.
     write_on_main(checkpoint, topology, publish)
+    files[STATE_FILE] = digests.digest(text.encode())
+    return {f"{FOLDER}/{file}": entry for file, entry in files.items()}
 
 
 def load_progress(checkpoint: Path) -> dict[str, Any]:
@@ -144,7 +155,7 @@ def load_state(
     for group, options in zip(state["param_groups"], saved["groups"], strict=True):
         group.update({key: _like(group.get(key), value) for key, value in options.items()})
     names = {parameter: name for name, parameter in parameters.items()}
-    slots = _read_slots(checkpoint / FOLDER, saved["files"], set(parameters))
+    slots = _read_slots(checkpoint, saved["files"], set(parameters))
     for name, scalars in saved["values"].items():
         if name in parameters:
             slots.setdefault(name, {}).update(scalars)
@@ -214,10 +225,13 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return content
 
 
-def _read_slots(folder: Path, files: list[str], names: set[str]) -> dict[str, dict[str, Any]]:
-    """The saved tensors of these parameters: {name: {slot: tensor}}."""
+def _read_slots(checkpoint: Path, files: list[str], names: set[str]) -> dict[str, dict[str, Any]]:
+    """The saved tensors of these parameters, checked by their digests: {name: {slot: tensor}}."""
     slots: dict[str, dict[str, Any]] = {}
+    folder, written = checkpoint / FOLDER, Digests.read(checkpoint)
     for file in files:
+        if written is not None:
+            written.check(written.parts(f"{FOLDER}/{file}", lambda key: key.rpartition("/")[0] in names))
         try:
             with safe_open(folder / file, framework="pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118  (not a mapping)

@@ -1,12 +1,25 @@
-"""Parallel corpora, tokenizer training, mini-batches and collation."""
+"""Corpora, tokenizers, and the mini-batches made of both.
+
+The words: a *row* stands in a file or a data set; a *pair* is a source and its translation, made of a row; an *example*
+is a pair, or a block of text, as token ids. The way from one to the next, in the order of reading:
+
+    files, formats, hub    which files a path means; rows of files, and of data sets of the Hub
+    sources                parts of a corpus: a language's rows, which can be left and gone on with
+    fields, reader, pairs  rows to pairs; splits
+    corpus, stream         all pairs at once, memory-mapped; or pairs read while they are trained on
+    cldr/, text            pairs that are made; documents
+    store                  the cache of what was prepared
+    tokenizer, tokenized   training a tokenizer; pairs to examples
+    sampling, batches      which examples an epoch has, and which of them share a mini-batch
+    collate                examples to tensors
+"""
 
 from hf_gpipe.data.batches import length_bucketed_batches, shuffled_batches
-from hf_gpipe.data.build import build_corpus
 from hf_gpipe.data.collate import PairCollator
+from hf_gpipe.data.corpus import build_corpus
 from hf_gpipe.data.pairs import Corpus, Pair
-from hf_gpipe.data.stream import PairStream
-from hf_gpipe.data.streamed import StreamedCorpus
-from hf_gpipe.data.tokenized import StreamedRows, TokenizedPairs, encode_sources
+from hf_gpipe.data.stream import PairStream, StreamedCorpus
+from hf_gpipe.data.tokenized import StreamedExamples, TokenizedPairs, encode_sources
 from hf_gpipe.data.tokenizer import train_tokenizer
 
 __all__ = [
@@ -15,7 +28,7 @@ __all__ = [
     "PairCollator",
     "PairStream",
     "StreamedCorpus",
-    "StreamedRows",
+    "StreamedExamples",
     "TokenizedPairs",
     "build_corpus",
     "encode_sources",

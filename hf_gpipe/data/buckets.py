@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
+
+from hf_gpipe.data.pairs import count_languages
 
 BUCKETS = ("high", "middle", "low")
 
@@ -30,6 +31,6 @@ def training_pairs(corpus: Any) -> dict[str, int]:
     """
     known: Mapping[str, int] | None = getattr(corpus.train, "counts", None)
     if known is None:
-        counted = Counter(pair.language for pair in corpus.train)
+        counted = count_languages(corpus.train)
         known = {language: counted[language] for language in {**dict.fromkeys(corpus.languages), **counted}}
     return dict(known)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.data.tokenized import IGNORE_INDEX
 
@@ -16,12 +16,16 @@ class PairCollator:
     """Pads rows of {"input_ids", "labels"} to the longest row of the mini-batch.
 
     Returns input_ids and attention_mask of shape (B, T) and, where the rows have them, labels of shape (B, T'), all of
-    torch.long. Padding is `pad_token_id` in input_ids, 0 in attention_mask, -100 in labels. It goes to the right; to
-    the left for the prompts of a decoder-only model, whose new tokens must follow the last real one.
+    torch.long. Padding goes to the right: `pad_token_id` in input_ids, 0 in attention_mask, -100 in labels.
     """
 
     pad_token_id: int
-    padding_side: Literal["right", "left"] = "right"
+
+    @classmethod
+    def for_tokenizer(cls, tokenizer: PreTrainedTokenizerBase) -> PairCollator:
+        """With the tokenizer's padding token, or another one where it has none: the mask leaves padding out."""
+        tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+        return cls(next(token for token in tokens if token is not None))
 
     def __call__(self, rows: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
         input_ids = [row["input_ids"] for row in rows]
@@ -35,7 +39,4 @@ class PairCollator:
 
     def _pad(self, rows: list[list[int]], filler: int) -> torch.Tensor:
         longest = max(map(len, rows))
-        fillers = [[filler] * (longest - len(row)) for row in rows]
-        if self.padding_side == "left":
-            return torch.tensor([pad + row for row, pad in zip(rows, fillers, strict=True)])
-        return torch.tensor([row + pad for row, pad in zip(rows, fillers, strict=True)])
+        return torch.tensor([row + [filler] * (longest - len(row)) for row in rows])

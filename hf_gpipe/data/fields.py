@@ -6,15 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hf_gpipe.data.formats import SOURCE, TARGET
 from hf_gpipe.data.pairs import ENGLISH, Pair, tagged
 from hf_gpipe.errors import DataError, listed, nearest
+from hf_gpipe.recipe import DataSection
 
 #: What stands for the language in a field, a path or the name of a subset.
 PLACEHOLDER = "{language}"
 #: What `language` says of pairs whose data name no languages.
 ONE_LANGUAGE = "all"
 SIDES = ("source", "target")
-DIRECTIONS = ("to_english", "from_english", "both")
+#: Kinds whose rows have no field that could say the language: one language may be named for all of them.
+UNNAMED = ("parallel", "hub")
 _LONGEST_SHOWN = 60
 
 
@@ -37,32 +40,35 @@ class PairFields:
         skip_empty: whether a row without text on one side is left out; it is an error otherwise.
 
     Raises:
-        DataError: a side or direction that is none, or a direction where no side is known to be English.
+        DataError: a direction where no side is known to be English.
     """
 
-    source_field: str = "source"
-    target_field: str = "target"
-    language_field: str | None = None
-    split_by: str = "source"
-    direction: str | None = None
-    english: str | None = None
-    target_tag: bool = False
-    skip_empty: bool = False
+    source_field: str
+    target_field: str
+    language_field: str | None
+    split_by: str
+    direction: str | None
+    english: str | None
+    target_tag: bool
+    skip_empty: bool
+
+    @classmethod
+    def of(cls, data: DataSection) -> PairFields:
+        """As a recipe says; two line-aligned files have the fields "source" and "target" and no others."""
+        is_parallel = data.kind == "parallel"
+        return cls(
+            source_field=SOURCE if is_parallel else data.source_field,
+            target_field=TARGET if is_parallel else data.target_field,
+            language_field=None if is_parallel else data.language_field,
+            split_by=data.split_by,
+            direction=data.direction,
+            english=data.english,
+            target_tag=data.target_tag,
+            # Makers of parallel text keep the place of a sentence that has no translation.
+            skip_empty=data.kind in UNNAMED if data.skip_empty is None else data.skip_empty,
+        )
 
     def __post_init__(self) -> None:
-        if self.split_by not in SIDES:
-            raise DataError(
-                f"split_by is {self.split_by!r}{nearest(self.split_by, SIDES)}; choose 'source' or 'target'"
-            )
-        if self.english is not None and self.english not in SIDES:
-            raise DataError(
-                f"english is {self.english!r}{nearest(self.english, SIDES)}; choose 'source', 'target' or null"
-            )
-        if self.direction is not None and self.direction not in DIRECTIONS:
-            raise DataError(
-                f"direction: {self.direction!r} is unknown{nearest(self.direction, DIRECTIONS)}; choose from "
-                f"{', '.join(DIRECTIONS)}"
-            )
         if self.direction is not None and self.english_side is None:
             raise DataError(
                 f"direction is {self.direction!r} and no field says which side is English; say so by english: source "

@@ -1,21 +1,15 @@
-"""Local files as rows: which files a path means, and reading them from any row on."""
+"""Which files a path of a recipe means."""
 
 from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from hf_gpipe.data.deterministic import stable_random
-from hf_gpipe.data.formats import delimited, jsonl, parallel, parquet
-from hf_gpipe.errors import CheckpointError, DataError
-
-Row = tuple[str, Mapping[str, Any]]
-"""What messages call a row, and its values by name."""
+from hf_gpipe.data.fields import PLACEHOLDER
+from hf_gpipe.errors import DataError
+from hf_gpipe.recipe import DataSection
 
 #: How names of files end, for each kind of local corpus.
 SUFFIXES = {
@@ -51,7 +45,7 @@ def files_of(path: str, kind: str, key: str = "data.path") -> list[Path]:
             raise DataError(f"{key}: the directory {path} cannot be read, for {why}; name the file")
         if glob.has_magic(path):
             raise DataError(f"{key}: no file fits {path} (looked in {Path.cwd()}); correct the path")
-        why = "is no regular file" if Path(path).exists() else "does not exist"
+        why = "is not a regular file" if Path(path).exists() else "does not exist"
         raise DataError(
             f"{key}: there is no file {path} ({Path(path).name} {why}; looked in {Path.cwd()}); correct the path"
         )
@@ -73,63 +67,6 @@ def _found(path: Path, kind: str) -> list[Path]:
     return sorted(Path(name) for name in glob.glob(str(path)) if Path(name).is_file())
 
 
-@dataclass
-class FileRows:
-    """The rows of some files, one after another; goes on where `state_dict` was taken.
-
-    Args:
-        files: in the order of epoch 0; other epochs have others.
-        read: (file, rows to pass over) -> rows.
-    """
-
-    files: list[Path]
-    read: Callable[[Path, int], Iterator[Row]]
-    _epoch: int = 0
-    _position: dict[str, int] = field(default_factory=lambda: {"file": 0, "row": 0})
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the files."""
-        self._epoch = epoch
-
-    def state_dict(self) -> dict[str, int]:
-        """Where the row after the last one read stands."""
-        return {**self._position, "files": len(self.files)}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from a state of the same epoch. Raises CheckpointError where there were more files or fewer then."""
-        check_count(state.get("files"), len(self.files), "files", str(self.files[0].parent))
-        self._position = {"file": state["file"], "row": state["row"]}
-
-    def __iter__(self) -> Iterator[Row]:
-        order = list(self.files)
-        if self._epoch:
-            stable_random("files", self._epoch).shuffle(order)
-        position = self._position
-        while position["file"] < len(order):
-            for row in self.read(order[position["file"]], position["row"]):
-                position["row"] += 1
-                yield row
-            position.update(file=position["file"] + 1, row=0)
-
-
-def check_count(before: int | None, now: int, what: str, where: str) -> None:
-    """Raise CheckpointError where a place is one among another number of files or shards: it would mean other rows."""
-    if before != now:
-        raise CheckpointError(
-            f"the place in the data was saved when {where} had {before} {what}, and now it has {now}; give the run the "
-            "data that it began with"
-        )
-
-
-def reader_of(kind: str, delimiter: str | None, targets: Mapping[Path, Path]) -> Callable[[Path, int], Iterator[Row]]:
-    """The format's reader; `targets` has the target's file for each of the source, for the kind "parallel"."""
-    if kind == "parallel":
-        return lambda path, start: parallel.read(path, start, target_path=targets[path])
-    if kind == "csv":
-        return partial(delimited.read, delimiter=delimiter)
-    return {"jsonl": jsonl.read, "parquet": parquet.read}[kind]
-
-
 def paired(sources: list[Path], targets: list[Path]) -> dict[Path, Path]:
     """The target's file for each of the source's, in their sorted order. Raises DataError for unequal numbers."""
     if len(sources) != len(targets):
@@ -139,6 +76,28 @@ def paired(sources: list[Path], targets: list[Path]) -> dict[Path, Path]:
     return dict(zip(sources, targets, strict=True))
 
 
-def num_rows(kind: str, files: list[Path]) -> int | None:
-    """How many rows the files have, where that is known without reading them."""
-    return sum(map(parquet.count, files)) if kind == "parquet" else None
+def check_files(data: DataSection) -> None:
+    """Raise DataError where the files or the directory of pairs that are read do not exist; reads none of them."""
+    if data.kind in ("cldr", "text"):
+        return
+    path = check_paths(data)
+    if data.kind == "hub":
+        is_a_directory = Path(path).is_absolute() or path.startswith((".", "~"))
+        if is_a_directory and PLACEHOLDER not in path and not Path(path).is_dir():
+            raise DataError(f"data.path: there is no directory {path} (looked in {Path.cwd()}); correct the path")
+        return
+    target_path = data.target_path if data.kind == "parallel" else None
+    for key, name in (("data.path", path), ("data.target_path", target_path)):
+        for language in data.languages if name and PLACEHOLDER in name else [""]:
+            if name:
+                files_of(name.replace(PLACEHOLDER, language), data.kind, key)
+
+
+def check_paths(data: DataSection) -> str:
+    """The path of the pairs. Raises DataError where it, or the path of the translations, is missing."""
+    if not data.path:
+        what = "data set" if data.kind == "hub" else "file"
+        raise DataError(f"a {data.kind} corpus needs `path`, the {what} with its pairs")
+    if data.kind == "parallel" and not data.target_path:
+        raise DataError("a parallel corpus needs `target_path`, the file with the translations of the lines of `path`")
+    return data.path

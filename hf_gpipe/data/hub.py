@@ -11,49 +11,42 @@ import datasets
 
 from hf_gpipe.data.deterministic import stable_random
 from hf_gpipe.data.fields import PLACEHOLDER, PairFields
-from hf_gpipe.data.files import Row, check_count
+from hf_gpipe.data.formats import Row
 from hf_gpipe.data.pairs import SPLITS
-from hf_gpipe.data.parts import Part, Rows, Subset, languages_of_parts
+from hf_gpipe.data.sources import Part, Rows, check_count, languages_of_parts
 from hf_gpipe.errors import DataError, listed, nearest
+from hf_gpipe.recipe import DataSection
 
 
-def hub_parts(
-    *,
-    path: str,
-    subset: Subset = None,
-    revision: str | None = None,
-    streaming: bool = False,
-    languages: Sequence[str],
-    fields: PairFields,
-) -> list[Part]:
-    """The parts of a data set, one for each language where the path, the subset or the fields have its name in them.
+def hub_parts(data: DataSection, fields: PairFields) -> list[Part]:
+    """The parts of a data set; its own splits "validation" and "test" are those of each part.
 
     Args:
-        path: the Hub id, or a directory with the same files; "{language}" in it stands for each language.
-        subset: the subset (configuration) to read, "{language}" as in `path`; or several such names, of which the
-            first that the data set has is read, for data sets that order the languages of a pair by the alphabet
-            ("de-en" and "en-zh"); or the name for each language. None: the data set has one subset.
-        revision: branch, tag or commit on the Hub; None: the main branch.
-        streaming: whether rows are read from where they are; otherwise the data set is downloaded first.
-        languages: those to read; of a mapping, none means all of its languages.
+        data: its path, subset and revision, and the languages to read: of a mapping, none means all of its languages.
+            Of several names of a subset, the first that the data set has is read, for data sets that order the
+            languages of a pair by the alphabet ("de-en" and "en-zh"). A stream reads rows from where they are;
+            otherwise the data set is downloaded first.
         fields: of a row.
 
     Raises:
         DataError: no such data set, subset or split to train on; names what there is.
     """
+    path, subset, languages = str(data.path), data.subset, data.languages
     if isinstance(subset, Mapping) and not languages:
         languages = list(subset)
     templates = [] if subset is None or isinstance(subset, Mapping) else [subset] if isinstance(subset, str) else subset
     in_names = isinstance(subset, Mapping) or any(PLACEHOLDER in name for name in (path, *templates))
     parts = []
-    for language in languages_of_parts("hub", languages=languages, fields=fields, in_names=in_names, key="data.subset"):
+    for language in languages_of_parts(data.kind, languages, fields, in_names=in_names, key="data.subset"):
         own_path = path.replace(PLACEHOLDER, language or "")
-        name = _subset_of(own_path, subset, language, revision)
-        parts.append(_part(own_path, name, language, revision, streaming))
+        name = _subset_of(own_path, subset, language, data.revision)
+        parts.append(_part(own_path, name, language, data.revision, data.streaming))
     return parts
 
 
-def _subset_of(path: str, subset: Subset, language: str | None, revision: str | None) -> str | None:
+def _subset_of(
+    path: str, subset: str | Sequence[str] | Mapping[str, str] | None, language: str | None, revision: str | None
+) -> str | None:
     """The name of a language's subset."""
     if subset is None:
         return None
@@ -91,7 +84,15 @@ def _part(path: str, subset: str | None, language: str | None, revision: str | N
     train = splits["train"]
     known = (train.info.splits or {}).get("train") if streaming else None
     num_rows = len(train) if not streaming else known.num_examples if known is not None else None
-    return Part(name, language, opened["train"], opened.get("validation"), opened.get("test"), num_rows or None)
+    return Part(
+        name,
+        language,
+        opened["train"],
+        opened.get("validation"),
+        opened.get("test"),
+        num_rows or None,
+        identity=lambda: {split: splits[split]._fingerprint for split in SPLITS if split in splits},
+    )
 
 
 def _opener(name: str, split: str, rows: Any) -> Callable[[], Rows]:

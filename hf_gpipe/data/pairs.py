@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import overload
+
+import pyarrow  # type: ignore[import-untyped]
+import pyarrow.compute  # type: ignore[import-untyped]
 
 from hf_gpipe.data.deterministic import stable_fraction, stable_random
+from hf_gpipe.data.store import BATCH_ROWS, in_blocks
 from hf_gpipe.errors import DataError
 
 ENGLISH = "en"
@@ -14,7 +20,7 @@ SPLITS = ("train", "validation", "test")
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One example. `source` already carries its target tag, where there is one.
+    """A source and its translation. `source` already carries its target tag, where there is one.
 
     `language` is the side that is not English, the key of reports per language. Pairs with equal `split_key` always
     land in the same split.
@@ -26,23 +32,98 @@ class Pair:
     split_key: str
 
 
+class PairTable(Sequence[Pair]):
+    """Pairs in an Arrow table, which may be much larger than memory where it was read from a file.
+
+    Args:
+        table: with the columns of `SCHEMA`.
+        fingerprint: of the content; None: nothing that is made of the pairs is cached.
+    """
+
+    SCHEMA = pyarrow.schema([(name, pyarrow.string()) for name in ("source", "target", "language", "split_key")])
+
+    def __init__(self, table: pyarrow.Table, fingerprint: str | None = None) -> None:
+        self.table, self.fingerprint = table, fingerprint
+
+    @classmethod
+    def batch_of(cls, pairs: Sequence[Pair]) -> pyarrow.RecordBatch:
+        """Pairs as rows of such a table."""
+        columns = [[getattr(pair, name) for pair in pairs] for name in cls.SCHEMA.names]
+        return pyarrow.record_batch([pyarrow.array(column, pyarrow.string()) for column in columns], schema=cls.SCHEMA)
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Pair: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Pair]: ...
+    def __getitem__(self, index: int | slice) -> Pair | list[Pair]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        return Pair(*(column[index].as_py() for column in self.table.columns))
+
+    def __iter__(self) -> Iterator[Pair]:
+        for batch in self.table.to_batches(BATCH_ROWS):
+            yield from map(Pair, *(column.to_pylist() for column in batch.columns))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as a list's
+
+
+def texts_in_blocks(pairs: Sequence[Pair]) -> Iterator[tuple[list[str], list[str]]]:
+    """Sources and targets of all pairs in their order, a block at a time."""
+    if isinstance(pairs, PairTable):
+        for batch in pairs.table.to_batches(BATCH_ROWS):
+            yield batch.column("source").to_pylist(), batch.column("target").to_pylist()
+    else:
+        for block in in_blocks(pairs):
+            yield [pair.source for pair in block], [pair.target for pair in block]
+
+
+def languages_of(pairs: Sequence[Pair]) -> list[str]:
+    """The language of each pair."""
+    if not isinstance(pairs, PairTable):
+        return [pair.language for pair in pairs]
+    # One object for each language, not for each pair.
+    known: dict[str, str] = {}
+    batches = pairs.table.select(["language"]).to_batches(BATCH_ROWS)
+    return [known.setdefault(name, name) for batch in batches for name in batch.column(0).to_pylist()]
+
+
+def count_languages(pairs: Sequence[Pair]) -> Counter[str]:
+    """How many pairs each language has."""
+    if not isinstance(pairs, PairTable):
+        return Counter(pair.language for pair in pairs)
+    counted = pyarrow.compute.value_counts(pairs.table.column("language"))
+    return Counter({entry["values"]: entry["counts"] for entry in counted.to_pylist()})
+
+
 @dataclass(frozen=True)
 class Corpus:
     """The three splits, the languages in the order they were asked for, and the target tags the sources may carry."""
 
-    train: list[Pair]
-    validation: list[Pair]
-    test: list[Pair]
+    train: Sequence[Pair]
+    validation: Sequence[Pair]
+    test: Sequence[Pair]
     languages: list[str]
     target_tags: list[str]
 
-    def texts(self, max_pairs: int | None = None) -> list[str]:
+    def texts(self, max_pairs: int | None = None) -> Iterator[str]:
         """The sources and targets of the training split, of so many drawn pairs: what a tokenizer may be trained on."""
-        pairs = self.train
-        if max_pairs is not None and max_pairs < len(pairs):
-            drawn = stable_random("texts", max_pairs).sample(range(len(pairs)), max_pairs)
-            pairs = [pairs[place] for place in sorted(drawn)]
-        return [text for pair in pairs for text in (pair.source, pair.target)]
+        if max_pairs is not None and max_pairs < len(self.train):
+            drawn = stable_random("texts", max_pairs).sample(range(len(self.train)), max_pairs)
+            for place in sorted(drawn):
+                pair = self.train[place]
+                yield pair.source
+                yield pair.target
+            return
+        for sources, targets in texts_in_blocks(self.train):
+            for source, target in zip(sources, targets, strict=True):
+                yield source
+                yield target
 
 
 def language_tag(language: str) -> str:
@@ -56,10 +137,7 @@ def tagged(source: str, language: str) -> str:
 
 
 def check_fractions(validation_fraction: float, test_fraction: float) -> None:
-    """Raises DataError when a fraction is not in [0, 1), or when they leave nothing to train on."""
-    for name, fraction in (("validation_fraction", validation_fraction), ("test_fraction", test_fraction)):
-        if not 0 <= fraction < 1:
-            raise DataError(f"{name} is {fraction}; it must be at least 0 and less than 1")
+    """Raises DataError when the fractions leave nothing to train on."""
     if validation_fraction + test_fraction >= 1:
         raise DataError(
             f"validation_fraction {validation_fraction} and test_fraction {test_fraction} leave nothing to train on; "
@@ -88,7 +166,7 @@ def split_pairs(
     Neither the seed nor the other pairs have a say, so an example keeps its split when the corpus grows, and a model
     trained on one corpus has never seen the test keys of another. The fractions are therefore met only on average.
 
-    Raises DataError when a fraction is not in [0, 1), when they leave nothing to train on, or without training pairs.
+    Raises DataError when the fractions leave nothing to train on, or without training pairs.
     """
     check_fractions(validation_fraction, test_fraction)
     splits: dict[str, list[Pair]] = {split: [] for split in SPLITS}

@@ -1,6 +1,6 @@
-"""Pairs without an end: languages mixed by temperature, each shuffled in blocks.
+"""A corpus that is read while it is trained on: pairs without an end, languages mixed by temperature.
 
-The library's own shuffle buffer is lost when a run resumes. Here the order is a function of seeds and places alone, so
+The shuffle buffer of `datasets` is lost when a run resumes. Here the order is a function of seeds and places alone, so
 that a short state is enough to go on exactly: a language is read in blocks of so many rows; the pairs of a block are
 shuffled by (seed, language, pass, block); the state has where the block began and how many of its pairs were given.
 """
@@ -10,16 +10,26 @@ from __future__ import annotations
 import bisect
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hf_gpipe.data.deterministic import stable_fraction, stable_random
-from hf_gpipe.data.fields import ONE_LANGUAGE
-from hf_gpipe.data.files import Row
-from hf_gpipe.data.memory import PairReader
-from hf_gpipe.data.pairs import Pair, split_of
-from hf_gpipe.data.parts import Part, Rows
+from hf_gpipe.data.fields import ONE_LANGUAGE, PairFields
+from hf_gpipe.data.formats import Row
+from hf_gpipe.data.pairs import Pair, language_tag, split_of
+from hf_gpipe.data.progress import progress
+from hf_gpipe.data.reader import PairReader, held_out_of, tags_of, warn_of_few
+from hf_gpipe.data.sampling import language_probabilities
+from hf_gpipe.data.sources import Part, Rows, counts_of
 from hf_gpipe.errors import CheckpointError, DataError
+from hf_gpipe.recipe import DataSection
+
+#: Held-out pairs of a language in each split, where the recipe does not say how many.
+HELD_OUT = 2000
+#: Pairs that a tokenizer is trained on, where the recipe does not say how many.
+SAMPLE = 100_000
 
 
 class PairStream:
@@ -61,10 +71,6 @@ class PairStream:
         """Another stream of the same pairs, from the first one on."""
         readers = {language: reader.fresh() for language, reader in self._readers.items()}
         return PairStream(readers, self.probabilities, self.counts, self._seed)
-
-    def sample(self, count: int) -> list[Pair]:
-        """The first pairs of the stream, whatever its place is, which stays."""
-        return list(itertools.islice(self.fresh(), count))
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the stream, in a form that JSON can hold; a few hundred bytes a language."""
@@ -174,3 +180,112 @@ class BlockReader:
                 f"{self._part.name} has no pairs to train on; it is empty, or all of them are held out or in languages "
                 "that are not asked for"
             )
+
+
+@dataclass(frozen=True)
+class StreamedCorpus:
+    """As `Corpus`, whose training pairs come from a stream without an end."""
+
+    train: PairStream
+    validation: list[Pair]
+    test: list[Pair]
+    languages: list[str]
+    target_tags: list[str]
+
+    def texts(self, max_pairs: int | None = None) -> Iterator[str]:
+        """Sources and targets of the first training pairs; the stream stays where it is.
+
+        Unless told, 100,000 pairs, or as many as there are where that is known and less.
+        """
+        count = max_pairs or min(SAMPLE, sum(self.train.counts.values()) or SAMPLE)
+        for pair in itertools.islice(self.train.fresh(), count):
+            yield pair.source
+            yield pair.target
+
+
+def streamed_corpus(parts: Sequence[Part], fields: PairFields, data: DataSection, order_seed: int) -> StreamedCorpus:
+    """Opens the stream, and reads the pairs held out of it.
+
+    Where a part has no split of its own for them, they are those whose split key's hash falls in the fraction: the
+    first `max_held_out` of a language (None: 2,000), for which the beginning of the part is read; the stream leaves
+    out all of them, kept or not.
+
+    Args:
+        parts: what to read.
+        fields: how a row becomes pairs.
+        data: which of them, and how they are mixed.
+        order_seed: of the order and the mixture.
+
+    Raises:
+        DataError: rows that are not pairs, a language without any, numbers of pairs that are not known, or a
+            temperature for rows that cannot be read language by language.
+    """
+    if fields.language_field is not None and not data.languages:
+        raise DataError("languages is empty; a stream does not tell which languages its rows are in, so name them")
+    if fields.language_field is not None and data.temperature != 1:
+        raise DataError(
+            f"temperature is {data.temperature:g}, and the languages of {data.path} are mixed in its rows "
+            "(language_field): a stream cannot choose between them. Give each language files or a subset of its own, "
+            "or read the data as a whole, with streaming: false"
+        )
+    tags = tags_of(parts, fields, data.languages)
+    languages = list(data.languages) or [part.language or ONE_LANGUAGE for part in parts]
+    splits = _held_out(parts, fields, data, languages, tags)
+    known = counts_of(parts, languages, data.counts or {})
+    names = [part.language or ONE_LANGUAGE for part in parts]
+    probabilities = language_probabilities(known, data.temperature) if len(names) > 1 else {names[0]: 1.0}
+    readers = {
+        name: BlockReader(
+            part,
+            PairReader(fields, data.languages, tags),
+            held_out_of(part, data),
+            data.shuffle_buffer,
+            order_seed,
+        )
+        for name, part in zip(names, parts, strict=True)
+    }
+    warn_of_few({split: Counter(pair.language for pair in pairs) for split, pairs in splits.items()}, languages, known)
+    targets = [language_tag(target) for target in fields.targets(languages)] if tags else []
+    stream = PairStream(readers, probabilities, known, order_seed)
+    return StreamedCorpus(stream, splits["validation"], splits["test"], languages, targets)
+
+
+def _held_out(
+    parts: Sequence[Part], fields: PairFields, data: DataSection, languages: Sequence[str], tags: bool
+) -> dict[str, list[Pair]]:
+    """The validation and test pairs: the first ones of each language in each."""
+    limit = data.max_held_out or HELD_OUT
+    splits: dict[str, list[Pair]] = {"validation": [], "test": []}
+    for part in parts:
+        reader = PairReader(fields, data.languages, tags)
+        of_part = [part.language or ONE_LANGUAGE] if fields.language_field is None else list(languages)
+        for split, open_rows in (("validation", part.validation), ("test", part.test)):
+            if open_rows is not None:
+                pairs = ((split, pair) for pair in reader.pairs(part, open_rows))
+                splits[split] += _first(pairs, [split], of_part, limit)[split]
+        fractions = held_out_of(part, data)
+        wanted = [split for split, fraction in zip(("validation", "test"), fractions, strict=True) if fraction > 0]
+        if wanted:
+            read = progress(reader.pairs(part, part.train), f"finding held-out pairs of {part.name}", "pairs")
+            found = _first(((split_of(pair.split_key, *fractions), pair) for pair in read), wanted, of_part, limit)
+            for split in wanted:
+                splits[split] += found[split]
+    return splits
+
+
+def _first(
+    pairs: Iterator[tuple[str, Pair]], wanted: Sequence[str], languages: Sequence[str], limit: int
+) -> dict[str, list[Pair]]:
+    """The first `limit` pairs of every language in each of the splits; reads no further than it takes."""
+    found: dict[str, list[Pair]] = {split: [] for split in wanted}
+    missing = {(split, language): limit for split in wanted for language in languages}
+    for split, pair in pairs:
+        place = (split, pair.language)
+        if missing.get(place, 0) > 0:
+            found[split].append(pair)
+            missing[place] -= 1
+            if not missing[place]:
+                del missing[place]
+                if not missing:
+                    break
+    return found

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import glob
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,12 @@ from transformers import PreTrainedTokenizerBase
 from hf_gpipe.data.deterministic import stable_random
 from hf_gpipe.data.fields import PairFields, check_characters
 from hf_gpipe.data.files import SUFFIXES, files_of, held_out_beside_others
-from hf_gpipe.data.formats import jsonl, parquet
-from hf_gpipe.data.formats.text import numbered_lines
+from hf_gpipe.data.formats import numbered_lines, read_jsonl, read_parquet
 from hf_gpipe.data.pairs import SPLITS, split_of
+from hf_gpipe.data.progress import progress
+from hf_gpipe.data.store import in_blocks
 from hf_gpipe.errors import DataError, nearest
-
-_DOCUMENTS_AT_ONCE = 1000
+from hf_gpipe.recipe import DataSection
 
 
 @dataclass(frozen=True)
@@ -38,55 +38,40 @@ class TextCorpus:
         return _drawn(self.train, max_texts, "texts", max_texts)
 
 
-def text_corpus(
-    path: str,
-    *,
-    text_field: str = "text",
-    subset: str | None = None,
-    revision: str | None = None,
-    validation_fraction: float = 0.05,
-    test_fraction: float = 0.05,
-    max_documents: int | None = None,
-    seed: int = 0,
-) -> TextCorpus:
+def text_corpus(data: DataSection) -> TextCorpus:
     """The documents of local files, or of a data set of the Hub.
 
-    A data set's own splits "validation" and "test" are kept; a split that it has not is cut off from the training
-    documents by a hash of each (split_documents).
-
-    Args:
-        path: a file, wildcards, or a directory with files whose names end in .txt, .jsonl or .parquet, the first two
-            perhaps in .gz; otherwise the Hub id of a data set, or a directory in its form.
-        text_field: of a row, the field with the document; rows without text are left out. In a .txt file a document is
-            a paragraph: lines up to a blank one.
-        subset: of the data set (its configuration); None: it has one.
-        revision: branch, tag or commit on the Hub; None: the main branch.
-        validation_fraction: share of the documents held out for evaluation during training.
-        test_fraction: the same for the end.
-        max_documents: that many to train on, or of files to split, drawn with `seed`, in their order; None: all.
-        seed: of that draw.
+    `data.path` is a file, wildcards, or a directory with files whose names end in .txt, .jsonl or .parquet, the first
+    two perhaps in .gz; otherwise the Hub id of a data set, or a directory in its form. In a .txt file a document is a
+    paragraph: lines up to a blank one; rows without text are left out. A data set's own splits "validation" and "test"
+    are kept; a split that it has not is cut off from the training documents by a hash of each (split_documents).
+    `data.max_examples` documents are drawn from those to train on, or to split, and keep their order.
 
     Raises:
         DataError: no such files or data set, a name that ends otherwise, rows without the field, or no document to
             train on.
     """
+    path = data.path or ""
     if _is_local(path):
-        if subset is not None or revision is not None:
-            key, value = ("subset", subset) if subset is not None else ("revision", revision)
+        if data.subset is not None or data.revision is not None:
+            key, value = ("subset", data.subset) if data.subset is not None else ("revision", data.revision)
             raise DataError(f"data.{key} is {value!r}, and {path} are files of this machine; leave data.{key} out")
-        documents: Iterable[str] = (text for file in files_of(path, "text") for text in _documents(file, text_field))
+        documents: Iterator[str] = (
+            text for file in files_of(path, "text") for text in _documents(file, data.text_field)
+        )
         own: dict[str, list[str]] = {}
     else:
         from hf_gpipe.data.hub import hub_parts  # its library takes a second to import
 
-        (part,) = hub_parts(path=path, subset=subset, revision=revision, languages=(), fields=PairFields())
-        documents = texts_of_rows(part.train(), text_field)
+        (part,) = hub_parts(data, PairFields.of(data))
+        documents = texts_of_rows(part.train(), data.text_field)
         held_out = {"validation": part.validation, "test": part.test}
-        own = {name: list(texts_of_rows(rows(), text_field)) for name, rows in held_out.items() if rows is not None}
+        own = {name: list(texts_of_rows(rows(), data.text_field)) for name, rows in held_out.items() if rows}
+    read = list(progress(documents, f"reading {path}", "documents"))
     corpus = split_documents(
-        _drawn(list(documents), max_documents, "max_examples", seed),
-        validation_fraction=0.0 if "validation" in own else validation_fraction,
-        test_fraction=0.0 if "test" in own else test_fraction,
+        _drawn(read, data.max_examples, "max_examples", data.seed),
+        validation_fraction=0.0 if "validation" in own else data.validation_fraction,
+        test_fraction=0.0 if "test" in own else data.test_fraction,
     )
     return replace(corpus, **own)
 
@@ -124,9 +109,9 @@ def _documents(path: Path, text_field: str) -> Iterator[str]:
     if name.endswith(".txt"):
         yield from _paragraphs(line for _, line in numbered_lines(path))
     elif name.endswith(".jsonl"):
-        yield from texts_of_rows(jsonl.read(path), text_field)
+        yield from texts_of_rows(read_jsonl(path), text_field)
     elif name.endswith(".parquet"):
-        yield from texts_of_rows(parquet.read(path), text_field)
+        yield from texts_of_rows(read_parquet(path), text_field)
     else:
         raise DataError(f"data.path: {path} is no text file; names that end in .txt, .jsonl or .parquet are read")
 
@@ -185,7 +170,7 @@ class TokenBlocks:
     Raises DataError for blocks of fewer than 2 tokens, a tokenizer without an end-of-sequence token, or no text.
     """
 
-    def __init__(self, documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, block_tokens: int) -> None:
+    def __init__(self, documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, block_tokens: int) -> None:
         if block_tokens < 2:
             raise DataError(
                 f"max_target_tokens is {block_tokens}; a block needs at least 2 tokens, to learn the second"
@@ -197,11 +182,12 @@ class TokenBlocks:
                 "its eos_token"
             )
         self._tokens = array("i")
-        remaining = iter(documents)
-        while some := list(islice(remaining, _DOCUMENTS_AT_ONCE)):
-            for ids in tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]:
-                self._tokens.extend(ids)
-                self._tokens.append(end)
+        with progress(None, "tokenising", "documents", len(documents)) as shown:
+            for some in in_blocks(documents):
+                for ids in tokenizer(list(some), add_special_tokens=False, verbose=False)["input_ids"]:
+                    self._tokens.extend(ids)
+                    self._tokens.append(end)
+                shown.update(len(some))
         self._block_tokens = block_tokens
         # Of a single token nothing is learnt.
         self._num_tokens = len(self._tokens) - (len(self._tokens) % block_tokens == 1)

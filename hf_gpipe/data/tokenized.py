@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from functools import cached_property
+from itertools import chain, islice
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+import pyarrow  # type: ignore[import-untyped]
+import pyarrow.compute  # type: ignore[import-untyped]
 from transformers import PreTrainedTokenizerBase
 
-from hf_gpipe.data.pairs import Pair
+from hf_gpipe.data.pairs import Pair, languages_of, texts_in_blocks
+from hf_gpipe.data.progress import progress
+from hf_gpipe.data.store import cached, fingerprint, read_table, write_table
+from hf_gpipe.data.tokenizer import identity_of_tokenizer
 from hf_gpipe.errors import DataError
 
 logger = logging.getLogger(__name__)
 
 # A tokenizer is faster with many texts at a time; a stream that is resumed reads at most so many pairs again.
 _PAIRS_AT_ONCE = 256
+
+_SCHEMA = pyarrow.schema([(name, pyarrow.list_(pyarrow.int32())) for name in ("source", "target")])
 
 # A label of this value is no target, in transformers' losses and in ours.
 IGNORE_INDEX = -100
@@ -43,15 +54,20 @@ class TokenizedPairs:
         decoder_only: bool = False,
         warns: bool = True,
     ) -> None:
-        self._decoder_only = decoder_only
-        #: The language of each pair, by which pairs may be sampled.
-        self.languages = [pair.language for pair in pairs]
-        self._sources, self.num_truncated_sources = encode_sources(
-            [pair.source for pair in pairs], tokenizer, max_source_tokens, decoder_only=decoder_only
-        )
-        self._targets, self.num_truncated_targets = _encode_targets(
-            [pair.target for pair in pairs], tokenizer, max_target_tokens, decoder_only=decoder_only
-        )
+        self._decoder_only, self._pairs = decoder_only, pairs
+        tokenize = _Tokenize(tokenizer, max_source_tokens, max_target_tokens, decoder_only)
+        made_of: str | None = getattr(pairs, "fingerprint", None)
+        if made_of is None:
+            batches = list(tokenize.batches(pairs))
+            self._table = pyarrow.Table.from_batches(batches, _SCHEMA)
+            truncated = tokenize.num_truncated
+        else:
+            limits = [max_source_tokens, max_target_tokens, decoder_only]
+            key = fingerprint("tokens", made_of, identity_of_tokenizer(tokenizer), limits)
+            folder = cached("tokens", key, lambda folder: tokenize.write(folder, pairs))
+            self._table = read_table(folder / "tokens.arrow")
+            truncated = json.loads((folder / "truncated.json").read_text())
+        self.num_truncated_sources, self.num_truncated_targets = truncated
         if warns and (self.num_truncated_sources or self.num_truncated_targets):
             logger.warning(
                 "of %d pairs, %d sources were cut to %d tokens and %d targets to %d tokens",
@@ -63,23 +79,73 @@ class TokenizedPairs:
             )
 
     def __len__(self) -> int:
-        return len(self._sources)
+        return int(self._table.num_rows)
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
-        source, target = self._sources[index], self._targets[index]
+        source, target = (column[index].as_py() for column in self._table.columns)
         if self._decoder_only:
             return {"input_ids": source + target, "labels": [IGNORE_INDEX] * len(source) + target}
         return {"input_ids": source, "labels": target}
 
+    @cached_property
+    def languages(self) -> list[str]:
+        """The language of each pair, by which pairs may be sampled."""
+        return languages_of(self._pairs)
+
     @property
     def lengths(self) -> list[int]:
         """The tokens of each pair, source and target together: what batches are made by."""
-        return [len(source) + len(target) for source, target in zip(self._sources, self._targets, strict=True)]
+        sources, targets = (_lengths(column) for column in self._table.columns)
+        return pyarrow.compute.add(sources, targets).to_pylist()
 
     @property
     def target_tokens(self) -> list[int]:
         """The labels of each pair that are learnt."""
-        return [len(target) for target in self._targets]
+        return _lengths(self._table.column("target")).to_pylist()
+
+
+class _Tokenize:
+    """Pairs to token ids, a block at a time; counts the texts that were cut."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, max_source_tokens: int, max_target_tokens: int, decoder_only: bool
+    ) -> None:
+        self._tokenizer, self._decoder_only = tokenizer, decoder_only
+        self._max_source_tokens, self._max_target_tokens = max_source_tokens, max_target_tokens
+        #: Sources and targets.
+        self.num_truncated = [0, 0]
+        # Limits and tokenizers that do not fit are an error without any text too.
+        self._encode([], [])
+
+    def batches(self, pairs: Sequence[Pair]) -> Iterator[pyarrow.RecordBatch]:
+        """The ids of sources and targets, as rows of an Arrow table."""
+        with progress(None, "tokenising", "pairs", len(pairs)) as shown:
+            for sources, targets in texts_in_blocks(pairs):
+                yield pyarrow.record_batch(list(map(_list_array, self._encode(sources, targets))), schema=_SCHEMA)
+                shown.update(len(sources))
+
+    def write(self, folder: Path, pairs: Sequence[Pair]) -> None:
+        """Fill an entry of the cache."""
+        write_table(folder / "tokens.arrow", _SCHEMA, self.batches(pairs))
+        (folder / "truncated.json").write_text(json.dumps(self.num_truncated))
+
+    def _encode(self, sources: list[str], targets: list[str]) -> tuple[list[list[int]], list[list[int]]]:
+        options = {"decoder_only": self._decoder_only}
+        of_sources, num_sources = encode_sources(sources, self._tokenizer, self._max_source_tokens, **options)
+        of_targets, num_targets = _encode_targets(targets, self._tokenizer, self._max_target_tokens, **options)
+        self.num_truncated[0] += num_sources
+        self.num_truncated[1] += num_targets
+        return of_sources, of_targets
+
+
+def _list_array(rows: list[list[int]]) -> pyarrow.ListArray:
+    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
+    ids = np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=int(offsets[-1]))
+    return pyarrow.ListArray.from_arrays(pyarrow.array(offsets), pyarrow.array(ids))
+
+
+def _lengths(column: pyarrow.ChunkedArray) -> pyarrow.ChunkedArray:
+    return pyarrow.compute.list_value_length(column)
 
 
 @runtime_checkable
@@ -96,12 +162,12 @@ class PairsWithState(Protocol):
         """Go on from there."""
 
 
-class StreamedRows:
-    """The rows of TokenizedPairs over a stream of pairs: an iterable of {"input_ids", "labels"} with a state.
+class StreamedExamples:
+    """The examples of TokenizedPairs over a stream of pairs: an iterable of {"input_ids", "labels"} with a state.
 
     Every iteration begins where the stream stood when this object was made, the one after `load_state_dict` where that
     state was taken. Pairs are tokenized a block at a time, and the state is the stream's at the start of a block with
-    the number of rows that have been given out of it, so that going on is exact whatever was read ahead.
+    the number of examples that have been given out of it, so that going on is exact whatever was read ahead.
 
     Raises DataError as TokenizedPairs does, once the first row is asked for.
     """
@@ -206,6 +272,9 @@ def _encode(
         ids: list[list[int]] = tokenizer(
             **batch,
             add_special_tokens=add_special_tokens,
+            # Half of the time goes into what is returned.
+            return_attention_mask=False,
+            return_token_type_ids=False,
             truncation=truncation,
             max_length=limit if truncation else None,
             verbose=False,

@@ -1,22 +1,49 @@
-"""Trains a SentencePiece tokenizer and saves it so that plain transformers loads it."""
+"""Trains a SentencePiece tokenizer and saves it so that plain transformers loads it; what identifies a tokenizer."""
 
 from __future__ import annotations
 
-import io
+import hashlib
+import json
 import re
+import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, Protocol
 
 import sentencepiece
+import tokenizers
+import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from hf_gpipe.data.progress import progress
+from hf_gpipe.data.store import cached, fingerprint
 from hf_gpipe.errors import DataError, nearest
+from hf_gpipe.recipe import TokenizerSection
 
 PAD, EOS, UNK, BOS = "<pad>", "</s>", "<unk>", "<s>"
 SPECIAL_TOKENS = (PAD, EOS, UNK, BOS)  # their ids are 0, 1, 2, 3
 MODELS = ("unigram", "bpe")
 SPACE = "\u2581"  # SentencePiece's visible space
+
+
+class Trainable(Protocol):
+    """What a tokenizer can be trained on: a corpus."""
+
+    @property
+    def train(self) -> Any:
+        """The pairs or documents to train on."""
+
+    @property
+    def target_tags(self) -> list[str]:
+        """The tags that sources may start with."""
+
+    def texts(self, most: int | None = None, /) -> Iterable[str]:
+        """The texts, at most those of so many pairs or documents."""
 
 
 def train_tokenizer(
@@ -59,39 +86,73 @@ def train_tokenizer(
     return tokenizer
 
 
+def trained_tokenizer(corpus: Trainable, section: TokenizerSection, folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer that a recipe wants trained on a corpus, in `folder`; one trained before on the same is copied."""
+
+    def train(to: Path) -> None:
+        train_tokenizer(
+            corpus.texts(section.training_pairs),
+            section.vocab_size,
+            to,
+            model=section.model,
+            character_coverage=section.character_coverage,
+            target_tags=corpus.target_tags,
+        )
+
+    made_of: str | None = getattr(corpus.train, "fingerprint", None)
+    if made_of is None:
+        train(folder)
+    else:
+        options = [section.training_pairs, section.vocab_size, section.model, section.character_coverage]
+        versions = [sentencepiece.__version__, tokenizers.__version__, transformers.__version__]
+        key = fingerprint("tokenizer", made_of, options, list(corpus.target_tags), versions)
+        shutil.copytree(cached("tokenizer", key, train), folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
 def _train(
     texts: Iterable[str], vocab_size: int, model: str, character_coverage: float, target_tags: Sequence[str]
 ) -> sentencepiece.SentencePieceProcessor:
-    trained = io.BytesIO()
+    """Train in a process of its own: for millions of texts SentencePiece takes gigabytes, and does not return them."""
+    with tempfile.TemporaryDirectory() as folder:
+        trained = Path(folder) / "model"
+        options = {
+            "vocab_size": vocab_size,
+            "model_type": model,
+            "character_coverage": character_coverage,
+            "user_defined_symbols": list(target_tags),
+        }
+        error = _run_trainer(texts, [json.dumps(options), str(trained)])
+        if error is not None:
+            raise DataError(_explain(error, vocab_size))
+        return sentencepiece.SentencePieceProcessor(model_proto=trained.read_bytes())
+
+
+def _run_trainer(texts: Iterable[str], arguments: list[str]) -> str | None:
+    """Give the texts to the process that trains, and wait for its end; its error, if there is one."""
+    command = [sys.executable, str(Path(__file__).with_name("train_sentencepiece.py")), *arguments]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stderr is not None
     try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts),
-            model_writer=trained,
-            vocab_size=vocab_size,
-            model_type=model,
-            character_coverage=character_coverage,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            byte_fallback=True,
-            split_digits=True,
-            user_defined_symbols=list(target_tags),
-            pad_id=0,
-            eos_id=1,
-            unk_id=2,
-            bos_id=3,
-            pad_piece=PAD,
-            eos_piece=EOS,
-            unk_piece=UNK,
-            bos_piece=BOS,
-            # Sums of floats depend on how they are shared out, so the number of threads is part of the result.
-            num_threads=4,
-            # Longer texts would be left out without a word; this is as long as SentencePiece allows.
-            max_sentence_length=2**30,
-            minloglevel=2,
-        )
-    except RuntimeError as error:
-        raise DataError(_explain(str(error), vocab_size)) from error
-    return sentencepiece.SentencePieceProcessor(model_proto=trained.getvalue())
+        with progress(None, "training the tokenizer", layout="{desc}: {elapsed}") as shown:
+            # A process that has ended with an error takes no more texts.
+            with suppress(BrokenPipeError), process.stdin as pipe:
+                for text in texts:
+                    pipe.write(json.dumps(text).encode() + b"\n")
+                    shown.update()
+            while True:
+                try:
+                    process.wait(0.5)
+                    break
+                except subprocess.TimeoutExpired:
+                    shown.update()
+        message = process.stderr.read().decode(errors="replace")
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+    return None if process.returncode == 0 else message or f"its process ended with code {process.returncode}"
 
 
 def _explain(message: str, vocab_size: int) -> str:
@@ -159,3 +220,26 @@ def _merges(processor: sentencepiece.SentencePieceProcessor, vocabulary: dict[st
         for cut in range(1, len(piece))
         if piece[:cut] in known and piece[cut:] in known
     ]
+
+
+def identity_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of all that decides which ids a text has."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        content = [[path.name, _content(path)] for path in files]
+    # What is set on the object and not saved: the languages of a multilingual tokenizer.
+    languages = [getattr(tokenizer, name, None) for name in ("src_lang", "tgt_lang")]
+    versions = [tokenizers.__version__, transformers.__version__]
+    return fingerprint(type(tokenizer).__qualname__, content, languages, versions)
+
+
+def _content(path: Path) -> Any:
+    if path.suffix != ".json":
+        return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(found, dict):
+        # How the last texts were cut and padded, and where the tokenizer was loaded from, is not what it is.
+        for name in ("truncation", "padding", "name_or_path", "is_local", "local_files_only"):
+            found.pop(name, None)
+    return found

@@ -42,8 +42,8 @@ def partition(num_layers: int, num_stages: int, strategy: str | Sequence[int] = 
         return _ranges(_checked(strategy, num_layers, num_stages))
     if strategy in COST_STRATEGIES:
         raise PartitionError(
-            f"partition {strategy!r} needs what each layer costs, which hf_gpipe.planner.resolve knows; give it the "
-            "strategy and use the list that it returns, or use count."
+            f"partition {strategy!r} needs what each layer costs, which hf_gpipe.planner.decide finds out; give the "
+            "strategy to Pipeline, or use count."
         )
     if strategy not in STRATEGIES:
         names = (*STRATEGIES, *COST_STRATEGIES)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from hf_gpipe.errors import UserError
+from hf_gpipe.planner.decide import best_plan, micro_batch_counts
 from hf_gpipe.planner.plan import Plan, Planner, seconds_text
-from hf_gpipe.planner.resolve import micro_batch_counts, planned
-from hf_gpipe.planner.settings import AUTO, Request
+from hf_gpipe.recipe import AUTO, PipelineConfig
 from hf_gpipe.recipe.sizes import size_text
 
 #: A plan that was to fit and did not is mended by one that needs this share of it at most.
@@ -26,9 +26,9 @@ def smallest_fix(plan: Plan) -> str:
         limit = round(_SAFE_SHARE * plan.peak_bytes)
     planner = plan.planner.within(limit)
     least = plan
-    for words, request in _changes(planner, plan):
+    for words, config in _changes(planner, plan):
         try:
-            changed = planned(planner, request)
+            changed = best_plan(planner, config)
         except UserError:
             continue
         if changed.fits:
@@ -44,20 +44,10 @@ def smallest_fix(plan: Plan) -> str:
     )
 
 
-def _changes(planner: Planner, plan: Plan) -> Iterator[tuple[str, Request]]:
-    """Each change in words and as a request, the smallest first."""
+def _changes(planner: Planner, plan: Plan) -> Iterator[tuple[str, PipelineConfig]]:
+    """Each change in words and as a configuration, the smallest first."""
     settings = plan.settings
-    now = Request(
-        settings.num_stages,
-        settings.num_micro_batches,
-        settings.schedule,
-        settings.recompute,
-        settings.partition,
-        settings.num_processes,
-        settings.optimizer,
-        settings.fp32_master_weights,
-        planner.memory_bytes,
-    )
+    now = settings.reopened(memory=None)  # the planner's limit holds
     if settings.recompute != "stage":
         yield "pipeline.recompute=auto", replace(now, recompute=AUTO)
     if settings.schedule != "1f1b":

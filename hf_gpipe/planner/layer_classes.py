@@ -68,10 +68,7 @@ class ModelLayers:
         for name, buffer in model.named_buffers():
             self.buffer_bytes[adapter.layer_of(name)] += buffer.nbytes
         self.classes = _classes(adapter, model)
-        self._is_trainable = {
-            layer: any(p.requires_grad for name in layer.modules for p in model.get_submodule(name).parameters())
-            for layer in adapter.layers
-        }
+        self._is_trained = [adapter.is_trained(layer, model) for layer in adapter.layers]
 
     def first_alike(self, whole: ModelLayers | None = None) -> list[int]:
         """For each layer, of `whole` or of this model, the first layer of this model that is like it.
@@ -86,8 +83,7 @@ class ModelLayers:
 
     def wants_gradient(self, boundary: int) -> Mapping[str, bool]:
         """For each tensor that crosses a boundary, whether any layer that it depends on is trained."""
-        sources = self.adapter.sources(boundary)
-        return {name: any(self._is_trainable[layer] for layer in layers) for name, layers in sources.items()}
+        return self.adapter.wants_gradient(boundary, self._is_trained)
 
 
 def to_run(whole: ModelLayers) -> tuple[ModelLayers, Sequence[int]]:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
 
 from hf_gpipe.planner.costs import InnerRecompute
 from hf_gpipe.planner.prefix_sums import LayerSums
-from hf_gpipe.schedule import Costs, Schedule, Timeline, simulate
-from hf_gpipe.schedule.occupancy import Amounts, Held, most_held, occupancy
+from hf_gpipe.schedule import Schedule, Timeline
+from hf_gpipe.schedule.occupancy import Amounts, Held, most_of_equal_stages, occupancy
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ class MemoryBound:
     """
 
     def __init__(self, sums: LayerSums, table: Schedule, state_share: float) -> None:
-        self.most = _most_of_equal_stages(table)
+        self.most = most_of_equal_stages(table)
         self._sums = sums
         self._state_share = state_share
         self._ids = table.num_micro_batches * sums.costs.micro_batch_bytes
@@ -156,10 +155,3 @@ class MemoryBound:
             sums.forward_only_peak_bytes(*run),
         )
         return always + (1 + reserved) * coming, (1 + reserved) * working
-
-
-@lru_cache(maxsize=256)
-def _most_of_equal_stages(table: Schedule) -> tuple[dict[Held, int], ...]:
-    """What each stage holds at most, were all stages equally fast."""
-    timeline = simulate(table, Costs(forward_seconds=1, backward_seconds=2))
-    return tuple(most_held(timeline, stage) for stage in range(table.num_stages))

@@ -9,18 +9,17 @@ import torch
 
 from hf_gpipe.errors import StageError
 from hf_gpipe.planner.fix import smallest_fix
-from hf_gpipe.planner.settings import Request
-from hf_gpipe.planner.settle import Expectation
+from hf_gpipe.planner.plan import Plan
 from hf_gpipe.runtime import failures
 
 
 @contextmanager
-def advising(expectation: Expectation, run_as: Callable[[], Request]) -> Iterator[None]:
-    """A scope in which a failure for want of memory also says what would need less.
+def advising(plan: Callable[[], Plan], rank: int) -> Iterator[None]:
+    """Context manager that adds to an out-of-memory error what would need less memory.
 
     Args:
-        expectation: of the run.
-        run_as: makes the request that it was, everything settled; it may fail, for an optimizer that is not known.
+        plan: makes the plan of the run; it may fail, for an optimizer that is not known.
+        rank: of this process.
 
     Raises:
         StageError: in place of the failure, whose message it has.
@@ -31,14 +30,14 @@ def advising(expectation: Expectation, run_as: Callable[[], Request]) -> Iterato
         if not any(_is_want_of_memory(one) for one in _causes(error)):
             raise
         failures.note(error)  # planning takes seconds
-        what = str(error) if isinstance(error, StageError) else f"process {expectation.topology.rank}: {error!r}"
-        raise StageError(f"{what.rstrip('.')}. {_advice(expectation, run_as)}") from error
+        what = str(error) if isinstance(error, StageError) else f"process {rank}: {error!r}"
+        raise StageError(f"{what.rstrip('.')}. {_advice(plan)}") from error
 
 
-def _advice(expectation: Expectation, run_as: Callable[[], Request]) -> str:
+def _advice(plan: Callable[[], Plan]) -> str:
     """In one sentence."""
     try:
-        return f"By the planner, {smallest_fix(expectation.plan(run_as()))}"
+        return f"By the planner, {smallest_fix(plan())}"
     except Exception:
         # Whatever hinders the planner now, the failure to report is the run's.
         return "More micro-batches, recompute 'stage', the schedule 1f1b or more stages need less."

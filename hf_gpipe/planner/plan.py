@@ -11,7 +11,7 @@ import torch
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.peft import PeftAdapter
-from hf_gpipe.errors import UserError
+from hf_gpipe.errors import ScheduleError
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.partition import stages_of
 from hf_gpipe.planner.costs import InnerRecompute, ModelCosts
@@ -19,12 +19,13 @@ from hf_gpipe.planner.devices import Device
 from hf_gpipe.planner.memory import MemoryBound, MemoryEstimate, StageLayers, estimate_memory
 from hf_gpipe.planner.prefix_sums import LayerSums
 from hf_gpipe.planner.profile import profile_layers
-from hf_gpipe.planner.settings import Settings
+from hf_gpipe.planner.settings import PlanInputs
 from hf_gpipe.planner.trace_costs import LayerTracer
-from hf_gpipe.planner.workload import Workload, largest_micro_batch
+from hf_gpipe.planner.workload import largest_micro_batch
+from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 from hf_gpipe.runtime.recompute import Recompute
-from hf_gpipe.schedule import ActionKind, Costs, Schedule, Timeline, build, placement_for, simulate
+from hf_gpipe.schedule import ActionKind, Costs, Schedule, Timeline, build, placement_for, recompute_under, simulate
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class ProcessPlan:
 class Plan:
     """What `Planner.plan` predicts of one step."""
 
-    settings: Settings
+    settings: DecidedConfig
     planner: Planner
     costs: ModelCosts
     stages: tuple[StagePlan, ...]
@@ -131,28 +132,26 @@ class Planner:
 
     Args:
         costs_of: rows of a micro-batch -> the costs of the model's layers. It is asked once for each number of rows.
-        rows: of a mini-batch.
+        inputs: the shape of a mini-batch, how many are accumulated in a step, and the optimizer. The micro-batches of a
+            step run as one table.
         device: what a process computes on.
         memory_bytes: the most that a process may use; None: the device's memory, where that is known.
-        mini_batches: that are accumulated in a step; their micro-batches run as one table.
 
     Raises:
-        UserError: fewer than one row.
+        UserError: there is no mini-batch, or the optimizer's state has no known size.
     """
 
     def __init__(
         self,
         costs_of: Callable[[int], ModelCosts],
-        rows: int,
+        inputs: PlanInputs,
         device: Device,
         memory_bytes: int | None = None,
-        mini_batches: int = 1,
     ) -> None:
-        if rows < 1:
-            raise UserError(f"a mini-batch of {rows} rows cannot be planned; expected at least 1")
         self._costs_of = costs_of
-        self.rows = rows
-        self.mini_batches = mini_batches
+        inputs.check()
+        self.inputs = inputs
+        self.rows = inputs.mini_batch().rows
         self.device = device
         self.memory_bytes = device.memory_bytes if memory_bytes is None else memory_bytes
         self._costs: dict[int, ModelCosts] = {}
@@ -162,7 +161,7 @@ class Planner:
     def of(
         cls,
         adapter: Adapter,
-        mini_batch: Workload,
+        inputs: PlanInputs,
         device: Device,
         *,
         peft: PeftAdapter | None = None,
@@ -171,13 +170,12 @@ class Planner:
         measured: Mapping[int, ModelCosts] | None = None,
         profile_on: torch.device | None = None,
         memory_bytes: int | None = None,
-        mini_batches: int = 1,
     ) -> Planner:
-        """For a model that has its adapter. Further arguments are those of the class.
+        """For a model that has its adapter. `inputs`, `device` and `memory_bytes` are those of the class.
 
         Args:
             adapter: the model's.
-            mini_batch: its shape.
+            inputs: the mini-batch and the optimizer.
             device: what a process computes on.
             peft: PEFT layers that alone are trained.
             loss: of the target tokens.
@@ -185,8 +183,11 @@ class Planner:
             measured: costs with seconds, by the rows of the micro-batch.
             profile_on: where to measure the other layers' seconds; None: they are estimated.
             memory_bytes: the most that a process may use.
-            mini_batches: that are accumulated in a step.
+
+        Raises:
+            UserError: there is no mini-batch, or the optimizer's state has no known size.
         """
+        mini_batch = inputs.mini_batch()
         tracer = cache(lambda: LayerTracer(adapter, peft=peft, loss=loss, as_on_gpu=as_on_gpu))
 
         def costs_of(rows: int) -> ModelCosts:
@@ -197,7 +198,7 @@ class Planner:
                 return profile_layers(adapter, workload, profile_on, peft=peft, loss=loss)
             return tracer().costs(workload)
 
-        return cls(costs_of, mini_batch.rows, device, memory_bytes, mini_batches)
+        return cls(costs_of, replace(inputs, example=mini_batch), device, memory_bytes)
 
     def within(self, memory_bytes: int | None) -> Planner:
         """The same planner with another limit; what it has computed is shared."""
@@ -217,7 +218,7 @@ class Planner:
 
     def micro_batches_of_step(self, num_micro_batches: int) -> int:
         """Of the table, where a mini-batch is cut into M."""
-        return self.mini_batches * min(num_micro_batches, self.rows)
+        return self.inputs.accumulation * min(num_micro_batches, self.rows)
 
     def costs(self, num_micro_batches: int) -> ModelCosts:
         """Of one of M micro-batches."""
@@ -233,19 +234,30 @@ class Planner:
             self._sums[rows] = LayerSums(self.costs(num_micro_batches), self.device)
         return self._sums[rows]
 
-    def memory_bound(self, settings: Settings) -> MemoryBound:
+    def memory_bound(self, settings: DecidedConfig) -> MemoryBound:
         """On the stages of any partition. The partition of the settings is not read."""
         sums = self.sums(settings.num_micro_batches)
-        return MemoryBound(sums, self.table(settings), settings.state_share(sums.costs.dtype))
+        return MemoryBound(sums, self.table(settings), self.inputs.state_share(sums.costs.dtype))
 
-    def table(self, settings: Settings) -> Schedule:
-        """The table that a pipeline with these settings runs. Their partition is not read."""
-        name, num_stages = settings.schedule, settings.num_stages
-        placement = placement_for(name, num_stages, settings.num_processes)
+    def table(self, settings: DecidedConfig) -> Schedule:
+        """The table that a pipeline with these settings runs. Their partition is not read.
+
+        Raises:
+            ScheduleError: there is none, or the schedule is a table that was read and does not have these numbers.
+        """
+        name, num_stages, num_processes = settings.schedule, settings.num_stages, settings.num_processes
+        num_micro_batches = self.micro_batches_of_step(settings.num_micro_batches)
+        if (given := self.inputs.tables.get(name)) is not None:
+            asked = num_stages, self.inputs.accumulation * settings.num_micro_batches, num_processes
+            if asked != (given.num_stages, given.num_micro_batches, given.placement.num_processes):
+                raise ScheduleError(f"the table {name} is of other numbers of stages, micro-batches or processes.")
+            recompute_under(given, settings.recompute)
+            return given.of_first(num_micro_batches)
+        placement = placement_for(name, num_stages, num_processes)
         of_table = Recompute.parse(settings.recompute, num_stages).of_table
-        return build(name, num_stages, self.micro_batches_of_step(settings.num_micro_batches), placement, of_table)
+        return build(name, num_stages, num_micro_batches, placement, of_table)
 
-    def plan(self, settings: Settings) -> Plan:
+    def plan(self, settings: DecidedConfig) -> Plan:
         """What one step of a pipeline with these settings needs.
 
         Raises:
@@ -256,8 +268,8 @@ class Planner:
         table = self.table(settings)
         placement = table.placement
         stages = stage_layers(settings)
-        timeline = simulate(table, _table_costs(sums, stages, table, settings.optimizer))
-        state_share = settings.state_share(costs.dtype)
+        timeline = simulate(table, _table_costs(sums, stages, table, self.inputs.optim))
+        state_share = self.inputs.state_share(costs.dtype)
 
         def memory(own: Sequence[int]) -> MemoryEstimate:
             return estimate_memory(sums, stages, timeline, own, state_share)
@@ -287,13 +299,13 @@ class Planner:
         return Plan(settings, self, costs, tuple(plans), tuple(processes), timeline)
 
 
-def inner_recompute(settings: Settings) -> list[InnerRecompute]:
+def inner_recompute(settings: DecidedConfig) -> list[InnerRecompute]:
     """What the live graphs of each stage keep."""
     blocks = Recompute.parse(settings.recompute, settings.num_stages).block_stages
     return ["block" if stage in blocks else "none" for stage in range(settings.num_stages)]
 
 
-def stage_layers(settings: Settings) -> list[StageLayers]:
+def stage_layers(settings: DecidedConfig) -> list[StageLayers]:
     """The layers of each stage, and what its graphs keep."""
     inner = inner_recompute(settings)
     return [StageLayers(start, stop, inner[stage]) for stage, start, stop in stages_of(settings.partition)]
@@ -304,7 +316,7 @@ def recompute_shares(table: Schedule) -> list[float]:
     return [table.num_recomputations(stage) / table.num_micro_batches for stage in range(table.num_stages)]
 
 
-def _entries(settings: Settings) -> tuple[str | int, ...]:
+def _entries(settings: DecidedConfig) -> tuple[str | int, ...]:
     """What each stage recomputes."""
     if isinstance(settings.recompute, str):
         return (settings.recompute,) * settings.num_stages

@@ -21,7 +21,7 @@ from hf_gpipe.checkpoint import hub
 from hf_gpipe.planner.costs import ModelCosts, Seconds
 from hf_gpipe.planner.layer_classes import ModelLayers
 from hf_gpipe.planner.trace_costs import LayerTracer
-from hf_gpipe.planner.tracing import context_of, make_stage
+from hf_gpipe.planner.tracing import context_of
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 from hf_gpipe.runtime.stage import Stage
@@ -151,7 +151,7 @@ class _Clock:
         if self.model.peft is not None:
             hub.add_peft(stage_model, self.model.peft, self._device, seed=0)
         stage_model.seal(self._device)
-        return make_stage(stage_model, self.model.wants_gradient, self._loss)
+        return Stage(stage_model, self.model.wants_gradient, self._loss)
 
     def measure(self, start: int, stop: int) -> Seconds:
         """The median of several forwards without a graph, with one, and backwards."""

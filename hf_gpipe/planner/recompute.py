@@ -8,11 +8,11 @@ from dataclasses import replace
 from hf_gpipe.planner.costs import InnerRecompute
 from hf_gpipe.planner.memory import MemoryBound, StageLayers
 from hf_gpipe.planner.plan import Planner, stage_layers
-from hf_gpipe.planner.settings import RecomputeChoice, Settings
+from hf_gpipe.recipe import DecidedConfig, RecomputeChoice
 from hf_gpipe.schedule.occupancy import Held
 
 
-def choose_recompute(planner: Planner, settings: Settings) -> RecomputeChoice:
+def choose_recompute(planner: Planner, settings: DecidedConfig) -> RecomputeChoice:
     """For each stage the largest number of live graphs that fits the planner's limit.
 
     Each graph above the first spares the recomputation of a micro-batch. Where not even one whole graph fits, the stage

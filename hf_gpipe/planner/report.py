@@ -12,6 +12,7 @@ from hf_gpipe.planner.memory import MemoryEstimate
 from hf_gpipe.planner.plan import Plan, StagePlan, seconds_text
 from hf_gpipe.planner.search import Found
 from hf_gpipe.recipe.sizes import size_text
+from hf_gpipe.schedule import is_table_file
 
 #: From here on consecutive stages that are alike share a line of the table.
 _MANY_STAGES = 17
@@ -117,8 +118,8 @@ def overrides(plan: Plan) -> str:
         "num_stages": settings.num_stages,
         "num_micro_batches": settings.num_micro_batches,
         "schedule": settings.schedule,
-        # What differs from stage to stage is what the planner chooses again under the same limit.
-        "recompute": settings.recompute if is_one_mode else "auto",
+        # What differs from stage to stage is what a table in a file has, or the planner chooses again under its limit.
+        "recompute": settings.recompute if is_one_mode else "stage" if is_table_file(settings.schedule) else "auto",
         "partition": "[" + ",".join(map(str, settings.partition)) + "]",
         "num_processes": settings.num_processes,
     }
@@ -128,7 +129,7 @@ def overrides(plan: Plan) -> str:
 def as_dict(plan: Plan) -> dict[str, Any]:
     """A plan for a JSON file: bytes, seconds, numbers and names."""
     return {
-        "settings": {**asdict(plan.settings), "partition": list(plan.settings.partition)},
+        "settings": _settings(plan),
         "device": plan.planner.device.name,
         "memory_limit_bytes": plan.planner.memory_bytes,
         "num_parameters": plan.costs.total.count,
@@ -164,6 +165,13 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             for process in plan.processes
         ],
     }
+
+
+def _settings(plan: Plan) -> dict[str, Any]:
+    names = ("num_stages", "num_micro_batches", "schedule", "recompute", "partition", "num_processes")
+    inputs = plan.planner.inputs
+    optimizer = {"optimizer": inputs.optim, "fp32_master_weights": inputs.fp32_master_weights}
+    return {name: getattr(plan.settings, name) for name in names} | optimizer
 
 
 def _table(plan: Plan) -> list[str]:

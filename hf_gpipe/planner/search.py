@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hf_gpipe.errors import PartitionError, ScheduleError
+from hf_gpipe.planner.decide import AUTO_SCHEDULES, best_plan, micro_batch_counts
 from hf_gpipe.planner.plan import Plan, Planner
-from hf_gpipe.planner.resolve import AUTO_SCHEDULES, micro_batch_counts, planned
-from hf_gpipe.planner.settings import AUTO, Request
+from hf_gpipe.recipe import AUTO, PipelineConfig
 
 #: Stages of one process that a search tries.
 _STAGES_A_PROCESS = (1, 2)
@@ -29,25 +29,25 @@ class Found:
     num_tried: int
 
 
-def search(planner: Planner, request: Request) -> Found:
-    """Try K, M, schedule, recomputation and partition on the request's number of processes.
+def search(planner: Planner, config: PipelineConfig) -> Found:
+    """Try K, M, schedule, recomputation and partition on the configuration's number of processes.
 
     K is one or two stages a process, M every power of two up to one micro-batch a row, and one a row; the
-    request's own values are among those tried.
+    configuration's own values are among those tried.
 
     Raises:
         PartitionError: there is no split at all.
     """
-    plans: list[tuple[Request, Plan]] = []
-    refusal: Exception | None = None
-    for one in _requests(planner, request):
+    plans: list[tuple[PipelineConfig, Plan]] = []
+    failure: Exception | None = None
+    for one in _configs(planner, config):
         try:
-            plans.append((one, planned(planner, one)))
+            plans.append((one, best_plan(planner, one)))
         except (PartitionError, ScheduleError) as error:
-            refusal = refusal or error
+            failure = failure or error
     if not plans:
-        assert refusal is not None, "a search tries something"
-        raise refusal
+        assert failure is not None, "a search tries something"
+        raise failure
     best: dict[tuple[str, object], Plan] = {}
     for asked, plan in sorted(plans, key=lambda one: (one[1].step_seconds, one[1].peak_bytes)):
         if plan.fits:
@@ -56,27 +56,27 @@ def search(planner: Planner, request: Request) -> Found:
     return Found(tuple(best.values()), leanest, len(plans))
 
 
-def _requests(planner: Planner, request: Request) -> Sequence[Request]:
-    counts = {count * request.processes for count in _STAGES_A_PROCESS} | {request.num_stages}
+def _configs(planner: Planner, config: PipelineConfig) -> Sequence[PipelineConfig]:
+    counts = {count * config.processes for count in _STAGES_A_PROCESS} | {config.num_stages}
     micro_batches = set(micro_batch_counts(planner.rows, AUTO))
-    if isinstance(request.num_micro_batches, int):
-        micro_batches.add(request.num_micro_batches)
+    if isinstance(config.num_micro_batches, int):
+        micro_batches.add(config.num_micro_batches)
     found = []
     for num_stages in sorted(count for count in counts if count <= planner.num_layers):
-        is_given = num_stages == request.num_stages and not isinstance(request.partition, str)
-        for partition in dict.fromkeys((AUTO, "count", request.partition if is_given else AUTO)):
+        is_given = num_stages == config.num_stages and not isinstance(config.partition, str)
+        for partition in dict.fromkeys((AUTO, "count", config.partition if is_given else AUTO)):
             for schedule in AUTO_SCHEDULES:
-                if schedule == "interleaved_1f1b" and num_stages == request.processes:
+                if schedule == "interleaved_1f1b" and num_stages == config.processes:
                     continue
                 found += [
                     replace(
-                        request,
+                        config,
                         num_stages=num_stages,
                         num_micro_batches=num_micro_batches,
                         schedule=schedule,
                         recompute=recompute,
                         partition=partition,
-                        num_processes=request.processes,
+                        num_processes=config.processes,
                     )
                     for num_micro_batches in sorted(micro_batches)
                     for recompute in (AUTO, "block", "stage")

@@ -9,10 +9,10 @@ from hf_gpipe.partition import COST_STRATEGIES, by_cost
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.memory import StageLayers
 from hf_gpipe.planner.plan import Planner, inner_recompute, recompute_shares
-from hf_gpipe.planner.settings import AUTO, Settings
+from hf_gpipe.recipe import AUTO, DecidedConfig
 
 
-def choose_partition(planner: Planner, settings: Settings, strategy: str | Sequence[int]) -> tuple[int, ...]:
+def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | Sequence[int]) -> tuple[int, ...]:
     """The number of layers of each stage.
 
     Args:

@@ -208,7 +208,7 @@ def trace_stage(
 
     def trace(stage_model: StageModel, shapes: Mapping[str, torch.Tensor]) -> Trace:
         stage_model.seal(CPU)
-        stage = make_stage(stage_model, wants_gradient, loss)
+        stage = Stage(stage_model, wants_gradient, loss)
         return _trace(stage, shapes, window_from, as_on_gpu=as_on_gpu)
 
     def trace_real() -> Trace:
@@ -302,18 +302,6 @@ def materialise(stage_model: StageModel) -> None:
             setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype))
 
 
-def make_stage(
-    stage_model: StageModel, wants_gradient: Callable[[int], Mapping[str, bool]], loss: TokenLoss = PLAIN
-) -> Stage:
-    """The stage as the executor has it."""
-    return Stage(
-        stage_model,
-        {} if stage_model.is_first else wants_gradient(stage_model.start),
-        {} if stage_model.is_last else wants_gradient(stage_model.stop),
-        loss,
-    )
-
-
 def context_of(stage_model: StageModel, inputs: Mapping[str, torch.Tensor]) -> Context:
     """The record of one micro-batch with an arbitrary carry, on torch's default device."""
     adapter = stage_model.adapter
@@ -324,4 +312,4 @@ def context_of(stage_model: StageModel, inputs: Mapping[str, torch.Tensor]) -> C
             for name, shape in adapter.carry_shapes(stage_model.start, inputs).items()
         }
     num_targets = inputs["labels"].numel() if "labels" in inputs else 1
-    return Context(MicroBatch(0, inputs, seed=0, num_target_tokens=num_targets, num_micro_batches=1), carry)
+    return Context(MicroBatch(0, inputs, seed=0, num_units=num_targets, num_micro_batches=1), carry)

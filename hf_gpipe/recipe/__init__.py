@@ -6,34 +6,44 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hf_gpipe.errors import RecipeError
-from hf_gpipe.recipe.build import apply_overrides, fill
+from hf_gpipe.recipe.build import apply_overrides, build, drop_unused, kind_of
 from hf_gpipe.recipe.check import check
 from hf_gpipe.recipe.extends import read_with_bases, refuse_extends
 from hf_gpipe.recipe.fields import (
     DataSection,
     EvaluationSection,
     ModelSection,
-    PipelineSection,
     Recipe,
     TokenizerSection,
     TrainingSection,
+    may_change,
 )
-from hf_gpipe.recipe.help import recipe_help
+from hf_gpipe.recipe.help import recipe_help, section_help
+from hf_gpipe.recipe.pipeline import AUTO, DecidedConfig, PipelineConfig, RecomputeChoice
+from hf_gpipe.recipe.section import keys_of
 from hf_gpipe.recipe.strict_yaml import Locations, read_mapping
+from hf_gpipe.recipe.table import table_of
 
 __all__ = [
+    "AUTO",
     "DataSection",
+    "DecidedConfig",
     "EvaluationSection",
     "ModelSection",
-    "PipelineSection",
+    "PipelineConfig",
     "Recipe",
+    "RecomputeChoice",
     "TokenizerSection",
     "TrainingSection",
     "check",
+    "keys_of",
     "load_recipe",
+    "load_saved",
+    "may_change",
     "parse_recipe",
     "recipe_help",
+    "section_help",
+    "table_of",
 ]
 
 
@@ -57,18 +67,29 @@ def parse_recipe(text: str, overrides: Iterable[str] = (), *, source: str = "rec
 
     Raises:
         RecipeError: text that is no YAML mapping, `extends` (a text lies in no directory), a malformed override, an
-            unknown or missing key, a value of the wrong type or out of range, or fields that contradict each other.
+            unknown or missing key, a value of the wrong type or out of range, a key that the kind of data does not
+            use, or fields that contradict each other.
     """
     data, locations = read_mapping(text, source)
     return _recipe(data, locations, overrides)
 
 
+def load_saved(path: str | Path) -> Recipe:
+    """The recipe that a run left in its output directory.
+
+    An earlier version may have written keys that the kind of data does not use; they are left out.
+    """
+    data, locations = read_with_bases(path)
+    drop_unused(data, kind_of(data))
+    return _recipe(data, locations, ())
+
+
 def _recipe(data: dict[Any, Any], locations: Locations, overrides: Iterable[str]) -> Recipe:
-    apply_overrides(data, overrides, locations)
+    kind = kind_of(data)
+    given = apply_overrides(data, overrides, locations)
+    if kind_of(data) != kind:
+        drop_unused(data, kind_of(data), keep=given)
     refuse_extends(data, locations)
-    recipe = fill(Recipe, data, locations)
-    try:
-        check(recipe)
-    except RecipeError as error:
-        raise RecipeError(f"{locations.source}: {error}") from error
+    recipe = build(data, locations)
+    check(recipe, locations)
     return recipe

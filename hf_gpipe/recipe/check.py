@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from hf_gpipe.errors import RecipeError, UserError
-from hf_gpipe.recipe.fields import DataSection, ModelSection, PipelineSection, Recipe
-from hf_gpipe.recipe.sizes import read_bytes
+from hf_gpipe.errors import RecipeError
+from hf_gpipe.recipe.fields import DataSection, ModelSection, Recipe, all_keys
+from hf_gpipe.recipe.pipeline import PipelineConfig
+from hf_gpipe.recipe.strict_yaml import Locations
 from hf_gpipe.recipe.transformer import with_transformer
-from hf_gpipe.recipe.typed import show
+from hf_gpipe.recipe.words import show
 
 #: Kinds of data that are read from somewhere, and what their path is.
 _PATHS = {
@@ -16,16 +17,41 @@ _PATHS = {
     "parallel": "the file with a source on each line",
     "hub": "the id of a data set of the Hub, or a directory of that form",
 }
-_STREAMED = tuple(_PATHS)
 
 
-def check(recipe: Recipe) -> None:
-    """Raises RecipeError for fields that contradict each other; names the keys and both values."""
+def check(recipe: Recipe, locations: Locations | None = None) -> None:
+    """Raises RecipeError for fields that contradict each other; names the keys and both values.
+
+    Args:
+        recipe: from a file or made in Python.
+        locations: where its values were written.
+    """
+    _check_kind(recipe, locations)
+    try:
+        _check_fields(recipe)
+    except RecipeError as error:
+        raise RecipeError(f"{locations.source}: {error}" if locations else str(error)) from None
+
+
+def _check_kind(recipe: Recipe, locations: Locations | None) -> None:
+    """A key that the kind of data does not use may have its default only, as in the recipe of an earlier version."""
+    kind = recipe.data.kind
+    for section, key in all_keys():
+        value = getattr(getattr(recipe, section), key.name)
+        if key.kinds is not None and kind not in key.kinds and value != key.default:
+            place = f"{locations.of((section, key.name))}: " if locations else ""
+            raise RecipeError(
+                f"{place}{section}.{key.name} is {show(value)} and data.kind is {kind}, which does not use it; it is "
+                f"for {', '.join(key.kinds)}: leave it out."
+            )
+
+
+def _check_fields(recipe: Recipe) -> None:
     _check_model(recipe.model)
+    _check_devices(recipe.pipeline)
     _check_data(recipe.data)
     _check_rows(recipe.data)
     _check_streaming(recipe)
-    _check_pipeline(recipe.pipeline)
     _check_precision(recipe)
 
 
@@ -58,11 +84,6 @@ def _check_data(data: DataSection) -> None:
     if data.kind == "text" and data.path is None:
         raise RecipeError(
             "data.kind is text and data.path is missing; give .txt, .jsonl or .parquet files, or a Hub data set's name."
-        )
-    if data.kind == "text" and data.temperature != 1:
-        raise RecipeError(
-            f"data.temperature is {data.temperature:g} and data.kind is text, which has no languages to draw "
-            "from; leave it out."
         )
     if data.kind == "cldr" and not data.languages and data.num_languages is None:
         raise RecipeError(
@@ -107,14 +128,13 @@ def _check_rows(data: DataSection) -> None:
 def _check_streaming(recipe: Recipe) -> None:
     data = recipe.data
     if not data.streaming:
-        if data.counts is not None:
-            raise RecipeError(
-                "data.counts is for data.streaming, which is false: pairs that are read as a whole are counted; leave "
-                "it out, or set data.streaming."
-            )
+        for name in ("counts", "shuffle_buffer"):
+            if getattr(data, name) != getattr(DataSection, name):
+                raise RecipeError(
+                    f"data.{name} is for data.streaming, which is false: pairs that are read as a whole are counted "
+                    "and shuffled; leave it out, or set data.streaming."
+                )
         return
-    if data.kind not in _STREAMED:
-        raise RecipeError(f"data.streaming is true and data.kind is {data.kind}; only {', '.join(_STREAMED)} have it.")
     if recipe.training.max_steps is None:
         raise RecipeError(
             "data.streaming is true, and a stream has no end; say by training.max_steps how long to train."
@@ -126,32 +146,13 @@ def _check_streaming(recipe: Recipe) -> None:
         )
 
 
-def _check_pipeline(pipeline: PipelineSection) -> None:
-    if pipeline.num_processes is not None and pipeline.num_processes > pipeline.num_stages:
+def _check_devices(pipeline: PipelineConfig) -> None:
+    processes = pipeline.num_processes or 1
+    if pipeline.devices is not None and len(pipeline.devices) % processes:
         raise RecipeError(
-            f"pipeline.num_processes is {pipeline.num_processes} and pipeline.num_stages is {pipeline.num_stages}; "
-            "a process without a stage has nothing to do: use at most as many processes as stages."
+            f"pipeline.devices {list(pipeline.devices)} cannot be shared out evenly between {processes} processes; "
+            "name as many devices for each."
         )
-    if not isinstance(pipeline.partition, str) and len(pipeline.partition) != pipeline.num_stages:
-        raise RecipeError(
-            f"pipeline.partition {pipeline.partition} has {len(pipeline.partition)} entries and pipeline.num_stages is "
-            f"{pipeline.num_stages}; give one number of layers a stage."
-        )
-    if pipeline.devices is not None and (not pipeline.devices or len(pipeline.devices) % (pipeline.num_processes or 1)):
-        raise RecipeError(
-            f"pipeline.devices {pipeline.devices} cannot be shared out evenly between {pipeline.num_processes or 1} "
-            "processes; name as many devices for each."
-        )
-    if pipeline.torch_compile_backend is not None and not pipeline.torch_compile:
-        raise RecipeError(
-            f"pipeline.torch_compile_backend is {pipeline.torch_compile_backend!r} and pipeline.torch_compile is "
-            "false; set torch_compile to true, or leave the backend out."
-        )
-    if pipeline.memory is not None:
-        try:
-            read_bytes(pipeline.memory, "pipeline.memory")
-        except UserError as error:
-            raise RecipeError(str(error)) from None
 
 
 def _check_precision(recipe: Recipe) -> None:

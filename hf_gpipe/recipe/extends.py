@@ -1,7 +1,8 @@
 """A recipe's file with the files that it extends: `extends: base.yaml` at its top, a path relative to the file.
 
 The base is read first and the file's own keys replace its keys. A mapping within a mapping merges key by key, so that a
-derived recipe states its differences alone; a list or a single value replaces what stood there.
+derived recipe states its differences alone; a list or a single value replaces what stood there. Where the file changes
+data.kind, the base's keys that the new kind does not use are dropped.
 """
 
 from __future__ import annotations
@@ -11,16 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from hf_gpipe.errors import RecipeError
+from hf_gpipe.recipe.build import drop_unused, kind_of
 from hf_gpipe.recipe.strict_yaml import KeyPath, Locations, read_mapping
-from hf_gpipe.recipe.typed import show
+from hf_gpipe.recipe.words import show
 
 EXTENDS = "extends"
-EXTENDS_HELP = """\
-extends: a file, its path relative to the recipe's own; optional
-      Another recipe, whose values hold wherever this one gives none. Sections and other mappings
-      merge key by key, model.config too; a list or a single value replaces the other. That recipe
-      may extend a further one. It stands in a file only, above the sections; key=value comes last."""
-
 LONGEST_CHAIN = 8
 """Files in a row, the recipe itself included; more is a mistake sooner than a plan."""
 
@@ -50,7 +46,10 @@ def _read(path: Path, name: str, chain: Sequence[Path]) -> tuple[dict[Any, Any],
     chain = [*chain, path]
     if EXTENDS in data:
         base = _base(data.pop(EXTENDS), path, locations, chain)
-        _inherit(data, locations, *_read(base, f"{locations.of((EXTENDS,))}: {EXTENDS}: {base}", chain), ())
+        inherited, places = _read(base, f"{locations.of((EXTENDS,))}: {EXTENDS}: {base}", chain)
+        if kind_of(data) not in (None, kind_of(inherited)):
+            drop_unused(inherited, kind_of(data))
+        _inherit(data, locations, inherited, places, ())
         locations.forget((EXTENDS,))
     return data, locations
 

@@ -1,28 +1,41 @@
-"""The fields of a recipe. The string under each field is its help text."""
+"""The sections of a recipe. The string under a field is its help; `hf_gpipe.recipe.section` says what else it has."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, get_type_hints
 
-from hf_gpipe.partition import COST_STRATEGIES, STRATEGIES
+from pydantic import Field
+
+from hf_gpipe.recipe.pipeline import PipelineConfig
+from hf_gpipe.recipe.section import (
+    MAY_CHANGE,
+    Count,
+    CountOrZero,
+    Fraction,
+    Key,
+    Kinds,
+    NotNegative,
+    Positive,
+    Text,
+    keys_of,
+    section,
+)
 from hf_gpipe.recipe.strict_yaml import write
-from hf_gpipe.recipe.typed import Length, NotEmpty, OneOf, Range
-from hf_gpipe.schedule import SCHEDULES
 
-TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "forward_only")
-PARTITIONS = (*STRATEGIES, *COST_STRATEGIES, "auto")
+LOCAL_KINDS = ("jsonl", "csv", "parquet", "parallel")
+ROW_KINDS = (*LOCAL_KINDS, "hub")
 
-Text = Annotated[str, NotEmpty()]
-Count = Annotated[int, Range(at_least=1)]
-CountOrZero = Annotated[int, Range(at_least=0)]
-Positive = Annotated[float, Range(above=0)]
-NotNegative = Annotated[float, Range(at_least=0)]
-Fraction = Annotated[float, Range(at_least=0, below=1)]
-"""A part of a whole that is never all of it."""
+CLDR = Kinds(("cldr",))
+ROWS = Kinds(ROW_KINDS)
+FIELDS = Kinds(("jsonl", "csv", "parquet", "hub"))
+TEXT = Kinds(("text",))
+PAIRS = Kinds((*CLDR.names, *ROWS.names))
+READ = Kinds((*ROWS.names, *TEXT.names))
+OF_THE_HUB = Kinds(("hub", *TEXT.names))
 
 
-@dataclass(frozen=True, kw_only=True)
+@section()
 class ModelSection:
     """The transformers model to train, pretrained or new."""
 
@@ -50,28 +63,29 @@ class ModelSection:
     """Whether Python code that comes with the model at `path` may run on this machine."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@section()
 class DataSection:
-    """The corpus. Keys that only other kinds read may stand; they are left aside."""
+    """The corpus. A key that its kind does not use is an error."""
 
     kind: Literal["cldr", "jsonl", "csv", "parquet", "parallel", "hub", "text"]
-    """cldr: dates, units, prices and names generated offline from Unicode CLDR. Pairs from local files: jsonl, one JSON
-    object a line; csv, also with tabs; parquet; parallel, two text files with a translation on each line. hub: pairs of
-    a data set of the Hugging Face Hub, or of a directory of the same form. These five are called rows below.
-    text: documents for a decoder-only model, cut into blocks of `max_target_tokens`."""
+    """Where the data come from. cldr: dates, units, prices and names generated offline from Unicode CLDR. Pairs from
+    local files: jsonl, one JSON object per line; csv, also with tabs; parquet; parallel, two text files with a
+    translation on each line. hub: pairs of a data set of the Hugging Face Hub, or of a directory of the same form.
+    These five are called rows below. text: documents for a decoder-only model, cut into blocks of
+    `max_target_tokens`."""
 
     seed: int = 0
     """Seed of what is generated or drawn; the order of training rows is `training.seed`'s."""
 
-    languages: list[Text] = field(default_factory=list)
-    """The languages beside English: cldr: as CLDR codes, largest first; rows: those to keep, empty: all there are.
+    languages: Annotated[list[Text], PAIRS] = field(default_factory=list)
+    """The languages beside English. cldr: as CLDR codes, largest first; rows: those to keep, empty: all there are.
     {language} in `path`, `target_path`, `subset` or a field stands for each of them."""
 
-    num_languages: Count | None = None
-    """cldr: in place of `languages`: that many, those that CLDR can say the most of `templates` in first."""
+    num_languages: Annotated[Count | None, CLDR] = None
+    """In place of `languages`: that many, those in which CLDR can say the most of `templates` first."""
 
-    rank_seed: int | None = None
-    """cldr: deals the ranks of the power law out to the languages; null: in their own order."""
+    rank_seed: Annotated[int | None, CLDR] = None
+    """The seed that shuffles which language gets which size; null: the sizes fall in the languages' own order."""
 
     validation_fraction: Fraction = 0.05
     """Share of the pairs kept for evaluation during training."""
@@ -79,96 +93,96 @@ class DataSection:
     test_fraction: Fraction = 0.05
     """Share of the pairs kept for the evaluation at the end."""
 
-    temperature: Annotated[float, Range(at_least=1)] = 1.0
+    temperature: Annotated[float, Field(ge=1), PAIRS] = 1.0
     """T: a language with a share s of the training pairs is drawn in proportion to s ** (1 / T); 1: as often as its
     pairs, a larger T: small languages more often, large ones less."""
 
-    target_tag: bool = False
+    target_tag: Annotated[bool, PAIRS] = False
     """Whether sources start with a tag such as <2de> that asks for the target language; always so
     with several, where one side is known to be English."""
 
-    max_source_tokens: Annotated[int, Range(at_least=2)] = 128
+    max_source_tokens: Annotated[int, Field(ge=2), PAIRS] = 128
     """Longest source, its special tokens included; a longer one is cut."""
 
-    max_target_tokens: Annotated[int, Range(at_least=2)] = 128
+    max_target_tokens: Annotated[int, Field(ge=2)] = 128
     """Longest target, its special tokens included; a longer one is cut. text: the tokens of a block."""
 
-    templates: list[Text] = field(default_factory=list)
-    """cldr: the kinds of phrases; empty: all."""
+    templates: Annotated[list[Text], CLDR] = field(default_factory=list)
+    """The kinds of phrases; empty: all."""
 
-    direction: Literal["to_english", "from_english", "both"] | None = None
+    direction: Annotated[Literal["to_english", "from_english", "both"] | None, PAIRS] = None
     """The direction of translation; rows: the sides are exchanged where it asks for that. null: to_english (cldr), or
     from `source_field` to `target_field` (rows)."""
 
-    max_number: Count = 999
-    """cldr: the largest number in a measure, price or relative time."""
+    max_number: Annotated[Count, CLDR] = 999
+    """The largest number in a measure, price or relative time."""
 
-    examples_per_language: Count = 2000
-    """cldr: pairs of the first language; of the n-th, this divided by n ** `power_law_exponent`."""
+    examples_per_language: Annotated[Count, CLDR] = 2000
+    """Pairs of the first language; of the n-th, this divided by n ** `power_law_exponent`."""
 
-    min_examples_per_language: Count = 100
-    """cldr: the fewest pairs that the power law leaves a language."""
+    min_examples_per_language: Annotated[Count, CLDR] = 100
+    """The fewest pairs that the power law leaves a language."""
 
-    power_law_exponent: NotNegative = 0.0
-    """cldr: how steeply the languages' sizes fall; 0: all are equal."""
+    power_law_exponent: Annotated[NotNegative, CLDR] = 0.0
+    """How steeply the languages' sizes fall; 0: all are equal."""
 
-    path: Text | None = None
-    """All but cldr: a file, a directory of them, or wildcards as data/*.jsonl.gz; jsonl, csv and lines of text may be
+    path: Annotated[Text | None, READ] = None
+    """A file, a directory of them, or wildcards as data/*.jsonl.gz; jsonl, csv and lines of text may be
     gzipped. hub, text: the data set's id or directory. Required."""
 
-    target_path: Text | None = None
-    """parallel: the same of the target's files; required."""
+    target_path: Annotated[Text | None, Kinds(("parallel",))] = None
+    """As `path`, the target's files; required."""
 
-    delimiter: Annotated[str, Length(1)] | None = None
-    """csv: the sign between values; null: a tab in files called .tsv, where nothing is quoted, else a comma."""
+    delimiter: Annotated[Annotated[str, Field(min_length=1, max_length=1)] | None, Kinds(("csv",))] = None
+    """The sign between values; null: a tab in files called .tsv, where nothing is quoted, else a comma."""
 
-    subset: Text | list[Text] | dict[str, Any] | None = None
-    """hub, text: the subset, as "{language}-en"; or several such names, of which the first that there is is taken, as
+    subset: Annotated[Text | list[Text] | dict[str, Any] | None, OF_THE_HUB] = None
+    """The subset, as "{language}-en"; or several such names, of which the first that exists is used, as
     ["{language}-en", "en-{language}"]; or the name for each language, as {de: de-en, zh: en-zh}. null: there is one."""
 
-    revision: Text | None = None
-    """hub, text: branch, tag or commit; null: the main branch."""
+    revision: Annotated[Text | None, OF_THE_HUB] = None
+    """Branch, tag or commit; null: the main branch."""
 
-    source_field: Text = "source"
-    """jsonl, csv, parquet, hub: the field that holds the source; translation.de is the field de inside translation."""
+    source_field: Annotated[Text, FIELDS] = "source"
+    """The field that holds the source; translation.de is the field de inside translation."""
 
-    target_field: Text = "target"
-    """jsonl, csv, parquet, hub: the field that holds the target."""
+    target_field: Annotated[Text, FIELDS] = "target"
+    """The field that holds the target."""
 
-    language_field: Text | None = None
-    """jsonl, csv, parquet, hub: the field that holds the language; null: no field does."""
+    language_field: Annotated[Text | None, FIELDS] = None
+    """The field that holds the language; null: no field does."""
 
-    english: Literal["source", "target"] | None = None
-    """rows: the side that is English, which `direction` needs to know; null: the one whose field has no {language} in
+    english: Annotated[Literal["source", "target"] | None, ROWS] = None
+    """The side that is English, which `direction` needs to know; null: the one whose field has no {language} in
     it where the other's has."""
 
-    text_field: Text = "text"
-    """text: the field of a row that holds a document; of a .txt file, paragraphs are documents."""
+    text_field: Annotated[Text, TEXT] = "text"
+    """The field of a row that holds a document; of a .txt file, paragraphs are documents."""
 
-    split_by: Literal["source", "target"] = "source"
-    """rows: pairs that are equal on this side are never in two splits, where the data set has none of its own."""
+    split_by: Annotated[Literal["source", "target"], ROWS] = "source"
+    """Pairs that are equal on this side are never in two splits, where the data set has none of its own."""
 
-    skip_empty: bool | None = None
-    """rows: whether those without text on one side are left out and counted; null: for parallel and hub only."""
+    skip_empty: Annotated[bool | None, ROWS] = None
+    """Whether those without text on one side are left out and counted; null: for parallel and hub only."""
 
-    max_examples: Count | None = None
-    """rows, text: how many pairs or documents to draw from all of them, before they are split; null: all."""
+    max_examples: Annotated[Count | None, READ] = None
+    """How many pairs or documents to draw from all of them, before they are split; null: all."""
 
-    max_held_out: Count | None = None
-    """rows: the most pairs of a language kept in validation, and in test; null: all, 2000 of a stream."""
+    max_held_out: Annotated[Count | None, ROWS] = None
+    """The most pairs of a language kept in validation, and in test; null: all, 2000 of a stream."""
 
-    streaming: bool = False
-    """rows: whether pairs are read while they are trained on, over and over, instead of all at once before."""
+    streaming: Annotated[bool, ROWS] = False
+    """Whether pairs are read while they are trained on, over and over, instead of all at once before."""
 
-    counts: dict[str, Any] | None = None
-    """streaming: how many training pairs each language has, as {de: 4500000, yo: 10000}, where the data do not say;
+    counts: Annotated[dict[str, Any] | None, ROWS] = None
+    """With `streaming`: the training pairs of each language, as {de: 4500000, yo: 10000}, where the data do not say;
     `temperature` draws by them."""
 
-    shuffle_buffer: Count = 1000
-    """streaming: rows of a language that are held in memory and shuffled at a time."""
+    shuffle_buffer: Annotated[Count, ROWS] = 1000
+    """With `streaming`: rows of a language that are held in memory and shuffled at a time."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@section()
 class TokenizerSection:
     """The tokenizer: loaded, or trained on the corpus."""
 
@@ -181,76 +195,27 @@ class TokenizerSection:
     model: Literal["unigram", "bpe"] = "unigram"
     """SentencePiece's model of a trained tokenizer."""
 
-    character_coverage: Annotated[float, Range(above=0, at_most=1)] = 1.0
+    character_coverage: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the corpus's characters that get a token; the rest is spelt in bytes."""
 
     training_pairs: Count | None = None
     """Pairs or documents to train it on, drawn from those of the corpus; null: all, of a stream at most 100,000."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PipelineSection:
-    """How the model is cut into stages, and how micro-batches go through them."""
-
-    num_stages: Count = 1
-    """K: consecutive stages the model's layers are cut into."""
-
-    num_micro_batches: Count | Literal["auto"] = 1
-    """M: micro-batches a mini-batch is cut into; a smaller mini-batch gives one a row; auto: the planner's choice."""
-
-    schedule: Annotated[str, OneOf((*TRAINING_SCHEDULES, "auto"))] = "gpipe"
-    """Order of work: gpipe, the paper's; gpipe_fused, its last stage's backwards at once; 1f1b, least memory;
-    interleaved_1f1b, several stages a process, dealt out in turn; naive."""
-
-    recompute: Literal["none", "block", "stage", "auto"] = "stage"
-    """What backward computes again instead of keeping: nothing, each block's inside, or all but the stage's input;
-    auto: stage by stage as little as `memory` allows."""
-
-    partition: Annotated[str, OneOf(PARTITIONS)] | list[Count] = "count"
-    """count: stages of equally many layers, give or take one; parameters, flops, profile: the largest or slowest stage
-    is the least, by size, by operations, or as measured before the training; auto: by the planner's estimate of time;
-    or the number of layers of each stage, as [3, 4, 2]."""
-
-    memory: Text | None = None
-    """What a process may use, with its unit, as 80GiB: the planner's limit for what it chooses; null: its device's."""
-
-    num_processes: Count | None = None
-    """Processes that share the stages; null: one a stage, but at most one a GPU, or one for each of `devices`."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where stages compute; auto: on GPUs where there are any."""
-
-    devices: list[Text] | None = None
-    """Devices of this machine that the processes share out evenly, as [cuda:0, cuda:1]; a process spreads its stages
-    over its own. null: one device a process, of the kind that `device` says."""
-
-    torch_compile: bool = False
-    """Whether each block is compiled by torch.compile."""
-
-    torch_compile_backend: Text | None = None
-    """torch.compile's backend; null: its default, inductor."""
-
-    timeout_seconds: Positive = 600.0
-    """How long a process waits for another before the run fails."""
-
-    threads_per_process: Count | None = None
-    """CPU threads of each process; null: OMP_NUM_THREADS, or the machine's cores shared out evenly."""
-
-
-@dataclass(frozen=True, kw_only=True)
+@section()
 class TrainingSection:
     """Optimization, logging and checkpoints; names mean what they mean in transformers.TrainingArguments."""
 
-    output_dir: Text
+    output_dir: Annotated[Text, MAY_CHANGE]
     """Directory for the trained model, its checkpoints, the metrics and the resolved recipe."""
 
-    seed: Annotated[int, Range(at_least=0, at_most=2**32 - 1)] = 0
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     """Seed of the initial weights, of dropout and of the order of rows; independent of the number of stages."""
 
-    max_steps: Count | None = None
+    max_steps: Annotated[Count | None, MAY_CHANGE] = None
     """Updates to make; null: `num_train_epochs` decides."""
 
-    num_train_epochs: Positive = 3.0
+    num_train_epochs: Annotated[Positive, MAY_CHANGE] = 3.0
     """Passes over the training pairs, where `max_steps` is null."""
 
     batch_size: Count = 32
@@ -301,7 +266,7 @@ class TrainingSection:
     """Whether the optimizer updates float32 copies of weights that are in bfloat16 or float16."""
 
     on_nonfinite_loss: Literal["ignore", "skip", "stop"] = "stop"
-    """Where a step's loss or gradient is infinite or no number: update all the same, leave the step out, or fail."""
+    """Where a step's loss or gradient is inf or NaN: update all the same, leave the step out, or fail."""
 
     max_grad_norm: NotNegative = 1.0
     """Largest global norm of the gradient, over all stages; a larger one is scaled down to it; 0: no clipping."""
@@ -312,30 +277,30 @@ class TrainingSection:
     logit_clipping: Positive | None = None
     """The loss sees no logit beyond this magnitude; evaluation and the saved model do not clip. null: no clipping."""
 
-    logging_steps: Count = 10
+    logging_steps: Annotated[Count, MAY_CHANGE] = 10
     """Updates between two lines of metrics."""
 
-    timeline_steps: Count | None = None
+    timeline_steps: Annotated[Count | None, MAY_CHANGE] = None
     """Updates between two whose actions are timed, to log how much of them was idle (`bubble`); null: none is timed."""
 
-    eval_steps: Count | None = None
+    eval_steps: Annotated[Count | None, MAY_CHANGE] = None
     """Updates between two evaluations of the validation loss; null: none during training."""
 
-    save_steps: Count | None = 500
+    save_steps: Annotated[Count | None, MAY_CHANGE] = 500
     """Updates between two checkpoints; null: none during training."""
 
-    save_total_limit: Count | None = 2
+    save_total_limit: Annotated[Count | None, MAY_CHANGE] = 2
     """Checkpoints kept, the newest ones; null: all."""
 
-    stop_seconds: Positive = 30.0
+    stop_seconds: Annotated[Positive, MAY_CHANGE] = 30.0
     """How long after SIGTERM or SIGINT the training may take to end its step and save, before it ends without."""
 
-    resume: Literal["auto", "never"] = "auto"
+    resume: Annotated[Literal["auto", "never"], MAY_CHANGE] = "auto"
     """auto: continue from the last complete checkpoint in `output_dir`, where there is one; never: begin anew, and
     delete the checkpoints that are there."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@section()
 class EvaluationSection:
     """After training: greedy translations, scored in each language; of text, loss and perplexity."""
 
@@ -351,7 +316,7 @@ class EvaluationSection:
     split: Literal["test", "validation"] = "test"
     """The pairs to translate."""
 
-    samples: CountOrZero = 5
+    samples: Annotated[CountOrZero, PAIRS] = 5
     """Translations shown in the summary."""
 
 
@@ -362,10 +327,40 @@ class Recipe:
     model: ModelSection
     data: DataSection
     tokenizer: TokenizerSection = field(default_factory=TokenizerSection)
-    pipeline: PipelineSection = field(default_factory=PipelineSection)
+    pipeline: Annotated[PipelineConfig, MAY_CHANGE] = field(default_factory=PipelineConfig)
     training: TrainingSection
-    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    evaluation: Annotated[EvaluationSection, MAY_CHANGE] = field(default_factory=EvaluationSection)
 
     def to_yaml(self) -> str:
-        """The resolved recipe, every default written out; `load_recipe` reads it back as an equal recipe."""
-        return write(asdict(self))
+        """The resolved recipe with the default of every key that its kind of data uses.
+
+        `load_recipe` reads it back as an equal recipe.
+        """
+        values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+        for (name, key), value in self.values().items():
+            values[name][key] = value
+        return write(values)
+
+    def values(self) -> dict[tuple[str, str], Any]:
+        """The value of every key that the recipe's kind of data uses."""
+        return {
+            (name, key.name): getattr(getattr(self, name), key.name)
+            for name, key in all_keys()
+            if key.is_used_by(self.data.kind)
+        }
+
+
+SECTIONS: dict[str, type] = get_type_hints(Recipe)
+"""The class of each section."""
+
+
+def all_keys() -> list[tuple[str, Key]]:
+    """Every key with the name of its section, in the order of the fields."""
+    return [(name, key) for name, cls in SECTIONS.items() for key in keys_of(cls).values()]
+
+
+def may_change() -> set[tuple[str, str]]:
+    """The keys that a resumed run may change."""
+    hints = get_type_hints(Recipe, include_extras=True)
+    whole = {name for name, hint in hints.items() if MAY_CHANGE in getattr(hint, "__metadata__", ())}
+    return {(name, key.name) for name, key in all_keys() if key.may_change or name in whole}

@@ -1,55 +1,76 @@
-"""The help text of every key, taken from the string under its field."""
+"""The help of recipes, from what their fields say of themselves: a page of the main keys, or every key of a section."""
 
 from __future__ import annotations
 
-import ast
 import inspect
+import re
 import textwrap
-from dataclasses import MISSING, Field, fields, is_dataclass
-from typing import Any, get_type_hints
 
-from hf_gpipe.recipe.extends import EXTENDS_HELP
-from hf_gpipe.recipe.fields import Recipe
+from hf_gpipe.errors import UserError, nearest
+from hf_gpipe.recipe.fields import SECTIONS, DataSection, all_keys
+from hf_gpipe.recipe.section import Key, keys_of
 from hf_gpipe.recipe.strict_yaml import write
-from hf_gpipe.recipe.typed import describe
+from hf_gpipe.recipe.words import describe
 
 _WIDTH = 100
 _INDENT = " " * 6
 
+MAIN_KEYS = (
+    *("model.path", "model.config", "model.dtype", "data.kind", "data.path", "data.languages"),
+    *("data.max_source_tokens", "data.max_target_tokens", "tokenizer.path", "tokenizer.vocab_size"),
+    *("pipeline.num_stages", "pipeline.num_micro_batches", "pipeline.schedule", "pipeline.recompute"),
+    *("pipeline.partition", "training.output_dir", "training.max_steps", "training.batch_size"),
+    *("training.learning_rate", "training.save_steps"),
+)
+"""The keys that most recipes give."""
+
 
 def recipe_help() -> str:
-    """Every key with what it allows, its default and its text, section by section."""
-    sections = [_section(name, hint) for name, hint in get_type_hints(Recipe).items() if is_dataclass(hint)]
-    return "\n\n".join([EXTENDS_HELP, *sections])
+    """The sections, one line each, and the main keys with their defaults."""
+    width = max(map(len, SECTIONS))
+    sections = [f"  {name:{width}}  {_title(cls)}" for name, cls in SECTIONS.items()]
+    named = {f"{section}.{key.name}": key for section, key in all_keys()}
+    width = max(map(len, MAIN_KEYS))
+    keys = [f"  {name:{width}}  {_shortened(named[name], 115 - width)}" for name in MAIN_KEYS]
+    return "\n".join(["sections of a recipe:", *sections, "", "the keys that most recipes give:", *keys])
 
 
-def field_texts(cls: type) -> dict[str, str]:
-    """The string literal under each field of a dataclass, by the field's name."""
-    (class_node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    assert isinstance(class_node, ast.ClassDef)
-    texts = {}
-    for statement, following in zip(class_node.body, class_node.body[1:], strict=False):
-        match statement, following:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                texts[name] = inspect.cleandoc(text)
-    return texts
+def section_help(name: str) -> str:
+    """Every key of a section with what it allows, its default, its text and the kinds of data that use it.
 
-
-def _section(name: str, cls: Any) -> str:
-    texts = field_texts(cls)
-    hints = get_type_hints(cls, include_extras=True)
-    lines = [f"{name}: {inspect.getdoc(cls)}"]
-    for field in fields(cls):
-        lines.append(_wrap(f"{name}.{field.name}: {describe(hints[field.name])}; {_default(field)}", "  "))
-        lines.append(_wrap(texts[field.name], _INDENT))
+    Raises:
+        UserError: there is no such section.
+    """
+    if name not in SECTIONS:
+        raise UserError(f"{name!r} is not a section of a recipe{nearest(name, SECTIONS)}; {', '.join(SECTIONS)} are")
+    lines = [f"{name}: {inspect.cleandoc(SECTIONS[name].__doc__ or '')}"]
+    for key in keys_of(SECTIONS[name]).values():
+        lines.append(_wrap(f"{name}.{key.name}: {describe(key.schema)}; {_default(key)}{_kinds(key)}", "  "))
+        lines.append(_wrap(key.text, _INDENT))
     return "\n".join(lines)
 
 
-def _default(field: Field[Any]) -> str:
-    if field.default is MISSING and field.default_factory is MISSING:
-        return "required"
-    value = field.default if field.default_factory is MISSING else field.default_factory()
-    return write({"default": value}).strip()
+def _title(cls: type) -> str:
+    return inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
+
+
+def _shortened(key: Key, width: int) -> str:
+    """The default of a key and the beginning of its text."""
+    first = re.split(r"; |\. ", key.text)[0].rstrip(".")
+    return textwrap.shorten(f"({_default(key).removeprefix('default: ')}) {first}", width, placeholder=" ...")
+
+
+def _default(key: Key) -> str:
+    return "required" if key.is_required else write({"default": key.default}).strip()
+
+
+def _kinds(key: Key) -> str:
+    """The kinds of data that use a key."""
+    if key.kinds is None:
+        return ""
+    others = [kind for kind in keys_of(DataSection)["kind"].schema["enum"] if kind not in key.kinds]
+    few = f"all but {', '.join(others)}" if len(others) < len(key.kinds) else ", ".join(key.kinds)
+    return f"; data.kind: {few}"
 
 
 def _wrap(text: str, indent: str) -> str:

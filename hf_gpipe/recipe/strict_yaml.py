@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from hf_gpipe.errors import RecipeError
-from hf_gpipe.recipe.typed import show
+from hf_gpipe.recipe.words import show
 
 KeyPath = tuple[object, ...]
 """The keys from the top to a value; an entry of a list has its index in it."""
@@ -92,7 +92,8 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Loader.yaml_implicit_resolvers = {}
-_Dumper.add_representer(list, _Dumper.represent_list)
+for _sequence in (list, tuple):
+    _Dumper.add_representer(_sequence, _Dumper.represent_list)
 for _name, _pattern, _first in _RESOLVERS:
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"^(?:{_pattern})$"), _first)

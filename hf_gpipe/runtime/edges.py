@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hf_gpipe.runtime.channel import Channel, DeviceChannel, LocalChannel, RemoteChannel
-from hf_gpipe.runtime.launch import new_group
+from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.topology import Topology
 
 
@@ -65,7 +65,7 @@ def _communicator(rank: int, sender: int, receiver: int, device: torch.device) -
     """A communicator of two on NCCL, ready to use; None on gloo, where tags keep the channels apart."""
     if device.type != "cuda":
         return None
-    group = new_group(sorted((sender, receiver)), backend="nccl")
+    group = Job.current().new_group(sorted((sender, receiver)), backend="nccl")
     if rank in (sender, receiver):
         # The first message sets the communicator up and waits for its peer. Left to a step, a receive announced ahead
         # would wait for a peer that waits for this process.

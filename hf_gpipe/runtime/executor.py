@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from hf_gpipe.errors import StageError
 from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.edges import Edge
-from hf_gpipe.runtime.micro_batch import Context, MicroBatch
+from hf_gpipe.runtime.micro_batch import PLAIN_STEP, Context, MicroBatch, StepOptions
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.timing import ActionTime, Timer
 from hf_gpipe.schedule.actions import Action, ActionKind
@@ -24,6 +24,26 @@ from hf_gpipe.schedule.table import Schedule
 
 #: How many messages are announced ahead of the action that reads them. Each costs one boundary's memory.
 MESSAGES_AHEAD = 2
+
+
+@dataclass
+class StepResult:
+    """What one run of a table gave this process.
+
+    Attributes:
+        outputs: what the last stage returned for each micro-batch, by its number, in the order of the forwards; empty
+            in the other processes.
+        times: when each action ran, where that was measured.
+    """
+
+    outputs: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    times: list[ActionTime] = field(default_factory=list)
+
+    @property
+    def loss(self) -> torch.Tensor | None:
+        """The sum of the micro-batches' losses; None in processes without the last stage."""
+        losses = [one["loss"] for one in self.outputs.values()]
+        return sum(losses[1:], losses[0]) if losses else None
 
 
 class Executor:
@@ -45,27 +65,38 @@ class Executor:
         self,
         schedule: Schedule,
         micro_batches: Sequence[MicroBatch],
-        on_update: Callable[[int], None] | None = None,
-        times: list[ActionTime] | None = None,
-    ) -> None:
+        options: StepOptions = PLAIN_STEP,
+        *,
+        reduce: Callable[[StepResult], None] | None = None,
+        update: Callable[[], None] | None = None,
+        is_measured: bool = False,
+    ) -> StepResult:
         """Run this process's part of the table once.
+
+        Clipping, loss scaling and the decision to skip an update need the gradients of all stages. So the last U of a
+        process updates all its stages, after everything else that it does in the step.
 
         Args:
             schedule: a valid table for these stages and this many micro-batches.
             micro_batches: the same on every process.
-            on_update: called for each U, with the stage.
-            times: where to note when each action ran; None: nothing is measured.
+            options: of this step.
+            reduce: called at the process's last U with what the run gave so far: completes gradients and loss together
+                with the other processes. The time is that of waiting for them.
+            update: called after it. What it raises is raised as it is.
+            is_measured: whether to note when each action ran.
 
         Raises:
             StageError: an action failed; names the process, the stage, the action and the micro-batch.
         """
+        result = StepResult()
         shares = self._on_devices(micro_batches)
         actions = schedule.actions[self._rank]
+        last_update = next((one for one in reversed(actions) if one.kind == ActionKind.UPDATE), None)
         messages = deque(action for action in actions if self._reads_message(action))
         announced = 0
-        timer = Timer(self._devices) if times is not None else None
+        timer = Timer(self._devices) if is_measured else None
         mark = timer.mark if timer is not None else _not_measured
-        action = None
+        action, is_updating = None, False
         try:
             for action in actions:
                 stage = self._stages[action.stage]
@@ -77,39 +108,62 @@ class Executor:
                 if self._reads_message(action):
                     received = self._channel(action).receive(_index(action))
                     announced -= 1
+                elif action is last_update:
+                    self._complete(result, reduce, timer)
                 mark(action, stage.device)
                 message: dict[str, torch.Tensor] = {}
                 if action.kind != ActionKind.UPDATE:
-                    message = self._perform(schedule, action, shares[stage.device][_index(action)], received)
-                elif on_update is not None:
-                    on_update(action.stage)
+                    micro_batch = shares[stage.device][_index(action)]
+                    message = self._perform(schedule, action, micro_batch, received, options)
+                elif action is last_update and update is not None:
+                    is_updating = True
+                    update()
+                    is_updating = False
+                    if timer is not None:
+                        timer.synchronize()
                 mark(action, stage.device)
-                if message:
+                if action.kind == ActionKind.FORWARD and stage.is_last:
+                    result.outputs[_index(action)] = message
+                elif message:
                     self._send(action, message, micro_batches[_index(action)])
                 mark(action, stage.device)
                 # While the process waits for its next message, nothing holds on to the last ones.
                 del received, message
-            for edge in self._edges.values():
-                edge.down.flush()
-                edge.up.flush()
+            self._flush()
         except Exception as error:
             self._reset()
+            if is_updating:
+                raise
             where = f"stage {action.stage}, action {action}" if action is not None else "before the first action"
             raise StageError(f"process {self._rank}, {where}: {type(error).__name__}: {error}") from error
-        if timer is not None and times is not None:
-            times.extend(timer.read())
+        if timer is not None:
+            result.times = timer.read()
+        return result
+
+    def _complete(self, result: StepResult, reduce: Callable[[StepResult], None] | None, timer: Timer | None) -> None:
+        """Before the update: the process has done and sent all its own, and gradients are reduced over processes."""
+        self._flush()
+        if timer is not None:
+            timer.synchronize()
+        if reduce is not None:
+            reduce(result)
 
     def _perform(
-        self, schedule: Schedule, action: Action, micro_batch: MicroBatch, received: dict[str, torch.Tensor]
+        self,
+        schedule: Schedule,
+        action: Action,
+        micro_batch: MicroBatch,
+        received: dict[str, torch.Tensor],
+        options: StepOptions,
     ) -> dict[str, torch.Tensor]:
-        """Do F, R or B; what it gives the neighbouring stage."""
+        """Do F, R or B; returns what it gives the neighbouring stage, and F of the last stage what it found."""
         stage, index = self._stages[action.stage], micro_batch.index
         if action.kind == ActionKind.RECOMPUTE:
             stage.recompute(index)
             return {}
         if action.kind == ActionKind.BACKWARD:
             return stage.backward(index, received)
-        context = Context(micro_batch, received)
+        context = Context(micro_batch, received, options)
         if schedule.is_training:
             return stage.forward(context, keep_graph=schedule.keeps_graph(action.stage, index))
         return stage.evaluate(context)
@@ -140,6 +194,12 @@ class Executor:
         else:
             shapes = stage.output_gradient_shapes(micro_batch)
         self._channel(action).expect(micro_batch.index, shapes)
+
+    def _flush(self) -> None:
+        """Wait until everything sent has left."""
+        for edge in self._edges.values():
+            edge.down.flush()
+            edge.up.flush()
 
     def _on_devices(self, micro_batches: Sequence[MicroBatch]) -> dict[torch.device, list[MicroBatch]]:
         """The micro-batches on each device that this process computes on."""

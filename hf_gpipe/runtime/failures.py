@@ -19,15 +19,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from hf_gpipe.errors import HfGpipeError, PeerError, StageError, UserError
-from hf_gpipe.runtime import whereabouts
-
-#: Set for processes that our own launcher started: it prints their failures.
-LAUNCHER_PID = "HF_GPIPE_LAUNCHER_PID"
-
-#: Exit codes of a command beside 0. EXIT_STOPPED is EX_TEMPFAIL of sysexits.h: a signal stopped the training, all of it
-#: is saved, and the same command goes on with it.
-EXIT_FAILURE, EXIT_USER_ERROR, EXIT_STOPPED = 1, 2, 75
+from hf_gpipe.errors import EXIT_FAILURE, EXIT_USER_ERROR, HfGpipeError, PeerError, StageError, UserError
+from hf_gpipe.runtime.job import LAUNCHER_PID, Job
 
 _TIMED_OUT = re.compile(r"\[\S*gloo\S*\] Timed out waiting (\d+)ms for (\w+) operation to complete")
 
@@ -57,11 +50,11 @@ def describe(error: BaseException) -> Failure:
     """The failure that an exception is, as one line and with the process where it is a fault of the run."""
     is_user_error = isinstance(error, UserError)
     text = " ".join(str(error).split())
-    doing = whereabouts.doing()
+    work = Job.current().work
     if isinstance(error, StageError):
-        text += f" ({doing})" if doing else ""
+        text += f" ({work})" if work else ""
     elif not isinstance(error, HfGpipeError):
-        text = f"process {_rank()}{', ' * bool(doing)}{doing}: {type(error).__name__}: {text}"
+        text = f"process {_rank()}{', ' * bool(work)}{work}: {type(error).__name__}: {text}"
     is_time_limit = _TIMED_OUT.search(text) is not None
     return Failure(
         message=_TIMED_OUT.sub(_waited, text),

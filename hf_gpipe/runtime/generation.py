@@ -25,6 +25,7 @@ from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.base import Inputs
 from hf_gpipe.adapters.cache import PipelineCache
 from hf_gpipe.adapters.dropout import default_generator
+from hf_gpipe.adapters.intercept import extend_class
 from hf_gpipe.adapters.layers import StackName
 from hf_gpipe.errors import StageError, UserError, nearest
 from hf_gpipe.runtime.edges import Edge
@@ -304,15 +305,14 @@ class _LockStep:
 def _in_lock_step(generator: Generator) -> PreTrainedModel:
     """An object of the model's class, without weights, whose forward is the pipeline's."""
     model = generator._adapter.skeleton()
-    cls = type(model)
 
     # `generate` chooses arguments by the signature of the model's forward.
-    @functools.wraps(cls.forward)
-    def forward(self: _LockStep, **inputs: Any) -> CausalLMOutputWithPast:
-        return self._pipeline.decode(inputs)
+    @functools.wraps(model.forward)
+    def forward(**inputs: Any) -> CausalLMOutputWithPast:
+        return generator.decode(inputs)
 
-    namespace = {"__module__": cls.__module__, "forward": forward}
-    model.__class__ = type(cls.__name__, (_LockStep, cls), namespace)
+    model.forward = forward
     model._pipeline = generator
+    extend_class(model, _LockStep)
     model.generation_config = generator._adapter.reference.generation_config
     return model.eval()

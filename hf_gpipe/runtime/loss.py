@@ -1,5 +1,9 @@
-"""Cross-entropy of every target token in little memory: at a large vocabulary it is the peak of the last stage.
+"""The loss: cross-entropy of every target token, in little memory.
 
+A loss is a sum over units and their number, which is known from the targets alone, before any forward: each micro-batch
+adds its sum, divided by the number of units of the whole mini-batch. The units of this loss are target tokens.
+
+At a large vocabulary the loss is the peak of the last stage's memory.
 `torch.nn.functional.cross_entropy` keeps the logarithms of all probabilities for backward and makes two more tensors of
 that size there. Here forward turns the probabilities into the gradient where they are, and backward scales it there.
 """
@@ -40,6 +44,11 @@ class TokenLoss:
         if bound is not None and (isinstance(bound, bool) or not (bound > 0 and math.isfinite(bound))):
             raise UserError(f"logit_clipping={bound!r}: expected a finite number above 0, or None for no clipping")
 
+    @staticmethod
+    def units(targets: torch.Tensor) -> torch.Tensor:
+        """Which of the targets (B, T) are units of the loss, a mask (B, T)."""
+        return targets != IGNORED_LABEL
+
     @property
     def unclipped(self) -> TokenLoss:
         """The same without clipping, for evaluation: what is saved and loaded elsewhere has unclipped logits."""
@@ -73,7 +82,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, targets: torch.Tensor, smoothing: float, bound: float | None
     ) -> torch.Tensor:
-        is_ignored = targets == IGNORED_LABEL
+        is_ignored = ~TokenLoss.units(targets)
         columns = targets.masked_fill(is_ignored, 0)[:, None]
         seen, is_clipped = logits, None
         if bound is not None:

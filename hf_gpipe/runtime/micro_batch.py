@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from hf_gpipe.adapters import IGNORED_LABEL, Adapter
+from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.dropout import mix
 from hf_gpipe.errors import DataError
+from hf_gpipe.runtime.loss import TokenLoss
 
 Batch = Mapping[str, torch.Tensor]
+LogitsCallback = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], None]
+"""(logits (B, T, V), the micro-batch's inputs), called in evaluation."""
 
 
 @dataclass(frozen=True)
@@ -22,15 +25,31 @@ class MicroBatch:
         index: its number in the mini-batch, from 0.
         inputs: what `Adapter.prepare` made of its rows.
         seed: its seed for dropout, from (seed, step, index).
-        num_target_tokens: target tokens of the whole mini-batch, by which the loss is divided.
+        num_units: units of the loss in the whole mini-batch, by which its sum is divided; at least 1.
         num_micro_batches: of the step; an auxiliary loss is the mean over them.
     """
 
     index: int
     inputs: Mapping[str, torch.Tensor]
     seed: int
-    num_target_tokens: int
+    num_units: int
     num_micro_batches: int
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What holds for every action of one step.
+
+    Attributes:
+        loss_scale: what the loss is multiplied by before backward, and the gradients with it.
+        on_logits: called on the last stage in evaluation, for each micro-batch.
+    """
+
+    loss_scale: float = 1.0
+    on_logits: LogitsCallback | None = None
+
+
+PLAIN_STEP = StepOptions()
 
 
 @dataclass(frozen=True)
@@ -40,10 +59,12 @@ class Context:
     Attributes:
         micro_batch: the micro-batch, its tensors on the stage's device.
         carry: the tensors received from the previous stage.
+        options: of the step.
     """
 
     micro_batch: MicroBatch
     carry: Mapping[str, torch.Tensor]
+    options: StepOptions = PLAIN_STEP
 
 
 def split_rows(batch: Batch, num_micro_batches: int) -> list[dict[str, torch.Tensor]]:
@@ -149,5 +170,5 @@ def make_micro_batches(
     ]
     for one in inputs:
         adapter.check_lengths(one)
-    count = sum(int((adapter.targets(one) != IGNORED_LABEL).sum()) for one in inputs)
+    count = sum(int(TokenLoss.units(adapter.targets(one)).sum()) for one in inputs)
     return [MicroBatch(i, one, mix(seed, step, i), max(count, 1), len(inputs)) for i, one in enumerate(inputs)]

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from hf_gpipe.adapters import IGNORED_LABEL, StageModel
+from hf_gpipe.adapters import StageModel
 from hf_gpipe.runtime.channel import Shapes
 from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 
 Tensors = dict[str, torch.Tensor]
-LogitsCallback = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], None]
-"""(logits (B, T, V), the micro-batch's inputs), called in evaluation."""
 
 
 @dataclass
@@ -27,6 +25,7 @@ class _Graph:
 
     inputs: Tensors
     roots: dict[str, GradientEdge]
+    """Of the outputs that depend on a trained parameter. A gradient that comes for another one changes nothing."""
     loss: torch.Tensor | None
     """On the last stage."""
 
@@ -39,45 +38,26 @@ class _Live:
     graph: _Graph | None = None
 
 
-@dataclass
-class RowLosses:
-    """Evaluation of a micro-batch, by row: negative log-likelihood and loss, summed over its targets, and their number.
-
-    The two differ where labels are smoothed; `auxiliary` is a mixture of experts' loss of the whole micro-batch.
-    """
-
-    sums: torch.Tensor
-    losses: torch.Tensor
-    num_tokens: torch.Tensor
-    auxiliary: torch.Tensor | None
-
-
 class Stage:
     """One stage: its model, and the micro-batches between their F and B.
 
     Args:
         model: the stage's layers.
+        wants_gradient: boundary -> for each tensor that crosses it, whether its gradient is wanted upstream.
+        loss: of the target tokens, in training; evaluation leaves logits unclipped.
+
+    Attributes:
         trainable_inputs: for each carried tensor that the stage receives, whether its gradient is wanted upstream.
         trainable_outputs: the same for the tensors that it sends; empty on the last stage.
-        loss: of the target tokens, in training; evaluation leaves logits unclipped.
     """
 
     def __init__(
-        self,
-        model: StageModel,
-        trainable_inputs: Mapping[str, bool],
-        trainable_outputs: Mapping[str, bool],
-        loss: TokenLoss = PLAIN,
+        self, model: StageModel, wants_gradient: Callable[[int], Mapping[str, bool]], loss: TokenLoss = PLAIN
     ) -> None:
         self.model = model
-        self.trainable_inputs = trainable_inputs
-        self.trainable_outputs = trainable_outputs
+        self.trainable_inputs = {} if model.is_first else wants_gradient(model.start)
+        self.trainable_outputs = {} if model.is_last else wants_gradient(model.stop)
         self.loss = loss
-        #: See `Pipeline.loss_scale`.
-        self.loss_scale = 1.0
-        self.loss_sum: torch.Tensor | None = None
-        self.row_losses: dict[int, RowLosses] = {}
-        self.on_logits: LogitsCallback | None = None
         self._live: dict[int, _Live] = {}
 
     @property
@@ -93,7 +73,7 @@ class Stage:
         return self.model.device
 
     def forward(self, context: Context, *, keep_graph: bool) -> Tensors:
-        """F of a training table: run the stage; returns the tensors for the next stage, none on the last.
+        """F of a training table: run the stage; returns the tensors for the next stage, on the last stage the loss.
 
         Args:
             context: the micro-batch's record.
@@ -103,10 +83,6 @@ class Stage:
             inputs, outputs = self._run(context)
         graph = self._graph(inputs, outputs) if keep_graph else None
         self._live[context.micro_batch.index] = _Live(context, graph)
-        if self.is_last:
-            loss = outputs["loss"].detach()
-            self.loss_sum = loss if self.loss_sum is None else self.loss_sum + loss
-            return {}
         return {name: tensor.detach() for name, tensor in outputs.items()}
 
     def recompute(self, micro_batch: int) -> None:
@@ -117,13 +93,14 @@ class Stage:
 
     def backward(self, micro_batch: int, gradients: Mapping[str, torch.Tensor]) -> Tensors:
         """B: gradients of the outputs in, gradients of the received tensors out; weights accumulate in `.grad`."""
-        graph = self._live.pop(micro_batch).graph
+        live = self._live.pop(micro_batch)
+        graph, scale = live.graph, live.context.options.loss_scale
         assert graph is not None, "backward of a micro-batch without a graph"
         if graph.loss is not None:
             if graph.loss.requires_grad:
-                graph.loss.backward(torch.full_like(graph.loss, self.loss_scale))
-        elif gradients:
-            torch.autograd.backward([graph.roots[name] for name in gradients], list(gradients.values()))
+                graph.loss.backward(torch.full_like(graph.loss, scale))
+        elif roots := graph.roots:
+            torch.autograd.backward(list(roots.values()), [gradients[name] for name in roots])
         return {
             name: tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
             for name, tensor in graph.inputs.items()
@@ -131,23 +108,26 @@ class Stage:
         }
 
     def evaluate(self, context: Context) -> Tensors:
-        """F of a table without backwards: on the last stage the loss of each row is kept."""
+        """F of a table without backwards: the tensors for the next stage, on the last stage the losses of the rows.
+
+        Returns:
+            On the last stage for each row the sums over its targets, "nll" (B,), the negative log-likelihood, and
+            "loss" (B,), which differs where labels are smoothed; their number "num_units" (B,); and where there is one
+            the "auxiliary_loss" () of all rows.
+        """
         with torch.no_grad():
             inputs = context.micro_batch.inputs
             outputs = self.model(inputs, context.carry)
             if not self.is_last:
                 return outputs
-            if self.on_logits is not None:
-                self.on_logits(outputs["logits"], inputs)
+            logits = outputs.pop("logits")
+            if context.options.on_logits is not None:
+                context.options.on_logits(logits, inputs)
             targets = self.model.adapter.targets(inputs)
-            sums = losses = PLAIN(outputs["logits"], targets).view(targets.shape).sum(dim=1)
+            nll = loss = PLAIN(logits, targets).view(targets.shape).sum(dim=1)
             if self.loss.label_smoothing:
-                smoothed = self.loss.unclipped(outputs["logits"], targets)
-                losses = smoothed.view(targets.shape).sum(dim=1)
-            counts = (targets != IGNORED_LABEL).sum(dim=1)
-            kept = RowLosses(sums, losses, counts, outputs.get("auxiliary_loss"))
-            self.row_losses[context.micro_batch.index] = kept
-            return {}
+                loss = self.loss.unclipped(logits, targets).view(targets.shape).sum(dim=1)
+            return {"nll": nll, "loss": loss, "num_units": self.loss.units(targets).sum(dim=1), **outputs}
 
     def input_shapes(self, micro_batch: MicroBatch) -> Shapes:
         """Names and shapes of what F receives."""
@@ -168,11 +148,14 @@ class Stage:
     def reset(self) -> None:
         """Drop everything of the current step, after a failure."""
         self._live.clear()
-        self.row_losses.clear()
-        self.loss_sum = None
 
     def _graph(self, inputs: Tensors, outputs: Tensors) -> _Graph:
-        roots = {n: get_gradient_edge(outputs[n]) for n, is_wanted in self.trainable_outputs.items() if is_wanted}
+        roots = {}
+        for name, is_wanted in self.trainable_outputs.items():
+            if outputs[name].requires_grad:
+                if not is_wanted:
+                    raise RuntimeError(f"{name} depends on a trained parameter, and no gradient was agreed on for it")
+                roots[name] = get_gradient_edge(outputs[name])
         return _Graph(inputs, roots, outputs.get("loss"))
 
     def _run(self, context: Context) -> tuple[Tensors, Tensors]:
@@ -185,7 +168,7 @@ class Stage:
         if self.is_last:
             targets = self.model.adapter.targets(micro_batch.inputs)
             losses = self.loss(outputs["logits"], targets)
-            loss = losses.sum() / micro_batch.num_target_tokens
+            loss = losses.sum() / micro_batch.num_units
             if (auxiliary := outputs.get("auxiliary_loss")) is not None:
                 loss = loss + auxiliary / micro_batch.num_micro_batches
             outputs = {"loss": loss}

@@ -1,4 +1,4 @@
-"""Watch over the processes of a job on this machine: all of them end together, in seconds, and why is told once."""
+"""Watch over the processes of a job on this machine: all end together, in seconds, and the cause is reported once."""
 
 from __future__ import annotations
 
@@ -11,23 +11,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hf_gpipe.runtime import whereabouts
-from hf_gpipe.runtime.failures import EXIT_FAILURE, EXIT_STOPPED, Failure, read_error_file
+from hf_gpipe.errors import EXIT_FAILURE, EXIT_STOPPED
+from hf_gpipe.runtime.failures import Failure, read_error_file
+from hf_gpipe.runtime.job import STACK_SIGNAL, STACK_VARIABLE, WORK_VARIABLE, read_note
+from hf_gpipe.runtime.signals import STOP_SIGNALS, StopSignal
 
 #: Seconds that processes get to end when one of them has failed, to find that out and say where they were.
 GRACE_SECONDS = 4.0
 #: Seconds that processes get to end when one of them has ended well: all leave the job together.
 LEAVE_SECONDS = 60.0
-#: Signals that come within this time are one: a terminal and a scheduler send theirs to every process there is, and a
-#: launcher then forwards its own.
-SAME_SIGNAL_SECONDS = 1.0
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-#: On this signal a process writes the stack of its main thread to its stack file.
-STACK_SIGNAL = signal.SIGUSR1
-#: Names that file for the process.
-STACK_VARIABLE = "HF_GPIPE_STACK_FILE"
-
 _POLL_SECONDS = 0.05
 
 
@@ -83,41 +75,30 @@ def stack_file(folder: Path, rank: int) -> Path:
     return folder / f"{rank}.stack"
 
 
-def whereabouts_file(folder: Path, rank: int) -> Path:
-    """Where a process notes what it is doing."""
-    return folder / f"{rank}.doing"
+def work_file(folder: Path, rank: int) -> Path:
+    """Where a process notes its current work."""
+    return folder / f"{rank}.work"
 
 
-class Stop:
-    """The signal that asked this launcher to stop the job, if any, and when."""
+@contextmanager
+def forwarding(stop: StopSignal, workers: Sequence[Worker]) -> Iterator[None]:
+    """Context manager in which this process notes STOP_SIGNALS in `stop` and forwards the first one to `workers`."""
 
-    def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-        self.is_urgent = False
-        self.time = 0.0
+    def handle(number: int, frame: object) -> None:
+        if stop.receive(number):
+            for worker in workers:
+                if worker.exit_code is None:
+                    worker.process.send_signal(number)
 
-    @contextmanager
-    def listening(self, workers: Sequence[Worker]) -> Iterator[None]:
-        """A scope in which STOP_SIGNALS are forwarded to the processes; a second one later on ends them at once."""
-
-        def handle(number: int, frame: object) -> None:
-            if self.signal is None:
-                self.signal, self.time = signal.Signals(number), time.monotonic()
-                for worker in workers:
-                    if worker.exit_code is None:
-                        worker.process.send_signal(number)
-            elif time.monotonic() - self.time > SAME_SIGNAL_SECONDS:
-                self.is_urgent = True
-
-        before = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    before = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def wait_for_all(workers: Sequence[Worker], stop: Stop, stop_seconds: float) -> None:
+def wait_for_all(workers: Sequence[Worker], stop: StopSignal, stop_seconds: float) -> None:
     """Wait for the end of all processes, and see to it that none is left behind once one has ended.
 
     Args:
@@ -133,9 +114,7 @@ def wait_for_all(workers: Sequence[Worker], stop: Stop, stop_seconds: float) -> 
             deadline = min(deadline, now + GRACE_SECONDS)
         elif codes:
             deadline = min(deadline, now + LEAVE_SECONDS)
-        if stop.signal is not None:
-            deadline = min(deadline, stop.time + stop_seconds + GRACE_SECONDS)
-        if now > deadline or stop.is_urgent:
+        if now > deadline or stop.is_urgent or stop.seconds > stop_seconds + GRACE_SECONDS:
             for worker in running:
                 worker.end()
         time.sleep(_POLL_SECONDS)
@@ -181,7 +160,7 @@ def environment_of(folder: Path, rank: int, num_processes: int, port: int) -> di
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_ERROR_FILE": str(error_file(folder, rank)),
-        whereabouts.FILE_VARIABLE: str(whereabouts_file(folder, rank)),
+        WORK_VARIABLE: str(work_file(folder, rank)),
         STACK_VARIABLE: str(stack_file(folder, rank)),
     }
 
@@ -192,8 +171,8 @@ def _failure(message: str) -> Failure:
 
 def _without_a_word(worker: Worker) -> str:
     code = worker.exit_code or 0
-    doing = whereabouts.read(whereabouts_file(worker.folder, worker.rank))
-    where = f" while {doing}" if doing else ""
+    work = read_note(work_file(worker.folder, worker.rank))
+    where = f" while {work}" if work else ""
     if code > 0:
         return f"process {worker.rank} ended with exit code {code}{where}"
     number = signal.Signals(-code)
@@ -211,8 +190,8 @@ def _with_stuck(failure: Failure, stuck: Sequence[Worker]) -> Failure:
     """A failure completed by the processes that had to be ended: they are what the others waited for."""
     parts, tracebacks = [failure.message], [failure.traceback]
     for worker in stuck:
-        doing = whereabouts.read(whereabouts_file(worker.folder, worker.rank))
-        parts.append(f"process {worker.rank} was stuck{' while ' * bool(doing)}{doing}{_innermost(worker.stack)}")
+        work = read_note(work_file(worker.folder, worker.rank))
+        parts.append(f"process {worker.rank} was stuck{' while ' * bool(work)}{work}{_innermost(worker.stack)}")
         tracebacks.append(f"The stack of process {worker.rank}, which was stuck:\n{worker.stack}")
     return replace(failure, message="; ".join(parts), traceback="\n".join(part for part in tracebacks if part))
 

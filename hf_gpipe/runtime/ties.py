@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hf_gpipe.adapters import StageModel
-from hf_gpipe.runtime.launch import new_group
+from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.topology import Topology
 
 
@@ -66,7 +66,7 @@ class Ties:
             if len(ranks) == 1:
                 continue
             if ranks not in groups:
-                groups[ranks] = new_group(ranks)
+                groups[ranks] = Job.current().new_group(ranks)
             if topology.rank in ranks:
                 owner = topology.process_of(self.owner_stage[name])
                 self._ties.append(_Tie(local[name], owner, groups[ranks]))

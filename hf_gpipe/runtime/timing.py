@@ -45,6 +45,11 @@ class Timer:
                 torch.cuda.synchronize(device)
                 self._origins[device] = time.perf_counter(), _event(device)
 
+    def synchronize(self) -> None:
+        """Wait until the devices have done their work, as an update of several of them does."""
+        for device in self._origins:
+            torch.cuda.synchronize(device)
+
     def mark(self, action: Action, device: torch.device) -> None:
         """The next moment of an action is now; each has four, in the order above."""
         self._actions.append(action)
@@ -52,8 +57,7 @@ class Timer:
 
     def read(self) -> list[ActionTime]:
         """All actions, once the devices have done their work."""
-        for device in self._origins:
-            torch.cuda.synchronize(device)
+        self.synchronize()
         seconds = [self._seconds(moment) for moment in self._moments]
         quarters = zip(self._actions[::4], *(seconds[i::4] for i in range(4)), strict=True)
         return [ActionTime(a, come, sent, there - come, sent - done) for a, come, there, done, sent in quarters]

@@ -1,20 +1,23 @@
 """Schedules as tables: what each process does, in which order, in one step. Pure Python, without torch.
 
-`build` writes a table, `Schedule` holds and validates it, `simulate` predicts its time and memory, `draw_text`,
-`draw_png`, `write_trace` and `breakdown` show it. The executor runs the same table.
+`build` writes a table and `read_table` reads one from a file, `Schedule` holds it, `check_table` says whether it can be
+run, `simulate` predicts its time, `draw_text`, `draw_png`, `write_trace` and `breakdown` show it. The executor runs it.
 """
 
 from hf_gpipe.schedule.actions import Action, ActionKind, Placement
 from hf_gpipe.schedule.breakdown import Breakdown, Parts, breakdown
 from hf_gpipe.schedule.builders import RECOMPUTE_MODES, SCHEDULES, build, placement_for
 from hf_gpipe.schedule.draw import draw_png, draw_text
+from hf_gpipe.schedule.file import TABLE_SUFFIX, is_table_file, read_table, recompute_under
 from hf_gpipe.schedule.simulate import Costs, Span, Timeline, simulate
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.trace import write_trace
+from hf_gpipe.schedule.validate import check_table
 
 __all__ = [
     "RECOMPUTE_MODES",
     "SCHEDULES",
+    "TABLE_SUFFIX",
     "Action",
     "ActionKind",
     "Breakdown",
@@ -26,9 +29,13 @@ __all__ = [
     "Timeline",
     "breakdown",
     "build",
+    "check_table",
     "draw_png",
     "draw_text",
+    "is_table_file",
     "placement_for",
+    "read_table",
+    "recompute_under",
     "simulate",
     "write_trace",
 ]

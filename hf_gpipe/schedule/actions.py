@@ -34,7 +34,16 @@ class ActionKind(StrEnum):
         return self.name.lower()
 
 
-_ACTION_TEXT = re.compile(r"(\d+)([FRB])(\d+)|(\d+)U")
+TEXT_VERSION = 1
+"""Of the text of a table and its actions. Another kind of action, or another meaning of a word, gets another number."""
+
+_NUMBER = r"0|[1-9][0-9]{0,8}"
+_ACTION_TEXT = re.compile(rf"({_NUMBER})([A-Z])({_NUMBER})?")
+
+
+def parse_number(word: str) -> int | None:
+    """The number that a word of a table is, or None where it is something else."""
+    return int(word) if re.fullmatch(_NUMBER, word) else None
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -53,8 +62,8 @@ class Action:
     def __post_init__(self) -> None:
         if (self.kind == ActionKind.UPDATE) != (self.micro_batch is None):
             raise ScheduleError(
-                f"action {self}: an update (U) has no micro-batch and every other kind has one; "
-                "write for example 2F0 or 2U."
+                f"action {self}: an update (U) stands without a number after it, and every other kind with its "
+                f"micro-batch, in version {TEXT_VERSION} of the table's text; write for example 2F0 or 2U."
             )
 
     def __str__(self) -> str:
@@ -70,13 +79,16 @@ class Action:
         match = _ACTION_TEXT.fullmatch(text)
         if match is None:
             raise ScheduleError(
-                f"{text!r} is no action: write the stage, one of F, R or B and the micro-batch, as in 2F0, "
+                f"{text!r} is not an action: write the stage, one of F, R or B and the micro-batch, as in 2F0, "
                 "or the stage and U, as in 2U."
             )
-        stage, kind, micro_batch, updated_stage = match.groups()
-        if updated_stage is not None:
-            return cls(ActionKind.UPDATE, int(updated_stage))
-        return cls(ActionKind(kind), int(stage), int(micro_batch))
+        stage, kind, micro_batch = match.groups()
+        if kind not in list(ActionKind):
+            raise ScheduleError(
+                f"{text!r}: {kind} is not a kind of action in version {TEXT_VERSION} of the table's text, which has "
+                f"{', '.join(ActionKind)}; use one of these."
+            )
+        return cls(ActionKind(kind), int(stage), None if micro_batch is None else int(micro_batch))
 
     def source(self, num_stages: int) -> Action | None:
         """The neighbouring stage's action whose message this one receives, or None where it receives none."""
@@ -128,11 +140,6 @@ class Placement:
                 raise ScheduleError(f"placement: {device!r} is no device; write for example 'cpu' or 'cuda:1'.")
 
     @classmethod
-    def one_process(cls, num_stages: int) -> Placement:
-        """All stages in process 0: how one debugs a pipeline, and how one trains with one device."""
-        return cls.spread(num_stages, 1)
-
-    @classmethod
     def one_stage_each(cls, num_stages: int) -> Placement:
         """Stage s in process s."""
         return cls.spread(num_stages, num_stages)
@@ -173,6 +180,15 @@ class Placement:
     @property
     def num_processes(self) -> int:
         return max(self.processes) + 1
+
+    def process_of(self, action: Action) -> int:
+        """The process that runs an action, and so sends and receives its messages."""
+        return self.processes[action.stage]
+
+    def is_local(self, action: Action, other: Action) -> bool:
+        """Whether two actions run in one process and on one device, so that no message travels between them."""
+        same_device = self.devices is None or self.devices[action.stage] == self.devices[other.stage]
+        return same_device and self.process_of(action) == self.process_of(other)
 
     def stages_of(self, process: int) -> tuple[int, ...]:
         """The stages that a process holds, ascending."""

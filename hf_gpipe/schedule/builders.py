@@ -5,7 +5,7 @@ turns this into the order of each process, which is the same thing where a proce
 row is a stage, in its own process where nothing else is said, a column one tick (forward 1, recomputation 1, backward 2
 ticks, the second of them "--"), and ".." is idle.
 
-Every table can be run with sends that do not wait. With blocking sends (`Schedule.validate(rendezvous=True)`):
+Every table can be run with sends that do not wait. With blocking sends (`check_table(table, rendezvous=True)`):
 
     naive, gpipe, forward_only   run wherever stages are placed in ascending order (stage s+1 never on a lower process
                                  than stage s); naive runs with any placement
@@ -23,9 +23,11 @@ from functools import lru_cache
 from hf_gpipe.errors import ScheduleError, nearest
 from hf_gpipe.schedule.actions import Action, ActionKind, Placement
 from hf_gpipe.schedule.clock import merge
+from hf_gpipe.schedule.file import TABLE_SUFFIX
 from hf_gpipe.schedule.interleaved import interleaved_orders
 from hf_gpipe.schedule.recompute import Limits, with_recomputations
 from hf_gpipe.schedule.table import Schedule
+from hf_gpipe.schedule.validate import check_table
 
 Builder = Callable[[int, int, Placement, Limits], list[list[Action]]]
 """(num_stages, num_micro_batches, placement, limits of live graphs) -> each process's actions, without the updates."""
@@ -234,14 +236,15 @@ def _build(name: str, num_stages: int, num_micro_batches: int, placement: Placem
         for process, order in enumerate(orders):
             order.extend(Action(ActionKind.UPDATE, stage) for stage in placement.stages_of(process))
     schedule = Schedule(name, num_stages, num_micro_batches, placement, tuple(tuple(order) for order in orders))
-    schedule.validate()
+    check_table(schedule)
     return schedule
 
 
 def _check_name(name: str) -> None:
     if name not in SCHEDULES:
         raise ScheduleError(
-            f"schedule {name!r} is unknown; use one of {', '.join(SCHEDULES)}{nearest(name, SCHEDULES)}"
+            f"schedule {name!r} is unknown; use one of {', '.join(SCHEDULES)}, or the path of a table, which ends in "
+            f"{TABLE_SUFFIX}{nearest(name, SCHEDULES)}"
         )
 
 

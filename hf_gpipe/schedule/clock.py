@@ -49,7 +49,7 @@ def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> lis
             source = action.source(num_stages)
             if source is not None and source not in finished_at:
                 continue
-            start = max(free_at[placement.processes[stage]], finished_at[source] if source else 0)
+            start = max(free_at[placement.process_of(action)], finished_at[source] if source else 0)
             fills, rank = False, -_way(action, num_stages)
             if action.kind == ActionKind.RECOMPUTE:
                 gradient = Action(ActionKind.BACKWARD, stage, action.micro_batch).source(num_stages)
@@ -66,7 +66,7 @@ def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> lis
             )
             raise ScheduleError(f"deadlock: {waiting} waits for {waiting.source(num_stages)}, and no stage can go on.")
         start, _, _, action = min(startable)
-        process = placement.processes[action.stage]
+        process = placement.process_of(action)
         free_at[process] = finished_at[action] = start + _TICKS[action.kind]
         next_index[action.stage] += 1
         process_orders[process].append(action)

@@ -11,9 +11,11 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
+from functools import lru_cache
 
 from hf_gpipe.schedule.actions import Action, ActionKind
-from hf_gpipe.schedule.simulate import Seconds, Timeline
+from hf_gpipe.schedule.simulate import Costs, Seconds, Timeline, simulate
+from hf_gpipe.schedule.table import Schedule
 
 
 class Held(StrEnum):
@@ -103,3 +105,10 @@ def most_held(timeline: Timeline, stage: int) -> dict[Held, int]:
         for held in Held:
             most[held] = max(most[held], int(level.get(held, 0)))
     return most
+
+
+@lru_cache(maxsize=256)
+def most_of_equal_stages(table: Schedule) -> tuple[dict[Held, int], ...]:
+    """The most of each thing that each stage holds at once, if all stages are equally fast."""
+    timeline = simulate(table, Costs(forward_seconds=1, backward_seconds=2))
+    return tuple(most_held(timeline, stage) for stage in range(table.num_stages))

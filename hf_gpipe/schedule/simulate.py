@@ -26,6 +26,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action, ActionKind
 from hf_gpipe.schedule.table import Schedule
+from hf_gpipe.schedule.validate import executable_order
 
 Seconds: TypeAlias = float | Fraction
 Number = TypeVar("Number", float | Fraction, int)
@@ -144,7 +145,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     free_at: list[Seconds] = [0] * placement.num_processes
     arrives_at: dict[Action, Seconds] = {}
     edge_free_at: dict[tuple[ActionKind, int], Seconds] = {}
-    for process, action in schedule.executable_order():
+    for process, action in executable_order(schedule):
         source = action.source(num_stages)
         start = max(free_at[process], arrives_at[source] if source else 0)
         end = start + seconds[action.kind][action.stage]
@@ -152,19 +153,13 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         free_at[process] = end
         if consumer := action.consumer(num_stages):
             arrives_at[action] = end
-            if not _same_device(schedule, action.stage, consumer.stage):
+            if not placement.is_local(action, consumer):
                 edge = (action.kind, action.stage)
                 travels_from = max(end, edge_free_at.get(edge, 0))
                 edge_free_at[edge] = travels_from + transfer_seconds[min(action.stage, consumer.stage)]
                 arrives_at[action] = edge_free_at[edge]
     # The order of execution keeps each process's order, so a stable sort leaves each process sorted by start.
     return Timeline(schedule, tuple(sorted(spans, key=lambda span: span.process)))
-
-
-def _same_device(schedule: Schedule, stage: int, other: int) -> bool:
-    placement = schedule.placement
-    same_process = placement.processes[stage] == placement.processes[other]
-    return same_process and (placement.devices is None or placement.devices[stage] == placement.devices[other])
 
 
 def _each(value: Number | Sequence[Number], count: int, name: str, of_what: str) -> tuple[Number, ...]:

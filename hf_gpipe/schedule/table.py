@@ -3,6 +3,7 @@
 A table is plain data. The same object is validated, simulated, drawn and executed, and it has a text form that can be
 read, compared and edited. GPipe with two stages and two micro-batches, recomputation on:
 
+    table: 1
     schedule: gpipe
     num_stages: 2
     num_micro_batches: 2
@@ -10,28 +11,25 @@ read, compared and edited. GPipe with two stages and two micro-batches, recomput
     process 0: 0F0 0F1 0R1 0B1 0R0 0B0 0U
     process 1: 1F0 1F1 1R1 1B1 1R0 1B0 1U
 
+The first line has the version of this text, so that a later one can say more. `schedule` is a name for people.
 `placement` gives the process of each stage; a line `devices: cuda:0 cuda:1` follows it where devices are given. Each
 process runs its line from left to right and waits, at an action, for the message which that action receives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hf_gpipe.errors import ScheduleError, nearest
-from hf_gpipe.schedule.actions import Action, ActionKind, Placement
-from hf_gpipe.schedule.validate import check_table, executable_order
+from hf_gpipe.schedule.actions import TEXT_VERSION, Action, ActionKind, Placement, parse_number
 
-__all__ = ["Action", "ActionKind", "Placement", "Schedule"]
-
-_HEADER_KEYS = ("schedule", "num_stages", "num_micro_batches", "placement", "devices")
+_HEADER_KEYS = ("table", "schedule", "num_stages", "num_micro_batches", "placement", "devices")
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One step of a pipeline as a table. Immutable and hashable; `validate` says whether it can be run.
+    """One step of a pipeline as a table. Immutable and hashable; `validate.check_table` says whether it can be run.
 
     Raises:
         ScheduleError: the name is empty, or would not survive the text form.
@@ -80,26 +78,32 @@ class Schedule:
         actions = self.actions[self.placement.processes[stage]]
         return sum(action.stage == stage and action.kind == ActionKind.RECOMPUTE for action in actions)
 
-    def validate(self, rendezvous: bool = False) -> None:
-        """Checks that the table is a complete synchronous step which every process can run to its end.
+    def of_first(self, num_micro_batches: int) -> Schedule:
+        """The same table for its first n micro-batches: the actions of the others are left out.
 
-        Args:
-            rendezvous: False: a send never waits (what the executor does). True: a send between two processes ends
-                only when the receiver has reached the action that consumes it, as with blocking sends of tensors too
-                large to buffer. `hf_gpipe.schedule.builders` says which tables pass this stricter test.
+        A valid table stays valid, for an action needs no other micro-batch's actions: run what is left in the order in
+        which the whole table can be run, and each action finds its message where it did.
 
         Raises:
-            ScheduleError: names the first wrong action and what it lacks.
+            ScheduleError: the table has fewer micro-batches, or none is asked for.
         """
-        check_table(self, rendezvous)
-
-    def executable_order(self) -> Iterator[tuple[int, Action]]:
-        """All actions of a valid table, as (process, action), in an order in which each finds what it needs."""
-        return executable_order(self)
+        if not 1 <= num_micro_batches <= self.num_micro_batches:
+            raise ScheduleError(
+                f"a step has {num_micro_batches} micro-batches and the table {self.name!r} {self.num_micro_batches}; a "
+                "table has num_micro_batches times the mini-batches that a step accumulates: write it so."
+            )
+        if num_micro_batches == self.num_micro_batches:
+            return self
+        kept = tuple(
+            tuple(a for a in actions if a.micro_batch is None or a.micro_batch < num_micro_batches)
+            for actions in self.actions
+        )
+        return replace(self, num_micro_batches=num_micro_batches, actions=kept)
 
     def text(self) -> str:
         """The text form shown at the top of this module; `from_text` reads it back exactly."""
         lines = [
+            f"table: {TEXT_VERSION}",
             f"schedule: {self.name}",
             f"num_stages: {self.num_stages}",
             f"num_micro_batches: {self.num_micro_batches}",
@@ -113,48 +117,80 @@ class Schedule:
 
     @classmethod
     def from_text(cls, text: str) -> Schedule:
-        """Reads the text form. Blank lines are ignored; the result is not validated.
+        """Reads the text form. Its lines stand in the order of `text`; blank lines and spaces between words do not
+        matter. Whether the table can be run is not looked at.
 
         Raises:
-            ScheduleError: a line that is no part of a table (named by its number), or a missing line.
+            ScheduleError: begins with the number of the line that is wrong, or says which one is missing.
         """
         header: dict[str, str] = {}
         actions: list[tuple[Action, ...]] = []
+        places: dict[str, int] = {}
         for number, line in enumerate(text.splitlines(), start=1):
             if not line.strip():
                 continue
             key, colon, value = (part.strip() for part in line.partition(":"))
             try:
-                if key == f"process {len(actions)}" and colon:
-                    actions.append(tuple(Action.parse(word) for word in value.split()))
-                elif key in _HEADER_KEYS and colon and key not in header:
-                    header[key] = value
-                else:
-                    expected = [name for name in _HEADER_KEYS if name not in header] + [f"process {len(actions)}"]
+                expected = _expected(header, len(actions))
+                if key not in expected or not colon:
                     raise ScheduleError(
-                        f"found {line.strip()!r}, expected a line that starts with one of "
-                        f"{', '.join(f'{name}:' for name in expected)}{nearest(key, expected)}"
+                        f"found {_shown(line)}, expected a line that starts with "
+                        f"{' or '.join(f'{name}:' for name in expected)}{nearest(key, expected)}"
                     )
+                if key.startswith("process "):
+                    actions.append(tuple(Action.parse(word) for word in value.split()))
+                else:
+                    header[key] = value
+                    _check_version(header)
             except ScheduleError as error:
-                raise ScheduleError(f"schedule text, line {number}: {error}") from None
-        missing = [key for key in _HEADER_KEYS if key not in header and key != "devices"]
-        if missing:
-            raise ScheduleError(f"schedule text: the line '{missing[0]}:' is missing.")
+                raise ScheduleError(f"line {number}: {error}", key) from None
+            places[key] = number
+        if missing := [key for key in _HEADER_KEYS if key not in header and key != "devices"]:
+            raise ScheduleError(f"the line '{missing[0]}:' is missing; a table has it after the lines above it.")
+
+        def read(key: str, count: int | None = None) -> tuple[int, ...]:
+            numbers = [parse_number(word) for word in header[key].split()]
+            found = tuple(number for number in numbers if number is not None)
+            if len(found) < len(numbers) or (count is not None and len(found) != count):
+                what = "one number" if count else "the number of one process for each stage, as in 0 0 1"
+                raise ScheduleError(
+                    f"line {places[key]}: {key}: found {_shown(header[key])}, expected {what} (version {TEXT_VERSION} "
+                    "of the text has no more).",
+                    key,
+                )
+            return found
+
+        (num_stages,), (num_micro_batches,) = read("num_stages", 1), read("num_micro_batches", 1)
         devices = tuple(header["devices"].split()) if "devices" in header else None
-        return cls(
-            name=header["schedule"],
-            num_stages=_integers("num_stages", header, 1)[0],
-            num_micro_batches=_integers("num_micro_batches", header, 1)[0],
-            placement=Placement(_integers("placement", header), devices),
-            actions=tuple(actions),
-        )
+        try:
+            placement = Placement(read("placement"), devices)
+        except ScheduleError as error:
+            raise error if error.line else ScheduleError(f"line {places['placement']}: {error}", "placement") from None
+        try:
+            return cls(header["schedule"], num_stages, num_micro_batches, placement, tuple(actions))
+        except ScheduleError as error:
+            raise ScheduleError(f"line {places['schedule']}: {error}", "schedule") from None
 
 
-def _integers(key: str, header: dict[str, str], count: int | None = None) -> tuple[int, ...]:
-    """The integers of a header line; `count` is how many there must be."""
-    words = header[key].split()
-    if not all(word.isdecimal() for word in words) or (count is not None and len(words) != count):
+def _expected(header: dict[str, str], num_processes: int) -> list[str]:
+    """How the next line of a table may begin."""
+    if num_processes == 0:
+        for place, key in enumerate(_HEADER_KEYS[:-1]):
+            if key not in header:
+                return [_HEADER_KEYS[place]]
+    process = f"process {num_processes}"
+    return [process] if num_processes or "devices" in header else ["devices", process]
+
+
+def _check_version(header: dict[str, str]) -> None:
+    if header["table"] != str(TEXT_VERSION):
         raise ScheduleError(
-            f"schedule text: {key}: {header[key]!r} is not {'a list of integers' if count is None else 'an integer'}."
+            f"the table's text is of version {_shown(header['table'])}, and this version of hf_gpipe reads version "
+            f"{TEXT_VERSION}; write table: {TEXT_VERSION}, and what that version has."
         )
-    return tuple(int(word) for word in words)
+
+
+def _shown(text: str) -> str:
+    """A line in a message."""
+    text = text.strip()
+    return repr(text if len(text) <= 60 else f"{text[:57]}...")

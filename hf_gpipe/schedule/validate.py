@@ -13,17 +13,25 @@ The checks go from the plain to the subtle, so that the first error is the one t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action, ActionKind
-
-if TYPE_CHECKING:
-    from hf_gpipe.schedule.table import Schedule
+from hf_gpipe.schedule.table import Schedule
 
 
 def check_table(schedule: Schedule, rendezvous: bool = False) -> None:
-    """Runs all checks; see `Schedule.validate`."""
+    """Checks that a table is a complete synchronous step which every process can run to its end.
+
+    Args:
+        schedule: the table.
+        rendezvous: False: a send never waits (what the executor does). True: a send between two processes ends only
+            when the receiver has reached the action that consumes it, as with blocking sends of tensors too large to
+            buffer. `hf_gpipe.schedule.builders` says which tables pass this stricter test.
+
+    Raises:
+        ScheduleError: names the first wrong action and what it lacks; its `line` is the line of that process.
+    """
     _check_shape(schedule)
     positions = _check_places(schedule)
     _check_complete(schedule, positions)
@@ -34,7 +42,7 @@ def check_table(schedule: Schedule, rendezvous: bool = False) -> None:
 
 
 def executable_order(schedule: Schedule, rendezvous: bool = False) -> Iterator[tuple[int, Action]]:
-    """All actions as (process, action), in an order in which each finds the message that it receives.
+    """All actions of a table as (process, action), in an order in which each finds the message that it receives.
 
     Every process takes its actions in its own order and stops at one whose message has not been sent. Under
     `rendezvous` it also stops after an action until the receiver of that action's message has reached its consumer.
@@ -75,18 +83,23 @@ def executable_order(schedule: Schedule, rendezvous: bool = False) -> Iterator[t
                 reached[process] += 1
                 progress = True
 
-    stopped = []
+    stopped: list[tuple[int, str]] = []
     for process, actions in enumerate(schedule.actions):
         if reached[process] < len(actions):
             action = actions[reached[process]]
             other = action.consumer(num_stages) if action in done else action.source(num_stages)
-            stopped.append(f"process {process} stops at {action}, waiting for {other}")
+            stopped.append((process, f"process {process} stops at {action}, waiting for {other}"))
     if stopped:
-        _fail(schedule, f"deadlock{' with blocking sends' if rendezvous else ''}: {'; '.join(stopped[:4])}.")
+        how = "deadlock with blocking sends" if rendezvous else "deadlock"
+        words = "; ".join(text for _, text in stopped[:4])
+        _fail(schedule, f"{how}: {words}; let one of them come earlier or later.", stopped[0][0])
 
 
-def _fail(schedule: Schedule, problem: str) -> NoReturn:
-    raise ScheduleError(f"schedule {schedule.name!r}: {problem}")
+def _fail(schedule: Schedule, problem: str, where: int | str) -> NoReturn:
+    """`where` is the process, or the key of the line, that is wrong."""
+    raise ScheduleError(
+        f"schedule {schedule.name!r}: {problem}", where if isinstance(where, str) else f"process {where}"
+    )
 
 
 def _check_shape(schedule: Schedule) -> None:
@@ -95,14 +108,21 @@ def _check_shape(schedule: Schedule) -> None:
         _fail(
             schedule,
             f"num_stages is {num_stages} and num_micro_batches is {num_micro_batches}; both must be at least 1.",
+            "num_stages" if num_stages < 1 else "num_micro_batches",
         )
     if placement.num_stages != num_stages:
-        _fail(schedule, f"the placement is of {placement.num_stages} stages and the table of {num_stages}.")
+        _fail(
+            schedule,
+            f"the placement is of {placement.num_stages} stages and the table of {num_stages}; name one process for "
+            "each stage.",
+            "placement",
+        )
     if placement.num_processes != len(schedule.actions):
         _fail(
             schedule,
             f"the placement is on {placement.num_processes} processes and the table has the actions of "
-            f"{len(schedule.actions)}.",
+            f"{len(schedule.actions)}; give each process of the placement its line.",
+            placement.num_processes if placement.num_processes < len(schedule.actions) else "placement",
         )
 
 
@@ -112,17 +132,24 @@ def _check_places(schedule: Schedule) -> dict[Action, int]:
     for process, actions in enumerate(schedule.actions):
         for index, action in enumerate(actions):
             if not 0 <= action.stage < schedule.num_stages:
-                _fail(schedule, f"{action} on process {process}: the stages are 0 to {schedule.num_stages - 1}.")
+                _fail(
+                    schedule, f"{action} on process {process}: the stages are 0 to {schedule.num_stages - 1}.", process
+                )
             if action.micro_batch is not None and not 0 <= action.micro_batch < schedule.num_micro_batches:
                 _fail(
                     schedule,
                     f"{action} on process {process}: the micro-batches are 0 to {schedule.num_micro_batches - 1}.",
+                    process,
                 )
-            home = schedule.placement.processes[action.stage]
+            home = schedule.placement.process_of(action)
             if home != process:
-                _fail(schedule, f"{action} is on process {process}, but stage {action.stage} is placed on {home}.")
+                _fail(
+                    schedule,
+                    f"{action} is on process {process}, but stage {action.stage} is placed on {home}; move it there.",
+                    process,
+                )
             if action in positions:
-                _fail(schedule, f"{action} occurs twice on process {process}.")
+                _fail(schedule, f"{action} occurs twice on process {process}; keep one of them.", process)
             positions[action] = index
     return positions
 
@@ -134,17 +161,23 @@ def _check_complete(schedule: Schedule, positions: dict[Action, int]) -> None:
             for micro_batch in range(schedule.num_micro_batches):
                 action = Action(kind, stage, micro_batch)
                 if action not in positions:
-                    home = schedule.placement.processes[stage]
-                    _fail(schedule, f"{action} is missing from process {home}; it must occur exactly once.")
+                    home = schedule.placement.process_of(action)
+                    _fail(schedule, f"{action} is missing from process {home}; it must occur exactly once.", home)
     if schedule.is_training:
         for stage in range(schedule.num_stages):
-            if Action(ActionKind.UPDATE, stage) not in positions:
-                home = schedule.placement.processes[stage]
-                _fail(schedule, f"{stage}U is missing from process {home}; a training step updates each stage once.")
+            if (update := Action(ActionKind.UPDATE, stage)) not in positions:
+                home = schedule.placement.process_of(update)
+                _fail(
+                    schedule, f"{update} is missing from process {home}; a training step updates each stage once.", home
+                )
     else:
         for action in positions:
             if action.kind != ActionKind.FORWARD:
-                _fail(schedule, f"{action} without any backward: a table without backwards has forwards only.")
+                _fail(
+                    schedule,
+                    f"{action} without any backward: a table without backwards has forwards only.",
+                    schedule.placement.process_of(action),
+                )
 
 
 def _check_order_in_process(schedule: Schedule, positions: dict[Action, int]) -> None:
@@ -153,11 +186,17 @@ def _check_order_in_process(schedule: Schedule, positions: dict[Action, int]) ->
         for index, action in enumerate(actions):
             for needed in _needs_of_own_stage(action, positions, schedule.num_micro_batches):
                 if positions[needed] > index:
-                    _fail(schedule, f"{action} comes before {needed}, which it needs, on process {process}.")
+                    _fail(
+                        schedule,
+                        f"{action} comes before {needed}, which it needs, on process {process}; move it behind.",
+                        process,
+                    )
             if action.kind == ActionKind.UPDATE:
                 first_update = first_update or action
             elif first_update is not None:
-                _fail(schedule, f"{action} comes after {first_update} on process {process}: updates come last.")
+                _fail(
+                    schedule, f"{action} comes after {first_update} on process {process}: updates come last.", process
+                )
 
 
 def _needs_of_own_stage(action: Action, positions: dict[Action, int], num_micro_batches: int) -> list[Action]:
@@ -173,21 +212,24 @@ def _needs_of_own_stage(action: Action, positions: dict[Action, int], num_micro_
 
 
 def _check_order_on_edges(schedule: Schedule) -> None:
-    """Forwards go down an edge, from stage s to s+1, and backwards go up it; each direction keeps its order."""
-    order = {
-        (kind, stage): [a for a in schedule.actions[process] if a.kind == kind and a.stage == stage]
-        for stage, process in enumerate(schedule.placement.processes)
-        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
-    }
-    for stage in range(schedule.num_stages - 1):
-        if schedule.placement.processes[stage] == schedule.placement.processes[stage + 1]:
-            continue
-        down = zip(order[ActionKind.FORWARD, stage], order[ActionKind.FORWARD, stage + 1], strict=True)
-        up = zip(order[ActionKind.BACKWARD, stage + 1], order[ActionKind.BACKWARD, stage], strict=True)
-        for sent, received in [*down, *up]:
-            if sent.micro_batch != received.micro_batch:
+    """Messages of one kind from a stage on one process to a stage on another are received in the order of sending."""
+    placement, num_stages = schedule.placement, schedule.num_stages
+    sent: dict[tuple[ActionKind, int, int, int], list[Action]] = {}
+    received: dict[tuple[ActionKind, int, int, int], list[Action]] = {}
+    for process, actions in enumerate(schedule.actions):
+        for action in actions:
+            if (consumer := action.consumer(num_stages)) and placement.process_of(consumer) != process:
+                edge = action.kind, action.stage, process, placement.process_of(consumer)
+                sent.setdefault(edge, []).append(action)
+            if (source := action.source(num_stages)) and placement.process_of(source) != process:
+                edge = source.kind, source.stage, placement.process_of(source), process
+                received.setdefault(edge, []).append(action)
+    for edge, messages in sent.items():
+        for sender, receiver in zip(messages, received[edge], strict=True):
+            if receiver.source(num_stages) != sender:
                 _fail(
                     schedule,
-                    f"{received} takes the message of {sent}: stage {received.stage} must receive in the order in "
-                    f"which stage {sent.stage} sends.",
+                    f"{receiver} takes the message of {sender}: stage {receiver.stage} must receive in the order in "
+                    f"which stage {sender.stage} sends; change one of the two orders.",
+                    placement.process_of(receiver),
                 )

@@ -14,8 +14,7 @@ from transformers.training_args import ParallelMode
 from transformers.utils import is_bitsandbytes_available
 
 from hf_gpipe.errors import UserError, nearest
-from hf_gpipe.partition import COST_STRATEGIES
-from hf_gpipe.planner.settings import AUTO
+from hf_gpipe.recipe import DataSection, PipelineConfig, TrainingSection, keys_of
 from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.training.supported import (
     BITSANDBYTES_OPTIMIZERS,
@@ -26,6 +25,10 @@ from hf_gpipe.training.supported import (
     REFUSED_ENVIRONMENT,
     SAMPLING,
 )
+
+#: The help of fields that are also keys of a recipe.
+_PIPELINE = {name: {"help": key.text} for name, key in keys_of(PipelineConfig).items()}
+_TRAINING = {name: {"help": key.text} for name, key in keys_of(TrainingSection).items()}
 
 
 @dataclass
@@ -40,61 +43,39 @@ class PipelineTrainingArguments(TrainingArguments):
         UserError: an argument, or a setting of `accelerate launch`, that a pipeline cannot honour.
     """
 
-    num_stages: int = field(default=1, metadata={"help": "K: consecutive stages the model's layers are cut into."})
+    num_stages: int = field(default=PipelineConfig.num_stages, metadata=_PIPELINE["num_stages"])
     num_micro_batches: int | str = field(
-        default=1, metadata={"help": "M: micro-batches a mini-batch is cut into; auto: the planner's choice."}
+        default=PipelineConfig.num_micro_batches, metadata=_PIPELINE["num_micro_batches"]
     )
-    schedule: str = field(
-        default="gpipe",
-        metadata={"help": "The order of work: gpipe, gpipe_fused, 1f1b, interleaved_1f1b, naive, or auto."},
-    )
-    recompute: str = field(
-        default="stage",
-        metadata={"help": "What backward computes again instead of keeping: none, block, stage, or auto."},
-    )
-    partition: list[int] | str = field(
-        default="count",
-        metadata={"help": "count, parameters, flops, profile, auto, or the number of layers of each stage."},
+    schedule: str = field(default=PipelineConfig.schedule, metadata=_PIPELINE["schedule"])
+    recompute: str = field(default=str(PipelineConfig.recompute), metadata=_PIPELINE["recompute"])
+    partition: list[int] | str = field(default=str(PipelineConfig.partition), metadata=_PIPELINE["partition"])
+    memory: str | None = field(default=PipelineConfig.memory, metadata=_PIPELINE["memory"])
+    timeline_steps: int | None = field(default=TrainingSection.timeline_steps, metadata=_TRAINING["timeline_steps"])
+    logit_clipping: float | None = field(default=TrainingSection.logit_clipping, metadata=_TRAINING["logit_clipping"])
+    fp32_master_weights: bool = field(
+        default=TrainingSection.fp32_master_weights, metadata=_TRAINING["fp32_master_weights"]
     )
     batch_tokens: int | None = field(
-        default=None,
+        default=TrainingSection.batch_tokens,
         metadata={
             "help": "Target tokens of a training mini-batch, about, in place of per_device_train_batch_size rows; "
             "None: rows."
         },
     )
     sampling_temperature: float = field(
-        default=1.0,
+        default=DataSection.temperature,
         metadata={
             "help": "T: a language with a share s of the rows is drawn in proportion to s ** (1 / T); 1: every row "
             "once an epoch. Other values need a dataset with `languages`, the language of each row."
         },
     )
-    memory: str | None = field(
-        default=None,
-        metadata={"help": "What a process may use, as 80GiB: the planner's limit for what it chooses; None: all."},
-    )
-    timeline_steps: int | None = field(
-        default=None,
-        metadata={"help": "Updates between two whose actions are timed, to log their bubble; None: none is timed."},
-    )
     stop_seconds: float = field(
-        default=30.0,
+        default=TrainingSection.stop_seconds,
         metadata={
             "help": "With enable_jit_checkpoint: how long after SIGTERM or SIGINT a training may take to end its step "
             "and save, before it ends without."
         },
-    )
-    logit_clipping: float | None = field(
-        default=None,
-        metadata={
-            "help": "The loss of training is that of logits.clamp(-c, c), with c this number; evaluation, generation "
-            "and the saved model do not clip. None: no clipping."
-        },
-    )
-    fp32_master_weights: bool = field(
-        default=False,
-        metadata={"help": "Whether the optimizer updates float32 copies of a model's half-precision weights."},
     )
     on_nonfinite_loss: str = field(
         default="ignore",
@@ -187,20 +168,19 @@ class PipelineTrainingArguments(TrainingArguments):
             )
 
     @property
-    def is_planned(self) -> bool:
-        """Whether something is left to the planner."""
-        by_cost = self.partition in (AUTO, *COST_STRATEGIES)
-        return by_cost or AUTO in (self.num_micro_batches, self.schedule, self.recompute)
+    def config(self) -> PipelineConfig:
+        """The pipeline that these arguments ask for."""
+        same_name = ("num_stages", "num_micro_batches", "schedule", "recompute", "partition", "memory", "torch_compile")
+        return PipelineConfig(
+            **{name: getattr(self, name) for name in same_name},
+            device="cpu" if self.device.type == "cpu" else "auto",
+            torch_compile_backend=self.torch_compile_backend if self.torch_compile else None,
+        )
 
     @property
     def autocast(self) -> torch.dtype | None:
         """The half precision that forwards compute in, by `bf16` or `fp16`."""
         return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else None
-
-    @property
-    def compile_backend(self) -> bool | str:
-        """Whether blocks are compiled, and by which backend where one is named, as `Pipeline` wants it."""
-        return (self.torch_compile_backend or True) if self.torch_compile else False
 
     def _take_mixed_precision_of_launcher(self) -> None:
         """`accelerate launch --mixed_precision bf16` asks for what `bf16` does."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,28 +27,31 @@ from transformers import (
 )
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, ExportableState
+from transformers.trainer_utils import speed_metrics
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
+from hf_gpipe.planner.settings import PlanInputs
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.runtime.launch import join
+from hf_gpipe.runtime.job import Job
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.generating import generation_config_of
 from hf_gpipe.training.hub import HubUploads
+from hf_gpipe.training.inspection import InspectedTrainer
 from hf_gpipe.training.loader import Batch, MiniBatches
 from hf_gpipe.training.longest import longest_mini_batch
 from hf_gpipe.training.loss_scaling import LossScaler
 from hf_gpipe.training.master_weights import MasterWeights
 from hf_gpipe.training.optim import check_optimizer
+from hf_gpipe.training.predicting import Preprocess
 from hf_gpipe.training.progress import MetricsFile, ProgressBar
-from hf_gpipe.training.scoring import Preprocess
 from hf_gpipe.training.stopping import StopRequest
 
 #: The decisions that callbacks take.
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
-class TrainerBase:
+class TrainerBase(InspectedTrainer):
     """The constructor of `PipelineTrainer`, whose documentation says what the arguments mean, and shared helpers."""
 
     def __init__(
@@ -66,6 +70,7 @@ class TrainerBase:
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Preprocess | None = None,
     ) -> None:
+        self._check_overrides()
         self.args = args if args is not None else PipelineTrainingArguments()
         if not isinstance(self.args, PipelineTrainingArguments):
             raise UserError(f"args is a {type(args).__name__}; PipelineTrainer needs PipelineTrainingArguments")
@@ -78,8 +83,9 @@ class TrainerBase:
             raise UserError("give either model or model_init")
         seed = enable_full_determinism if self.args.full_determinism else set_seed
         seed(self.args.seed)
-        join(self.args.ddp_timeout)
-        self.pipe = _pipeline(model if model_init is None else model_init(), self.args, train_dataset)
+        self.job = Job.join(self.args.ddp_timeout)
+        self.model_init = model_init
+        self.pipe = _pipeline(self.call_model_init() if model is None else model, self.args, train_dataset)
         self.topology = self.pipe.topology
         if self.args.generation_config is not None:
             self.pipe.adapter.reference.generation_config = generation_config_of(self.args.generation_config)
@@ -96,7 +102,7 @@ class TrainerBase:
         self.optimizer = optimizers[0]
         self.lr_scheduler: Any = optimizers[1]
         if self.optimizer is not None:
-            check_optimizer(self.optimizer, self.pipe)
+            check_optimizer(self.optimizer, self.pipe.parameters())
             if self.master_weights is not None:
                 raise UserError(
                     "optimizers: fp32_master_weights needs an optimizer that the trainer makes; leave one out"
@@ -104,35 +110,65 @@ class TrainerBase:
         elif self.lr_scheduler is not None:
             raise UserError("optimizers: a scheduler needs its optimizer; give both or leave both out")
         self._makes_scheduler = self.lr_scheduler is None
-        self._optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
 
         defaults = [DefaultFlowCallback, MetricsFile, *get_reporting_integration_callbacks(self.args.report_to)]
         show = PrinterCallback if self.args.disable_tqdm else ProgressBar
         self.callback_handler = CallbackHandler(
             [*defaults, *(callbacks or []), show],
-            self.pipe.adapter.reference,
+            self.model,
             processing_class,
             self.optimizer,
             self.lr_scheduler,
         )
         self.uploads = HubUploads(self.args, self.topology)
         if self.args.push_to_hub:
-            self.uploads.create()
+            self.init_hf_repo()
         self.control = TrainerControl()
         self.state = self._new_state()
         #: While a training listens to signals, and the signal on which all processes have agreed to stop; 0: none.
         self._stop_request: StopRequest | None = None
         self._stop_signal = 0
+        #: Tokens that earlier trainings had seen.
+        self._first_num_tokens = 0
         self._num_parameters = self.pipe.adapter.reference.num_parameters(exclude_embeddings=True)
         self._fire("on_init_end")
 
+    def _check_overrides(self) -> None:
+        """Raise UserError where a subclass has a method that would not be called."""
+        raise NotImplementedError
+
+    def _check_surface(self) -> None:
+        """Raise UserError for an override, or for a parameter of `model`, that came since and would not be used."""
+        self._check_overrides()
+        self.pipe.model  # noqa: B018  # the property checks
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """What `model_init` makes; it may take one argument, which is None here, for there are no trials."""
+        assert self.model_init is not None
+        return self.model_init(*[trial] * len(inspect.signature(self.model_init).parameters))
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Make the repository on the Hub, unless it exists. Every process calls it.
+
+        Raises UserError, in every process, where the Hub refuses.
+        """
+        self.uploads.create(token, private)
+
     # ------------------------------------------------------------------ callbacks and logs
 
-    def log(self, logs: dict[str, Any]) -> None:
-        """Add metrics to the state's history and give them to the callbacks of this process."""
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Add metrics to the state's history and give them to the callbacks of this process.
+
+        Args:
+            logs: the metrics.
+            start_time: of the training; with `include_num_input_tokens_seen` the tokens per second are added.
+        """
         logs["epoch"] = self.state.epoch
         if self.args.include_num_input_tokens_seen != "no":
-            logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
+            seen = logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
+            if start_time is not None:
+                logs |= speed_metrics("train", start_time, num_tokens=seen - self._first_num_tokens)
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self._fire("on_log", logs=logs)
 
@@ -149,10 +185,6 @@ class TrainerBase:
         """Remove the first callback that is, or is of, `callback`."""
         self.callback_handler.remove_callback(callback)
 
-    def is_world_process_zero(self) -> bool:
-        """Whether this is the main process."""
-        return self.topology.is_main
-
     def _fire(self, event: str, **kwargs: Any) -> None:
         self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control, **kwargs)
 
@@ -168,6 +200,18 @@ class TrainerBase:
         )
 
     # ------------------------------------------------------------------ data and processes
+
+    def _train_batches(self, dataset: Any) -> MiniBatches:
+        args = self.args
+        return replace(
+            self._batches(dataset, args.per_device_train_batch_size, args.train_sampling_strategy),
+            drop_last=args.dataloader_drop_last,
+            batch_tokens=args.batch_tokens,
+            temperature=args.sampling_temperature,
+        )
+
+    def _eval_batches(self, dataset: Any) -> MiniBatches:
+        return self._batches(dataset, self.args.per_device_eval_batch_size)
 
     def _batches(self, dataset: Any, batch_size: int, order: str = "sequential") -> MiniBatches:
         columns = None
@@ -230,24 +274,21 @@ def _pipeline(model: Pipeline | ModelSource | None, args: PipelineTrainingArgume
         _check_given(model, args)
         return model
     assert model is not None
+    config = args.config
     return Pipeline(
         model,
-        args.num_stages,
-        args.num_micro_batches,
-        args.schedule,
-        args.recompute,
-        args.partition,
-        args.seed,
+        config=config,
+        plan_inputs=PlanInputs(
+            None if config.is_decided else _example(dataset, args),
+            str(getattr(args.optim, "value", args.optim)),
+            args.fp32_master_weights,
+            args.gradient_accumulation_steps,
+        ),
+        seed=args.seed,
         label_smoothing=args.label_smoothing_factor,
         logit_clipping=args.logit_clipping,
-        device="cpu" if args.device.type == "cpu" else None,
         autocast=args.autocast,
         length_bucketing=args.train_sampling_strategy == "group_by_length",
-        torch_compile=args.compile_backend,
-        example=_example(dataset, args) if args.is_planned else None,
-        memory=args.memory,
-        optim=str(getattr(args.optim, "value", args.optim)),
-        accumulation=args.gradient_accumulation_steps,
     )
 
 
@@ -259,27 +300,24 @@ def _example(dataset: Any, args: PipelineTrainingArguments) -> Workload | None:
 
 def _check_given(pipe: Pipeline, args: PipelineTrainingArguments) -> None:
     """Raise UserError where the arguments ask for something else than the given pipeline is."""
-    loss = next(iter(pipe.stages.values())).loss
-    counts = [len(layers) for layers in pipe.partition]
     own = None if pipe.adapter.autocast is None else pipe.adapter.autocast.dtype
     if args.autocast not in (None, own):
         raise UserError(
             f"bf16={args.bf16}, fp16={args.fp16}, but the given Pipeline has autocast={own}; set it when the Pipeline "
             "is made"
         )
-    found = {
-        "num_stages": pipe.num_stages,
-        "num_micro_batches": pipe.num_micro_batches,
-        "schedule": pipe.schedule_name,
-        "recompute": pipe.recompute,
-        "partition": counts,
-        "label_smoothing_factor": loss.label_smoothing,
-        "logit_clipping": loss.logit_clipping,
-    }
-    for name, value in found.items():
-        asked = getattr(args, name)
-        if asked not in (value, PipelineTrainingArguments.__dataclass_fields__[name].default):
-            raise UserError(f"{name}={asked!r}, but the given Pipeline has {value!r}; set it when the Pipeline is made")
+    config, loss = args.config, next(iter(pipe.stages.values())).loss
+    # What has its default is not asked for; the device is a guess.
+    compared = {one.name: (getattr(pipe.config, one.name), one.default) for one in fields(config)}
+    del compared["device"]
+    asked = {name: getattr(config, name) for name in compared}
+    for name, found in (("label_smoothing_factor", loss.label_smoothing), ("logit_clipping", loss.logit_clipping)):
+        asked[name], compared[name] = getattr(args, name), (found, args.__dataclass_fields__[name].default)
+    for name, known in compared.items():
+        if asked[name] not in known:
+            raise UserError(
+                f"{name}={asked[name]!r}, but the given Pipeline has {known[0]!r}; set it when the Pipeline is made"
+            )
 
 
 def _loss_scaler(pipe: Pipeline) -> LossScaler | None:

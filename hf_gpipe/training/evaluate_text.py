@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.text import TokenBlocks
 from hf_gpipe.errors import DataError
 from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.training.loader import Batch
+from hf_gpipe.training.predicting import predict
 
 
 @dataclass(frozen=True)
@@ -77,13 +79,15 @@ def evaluate_text(
         return min(len(made[0]), max_blocks or len(made[0]))
 
     num_blocks = pipe.topology.from_main(prepare)
-    # Blocks are equally long, all but one: what fills it up is masked, and any token serves.
-    collate = PairCollator(0)
-    nll, num_tokens = 0.0, 0
-    with pipe.holding_weights():
+
+    def mini_batches(blocks: TokenBlocks) -> Iterator[Batch]:
+        # All blocks but the last are equally long, and the mask leaves padding out, so any token serves as padding.
+        collate = PairCollator(0)
         for start in range(0, num_blocks, batch_size):
-            indices = range(start, min(start + batch_size, num_blocks))
-            evaluation = pipe.eval_step(collate([made[0][index] for index in indices]) if made else None)
-            nll += float(evaluation.row_nll.sum())
-            num_tokens += int(evaluation.row_tokens.sum())
+            yield collate([blocks[index] for index in range(start, min(start + batch_size, num_blocks))])
+
+    nll, num_tokens = 0.0, 0
+    for one in predict(pipe, mini_batches(made[0]) if made else None):
+        nll += float(one.evaluation.row_nll.sum())
+        num_tokens += int(one.evaluation.row_tokens.sum())
     return TextReport(num_blocks, num_tokens, nll / max(num_tokens, 1))

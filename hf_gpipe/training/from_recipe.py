@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,11 @@ from transformers import (
 
 from hf_gpipe.adapters import Adapter, adapter_for
 from hf_gpipe.adapters.feed_forward import feed_forward_outputs
-from hf_gpipe.data import Corpus, StreamedCorpus, build_corpus, train_tokenizer
+from hf_gpipe.data import Corpus, StreamedCorpus, build_corpus
 from hf_gpipe.data.text import TextCorpus, text_corpus
+from hf_gpipe.data.tokenizer import trained_tokenizer
 from hf_gpipe.errors import DataError, RecipeError, UnsupportedModelError, UserError, nearest
-from hf_gpipe.partition import COST_STRATEGIES
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.planner.settings import AUTO
 from hf_gpipe.recipe import Recipe
 from hf_gpipe.recipe.transformer import with_transformer
 from hf_gpipe.training.arguments import PipelineTrainingArguments
@@ -38,17 +36,14 @@ _TOKENS = ("pad_token_id", "eos_token_id", "bos_token_id", "forced_eos_token_id"
 _FREE_TOKENS = ("forced_eos_token_id", "decoder_start_token_id")
 #: Files by which a directory shows that it has a tokenizer.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-#: Keys of the data section that are not about which pairs there are.
-_NOT_OF_THE_CORPUS = ("max_source_tokens", "max_target_tokens", "text_field")
 
 
 def check_model(recipe: Recipe) -> None:
     """Raise UserError where the recipe's model cannot be made, or not be cut as the recipe says. Makes no weights."""
     adapter = checked_adapter(recipe)
-    strategy = recipe.pipeline.partition
+    pipeline = recipe.pipeline
     # By cost the planner cuts; whether there are enough layers is seen by any cut.
-    is_planned = strategy == AUTO or strategy in COST_STRATEGIES
-    cut(len(adapter.layers), recipe.pipeline.num_stages, "count" if is_planned else strategy)
+    cut(len(adapter.layers), pipeline.num_stages, "count" if pipeline.is_cut_by_cost else pipeline.partition)
 
 
 def checked_adapter(recipe: Recipe) -> Adapter:
@@ -81,25 +76,14 @@ def checked_adapter(recipe: Recipe) -> Adapter:
 
 def corpus_of(recipe: Recipe) -> Corpus | StreamedCorpus:
     """The pairs, with some to evaluate on. Raises DataError."""
-    fields = {name: value for name, value in asdict(recipe.data).items() if name not in _NOT_OF_THE_CORPUS}
-    corpus = build_corpus(**fields, order_seed=recipe.training.seed)
+    corpus = build_corpus(recipe.data, order_seed=recipe.training.seed)
     _check_held_out(recipe, corpus, "pairs")
     return corpus
 
 
 def text_corpus_of(recipe: Recipe) -> TextCorpus:
     """The documents, with some to evaluate on. Raises DataError."""
-    data = recipe.data
-    corpus = text_corpus(
-        data.path or "",
-        text_field=data.text_field,
-        subset=data.subset if isinstance(data.subset, str) else None,  # a recipe of text has no other
-        revision=data.revision,
-        validation_fraction=data.validation_fraction,
-        test_fraction=data.test_fraction,
-        max_documents=data.max_examples,
-        seed=data.seed,
-    )
+    corpus = text_corpus(recipe.data)
     _check_held_out(recipe, corpus, "documents")
     return corpus
 
@@ -130,14 +114,7 @@ def tokenizer_of(
                 raise DataError(f"there is no tokenizer that can be read in {str(source)!r}: {error}") from error
     folder = Path(recipe.training.output_dir) / TOKENIZER_FOLDER
     shutil.rmtree(folder, ignore_errors=True)
-    return train_tokenizer(
-        corpus.texts(recipe.tokenizer.training_pairs),
-        recipe.tokenizer.vocab_size,
-        folder,
-        model=recipe.tokenizer.model,
-        character_coverage=recipe.tokenizer.character_coverage,
-        target_tags=corpus.target_tags,
-    )
+    return trained_tokenizer(corpus, recipe.tokenizer, folder)
 
 
 def model_dtype(recipe: Recipe) -> torch.dtype:
@@ -228,7 +205,7 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
         *("output_dir", "seed", "num_train_epochs", "gradient_accumulation_steps", "learning_rate"),
         *("lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
         *("bf16", "fp16", "fp32_master_weights", "on_nonfinite_loss", "timeline_steps"),
-        *("max_grad_norm", "label_smoothing_factor", "logit_clipping", "logging_steps", "save_total_limit"),
+        *("max_grad_norm", "logging_steps", "save_total_limit"),
     )
     return PipelineTrainingArguments(
         **{name: getattr(training, name) for name in same_name},

@@ -32,7 +32,8 @@ class HubUploads:
 
     def __init__(self, args: PipelineTrainingArguments, topology: Topology) -> None:
         self._args, self._topology = args, topology
-        self._repo_id: str | None = None
+        #: The repository; None before it is made.
+        self.repo_id: str | None = None
         self._pending: list[Future[Any]] = []
 
     def create(self, token: str | None = None, private: bool | None = None) -> None:
@@ -45,17 +46,17 @@ class HubUploads:
             made = HfApi().create_repo(name, token=token or self._args.hub_token, private=private, exist_ok=True)
             return str(made.repo_id)
 
-        self._repo_id = self._topology.from_main(lambda: _asking(create, name))
+        self.repo_id = self._topology.from_main(lambda: _asking(create, name))
 
     def push(self, directory: Path, message: str, *, blocking: bool, token: str | None, revision: str | None) -> Any:
         """Upload a saved model; its checkpoints stay here. What `HfApi.upload_folder` returns, in the main process."""
-        assert self._repo_id is not None, "the repository has been made"
+        assert self.repo_id is not None, "the repository has been made"
         outcome: list[Any] = []
         self.finish()
 
         def upload() -> None:
             options: dict[str, Any] = {
-                "repo_id": self._repo_id,
+                "repo_id": self.repo_id,
                 "folder_path": str(directory),
                 "commit_message": message,
                 "token": token or self._args.hub_token,
@@ -65,7 +66,7 @@ class HubUploads:
             }
             outcome.append(HfApi().upload_folder(**options))
 
-        self._topology.from_main(lambda: _asking(upload, str(self._repo_id)))
+        self._topology.from_main(lambda: _asking(upload, str(self.repo_id)))
         return outcome[0] if outcome else None
 
     def push_checkpoint(self, checkpoint: Path, message: str) -> None:
@@ -77,7 +78,7 @@ class HubUploads:
         if strategy == HubStrategy.END or (self._is_busy and not self._args.hub_always_push):
             return
         common: dict[str, Any] = {
-            "repo_id": self._repo_id,
+            "repo_id": self.repo_id,
             "folder_path": str(checkpoint),
             "token": self._args.hub_token,
             "run_as_future": True,
@@ -93,7 +94,7 @@ class HubUploads:
         """Wait for the uploads of checkpoints; one that failed is a warning, for the training can go on without."""
         for future in self._pending:
             if (error := future.exception()) is not None:
-                logger.warning(f"a checkpoint was not uploaded to {self._repo_id}: {error}")
+                logger.warning(f"a checkpoint was not uploaded to {self.repo_id}: {error}")
         self._pending.clear()
 
     @property

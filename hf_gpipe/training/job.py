@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from hf_gpipe.checkpoint.directory import checkpoints, last_checkpoint, remove_leftovers
+from hf_gpipe.checkpoint.directory import checkpoints, last_checkpoint, remove, tidy
 from hf_gpipe.checkpoint.save import make_directory
 from hf_gpipe.checkpoint.state import load_progress
 from hf_gpipe.data import Corpus, PairCollator, StreamedCorpus
 from hf_gpipe.data.text import TextCorpus
 from hf_gpipe.errors import RecipeError
-from hf_gpipe.pipeline import Pipeline
-from hf_gpipe.planner.settings import AUTO
-from hf_gpipe.planner.workload import Workload
-from hf_gpipe.recipe import Recipe, load_recipe
+from hf_gpipe.pipeline import Pipeline, Update
+from hf_gpipe.planner.settings import PlanInputs
+from hf_gpipe.recipe import AUTO, Recipe, load_saved, may_change, table_of
 from hf_gpipe.runtime.batches import share
+from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.topology import Topology
-from hf_gpipe.runtime.whereabouts import note
 from hf_gpipe.schedule import Timeline, breakdown, draw_png, write_trace
 from hf_gpipe.training import summary
 from hf_gpipe.training.cost import CostMeter
@@ -35,19 +33,8 @@ from hf_gpipe.training.trainer import PipelineTrainer
 
 RECIPE_FILE, METRICS_FILE, TIMELINE_FILE = "recipe.yaml", "metrics.json", "timeline.png"
 TRACE_FILE, BREAKDOWN_FILE = "trace.json", "breakdown.json"
-
-#: Sections and keys that a resumed run may change: they decide neither the model nor what it has learnt so far.
-_MAY_CHANGE = (
-    *("pipeline", "evaluation", "training.output_dir", "training.max_steps", "training.num_train_epochs"),
-    *(
-        "training.logging_steps",
-        "training.timeline_steps",
-        "training.eval_steps",
-        "training.save_steps",
-        "training.save_total_limit",
-    ),
-    *("training.resume", "training.stop_seconds"),
-)
+#: The copy of a table that the recipe names, which the recipe beside it names in its place.
+TABLE_FILE = "schedule.txt"
 
 
 class _Prepared(NamedTuple):
@@ -56,11 +43,10 @@ class _Prepared(NamedTuple):
     corpus: Corpus | StreamedCorpus | TextCorpus
     tokenizer: PreTrainedTokenizerBase
     config: PreTrainedConfig
-    checkpoint: Path | None
     num_micro_batches: int | None
 
 
-def run(recipe: Recipe) -> None:
+def run(recipe: Recipe, job: Job) -> None:
     """Do everything that a recipe asks for. Every process of the job calls it.
 
     Raises:
@@ -72,13 +58,15 @@ def run(recipe: Recipe) -> None:
     topology = Topology.discover(recipe.pipeline.num_stages, recipe.pipeline.device)
     mine: list[_Prepared] = []
 
-    def prepare() -> tuple[PreTrainedConfig, Path | None, int | None]:
-        mine.append(_prepare(recipe, task, output_dir))
-        return mine[0].config, mine[0].checkpoint, mine[0].num_micro_batches
+    checkpoint = _checkpoint_of(recipe, output_dir, topology, job)
 
-    note("preparing the corpus and the tokenizer")
-    config, checkpoint, num_micro_batches = topology.from_main(prepare)
-    note("creating the model")
+    def prepare() -> tuple[PreTrainedConfig, int | None]:
+        mine.append(_prepare(recipe, task, output_dir, checkpoint, topology.num_processes))
+        return mine[0].config, mine[0].num_micro_batches
+
+    job.note("preparing the corpus and the tokenizer")
+    config, num_micro_batches = topology.from_main(prepare)
+    job.note("creating the model")
     pipe = _pipeline(recipe, config, num_micro_batches)
     pipe.adapter.reference.generation_config.max_new_tokens = recipe.evaluation.max_new_tokens
     prepared = mine[0] if mine else None
@@ -88,17 +76,18 @@ def run(recipe: Recipe) -> None:
     if recipe.training.resume == "never":
         trainer.how_to_go_on = "start again with training.resume=auto"
     start = _step_of(checkpoint)
+    trainer.checked_checkpoint = checkpoint
     output = trainer.train(resume_from_checkpoint=checkpoint)
     cost_meter.note_memory(pipe)
     if prepared is not None and checkpoint is not None and output.global_step == start:
         summary.say(f"the training in {output_dir} is finished ({start} steps); nothing is left to train")
-    note("saving the model")
+    job.note("saving the model")
     trainer.save_model()
-    note(task.evaluating)
+    job.note(task.evaluating)
     if prepared is not None:
         summary.say(task.evaluating)
     report = task.evaluate(pipe, *(prepared.tokenizer, prepared.corpus) if prepared is not None else (None, None))
-    note("measuring a step")
+    job.note("measuring a step")
     batches = trainer.train_batches()
     batch = share([next(batches.epoch(0))] if batches is not None else None, topology)
     measured, predicted = measure_step(pipe, batch, update=_update_of(trainer))
@@ -120,16 +109,19 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _update_of(trainer: PipelineTrainer) -> Callable[[], None]:
+def _update_of(trainer: PipelineTrainer) -> Update:
     """The trainer's update with a learning rate of 0: it takes as long as any and leaves the weights as they are."""
     optimizer = trainer.optimizer
     assert optimizer is not None, "the trainer has trained"
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
 
-    def update() -> None:
+    def update(loss: torch.Tensor) -> None:
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
         trainer.pipe.clip_grad_norm_(trainer.args.max_grad_norm)
         optimizer.step()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
     return update
 
@@ -141,34 +133,39 @@ def _write_timelines(output_dir: Path, measured: Timeline, predicted: Timeline) 
     (output_dir / BREAKDOWN_FILE).write_text(json.dumps(breakdown(measured).to_dict(), indent=2) + "\n")
 
 
-def _prepare(recipe: Recipe, task: Task, output_dir: Path) -> _Prepared:
-    make_directory(output_dir)
+def _prepare(recipe: Recipe, task: Task, output_dir: Path, checkpoint: Path | None, num_processes: int) -> _Prepared:
+    table = table_of(recipe.pipeline, recipe.training.gradient_accumulation_steps, num_processes)
     summary.say("preparing the corpus and the tokenizer")
-    # First, for it gives back a checkpoint that was being replaced.
-    remove_leftovers(output_dir)
-    checkpoint = _checkpoint_of(recipe, output_dir)
+    if checkpoint is not None and (output_dir / RECIPE_FILE).exists():
+        _check_same_run(recipe, load_saved(output_dir / RECIPE_FILE), checkpoint)
     corpus = task.corpus()
     tokenizer = tokenizer_of(recipe, corpus, checkpoint)
     config = model_config(recipe, tokenizer)
     if recipe.training.resume == "never":
         # Left there, a later start would resume from them.
         for path in checkpoints(output_dir):
-            shutil.rmtree(path)
+            remove(path)
             summary.say(f"deleted {path}, because training.resume is never")
     # Metrics that are there once a run has ended are that run's own, and the recipe beside them is what they are of.
     (output_dir / METRICS_FILE).unlink(missing_ok=True)
+    if table is not None:
+        (output_dir / TABLE_FILE).write_text(table.text(), encoding="utf-8")
+        recipe = replace(recipe, pipeline=replace(recipe.pipeline, schedule=str(output_dir / TABLE_FILE)))
     (output_dir / RECIPE_FILE).write_text(recipe.to_yaml())
-    return _Prepared(corpus, tokenizer, config, checkpoint, _num_micro_batches_of(checkpoint))
+    return _Prepared(corpus, tokenizer, config, _num_micro_batches_of(checkpoint))
 
 
-def _checkpoint_of(recipe: Recipe, output_dir: Path) -> Path | None:
-    """The checkpoint to resume from."""
-    if recipe.training.resume == "never":
-        return None
-    checkpoint = last_checkpoint(output_dir)
-    if checkpoint is not None and (output_dir / RECIPE_FILE).exists():
-        _check_same_run(recipe, load_recipe(output_dir / RECIPE_FILE), checkpoint)
-    return checkpoint
+def _checkpoint_of(recipe: Recipe, output_dir: Path, topology: Topology, job: Job) -> Path | None:
+    """The checkpoint to resume from, which is whole. Every process calls it."""
+
+    def prepare() -> None:
+        make_directory(output_dir)
+        # First, for it gives back a checkpoint that was being replaced.
+        tidy(output_dir)
+
+    job.note("checking the checkpoint")
+    topology.from_main(prepare)
+    return None if recipe.training.resume == "never" else last_checkpoint(output_dir, topology)
 
 
 def _num_micro_batches_of(checkpoint: Path | None) -> int | None:
@@ -179,17 +176,14 @@ def _num_micro_batches_of(checkpoint: Path | None) -> int | None:
 
 def _check_same_run(recipe: Recipe, earlier: Recipe, checkpoint: Path) -> None:
     """Raise RecipeError where a checkpoint belongs to another training than the recipe's."""
-    before = _flat(asdict(earlier))
-    for key, value in _flat(asdict(recipe)).items():
-        if before.get(key) != value and not key.startswith(_MAY_CHANGE):
+    before, changeable = earlier.values(), may_change()
+    for key, value in recipe.values().items():
+        if before.get(key) != value and key not in changeable:
             raise RecipeError(
-                f"{key} is {value!r}, and {checkpoint} was trained with {before.get(key)!r}; restore the value, choose "
-                "another training.output_dir, or set training.resume=never to train anew and delete the checkpoints"
+                f"{'.'.join(key)} is {value!r}, and {checkpoint} was trained with {before.get(key)!r}; restore the "
+                "value, choose another training.output_dir, or set training.resume=never to train anew and delete the "
+                "checkpoints"
             )
-
-
-def _flat(sections: dict[str, Any]) -> dict[str, Any]:
-    return {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
 
 
 def _step_of(checkpoint: Path | None) -> int:
@@ -199,15 +193,13 @@ def _step_of(checkpoint: Path | None) -> int:
 def _pipeline(recipe: Recipe, config: PreTrainedConfig, resumed_num_micro_batches: int | None) -> Pipeline:
     model, pipeline = recipe.model, recipe.pipeline
     # Dropout depends on the micro-batch: what was chosen once stays, however fast this machine is today.
-    chosen = resumed_num_micro_batches if pipeline.num_micro_batches == AUTO else None
+    if resumed_num_micro_batches is not None and pipeline.num_micro_batches == AUTO:
+        pipeline = replace(pipeline, num_micro_batches=resumed_num_micro_batches)
     return Pipeline(
         model.path or config,
-        pipeline.num_stages,
-        chosen or pipeline.num_micro_batches,
-        pipeline.schedule,
-        pipeline.recompute,
-        pipeline.partition,
-        recipe.training.seed,
+        config=pipeline,
+        plan_inputs=PlanInputs.of_recipe(recipe, is_encoder_decoder=bool(config.is_encoder_decoder)),
+        seed=recipe.training.seed,
         dtype=model_dtype(recipe),
         attn_implementation=model.attn_implementation,
         trust_remote_code=model.trust_remote_code,
@@ -215,14 +207,8 @@ def _pipeline(recipe: Recipe, config: PreTrainedConfig, resumed_num_micro_batche
         label_smoothing=recipe.training.label_smoothing_factor,
         logit_clipping=recipe.training.logit_clipping,
         depth_scaled_feed_forward=model.depth_scaled_feed_forward,
-        device=pipeline.devices or pipeline.device,
         autocast=autocast_of(recipe),
         length_bucketing=recipe.training.length_bucketing,
-        example=Workload.of_recipe(recipe, is_encoder_decoder=bool(config.is_encoder_decoder), num_micro_batches=1),
-        memory=pipeline.memory,
-        optim=recipe.training.optim,
-        accumulation=recipe.training.gradient_accumulation_steps,
-        torch_compile=pipeline.torch_compile and (pipeline.torch_compile_backend or True),
     )
 
 
@@ -235,12 +221,10 @@ def _trainer(recipe: Recipe, task: Task, pipe: Pipeline, prepared: _Prepared | N
     def rows(split: Any) -> Any:
         return task.rows(split, prepared.tokenizer, decoder_only=decoder_only)
 
-    padding = prepared.tokenizer.pad_token_id
-    collator = PairCollator(padding if padding is not None else prepared.tokenizer.eos_token_id or 0)
     return PipelineTrainer(
         pipe,
         args,
-        collator,
+        PairCollator.for_tokenizer(prepared.tokenizer),
         train_dataset=rows(prepared.corpus.train),
         eval_dataset=rows(prepared.corpus.validation) if recipe.training.eval_steps else None,
         processing_class=prepared.tokenizer,

@@ -59,6 +59,16 @@ class MiniBatches:
     temperature: float = 1.0
     _places: list[Places] = field(default_factory=list, init=False, repr=False, compare=False)
 
+    def __iter__(self) -> Iterator[Batch]:
+        """The mini-batches of the first epoch."""
+        return self.epoch(0)
+
+    def __len__(self) -> int:
+        """Mini-batches of an epoch. Raises TypeError where only reading them tells."""
+        if (count := self.count()) is None:
+            raise TypeError("the number of mini-batches is not known before they are read")
+        return count
+
     @property
     def is_iterable(self) -> bool:
         """Whether the rows have no index."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import Trainer, get_scheduler
+from transformers import PreTrainedModel, Trainer, get_scheduler
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import Pipeline
@@ -22,6 +24,8 @@ def make_optimizer(
     args: PipelineTrainingArguments,
     cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
     master_weights: MasterWeights | None = None,
+    get_cls_and_kwargs: Callable[..., Any] = Trainer.get_optimizer_cls_and_kwargs,
+    get_decayed: Callable[[PreTrainedModel], Collection[str]] | None = None,
 ) -> Optimizer:
     """An optimizer of this process's parameters; weight decay spares the same ones as in transformers' Trainer.
 
@@ -30,12 +34,15 @@ def make_optimizer(
         args: `optim` and its settings.
         cls_and_kwargs: another class and its arguments, in place of `args.optim`.
         master_weights: the float32 copies to update in place of the parameters.
+        get_cls_and_kwargs: from the arguments and None, the class that they ask for and its arguments.
+        get_decayed: from the model of a stage, the names of the parameters that weight decay is for; None: Trainer's.
     """
-    cls, kwargs = cls_and_kwargs or Trainer.get_optimizer_cls_and_kwargs(args, None)
+    cls, kwargs = cls_and_kwargs or get_cls_and_kwargs(args, None)
+    get_decayed = get_decayed or partial(Trainer.get_decay_parameter_names, None)
     # Asked of the models themselves, for the kind of a module decides as well as its parameter's name, and a stage's
     # model has the modules that PEFT has put there.
     models = [stage.model for stage in pipe.models.values()]
-    decays = {name for model in models for name in Trainer.get_decay_parameter_names(None, model)}
+    decays = {name for model in models for name in get_decayed(model)}
     named = pipe.named_parameters() if master_weights is None else master_weights.copies.items()
     trainable = [(name, p) for name, p in named if p.requires_grad]
     groups = [
@@ -60,10 +67,10 @@ def _keep_embeddings_exact(pipe: Pipeline) -> None:
                 GlobalOptimManager.get_instance().register_module_override(module, "weight", {"optim_bits": 32})
 
 
-def check_optimizer(optimizer: Optimizer, pipe: Pipeline) -> None:
-    """Raise UserError unless an optimizer made by the caller holds exactly this process's trainable parameters."""
+def check_optimizer(optimizer: Optimizer, parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Raise UserError unless an optimizer holds exactly those of this process's `parameters` that are trainable."""
     held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    wanted = {p for p in pipe.parameters() if p.requires_grad}
+    wanted = {p for p in parameters if p.requires_grad}
     if held != wanted:
         raise UserError(
             f"optimizers: the optimizer holds {len(held & wanted)} of the {len(wanted)} trainable parameters of this "

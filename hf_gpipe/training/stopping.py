@@ -17,9 +17,11 @@ import time
 from types import FrameType
 from typing import Any
 
+from hf_gpipe.errors import EXIT_FAILURE, EXIT_STOPPED
 from hf_gpipe.runtime import failures
-from hf_gpipe.runtime.failures import EXIT_FAILURE, EXIT_STOPPED, Failure
-from hf_gpipe.runtime.supervise import SAME_SIGNAL_SECONDS, STOP_SIGNALS
+from hf_gpipe.runtime.failures import Failure
+from hf_gpipe.runtime.job import Job
+from hf_gpipe.runtime.signals import STOP_SIGNALS, StopSignal
 from hf_gpipe.runtime.topology import Topology
 
 _POLL_SECONDS = 0.25
@@ -42,14 +44,11 @@ class TrainingStopped(SystemExit):
 
 
 class StopRequest:
-    """A scope in which SIGTERM and SIGINT ask the training to stop instead of ending this process.
+    """Context manager in which SIGTERM and SIGINT ask the training to stop instead of ending this process.
 
     The process still ends at once, without saving, on a second signal, where the step does not end within
     `stop_seconds`, and where another process of this machine has ended meanwhile. Python handles signals in the main
-    thread only: in another one, the scope changes nothing.
-
-    Attributes:
-        signal: the signal that was sent; 0: none.
+    thread only: in another one, the context manager changes nothing.
     """
 
     def __init__(self, topology: Topology, stop_seconds: float) -> None:
@@ -58,7 +57,12 @@ class StopRequest:
         self._peers = [pid for host, pid in topology.gather_objects(me) if host == me[0] and pid != me[1]]
         self._rank = topology.rank
         self._stop_seconds = stop_seconds
-        self.signal = 0
+        self._stop = StopSignal()
+
+    @property
+    def signal(self) -> int:
+        """Number of the signal that was sent; 0: none."""
+        return self._stop.signal or 0
 
     def __enter__(self) -> StopRequest:
         self._is_active = threading.current_thread() is threading.main_thread()
@@ -71,13 +75,13 @@ class StopRequest:
         self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, name="hf_gpipe-stop", daemon=True)
         self._thread.start()
-        _active.append(self)
+        Job.current().in_forked_child.append(self._forget_in_child)
         return self
 
     def __exit__(self, *exception: object) -> None:
         if not self._is_active:
             return
-        _active.remove(self)
+        Job.current().in_forked_child.remove(self._forget_in_child)
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
@@ -89,28 +93,24 @@ class StopRequest:
         """All is saved: from now on the other processes may end before this one."""
         self._peers = []
 
-    def forget_in_child(self) -> None:
-        """Give a process that was forked off the signals' usual meaning."""
+    def _forget_in_child(self) -> None:
+        """Give a forked process, such as a data loader's worker, the signals' usual meaning: they are its own."""
         signal.set_wakeup_fd(-1)
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
 
     def _watch(self) -> None:
-        start = 0.0
         while True:
             ready, _, _ = select.select([self._pipe[0]], [], [], _POLL_SECONDS if self.signal else None)
             numbers = os.read(self._pipe[0], 64) if ready else b""
             if ready and not numbers:
-                return  # the scope was left
-            now = time.monotonic()
+                return  # the context was left
             for number in numbers:
-                if number not in STOP_SIGNALS:
-                    continue
-                if not self.signal:
-                    self.signal, start = number, now
-                elif now - start > SAME_SIGNAL_SECONDS:
-                    self._end("a second one came")
-            if self.signal and now - start > self._stop_seconds:
+                if number in STOP_SIGNALS:
+                    self._stop.receive(number)
+            if self._stop.is_urgent:
+                self._end("a second one came")
+            if self._stop.seconds > self._stop_seconds:
                 self._end(f"its step did not end within {self._stop_seconds:g} seconds (training.stop_seconds)")
             if self.signal and any(not _is_running(peer) for peer in self._peers):
                 # Whatever this process waits for will not come. The peer's own message says why it ended.
@@ -125,10 +125,6 @@ class StopRequest:
         os._exit(128 + self.signal)
 
 
-#: The scopes that this process is in.
-_active: list[StopRequest] = []
-
-
 def _leave_to_thread(number: int, frame: FrameType | None) -> None:
     """Python's part of a signal whose number the thread reads from the pipe."""
 
@@ -141,14 +137,3 @@ def _is_running(process: int) -> bool:
     except PermissionError:
         pass
     return True
-
-
-def _after_fork() -> None:
-    for request in _active:
-        request.forget_in_child()
-    _active.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    # A data loader's workers, for example: signals sent to them are no request to this process.
-    os.register_at_fork(after_in_child=_after_fork)

@@ -11,13 +11,13 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_gpipe.data import Corpus, PairStream, StreamedCorpus, StreamedRows, TokenizedPairs
+from hf_gpipe.data import Corpus, PairStream, StreamedCorpus, StreamedExamples, TokenizedPairs
 from hf_gpipe.data.buckets import training_pairs
 from hf_gpipe.data.text import TextCorpus, TokenBlocks
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import Recipe
-from hf_gpipe.training.evaluate import TranslationReport, evaluate_translation
 from hf_gpipe.training.evaluate_text import TextReport, evaluate_text
+from hf_gpipe.training.evaluate_translation import TranslationReport, evaluate_translation
 from hf_gpipe.training.from_recipe import corpus_of, text_corpus_of
 
 
@@ -72,9 +72,9 @@ class Translation:
 
     def rows(
         self, split: Any, tokenizer: PreTrainedTokenizerBase, *, decoder_only: bool
-    ) -> TokenizedPairs | StreamedRows:
+    ) -> TokenizedPairs | StreamedExamples:
         """Each pair's tokens."""
-        rows = StreamedRows if isinstance(split, PairStream) else TokenizedPairs
+        rows = StreamedExamples if isinstance(split, PairStream) else TokenizedPairs
         return rows(
             split,
             tokenizer,

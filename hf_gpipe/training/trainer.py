@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import islice
 from typing import NoReturn
 
@@ -22,22 +21,22 @@ import torch
 import transformers
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
-from hf_gpipe.checkpoint.directory import check_shared, checkpoint_path, remove_leftovers
+from hf_gpipe.checkpoint.directory import check_shared, checkpoint_path, tidy
 from hf_gpipe.errors import NonFiniteError, UserError
 from hf_gpipe.runtime.batches import shared_stream
-from hf_gpipe.runtime.whereabouts import note, noting
 from hf_gpipe.training.evaluating import metric_of, note_best
 from hf_gpipe.training.loader import Batch, MiniBatches, in_groups
 from hf_gpipe.training.meter import Meter
-from hf_gpipe.training.optim import learning_rate, make_optimizer, make_scheduler, takes_metric
-from hf_gpipe.training.saving import SavingTrainer
+from hf_gpipe.training.optim import learning_rate, takes_metric
+from hf_gpipe.training.optimizing import OptimizingTrainer
 from hf_gpipe.training.steps import Plan, Position
 from hf_gpipe.training.stopping import StopRequest, TrainingStopped
+from hf_gpipe.training.surface import check_class, own_attributes
 
 logger = transformers.logging.get_logger(__name__)
 
 
-class PipelineTrainer(SavingTrainer):
+class PipelineTrainer(OptimizingTrainer):
     """Trains a model by pipeline parallelism, with the interface of transformers' Trainer.
 
     Under torchrun, `accelerate launch` or `python -m hf_gpipe.train` every process makes the same trainer and calls the
@@ -54,7 +53,7 @@ class PipelineTrainer(SavingTrainer):
         compute_loss_func: refused; the loss is cross-entropy over all target tokens of the mini-batch.
         compute_metrics: metrics of an EvalPrediction; it is called in the process of the last stage, which has the
             predictions.
-        callbacks: called in every process, with the configuration's model on the meta device as `model`.
+        callbacks: called in every process, with `Pipeline.model` as `model`.
         optimizers: an optimizer of `pipe.parameters()` and its scheduler, in place of those of `args`.
         optimizer_cls_and_kwargs: a class of optimizer and its arguments, in place of `args.optim`.
         preprocess_logits_for_metrics: makes less of the logits (B, T, V) of a micro-batch before they are kept.
@@ -63,39 +62,55 @@ class PipelineTrainer(SavingTrainer):
         UserError: what cannot be honoured, by name.
     """
 
+    #: `ignore_keys` of the evaluations during a training.
+    _ignored_keys: list[str] | None = None
     #: What to do after a stop, for its message.
     how_to_go_on = "start again"
 
     # ------------------------------------------------------------------ training
 
-    def train(self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None) -> TrainOutput:
+    def train(
+        self,
+        resume_from_checkpoint: str | os.PathLike[str] | bool | None = None,
+        trial: None = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
         """Train to the end of the plan.
 
         Args:
-            resume_from_checkpoint: a checkpoint's directory, or True for the last complete one in `output_dir`, where
-                there is one, so that the same script starts a run and goes on with it.
+            resume_from_checkpoint: a checkpoint's directory, or True for the newest one in `output_dir` that is whole,
+                where there are any, so that the same script starts a run and goes on with it.
+            trial: raises an error; there is no search over hyperparameters.
+            ignore_keys_for_eval: `ignore_keys` of the evaluations.
 
         Returns:
             The number of updates, the mean training loss of this call, and metrics; the same in every process.
 
         Raises:
-            UserError: nothing to train on; a checkpoint that is missing or does not fit.
+            UserError: nothing to train on; a checkpoint that is missing, damaged or does not fit.
             TrainingStopped: with `enable_jit_checkpoint`, SIGTERM or SIGINT came and the last step is saved. It is a
                 SystemExit, so that a script that does nothing about it ends, with exit code 75.
         """
+        if trial is not None:
+            raise UserError("trial: there is no search over hyperparameters; run one training for each choice")
+        self._check_surface()
+        self._ignored_keys = ignore_keys_for_eval
+        self._is_in_train = True
+        try:
+            return self._train(resume_from_checkpoint)
+        finally:
+            self._is_in_train = False
+
+    def _train(self, resume_from_checkpoint: str | os.PathLike[str] | bool | None) -> TrainOutput:
         start_time = time.time()
         batches = self.train_batches()
         plan = Plan.make(self.args, self._shared(batches.count() if batches is not None else None))
         if self.args.save_strategy != "no" or self.args.enable_jit_checkpoint:
             check_shared(self._output_dir, self.topology)
-        if self.topology.is_main:
-            # First, for it gives back a checkpoint that was being replaced.
-            remove_leftovers(self._output_dir)
+        # First, for it gives back a checkpoint that was being replaced.
+        self.topology.from_main(lambda: tidy(self._output_dir))
         checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
-        if self.optimizer is None:
-            self.optimizer = make_optimizer(self.pipe, self.args, self._optimizer_cls_and_kwargs, self.master_weights)
-        if self._makes_scheduler:
-            self.lr_scheduler = make_scheduler(self.args, self.optimizer, plan.max_steps)
+        self._make_optimizer_and_scheduler(plan.max_steps)
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
         self.callback_handler.train_dataloader = batches
         self.state, self._position = self._new_state(), Position()
@@ -106,6 +121,7 @@ class PipelineTrainer(SavingTrainer):
             self._resume(checkpoint)
         self.state.compute_steps(self.args, plan.max_steps)
         self.state.max_steps, self.state.num_train_epochs = plan.max_steps, plan.num_epochs
+        self._first_num_tokens = self.state.num_input_tokens_seen
         first_step = self._last_logged_step = self.state.global_step
         self._loss_since_log = self._loss_logged = 0.0
         self._num_rows = 0
@@ -114,7 +130,7 @@ class PipelineTrainer(SavingTrainer):
         with self._stopping_on_request(), self.pipe.advising_on_memory():
             self._fire("on_train_begin")
             if self.args.eval_on_start:
-                self.evaluate()
+                self._evaluate_now()
             self._meter = Meter(self.pipe, self.args.timeline_steps)
             if self._evaluation_is_due:
                 self._make_up_for_evaluation()
@@ -123,6 +139,14 @@ class PipelineTrainer(SavingTrainer):
                     break
                 self._run_epoch(epoch, batches, plan)
         return self._finish(first_step, start_time)
+
+    def end(self) -> None:
+        """Wait for uploads and leave the job. It is called last, by every process."""
+        self.uploads.finish()
+        self.job.leave()
+
+    def _check_overrides(self) -> None:
+        check_class(type(self), PipelineTrainer, _OWN)
 
     def _make_up_for_evaluation(self) -> None:
         """Do what the step that was resumed from has left undone, for the training was stopped there."""
@@ -136,16 +160,7 @@ class PipelineTrainer(SavingTrainer):
         """The mini-batches of the training dataset; None in processes that do not read data."""
         if not self._shared(self.train_dataset is not None):
             raise UserError("training requires a train_dataset")
-        if self.train_dataset is None or not self.topology.is_main:
-            return None
-        order = self.args.train_sampling_strategy
-        batches = self._batches(self.train_dataset, self.args.per_device_train_batch_size, order)
-        return replace(
-            batches,
-            drop_last=self.args.dataloader_drop_last,
-            batch_tokens=self.args.batch_tokens,
-            temperature=self.args.sampling_temperature,
-        )
+        return self.get_train_dataloader() if self.topology.is_main else None
 
     def _run_epoch(self, epoch: int, batches: MiniBatches | None, plan: Plan) -> None:
         self._fire("on_epoch_begin")
@@ -154,10 +169,10 @@ class PipelineTrainer(SavingTrainer):
         source = None
         if batches is not None:
             groups = in_groups(batches.epoch(epoch, done, begin.place), plan.accumulation)
-            source = noting(islice(groups, plan.max_steps - self.state.global_step), "reading a mini-batch")
+            source = self.job.noting(islice(groups, plan.max_steps - self.state.global_step), "reading a mini-batch")
         norm, rate = None, None
         for group in shared_stream(source, self.topology):
-            note(f"training step {self.state.global_step + 1}")
+            self.job.note(f"training step {self.state.global_step + 1}")
             self._fire("on_step_begin")
             norm, rate = self._step(group)
             done += len(group)
@@ -180,11 +195,24 @@ class PipelineTrainer(SavingTrainer):
 
     def _step(self, group: Sequence[Batch]) -> tuple[float, float]:
         """One update from one or more mini-batches; the norm of the gradient and the learning rate it was made with."""
-        assert self.optimizer is not None
+        norm = rate = 0.0
+
+        def update(loss: torch.Tensor) -> None:
+            nonlocal norm, rate
+            for _ in group[1:]:
+                self._fire("on_substep_end")
+            norm, rate = self._update(float(loss))
+
         self.pipe.loss_scale = 1.0 if self.scaler is None else self.scaler.scale
-        loss = float(self.pipe.train_on(group, self._meter.times(self.state.global_step + 1)))
-        for _ in group[1:]:
-            self._fire("on_substep_end")
+        self.pipe.train_on(group, self._meter.times(self.state.global_step + 1), update)
+        self.pipe.zero_grad()
+        self._count(group)
+        self._meter.count(group)
+        return norm, rate
+
+    def _update(self, loss: float) -> tuple[float, float]:
+        """What the table's U does, once the gradients of all processes are complete: clip, step, schedule the rate."""
+        assert self.optimizer is not None
         norm = self._clipped_norm()
         makes_update = self._makes_update(loss, norm)
         if self.args.logging_nan_inf_filter and not math.isfinite(loss):
@@ -198,9 +226,6 @@ class PipelineTrainer(SavingTrainer):
         rate = learning_rate(self.optimizer)
         if makes_update and not takes_metric(self.lr_scheduler):
             self.lr_scheduler.step()
-        self.pipe.zero_grad()
-        self._count(group)
-        self._meter.count(group)
         return norm, rate
 
     def _clipped_norm(self) -> float:
@@ -265,12 +290,16 @@ class PipelineTrainer(SavingTrainer):
     def _evaluate_in_training(self) -> None:
         """Evaluate, and draw the consequences."""
         with self._meter.paused():
-            metrics = self.evaluate()
+            metrics = self._evaluate_now()
         is_best = note_best(self.state, self.args, metrics)
         if takes_metric(self.lr_scheduler):
             self.lr_scheduler.step(metric_of(self.args, metrics))
         if self.args.save_strategy == "best":
             self.control.should_save = is_best
+
+    def _evaluate_now(self) -> dict[str, float]:
+        # An override need not know the argument, where nothing is asked for.
+        return self.evaluate(ignore_keys=self._ignored_keys) if self._ignored_keys else self.evaluate()
 
     def _save_in_training(self) -> None:
         with self._meter.paused():
@@ -335,3 +364,7 @@ class PipelineTrainer(SavingTrainer):
         self._fire("on_train_end")
         self.uploads.finish()
         return TrainOutput(self.state.global_step, loss, metrics)
+
+
+#: What the class itself has under the names that a subclass may not override.
+_OWN = own_attributes(PipelineTrainer)

@@ -100,16 +100,16 @@ class WaitingStage:
 
     def __init__(self, setting: Emulated, number: int, boundary: torch.Tensor) -> None:
         num_stages = setting.processes * setting.stages_each
-        self.is_first, self._is_last = number == 0, number == num_stages - 1
+        self.is_first, self.is_last = number == 0, number == num_stages - 1
         self.device = boundary.device
-        self.trainable_outputs: Mapping[str, bool] = {} if self._is_last else {"hidden": True}
+        self.trainable_outputs: Mapping[str, bool] = {} if self.is_last else {"hidden": True}
         self._forward_seconds, self._backward_seconds = setting.stage_seconds(number)
         self._message = {"hidden": boundary}
         self._shapes: Shapes = {"hidden": tuple(boundary.shape)}
 
     def forward(self, context: Context, *, keep_graph: bool) -> dict[str, torch.Tensor]:
         wait(self._forward_seconds)
-        return {} if self._is_last else self._message
+        return {} if self.is_last else self._message
 
     def recompute(self, micro_batch: int) -> None:
         wait(self._forward_seconds)
@@ -232,4 +232,4 @@ class _Pipeline:
         self.micro_batches = [MicroBatch(i, inputs, 0, 1, count) for i in range(count)]
 
     def step(self, times: list[ActionTime]) -> None:
-        self.executor.run(self.table, self.micro_batches, times=times)
+        times.extend(self.executor.run(self.table, self.micro_batches, is_measured=True).times)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForSeq2SeqLM, TrainerCallback
 
 from hf_gpipe import Pipeline
@@ -23,13 +24,14 @@ from hf_gpipe.checkpoint.directory import (
     checkpoint_path,
     checkpoints,
     last_checkpoint,
-    remove_leftovers,
     rotate,
+    tidy,
     written_whole,
 )
 from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE, load_progress, load_state, save_state
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.runtime.topology import Topology
+from tests.checkpoint.test_digests import make_old
 from tests.gloo import run_gloo
 from tests.oracle import padded_batch, tiny_config
 from tests.training.toy import Recorder, Rows, Stream, trainer, weights
@@ -56,6 +58,7 @@ def random_noise(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.where(torch.rand(ids.shape) < 0.3, 2, ids), "labels": ids}
 
 
+ALONE = Topology.discover(1, "cpu")
 SAVE = {"save_strategy": "steps", "save_steps": 2, "max_steps": 9, "dropout": 0.2}
 
 
@@ -122,7 +125,7 @@ def test_state_of_one_process_loads_in_two(tmp_path: Path) -> None:
 
 def test_a_checkpoint_holds_no_pickle_and_is_in_hub_format(tmp_path: Path) -> None:
     trainer(tmp_path, **SAVE).train()
-    checkpoint = last_checkpoint(tmp_path)
+    checkpoint = last_checkpoint(tmp_path, ALONE)
     assert checkpoint == tmp_path / "checkpoint-9"
     assert {path.suffix for path in checkpoint.rglob("*") if path.is_file()} == {".json", ".safetensors"}
     AutoModelForSeq2SeqLM.from_pretrained(checkpoint)
@@ -181,7 +184,7 @@ def test_nothing_to_resume_from(tmp_path: Path) -> None:
     # The first start of a script that resumes where it can.
     trainer(tmp_path, save_only_model=True, **SAVE).train(resume_from_checkpoint=True)
     assert checkpoints(tmp_path)
-    assert last_checkpoint(tmp_path) is None
+    assert last_checkpoint(tmp_path, ALONE) is None
 
 
 def test_values_without_a_json_form_are_refused(tmp_path: Path) -> None:
@@ -241,9 +244,9 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert len(checkpoints(tmp_path)) == 4
     rotate(tmp_path, 3)
     assert checkpoints(tmp_path) == [nine, ten, thirty]
-    rotate(tmp_path, 2, keep=nine)
+    rotate(tmp_path, 2, keep=[nine])
     assert checkpoints(tmp_path) == [nine, thirty]
-    rotate(tmp_path, 1, keep=nine)
+    rotate(tmp_path, 1, keep=[nine])
     assert checkpoints(tmp_path) == [nine, thirty]
     rotate(tmp_path, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-30", "checkpoint-final"] or len(
@@ -278,10 +281,10 @@ def test_leftovers_of_a_killed_run_go(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     make_checkpoints(tmp_path, 3)
     (tmp_path / ".checkpoint-3.old-0a1b2c3d").mkdir()
-    remove_leftovers(tmp_path)
+    tidy(tmp_path)
     # checkpoint-6 had been moved aside for a new one that never came.
     assert sorted(os.listdir(tmp_path)) == [".other", "checkpoint-3", "checkpoint-6", "run"]
-    remove_leftovers(tmp_path / "nowhere")
+    tidy(tmp_path / "nowhere")
 
 
 def test_a_checkpoint_that_was_being_replaced_is_resumed_from(tmp_path: Path) -> None:
@@ -314,6 +317,25 @@ def test_weights_are_replaced_in_place(tmp_path: Path) -> None:
         assert dict(other.named_parameters())[name] is before[name]
     with pytest.raises(CheckpointError):
         Pipeline(tiny_config("marian", d_model=32), 1).load_pretrained(tmp_path)
+
+
+def test_weights_are_replaced_without_a_second_copy_of_them(tmp_path: Path) -> None:
+    """A second stage was loaded and copied: at the end of a training that loads its best model, twice the memory."""
+
+    class Made(TorchDispatchMode):
+        num_bytes = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.device.type == "cpu" and not result._is_view():
+                self.num_bytes += result.untyped_storage().nbytes() if func is torch.ops.aten.clone.default else 0
+            return result
+
+    pipe = Pipeline(tiny_config("marian"), 2, seed=1)
+    pipe.save_pretrained(tmp_path)
+    with Made() as made:
+        pipe.load_pretrained(tmp_path)
+    assert made.num_bytes < sum(p.numel() * p.element_size() for p in pipe.parameters()) / 4
 
 
 # ---------------------------------------------------------------------- several processes
@@ -418,8 +440,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def damaged(whole: Path, tmp_path: Path) -> Path:
-    """A checkpoint to spoil."""
-    return Path(shutil.copytree(whole / "checkpoint-8", tmp_path / "checkpoint-8"))
+    """A checkpoint to spoil, without digests."""
+    checkpoint = Path(shutil.copytree(whole / "checkpoint-8", tmp_path / "checkpoint-8"))
+    make_old(checkpoint)
+    return checkpoint
 
 
 def test_a_training_goes_on_from_the_newest_checkpoint_that_is_whole(
@@ -428,7 +452,7 @@ def test_a_training_goes_on_from_the_newest_checkpoint_that_is_whole(
     for damage in ("weights", "shard", "optimizer", "state", "cut"):
         folder = Path(shutil.copytree(whole, tmp_path / damage))
         newest = folder / "checkpoint-9"
-        assert last_checkpoint(folder) == newest
+        assert last_checkpoint(folder, ALONE) == newest
         files = {
             "weights": newest / "model.safetensors.index.json",
             "shard": newest / "model-00002-of-00002.safetensors",
@@ -440,8 +464,9 @@ def test_a_training_goes_on_from_the_newest_checkpoint_that_is_whole(
             files[damage].write_bytes(files[damage].read_bytes()[:-8])
         else:
             files[damage].unlink()
-        assert last_checkpoint(folder) == folder / "checkpoint-8", damage
-        assert (damage == "state") == ("checkpoint-9 is not complete" not in caplog.text)
+        assert last_checkpoint(folder, ALONE) == folder / "checkpoint-8", damage
+        assert f"{files[damage]} is " in caplog.text
+        assert "the older checkpoint-8 is used" in caplog.text
         # A newer directory that is no whole checkpoint does not push out the last whole one.
         caplog.clear()
         rotate(folder, 1)

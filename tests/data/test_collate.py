@@ -21,11 +21,3 @@ def test_rows_are_padded_to_the_longest():
 
 def test_a_real_token_equal_to_the_pad_token_is_attended_to():
     assert PairCollator(pad_token_id=1)(ROWS)["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
-
-
-def test_prompts_are_padded_on_the_left_and_need_no_labels():
-    batch = PairCollator(pad_token_id=0, padding_side="left")([{"input_ids": [5, 6, 1]}, {"input_ids": [8]}])
-    assert {name: tensor.tolist() for name, tensor in batch.items()} == {
-        "input_ids": [[5, 6, 1], [0, 0, 8]],
-        "attention_mask": [[1, 1, 1], [0, 0, 1]],
-    }

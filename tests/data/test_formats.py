@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_gpipe.data.formats import delimited, jsonl, parallel, parquet
+from hf_gpipe.data.formats import count_parquet, read_csv, read_jsonl, read_parallel, read_parquet
 from hf_gpipe.errors import DataError
 
 ROWS = [{"source": f"Satz {n}", "target": f"sentence {n}"} for n in range(25)]
@@ -35,13 +35,13 @@ def write(path: Path, rows: list[dict[str, str]]) -> Path:
 
 
 READERS = {
-    "rows.jsonl": jsonl.read,
-    "rows.jsonl.gz": jsonl.read,
-    "rows.csv": delimited.read,
-    "rows.csv.gz": delimited.read,
-    "rows.tsv": delimited.read,
-    "rows.tsv.gz": delimited.read,
-    "rows.parquet": parquet.read,
+    "rows.jsonl": read_jsonl,
+    "rows.jsonl.gz": read_jsonl,
+    "rows.csv": read_csv,
+    "rows.csv.gz": read_csv,
+    "rows.tsv": read_csv,
+    "rows.tsv.gz": read_csv,
+    "rows.parquet": read_parquet,
 }
 
 
@@ -57,17 +57,17 @@ def test_every_row_from_any_row_on(tmp_path, name):
 
 
 def test_the_line_of_a_row_is_named(tmp_path):
-    assert next(iter(delimited.read(write(tmp_path / "rows.csv", ROWS), 3)))[0].endswith("rows.csv, line 5")
-    assert next(iter(jsonl.read(write(tmp_path / "rows.jsonl", ROWS), 3)))[0].endswith("rows.jsonl, line 7")
-    assert next(iter(parquet.read(write(tmp_path / "rows.parquet", ROWS), 3)))[0].endswith("rows.parquet, row 4")
+    assert next(iter(read_csv(write(tmp_path / "rows.csv", ROWS), 3)))[0].endswith("rows.csv, line 5")
+    assert next(iter(read_jsonl(write(tmp_path / "rows.jsonl", ROWS), 3)))[0].endswith("rows.jsonl, line 7")
+    assert next(iter(read_parquet(write(tmp_path / "rows.parquet", ROWS), 3)))[0].endswith("rows.parquet, row 4")
 
 
 def test_parquet_tells_its_rows_and_keeps_nested_values(tmp_path):
     rows = [{"translation": {"de": f"Satz {n}", "en": f"sentence {n}"}} for n in range(20)]
     path = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    assert parquet.count(path) == 20
-    assert [row for _, row in parquet.read(path)] == rows
+    assert count_parquet(path) == 20
+    assert [row for _, row in read_parquet(path)] == rows
 
 
 @settings(max_examples=50, deadline=None)
@@ -76,21 +76,19 @@ def test_quoted_values_come_back_whole(tmp_path_factory, values):
     path = tmp_path_factory.mktemp("csv") / "rows.csv"
     with path.open("w", newline="", encoding="utf-8") as opened:
         csv.writer(opened, quoting=csv.QUOTE_ALL).writerows([("a", "b"), *values])
-    assert [tuple(row.values()) for _, row in delimited.read(path)] == values
+    assert [tuple(row.values()) for _, row in read_csv(path)] == values
 
 
 def test_values_are_text_and_tabs_part_them_as_they_are(tmp_path):
     (tmp_path / "rows.csv").write_text('a,b\nNA,007\n"two\nlines","with, comma"\n')
-    assert [row for _, row in delimited.read(tmp_path / "rows.csv")] == [
+    assert [row for _, row in read_csv(tmp_path / "rows.csv")] == [
         {"a": "NA", "b": "007"},
         {"a": "two\nlines", "b": "with, comma"},
     ]
     (tmp_path / "rows.tsv").write_text('a\tb\n"Hallo", sagte er\t"hello", he said\n')
-    assert [row for _, row in delimited.read(tmp_path / "rows.tsv")] == [
-        {"a": '"Hallo", sagte er', "b": '"hello", he said'}
-    ]
+    assert [row for _, row in read_csv(tmp_path / "rows.tsv")] == [{"a": '"Hallo", sagte er', "b": '"hello", he said'}]
     (tmp_path / "rows.txt").write_text("a;b\nx,1;y\n")
-    assert [row for _, row in delimited.read(tmp_path / "rows.txt", delimiter=";")] == [{"a": "x,1", "b": "y"}]
+    assert [row for _, row in read_csv(tmp_path / "rows.txt", delimiter=";")] == [{"a": "x,1", "b": "y"}]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +133,7 @@ def test_missing_files_are_refused(tmp_path, name):
 def test_lines_of_two_files_belong_together(tmp_path):
     (tmp_path / "x.de").write_text("eins\nzwei\rhalb\n\ndrei\r\n")
     (tmp_path / "x.en.gz").write_bytes(gzip.compress(b"one\ntwo\nempty\nthree"))
-    found = list(parallel.read(tmp_path / "x.de", target_path=tmp_path / "x.en.gz"))
+    found = list(read_parallel(tmp_path / "x.de", target_path=tmp_path / "x.en.gz"))
     assert [tuple(row.values()) for _, row in found] == [
         ("eins", "one"),
         ("zwei\rhalb", "two"),
@@ -143,7 +141,7 @@ def test_lines_of_two_files_belong_together(tmp_path):
         ("drei", "three"),
     ]
     assert found[3][0].endswith("x.de, line 4")
-    assert list(parallel.read(tmp_path / "x.de", 2, target_path=tmp_path / "x.en.gz")) == found[2:]
+    assert list(read_parallel(tmp_path / "x.de", 2, target_path=tmp_path / "x.en.gz")) == found[2:]
 
 
 @pytest.mark.parametrize(("source", "target"), [(5, 3), (3, 5), (0, 1), (2, 0)])
@@ -151,4 +149,4 @@ def test_unequal_numbers_of_lines_are_refused(tmp_path, source, target):
     (tmp_path / "x.de").write_text("Satz\n" * source)
     (tmp_path / "x.en").write_text("sentence\n" * target)
     with pytest.raises(DataError, match=rf"x\.de has {source} lines and .*x\.en has {target}"):
-        list(parallel.read(tmp_path / "x.de", target_path=tmp_path / "x.en"))
+        list(read_parallel(tmp_path / "x.de", target_path=tmp_path / "x.en"))

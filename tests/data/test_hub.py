@@ -9,10 +9,10 @@ from itertools import islice
 import datasets
 import pytest
 
-from hf_gpipe.data import build_corpus
 from hf_gpipe.data.pairs import Corpus
 from hf_gpipe.errors import DataError
 from tests.data import hub_directories
+from tests.data.sections import corpus as build_corpus
 
 # As OPUS-100: the languages of a pair in the order of the alphabet, and one that has training rows only.
 OPUS = {

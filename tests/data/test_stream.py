@@ -13,16 +13,17 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_gpipe.data import PairStream, build_corpus
+from hf_gpipe.data import PairStream
 from hf_gpipe.data.fields import PairFields
-from hf_gpipe.data.files import FileRows
-from hf_gpipe.data.formats import jsonl
+from hf_gpipe.data.formats import read_jsonl
 from hf_gpipe.data.hub import HubRows
-from hf_gpipe.data.memory import PairReader
-from hf_gpipe.data.parts import Part
+from hf_gpipe.data.reader import PairReader
+from hf_gpipe.data.sources import FileRows, Part
 from hf_gpipe.data.stream import BlockReader
 from hf_gpipe.errors import CheckpointError
+from hf_gpipe.recipe import DataSection
 from tests.data import hub_directories, test_formats
+from tests.data.sections import corpus as build_corpus
 
 LENGTH = 900
 SIZES = {"de": 90, "fr": 31, "yo": 5}
@@ -104,7 +105,7 @@ def test_a_place_can_be_taken_back_in_the_same_stream(kind):
 def test_a_sample_does_not_disturb_the_stream():
     pairs = stream("hub")
     ahead(pairs, 33)
-    sampled = [pair.source for pair in pairs.sample(150)]
+    sampled = [pair.source for pair in islice(pairs.fresh(), 150)]
     assert sampled == whole("hub", 16)[:150]
     assert ahead(pairs, 150) == whole("hub", 16)[33:183]
 
@@ -180,8 +181,10 @@ def test_rows_that_are_left_are_closed(tmp_path):
             finally:
                 closed.append(self)
 
-    part = Part("x", None, lambda: Rows([tmp_path / "x.jsonl"], jsonl.read))
-    reader = BlockReader(part, PairReader(PairFields(), [], False), (0.0, 0.0), rows_of_block=4, seed=0)
+    part = Part("x", None, lambda: Rows([tmp_path / "x.jsonl"], read_jsonl))
+    reader = BlockReader(
+        part, PairReader(PairFields.of(DataSection(kind="jsonl")), [], False), (0.0, 0.0), rows_of_block=4, seed=0
+    )
     next(reader)
     assert not closed
     reader.load_state_dict(reader.state_dict())
@@ -192,9 +195,9 @@ def test_a_place_among_other_files_or_shards_is_refused(tmp_path):
     for name, rows in (("a", 3), ("b", 2)):
         test_formats.write(tmp_path / f"{name}.jsonl", [{"source": f"{n}", "target": f"{n}"} for n in range(rows)])
     files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    state = FileRows(files, jsonl.read).state_dict()
+    state = FileRows(files, read_jsonl).state_dict()
     with pytest.raises(CheckpointError, match="had 2 files, and now it has 1"):
-        FileRows(files[:1], jsonl.read).load_state_dict(state)
+        FileRows(files[:1], read_jsonl).load_state_dict(state)
     data = Dataset.from_list([{"a": n} for n in range(6)])
     state = HubRows("here", data.to_iterable_dataset(num_shards=3)).state_dict()
     with pytest.raises(CheckpointError, match="here had 3 shards, and now it has 2"):

@@ -13,10 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_gpipe.data.text import TokenBlocks, split_documents, text_corpus
+from hf_gpipe.data.text import TextCorpus, TokenBlocks, split_documents, text_corpus
 from hf_gpipe.errors import DataError
+from hf_gpipe.recipe import DataSection
 
 EVERYTHING: dict[str, Any] = {"validation_fraction": 0.0, "test_fraction": 0.0}
+
+
+def of(path: str, **options: Any) -> TextCorpus:
+    return text_corpus(DataSection(kind="text", path=path, **options))
 
 
 class Letters:
@@ -42,9 +47,9 @@ def test_paragraphs_rows_and_columns_are_documents(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"text": "seven"}, {"text": None}]), tmp_path / "d.parquet")
     (tmp_path / "e.md").write_text("another kind of file")
     everything = ["one\ntwo", "three", "four", "five", "six", "seven"]
-    assert text_corpus(str(tmp_path), **EVERYTHING).train == everything
-    assert text_corpus(str(tmp_path / "*.txt*"), **EVERYTHING).train == everything[:3]
-    drawn = text_corpus(str(tmp_path), max_documents=3, **EVERYTHING).train
+    assert of(str(tmp_path), **EVERYTHING).train == everything
+    assert of(str(tmp_path / "*.txt*"), **EVERYTHING).train == everything[:3]
+    drawn = of(str(tmp_path), max_examples=3, **EVERYTHING).train
     assert len(drawn) == 3
     assert [text for text in everything if text in drawn] == drawn
 
@@ -55,7 +60,7 @@ def test_a_data_set_s_own_splits_are_kept(where: str, tmp_path: Path) -> None:
         table = pyarrow.Table.from_pylist([{"body": text} for text in texts])
         (tmp_path / where).mkdir(exist_ok=True)
         pyarrow.parquet.write_table(table, tmp_path / where / f"{split}-00000-of-00001.parquet")
-    corpus = text_corpus(str(tmp_path), text_field="body", validation_fraction=0.0, test_fraction=0.9)
+    corpus = of(str(tmp_path), text_field="body", validation_fraction=0.0, test_fraction=0.9)
     assert corpus.train == ["a", "b"]
     assert corpus.test == ["c"]
     assert corpus.validation == []
@@ -74,27 +79,27 @@ def test_a_data_set_s_own_splits_are_kept(where: str, tmp_path: Path) -> None:
 def test_what_is_no_text(name: str, content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=message):
-        text_corpus(str(tmp_path / name), **EVERYTHING)
+        of(str(tmp_path / name), **EVERYTHING)
 
 
 def test_splits_in_one_directory_are_not_trained_on_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("train.txt", "valid.txt"):
         (tmp_path / name).write_text("a\n\nb\n")
     with pytest.raises(DataError, match=r"look held out, as valid\.txt, beside others, as train\.txt"):
-        text_corpus(str(tmp_path), **EVERYTHING)
+        of(str(tmp_path), **EVERYTHING)
     monkeypatch.setenv("HOME", str(tmp_path.parent))
     with pytest.raises(DataError, match="look held out"):
-        text_corpus(f"~/{tmp_path.name}", **EVERYTHING)
-    assert text_corpus(str(tmp_path / "train*"), **EVERYTHING).train == ["a", "b"]
+        of(f"~/{tmp_path.name}", **EVERYTHING)
+    assert of(str(tmp_path / "train*"), **EVERYTHING).train == ["a", "b"]
     with pytest.raises(DataError, match=r"data\.subset is 'en'.*are files of this machine"):
-        text_corpus(str(tmp_path / "train.txt"), subset="en", **EVERYTHING)
+        of(str(tmp_path / "train.txt"), subset="en", **EVERYTHING)
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no file fits"):
-        text_corpus(str(tmp_path / "*.txt"))
+        of(str(tmp_path / "*.txt"))
     with pytest.raises(DataError, match="does not exist"):
-        text_corpus(str(tmp_path / "absent.txt"))
+        of(str(tmp_path / "absent.txt"))
 
 
 @settings(deadline=None, max_examples=50)

@@ -9,11 +9,12 @@ from itertools import islice
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from hf_gpipe.data import Pair, StreamedRows, TokenizedPairs, encode_sources, train_tokenizer
+from hf_gpipe.data import Pair, StreamedExamples, TokenizedPairs, encode_sources, train_tokenizer
 from hf_gpipe.data.cldr import cldr_corpus
 from hf_gpipe.errors import DataError
+from hf_gpipe.recipe import DataSection
 
-PAIRS = cldr_corpus(languages=["de"], examples_per_language=200).train
+PAIRS = cldr_corpus(DataSection(kind="cldr", languages=["de"], examples_per_language=200)).train
 LIMITS = {"max_source_tokens": 100, "max_target_tokens": 100}
 EOS = 1
 
@@ -131,7 +132,7 @@ class PairsWithoutAnEnd:
 @pytest.mark.parametrize("decoder_only", [False, True])
 def test_a_stream_has_the_rows_of_its_pairs_and_goes_on_after_any_of_them(tokenizer, decoder_only):
     def streamed():
-        return StreamedRows(PairsWithoutAnEnd(), tokenizer, decoder_only=decoder_only, **LIMITS)
+        return StreamedExamples(PairsWithoutAnEnd(), tokenizer, decoder_only=decoder_only, **LIMITS)
 
     dataset = TokenizedPairs(PAIRS, tokenizer, decoder_only=decoder_only, **LIMITS)
     expected = [dataset[index % len(PAIRS)] for index in range(600)]
@@ -151,7 +152,7 @@ def test_a_stream_has_the_rows_of_its_pairs_and_goes_on_after_any_of_them(tokeni
 
 
 def test_a_stream_tells_once_that_rows_are_cut(tokenizer, caplog):
-    rows = StreamedRows(PairsWithoutAnEnd(), tokenizer, max_source_tokens=3, max_target_tokens=100)
+    rows = StreamedExamples(PairsWithoutAnEnd(), tokenizer, max_source_tokens=3, max_target_tokens=100)
     with caplog.at_level(logging.WARNING):
         list(islice(rows, 600))
     assert len(caplog.records) == 1
@@ -160,4 +161,4 @@ def test_a_stream_tells_once_that_rows_are_cut(tokenizer, caplog):
 
 def test_a_state_of_something_else_is_refused(tokenizer):
     with pytest.raises(DataError, match="no state of a stream of pairs"):
-        StreamedRows(PairsWithoutAnEnd(), tokenizer, **LIMITS).load_state_dict({"number": 3})
+        StreamedExamples(PairsWithoutAnEnd(), tokenizer, **LIMITS).load_state_dict({"number": 3})

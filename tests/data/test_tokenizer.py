@@ -11,9 +11,12 @@ from hf_gpipe.data import train_tokenizer
 from hf_gpipe.data.cldr import cldr_corpus
 from hf_gpipe.data.tokenizer import MODELS, _train
 from hf_gpipe.errors import DataError
+from hf_gpipe.recipe import DataSection
 
-CORPUS = cldr_corpus(languages=["de", "ru", "zh"], examples_per_language=300, direction="both")
-TEXTS = CORPUS.texts()
+CORPUS = cldr_corpus(
+    DataSection(kind="cldr", languages=["de", "ru", "zh"], examples_per_language=300, direction="both")
+)
+TEXTS = list(CORPUS.texts())
 VOCAB_SIZE = 900
 
 TRICKY = [

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hf_gpipe.planner.costs import GraphCost, LayerCost, ModelCosts, Parameters, Seconds, SharedParameter
 from hf_gpipe.planner.devices import LINKS, Device
 from hf_gpipe.planner.plan import Planner
-from hf_gpipe.planner.settings import Settings
+from hf_gpipe.planner.settings import PlanInputs
 from hf_gpipe.planner.workload import Workload
+from hf_gpipe.recipe import DecidedConfig
 
 DEVICE = Device("toy", None, {"float32": 2.0}, 1e30, LINKS["nvlink4"])
 """It does one operation a second, at the efficiency that is assumed where nothing was measured."""
@@ -56,13 +59,15 @@ def blocks(count: int, **options: int) -> ModelCosts:
     return model(*(layer(f"h.{index}", **options) for index in range(count)))  # type: ignore[arg-type]  # numbers only
 
 
-def planner(costs: ModelCosts, rows: int = 4, memory_bytes: int | None = None) -> Planner:
-    """Of a model whose micro-batches cost the same, however many rows they have."""
-    return Planner(lambda _: costs, rows, DEVICE, memory_bytes)
+def planner(costs: ModelCosts, rows: int = 4, memory_bytes: int | None = None, **inputs: Any) -> Planner:
+    """Of a model whose micro-batches cost the same, however many rows they have; SGD where not changed."""
+    return Planner(
+        lambda _: costs, PlanInputs(Workload(rows, 1, 1), **{"optim": "sgd", **inputs}), DEVICE, memory_bytes
+    )
 
 
-def settings(partition: tuple[int, ...], num_micro_batches: int = 4, **changes: object) -> Settings:
-    """gpipe without recomputation, SGD, a process a stage, where not changed."""
+def settings(partition: tuple[int, ...], num_micro_batches: int = 4, **changes: object) -> DecidedConfig:
+    """gpipe without recomputation and a process per stage, where not changed."""
     values: dict[str, object] = {
         "num_stages": len(partition),
         "num_micro_batches": num_micro_batches,
@@ -70,6 +75,5 @@ def settings(partition: tuple[int, ...], num_micro_batches: int = 4, **changes: 
         "recompute": "none",
         "partition": partition,
         "num_processes": len(partition),
-        "optimizer": "sgd",
     }
-    return Settings(**(values | changes))  # type: ignore[arg-type]  # the fields by name
+    return DecidedConfig(**(values | changes))  # type: ignore[arg-type]  # the fields by name

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hf_gpipe.plan import main
+from hf_gpipe.schedule import build
 
 TINY = """\
 model:
@@ -79,6 +80,40 @@ def test_a_search(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "least memory:" in out
 
 
+def test_a_table_that_is_printed_can_be_run(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["pipeline.num_micro_batches=4", "pipeline.recompute=none"]
+    assert main([recipe, "--table", "pipeline.schedule=1f1b", *asked]) == 0
+    text, drawing = capsys.readouterr()
+    assert text == build("1f1b", 2, 4, recompute="none").text()
+    assert "stage 1  " in drawing
+    assert "bubble" in drawing
+    mine = tmp_path / "mine.txt"
+    mine.write_text(text)
+    assert main([recipe, "--table", f"pipeline.schedule={mine}", *asked]) == 0
+    assert capsys.readouterr().out == text
+    plans = []
+    for schedule in ("1f1b", mine):
+        assert main([recipe, "--json", f"pipeline.schedule={schedule}", *asked]) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    assert plans[1]["settings"].pop("schedule") == str(mine)
+    assert plans[0]["settings"].pop("schedule") == "1f1b"
+    assert plans[0] == plans[1]
+
+
+def test_a_split_and_a_fix_for_a_table(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = tmp_path / "mine.txt"
+    mine.write_text(build("gpipe_fused", 2, 2).text())
+    assert main([recipe, "--memory", "1GiB", f"pipeline.schedule={mine}", "pipeline.partition=auto"]) == 0
+    chosen = capsys.readouterr().out.splitlines()[-1].split()
+    assert f"pipeline.schedule={mine}" in chosen
+    assert main([recipe, "--memory", "1GiB", *chosen[1:]]) == 0
+    assert f"schedule {mine}, recompute [stage, none]" in capsys.readouterr().out
+    assert main([recipe, "--memory", "17MiB", f"pipeline.schedule={mine}", "training.batch_size=16"]) == 1
+    verdict = capsys.readouterr().out
+    assert "does not fit" in verdict
+    assert "schedule=1f1b" in verdict
+
+
 def test_layers_measured_here(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([recipe, "--profile", "pipeline.partition=profile", "--memory", "8GiB"]) == 0
     assert "from measured layers" in capsys.readouterr().out
@@ -101,6 +136,8 @@ def test_layers_measured_here(recipe: str, capsys: pytest.CaptureFixture[str]) -
         (["pipeline.partition=profile"], "plan with --profile, or use flops"),
         (["--picture", "plan.pdf"], "cannot draw plan.pdf: the picture of a plan is a PNG"),
         (["--fast"], "unrecognized arguments: --fast"),
+        (["--table", "--json"], "--table and --json exclude each other"),
+        (["pipeline.schedule=nowhere.txt"], "there is no file nowhere.txt"),
         (["pipeline.num_stages=9"], "num_stages is 9, but the model has 7 layers"),
         (
             ["model.config.model_type=olmo2", "model.depth_scaled_feed_forward=true"],

@@ -57,13 +57,13 @@ def test_gradients_that_come_early_wait_under_the_fused_schedule() -> None:
 
 @pytest.mark.parametrize(("optimizer", "slots"), [("adamw_torch", 2), ("rmsprop", 1), ("sgd", 0), ("adafactor", 0.01)])
 def test_optimizer_state(optimizer: str, slots: float) -> None:
-    memory = planner(blocks(2)).plan(settings((2,), optimizer=optimizer)).stages[0].memory
+    memory = planner(blocks(2), optim=optimizer).plan(settings((2,))).stages[0].memory
     assert memory.optimizer == round(slots * 20 * MIB)
 
 
 def test_master_weights_are_kept_in_float32() -> None:
     half = replace(blocks(2), dtype="bfloat16")
-    memory = planner(half).plan(settings((2,), optimizer="adamw_torch", fp32_master_weights=True)).stages[0].memory
+    memory = planner(half, optim="adamw_torch", fp32_master_weights=True).plan(settings((2,))).stages[0].memory
     # A copy, its gradient and two moments, each of twice the bytes.
     assert memory.optimizer == 4 * 2 * 20 * MIB
 
@@ -75,14 +75,14 @@ def test_a_tied_weight_counts_once_a_process_and_its_state_once() -> None:
     def weights_and_state(plan: Plan) -> list[tuple[int, int]]:
         return [(one.memory.parameters // MIB, one.memory.optimizer // MIB) for one in plan.processes]
 
-    assert weights_and_state(planner(costs).plan(settings((1, 1, 1), optimizer="rmsprop"))) == [
+    assert weights_and_state(planner(costs, optim="rmsprop").plan(settings((1, 1, 1)))) == [
         (14, 14),
         (10, 10),
         (14, 10),
     ]
-    assert weights_and_state(planner(costs).plan(settings((1, 2), optimizer="rmsprop"))) == [(14, 14), (24, 20)]
-    one_process = settings((1, 1, 1), optimizer="rmsprop", num_processes=1)
-    assert weights_and_state(planner(costs).plan(one_process)) == [(34, 34)]
+    assert weights_and_state(planner(costs, optim="rmsprop").plan(settings((1, 2)))) == [(14, 14), (24, 20)]
+    one_process = settings((1, 1, 1), num_processes=1)
+    assert weights_and_state(planner(costs, optim="rmsprop").plan(one_process)) == [(34, 34)]
 
 
 def test_the_head_has_an_item_of_its_own() -> None:

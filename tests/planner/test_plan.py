@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from dataclasses import replace
 
 import pytest
 
 from hf_gpipe.errors import PartitionError, UserError
+from hf_gpipe.planner.decide import best_plan
 from hf_gpipe.planner.fix import smallest_fix
-from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.recompute import choose_recompute
-from hf_gpipe.planner.resolve import best_plan, resolve
 from hf_gpipe.planner.search import search
-from hf_gpipe.planner.settings import Request
 from hf_gpipe.planner.split import choose_partition
+from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime.recompute import Recompute
-from tests.planner.models import DEVICE, MIB, blocks, layer, model, planner, settings
+from tests.planner.models import MIB, blocks, layer, model, planner, settings
 
 
 def test_the_bubble_of_equal_stages_is_the_papers() -> None:
@@ -53,7 +52,7 @@ def test_a_mini_batch_of_few_rows_has_as_many_micro_batches() -> None:
 def test_accumulated_mini_batches_are_one_table() -> None:
     """Under gpipe all their graphs are alive at once, and a cap counts them all."""
     once = planner(blocks(2), rows=4).plan(settings((1, 1), 4))
-    thrice = Planner(lambda _: blocks(2), 4, DEVICE, mini_batches=3).plan(settings((1, 1), 4))
+    thrice = planner(blocks(2), accumulation=3).plan(settings((1, 1), 4))
     assert thrice.timeline.schedule.num_micro_batches == 12
     assert thrice.bubble < once.bubble
     assert thrice.peak_bytes - once.peak_bytes >= 8 * 5 * MIB
@@ -135,43 +134,28 @@ def test_without_a_limit_nothing_is_recomputed() -> None:
     assert choose_recompute(planner(blocks(4)), settings((2, 2))) == "none"
 
 
-def test_auto_values_are_the_fastest_that_fits_and_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_values_are_the_fastest_that_fits() -> None:
     costs = blocks(8, weights=MIB, saved=10 * MIB)
-    asked = Request(2, "auto", "auto", "auto", "auto", optimizer="sgd", memory_bytes=150 * MIB)
-    caplog.set_level(logging.INFO, "hf_gpipe")
-    settled = resolve(planner(costs, rows=8), asked)
-    assert settled == resolve(planner(costs, rows=8), asked)
-    assert settled.why in caplog.text
-    for word in ("schedule", "num_micro_batches", "recompute", "partition", "150 MiB"):
-        assert word in settled.why
-    chosen = replace(
-        asked,
-        num_micro_batches=settled.num_micro_batches,
-        schedule=settled.schedule,
-        recompute=settled.recompute,
-        partition=settled.partition,
-    )
-    assert chosen.is_settled
-    plan = best_plan(planner(costs, rows=8), chosen)
+    asked = PipelineConfig(2, "auto", "auto", "auto", "auto", memory="150MiB")
+    assert not asked.is_decided
+    plan = best_plan(planner(costs, rows=8), asked)
+    assert plan.settings.is_decided
+    assert plan.settings == best_plan(planner(costs, rows=8), asked).settings
+    again = best_plan(planner(costs, rows=8), plan.settings)
+    assert again.settings == plan.settings
     assert plan.fits
     for schedule in ("gpipe", "1f1b"):
         for num_micro_batches in (1, 2, 4, 8):
-            other = Request(2, num_micro_batches, schedule, "stage", optimizer="sgd", memory_bytes=150 * MIB)
+            other = PipelineConfig(2, num_micro_batches, schedule, "stage", memory="150MiB")
             rival = best_plan(planner(costs, rows=8), other)
             assert not rival.fits or plan.step_seconds <= rival.step_seconds * 1.01
 
 
-def test_what_is_given_is_kept() -> None:
-    settled = resolve(planner(blocks(5)), Request(2, 3, "gpipe", ["stage", 2], "count"))
-    assert (settled.partition, settled.schedule, settled.num_micro_batches) == ([3, 2], "gpipe", 3)
-    assert settled.recompute == ("stage", 2)
-
-
-def test_a_request_that_is_impossible() -> None:
-    with pytest.raises(UserError, match="3 devices for num_stages=2"):
-        Request(2, num_processes=3)
+def test_a_configuration_that_is_impossible() -> None:
+    with pytest.raises(UserError, match="num_processes is 3 and num_stages is 2"):
+        PipelineConfig(2, num_processes=3)
     with pytest.raises(UserError, match="'adam' has no known size of state; use one of adamw_torch_fused"):
-        Request(2, optimizer="adam")
+        planner(blocks(2), optim="adam").plan(settings((1, 1)))
 
 
 def limited(plan: Plan, limit: int) -> Plan:
@@ -208,7 +192,7 @@ def test_a_plan_that_should_have_fitted_is_mended_by_less() -> None:
 
 def test_a_search_is_no_slower_than_what_was_asked_for_and_knows_the_leanest() -> None:
     costs = blocks(8, weights=MIB, saved=10 * MIB)
-    asked = Request(2, 2, "gpipe", "stage", optimizer="sgd", memory_bytes=150 * MIB)
+    asked = PipelineConfig(2, 2, "gpipe", "stage", memory="150MiB")
     within = planner(costs, rows=8, memory_bytes=150 * MIB)
     found = search(within, asked)
     given = best_plan(within, asked)

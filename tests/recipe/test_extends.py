@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.errors import RecipeError
-from hf_gpipe.recipe import load_recipe, parse_recipe, recipe_help
+from hf_gpipe.recipe import load_recipe, parse_recipe
 from hf_gpipe.recipe.extends import LONGEST_CHAIN, read_with_bases
 from hf_gpipe.recipe.strict_yaml import write
 
@@ -214,8 +214,15 @@ def test_a_text_and_an_override_cannot_extend(tmp_path: Path) -> None:
     assert "pipeline.extends is not a key" in refused(top, "pipeline.extends=base.yaml")
 
 
-def test_help_tells_of_it() -> None:
-    assert recipe_help().startswith("extends: a file")
+def test_a_file_that_changes_the_kind_drops_what_the_new_kind_does_not_use(tmp_path: Path) -> None:
+    base = BASE.replace("languages: [de, fr]", "languages: [de, fr]\n  max_number: 5\n  test_fraction: 0.5")
+    middle = "extends: base.yaml\ndata:\n  kind: jsonl\n  path: a.jsonl\n"
+    top = files(tmp_path, top="extends: middle.yaml\ndata: {source_field: src}\n", middle=middle, base=base)
+    data = load_recipe(top).data
+    assert (data.kind, data.languages, data.max_number, data.test_fraction) == ("jsonl", ["de", "fr"], 999, 0.5)
+    assert data.source_field == "src"
+    top.write_text("extends: middle.yaml\ndata: {max_number: 6}\n")
+    assert refused(top).startswith(f"{top}, line 2: data.max_number is 6 (a whole number) and data.kind is jsonl")
 
 
 def test_nothing_of_the_base_is_lost_or_invented(tmp_path: Path) -> None:

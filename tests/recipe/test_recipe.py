@@ -5,15 +5,24 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import pytest
 
-from hf_gpipe.errors import RecipeError
-from hf_gpipe.recipe import Recipe, check, load_recipe, parse_recipe, recipe_help
-from hf_gpipe.recipe.build import dotted, leaf_keys
-from hf_gpipe.recipe.help import field_texts
+from hf_gpipe.errors import RecipeError, UserError
+from hf_gpipe.recipe import (
+    DataSection,
+    PipelineConfig,
+    check,
+    load_recipe,
+    load_saved,
+    parse_recipe,
+    recipe_help,
+    section_help,
+)
+from hf_gpipe.recipe.fields import SECTIONS, all_keys
+from hf_gpipe.recipe.help import MAIN_KEYS
 
 MINIMAL = """\
 model:
@@ -66,7 +75,7 @@ def test_overrides_win_over_the_file_and_the_last_one_wins() -> None:
         ],
     )
     assert recipe.pipeline.num_stages == 4
-    assert recipe.pipeline.partition == [1, 2, 2, 1]
+    assert recipe.pipeline.partition == (1, 2, 2, 1)
     assert recipe.model.config == {"model_type": "marian", "d_model": 64}
     assert recipe.training.learning_rate == 0.002
     assert recipe.training.output_dir == "a=b"
@@ -86,7 +95,9 @@ def test_a_recipe_cannot_be_changed_in_place() -> None:
 
 
 def test_the_resolved_recipe_reads_back_as_the_same() -> None:
-    recipe = parse_recipe(MINIMAL, ["data.languages=[no, de]", "training.output_dir='2e-3'", "data.source_field='~'"])
+    recipe = parse_recipe(
+        MINIMAL, ["data.languages=[no, de]", "training.output_dir='2e-3'", "model.attn_implementation='~'"]
+    )
     assert parse_recipe(recipe.to_yaml()) == recipe
     assert "num_micro_batches: 1" in recipe.to_yaml()
 
@@ -105,12 +116,16 @@ def test_the_resolved_recipe_reads_back_as_the_same() -> None:
         ("pipeline.num_stages=true", "found true (a boolean), expected a whole number"),
         ("pipeline.num_stages=2.0", "found 2.0 (a number), expected a whole number"),
         ("pipeline.num_stages=", "found nothing (null)"),
-        ("pipeline.recompute=stages", "expected 'none', 'block', 'stage' or 'auto'; did you mean 'stage'?"),
+        (
+            "pipeline.recompute=stages",
+            "'none', 'block', 'stage' or a whole number of at least 1; did you mean 'stage'?",
+        ),
         ("pipeline.schedule=gpip", "did you mean 'gpipe'?"),
         ("pipeline.schedule=forward_only", "found 'forward_only' (a string), expected 'naive', 'gpipe'"),
         ("pipeline.partition=cout", "did you mean 'count'?"),
-        ("pipeline.partition=[1, x]", "'profile' or 'auto' or a list, each entry a whole number of at least 1"),
+        ("pipeline.partition=[1, x]", "'profile', 'auto' or a list, each entry a whole number of at least 1"),
         ("data.languages=[de, 3]", "data.languages[1]: found 3 (a whole number), expected a string"),
+        ("pipeline.devices=[cpu, 3]", "pipeline.devices[1]: found 3 (a whole number), expected a string"),
         ("data.test_fraction=1", "expected a number of at least 0 and below 1"),
         ("data.test_fraction=.nan", "not a finite number"),
         ("training.learning_rate=.inf", "not a finite number"),
@@ -162,8 +177,8 @@ def test_a_bad_file_is_refused_with_the_line(text: str, message: str) -> None:
         ("data.num_languages=102", "data.languages names 2 languages and data.num_languages is 102; leave one"),
         ("data.min_examples_per_language=5000", "data.min_examples_per_language is 5000"),
         ("data.test_fraction=0.95", "their sum must be below 1"),
-        ("pipeline.num_processes=2", "pipeline.num_processes is 2 and pipeline.num_stages is 1"),
-        ("pipeline.partition=[2, 3]", "has 2 entries and pipeline.num_stages is 1"),
+        ("pipeline.num_processes=2", "pipeline.num_processes is 2 and num_stages is 1"),
+        ("pipeline.partition=[2, 3]", "pipeline.partition [2, 3] has 2 entries and num_stages is 1"),
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(override: str, message: str) -> None:
@@ -175,15 +190,81 @@ def test_fields_that_contradict_each_other_are_refused(override: str, message: s
 def test_a_number_of_languages_stands_in_for_their_names() -> None:
     data = parse_recipe(MINIMAL, ["data.languages=[]", "data.num_languages=102", "data.rank_seed=0"]).data
     assert (data.languages, data.num_languages, data.rank_seed) == ([], 102, 0)
-    # Other kinds leave the number aside, and name the languages to keep.
-    jsonl = ["data.kind=jsonl", "data.path=pairs.jsonl", "data.num_languages=102"]
-    assert parse_recipe(MINIMAL, jsonl).data.languages == ["de", "fr"]
+    jsonl = parse_recipe(MINIMAL, ["data.kind=jsonl", "data.path=pairs.jsonl"])
+    assert jsonl.data.languages == ["de", "fr"]
+
+
+JSONL = MINIMAL.replace("kind: cldr", "kind: jsonl\n  path: pairs.jsonl")
+
+
+def test_a_key_that_the_kind_does_not_use_is_an_error() -> None:
+    message = refused(JSONL.replace("training:", "  max_number: 5\ntraining:"))
+    assert message == (
+        "r.yaml, line 7: data.max_number is 5 (a whole number) and data.kind is jsonl, which does not use it; it is "
+        "for cldr: leave it out."
+    )
+    assert refused(JSONL, "data.subset=x").startswith("override 'data.subset=x': data.subset is 'x' (a string) and")
+    text = "model: {config: {model_type: llama}}\ndata: {kind: text, path: a.txt}\ntraining: {output_dir: o}\n"
+    assert parse_recipe(text).data.kind == "text"
+    for override in ("data.temperature=2", "data.languages=[de]", "data.max_source_tokens=7", "evaluation.samples=2"):
+        assert "data.kind is text, which does not use it; it is for cldr, jsonl" in refused(text, override)
+
+
+def test_whoever_changes_the_kind_drops_what_it_does_not_use() -> None:
+    cldr = MINIMAL.replace("training:", "  max_number: 5\n  test_fraction: 0.5\ntraining:")
+    data = parse_recipe(cldr, ["data.kind=csv", "data.path=a.csv", "data.delimiter=;"]).data
+    assert (data.max_number, data.test_fraction, data.delimiter) == (999, 0.5, ";")
+    assert "data.max_number is 6" in refused(cldr, "data.kind=csv", "data.path=a.csv", "data.max_number=6")
+    assert "data.max_number is 6" in refused(cldr, "data={kind: csv, path: a.csv, max_number: 6}")
+
+
+def test_a_recipe_is_written_with_the_keys_of_its_kind_alone() -> None:
+    written = parse_recipe(JSONL).to_yaml()
+    assert "source_field: source" in written
+    assert "max_number" not in written
+    assert "max_number: 999" in parse_recipe(MINIMAL).to_yaml()
+
+
+def test_the_recipe_that_an_earlier_version_wrote_is_read(tmp_path: Path) -> None:
+    """It has every key, and of other kinds what its base had."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(JSONL.replace("training:", "  max_number: 5\n  templates: []\n  subset: null\ntraining:"))
+    assert load_saved(path) == parse_recipe(JSONL)
+    with pytest.raises(RecipeError, match="max_number"):
+        load_recipe(path)
+
+
+def test_an_error_made_in_python_is_as_clear() -> None:
+    for wrong, message in (
+        ({"num_stages": 0}, "num_stages: found 0 (a whole number), expected a whole number of at least 1"),
+        ({"num_stage": 1}, "num_stage is not one of num_stages, "),
+        ({"schedule": "gpip"}, "did you mean 'gpipe'?"),
+        ({"recompute": ["stage", "x"]}, "recompute: found ['stage', 'x'] (a list), expected 'none', 'block'"),
+        ({"memory": "80"}, "memory is '80', without a unit"),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)) as caught:
+            PipelineConfig(**wrong)
+        assert "pydantic" not in str(caught.value)
+        assert "PipelineConfig" not in str(caught.value)
+    with pytest.raises(UserError, match="kind is missing"):
+        DataSection()  # type: ignore[call-arg]  # what is tested
+
+
+def test_decided_is_a_type_that_holds_no_auto() -> None:
+    config = PipelineConfig(2, "auto", partition=[1, 2])
+    assert not config.is_decided
+    decided = config.decided(num_micro_batches=4)
+    assert decided.is_decided
+    assert (decided.num_processes, decided.partition) == (2, (1, 2))
+    with pytest.raises(UserError, match="num_micro_batches"):
+        config.decided()
+    assert decided.reopened(num_micro_batches="auto", num_processes=None) == config
 
 
 def test_check_serves_a_recipe_made_in_python_too() -> None:
     recipe = parse_recipe(MINIMAL)
-    with pytest.raises(RecipeError, match="num_processes"):
-        check(replace(recipe, pipeline=replace(recipe.pipeline, num_processes=5)))
+    with pytest.raises(RecipeError, match=r"data\.max_held_out is 5 .* it is for jsonl, csv"):
+        check(replace(recipe, data=replace(recipe.data, max_held_out=5)))
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -199,20 +280,31 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_recipe(latin)
 
 
-def test_help_names_every_key_with_its_text() -> None:
+def test_help_of_the_sections_names_every_key_with_its_text() -> None:
+    for section in SECTIONS:
+        text = section_help(section)
+        assert max(map(len, text.splitlines())) <= 110
+        for name, key in all_keys():
+            assert name != section or f"  {name}.{key.name}: " in text
+    assert "pipeline.num_stages: a whole number of at least 1; default: 1" in section_help("pipeline")
+    assert "training.output_dir: a string that is not empty; required" in section_help("training")
+    assert "data.max_number: a whole number of at least 1; default: 999; data.kind: cldr\n" in section_help("data")
+    assert "default: 1.0; data.kind: all but text\n" in section_help("data")
+    with pytest.raises(UserError, match="'dat' is not a section of a recipe; did you mean 'data'"):
+        section_help("dat")
+
+
+def test_the_main_keys_fit_a_page_with_their_defaults() -> None:
     text = recipe_help()
-    for key in leaf_keys(Recipe):
-        assert f"  {dotted(key)}: " in text
-    assert "pipeline.num_stages: a whole number of at least 1; default: 1" in text
-    assert "training.output_dir: a string that is not empty; required" in text
-    assert "default: []" in text
-    assert max(map(len, text.splitlines())) <= 110
+    for name in MAIN_KEYS:
+        assert f"  {name} " in text
+    assert "(gpipe) Order of work" in text
+    assert len(text.splitlines()) < 40
+    assert max(map(len, text.splitlines())) <= 120
 
 
 def test_every_field_has_a_text() -> None:
-    for section in fields(parse_recipe(MINIMAL)):
-        cls = type(getattr(parse_recipe(MINIMAL), section.name))
-        assert list(field_texts(cls)) == [field.name for field in fields(cls)]
+    assert [f"{name}.{key.name}" for name, key in all_keys() if not key.text] == []
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -230,9 +322,12 @@ def test_reading_a_recipe_loads_no_torch() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["pipeline.devices=[]"], "pipeline.devices [] cannot be shared out"),
+        (["pipeline.devices=[]"], "pipeline.devices [] names none"),
         (["pipeline.devices=[cpu]", "pipeline.num_stages=2", "pipeline.num_processes=2"], "cannot be shared out"),
-        (["pipeline.torch_compile_backend=aot_eager"], "pipeline.torch_compile is false"),
+        (
+            ["pipeline.torch_compile_backend=aot_eager"],
+            "pipeline.torch_compile_backend is 'aot_eager' and torch_compile is false",
+        ),
     ],
 )
 def test_settings_of_devices_and_compilation_that_contradict_each_other(overrides: list[str], message: str) -> None:

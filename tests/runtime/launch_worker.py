@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.runtime import failures, launch, whereabouts
+from hf_gpipe.runtime import failures, launch
+from hf_gpipe.runtime.job import Job
 
 
 def body(what: str, folder: Path) -> None:
-    launch.join(timeout_seconds=2 if what in ("stuck", "explained", "late") else 60)
+    job = Job.join(timeout_seconds=2 if what in ("stuck", "explained", "late") else 60)
     rank = dist.get_rank()
-    whereabouts.note("testing")
+    job.note("testing")
     (folder / f"{rank}.pid").write_text(str(os.getpid()))
     dist.barrier()
     if rank == 1:
@@ -41,7 +42,7 @@ def body(what: str, folder: Path) -> None:
     sys.stdout.write(f"process {rank} of {dist.get_world_size()}, {torch.get_num_threads()} threads\n")
     if what == "late" and rank == 0:
         time.sleep(3)
-    launch.leave()
+    job.leave()
 
 
 def main() -> int:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_gpipe.errors import PeerError, StageError, UserError
+from hf_gpipe.errors import EXIT_STOPPED, PeerError, StageError, UserError
 from hf_gpipe.runtime import failures
-from hf_gpipe.runtime.supervise import Worker, first_failure, whereabouts_file
+from hf_gpipe.runtime.supervise import Worker, first_failure, work_file
 from tests.runtime import launch_worker
 
 REPOSITORY = Path(__file__).parents[2]
@@ -157,7 +157,7 @@ def test_the_first_failure_is_the_cause(tmp_path: Path) -> None:
         if noted:
             values = {"exit_code": exit_code, "is_consequence": False, "time": 5.0, "traceback": ""} | noted
             failures._write_error_file(made.error_file, failures.Failure(**values))  # type: ignore[arg-type]
-        whereabouts_file(tmp_path, rank).write_text(f"doing {rank}")
+        work_file(tmp_path, rank).write_text(f"doing {rank}")
         return made
 
     lost = {"message": "process 1, stage 1, action 1F0: lost", "is_consequence": True, "time": 1.0}
@@ -181,4 +181,4 @@ def test_the_first_failure_is_the_cause(tmp_path: Path) -> None:
         failure = first_failure(make())
         assert failure is not None
         assert expected in failure.message
-    assert first_failure([found(0, 0), found(1, failures.EXIT_STOPPED)]) is None
+    assert first_failure([found(0, 0), found(1, EXIT_STOPPED)]) is None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from hf_gpipe.schedule import SCHEDULES, Action, ActionKind, Costs, Placement, Schedule, build, simulate
-from hf_gpipe.schedule.occupancy import Held, most_held
+from hf_gpipe.schedule import SCHEDULES, Action, ActionKind, Placement, Schedule, build
+from hf_gpipe.schedule.occupancy import Held, most_of_equal_stages
 
 Recompute = str | tuple[int | None, ...]
 
@@ -46,4 +46,4 @@ def stage_order(schedule: Schedule, stage: int) -> list[Action]:
 
 def peak(schedule: Schedule, stage: int, held: Held) -> int:
     """The most that a stage of a table holds at once, a backward taking twice as long as a forward."""
-    return most_held(simulate(schedule, Costs(1, 2)), stage)[held]
+    return most_of_equal_stages(schedule)[stage][held]

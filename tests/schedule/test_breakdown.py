@@ -52,7 +52,7 @@ def test_a_measured_step_has_sending_waiting_and_gaps() -> None:
 
 
 def test_the_table_as_text_and_as_data() -> None:
-    timeline = simulate(build("gpipe", 2, 1, Placement.one_process(2)), Costs(0.001, 0.002))
+    timeline = simulate(build("gpipe", 2, 1, Placement.spread(2, 1)), Costs(0.001, 0.002))
     lines = breakdown(timeline).text().splitlines()
     assert lines[0].split() == ["forward", "recompute", "backward", "send", "wait", "update", "other"]
     assert [line[: line.index("ms")].split()[:-1] for line in lines[1:]] == [

@@ -17,6 +17,7 @@ from hf_gpipe.schedule import (
     Schedule,
     build,
     builders,
+    check_table,
     draw_text,
     placement_for,
     simulate,
@@ -33,10 +34,10 @@ F, R, B, U = ActionKind.FORWARD, ActionKind.RECOMPUTE, ActionKind.BACKWARD, Acti
 @settings(deadline=None, max_examples=200)
 def test_every_table_is_valid_and_survives_its_text(case: tuple[Schedule, Recompute]) -> None:
     schedule, _ = case
-    schedule.validate()
+    check_table(schedule)
     again = Schedule.from_text(schedule.text())
     assert again == schedule
-    again.validate()
+    check_table(again)
 
 
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 7), st.data())
@@ -92,7 +93,7 @@ def test_tables_that_run_with_blocking_sends(case: tuple[Schedule, Recompute]) -
     schedule, _ = case
     places = list(schedule.placement.processes)
     if places == sorted(places) or schedule.name == "naive":
-        schedule.validate(rendezvous=True)
+        check_table(schedule, rendezvous=True)
 
 
 @given(st.integers(2, 6), st.integers(1, 6), st.data())
@@ -103,16 +104,16 @@ def test_gpipe_fused_with_blocking_sends(num_stages: int, num_micro_batches: int
     last_is_alone = len(placement.stages_of(placement.num_processes - 1)) == 1
     if last_is_alone and num_micro_batches > 1:
         with pytest.raises(ScheduleError, match="deadlock with blocking sends"):
-            schedule.validate(rendezvous=True)
+            check_table(schedule, rendezvous=True)
     else:
-        schedule.validate(rendezvous=True)
+        check_table(schedule, rendezvous=True)
 
 
 @pytest.mark.parametrize("name", ["naive", "gpipe", "gpipe_fused"])
 @pytest.mark.parametrize("num_micro_batches", [1, 3, 5])
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_one_process_keeps_one_recomputed_graph_at_a_time(name: str, num_micro_batches: int, num_stages: int) -> None:
-    (actions,) = build(name, num_stages, num_micro_batches, Placement.one_process(num_stages)).actions
+    (actions,) = build(name, num_stages, num_micro_batches, Placement.spread(num_stages, 1)).actions
     for action, following in pairwise(actions):
         if action.kind == R:
             assert following == Action(B, action.stage, action.micro_batch)
@@ -132,7 +133,7 @@ def test_1f1b_holds_few_micro_batches_and_has_the_bubble_of_gpipe(num_stages: in
 @settings(deadline=None, max_examples=30)
 def test_1f1b_deadlocks_with_blocking_sends(num_stages: int, num_micro_batches: int) -> None:
     with pytest.raises(ScheduleError, match="deadlock with blocking sends"):
-        build("1f1b", num_stages, num_micro_batches).validate(rendezvous=True)
+        check_table(build("1f1b", num_stages, num_micro_batches), rendezvous=True)
 
 
 @given(placements(), st.integers(1, 5))
@@ -143,7 +144,7 @@ def test_a_stage_keeps_one_recomputed_graph_at_a_time(placement: Placement, num_
 
 
 def test_several_stages_in_a_process() -> None:
-    one = build("gpipe", 2, 2, Placement.one_process(2), "none")
+    one = build("gpipe", 2, 2, Placement.spread(2, 1), "none")
     assert " ".join(map(str, one.actions[0])) == "0F0 1F0 0F1 1F1 1B1 0B1 1B0 0B0 0U 1U"
     # Process 0 recomputes both of its stages while the first gradient is on its way, the deeper stage first.
     two = build("gpipe", 4, 2, Placement.spread(4, 2), "stage")
@@ -152,7 +153,7 @@ def test_several_stages_in_a_process() -> None:
 
 
 def test_naive_has_one_micro_batch_in_the_pipeline() -> None:
-    (actions,) = build("naive", 3, 2, Placement.one_process(3), "none").actions
+    (actions,) = build("naive", 3, 2, Placement.spread(3, 1), "none").actions
     assert " ".join(map(str, actions)) == "0F0 1F0 2F0 2B0 1B0 0B0 0F1 1F1 2F1 2B1 1B1 0B1 0U 1U 2U"
 
 
@@ -185,7 +186,7 @@ def test_the_docstrings_draw_the_real_tables(
 def test_where_a_schedule_wants_its_stages() -> None:
     assert placement_for("interleaved_1f1b", 6, 2).processes == (0, 1, 0, 1, 0, 1)
     for name in SCHEDULES:
-        assert placement_for(name, 5, 1) == Placement.one_process(5)
+        assert placement_for(name, 5, 1) == Placement.spread(5, 1)
         assert placement_for(name, 3, 3) == Placement.one_stage_each(3)
         if name != "interleaved_1f1b":
             assert placement_for(name, 5, 2).processes == (0, 0, 0, 1, 1)
@@ -231,7 +232,7 @@ def test_a_builder_of_another_schedule_fits_in(monkeypatch: pytest.MonkeyPatch) 
         return merge(orders, placement)
 
     monkeypatch.setitem(builders.SCHEDULES, "another", one_forward_one_backward)
-    for placement in (Placement.one_process(4), Placement.spread(4, 2), Placement((0, 1, 0, 1))):
+    for placement in (Placement.spread(4, 1), Placement.spread(4, 2), Placement((0, 1, 0, 1))):
         build("another", 4, 6, placement, "none")
     table = build("another", 4, 6, None, "none")
     assert [peak(table, stage, Held.MICRO_BATCH) for stage in range(4)] == [4, 3, 2, 1]
@@ -241,4 +242,4 @@ def test_a_builder_of_another_schedule_fits_in(monkeypatch: pytest.MonkeyPatch) 
 def test_stage_orders_that_wait_for_each_other_cannot_be_merged() -> None:
     orders = [[Action(B, 0, 0), Action(F, 0, 0)], [Action(F, 1, 0), Action(B, 1, 0)]]
     with pytest.raises(ScheduleError, match="deadlock: 0B0 waits for 1B0"):
-        merge(orders, Placement.one_process(2))
+        merge(orders, Placement.spread(2, 1))

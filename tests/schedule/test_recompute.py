@@ -64,7 +64,7 @@ def test_a_recomputation_stands_directly_before_its_backward(order: list[Action]
 
 @given(schedules())
 @settings(deadline=None, max_examples=200)
-def test_a_table_counts_its_graphs_and_contexts(case: tuple[Schedule, Recompute]) -> None:
+def test_a_table_counts_its_graphs(case: tuple[Schedule, Recompute]) -> None:
     schedule, recompute = case
     for stage in range(schedule.num_stages):
         order = stage_order(schedule, stage)

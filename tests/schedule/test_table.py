@@ -10,6 +10,7 @@ from hf_gpipe.schedule import Action, ActionKind, Placement, Schedule, build
 F, R, B, U = ActionKind.FORWARD, ActionKind.RECOMPUTE, ActionKind.BACKWARD, ActionKind.UPDATE
 
 GPIPE_2_2 = """\
+table: 1
 schedule: gpipe
 num_stages: 2
 num_micro_batches: 2
@@ -26,9 +27,21 @@ def test_action_text() -> None:
     assert Action.parse("7U") == Action(U, 7)
 
 
-@pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2U0", "-1F0", "2F0 ", "2f0", "0F0F"])
-def test_text_that_is_no_action(text: str) -> None:
-    with pytest.raises(ScheduleError, match="no action"):
+@pytest.mark.parametrize("text", ["", "F0", "-1F0", "2F0 ", "2f0", "0F0F", "02F0", "2F00", "\u0662F0", "9" * 10 + "F0"])
+def test_text_that_is_not_an_action(text: str) -> None:
+    with pytest.raises(ScheduleError, match="is not an action"):
+        Action.parse(text)
+
+
+@pytest.mark.parametrize(("text", "kind"), [("2X0", "X"), ("2G", "G"), ("1I3", "I"), ("1W3", "W")])
+def test_a_kind_that_this_version_does_not_have(text: str, kind: str) -> None:
+    with pytest.raises(ScheduleError, match=f"'{text}': {kind} is not a kind .* version 1 .* has F, R, B, U"):
+        Action.parse(text)
+
+
+@pytest.mark.parametrize("text", ["2F", "2U0", "2U5"])
+def test_only_an_update_stands_without_a_micro_batch(text: str) -> None:
+    with pytest.raises(ScheduleError, match=rf"action {text}: .* in version 1 of the table's text"):
         Action.parse(text)
 
 
@@ -60,13 +73,18 @@ def test_consumer_is_the_inverse_of_source(kind: ActionKind, stage: int, micro_b
 
 
 def test_placements() -> None:
-    assert Placement.one_process(3) == Placement((0, 0, 0))
+    assert Placement.spread(3, 1) == Placement((0, 0, 0))
     assert Placement.one_stage_each(3) == Placement((0, 1, 2))
     assert Placement.spread(7, 3) == Placement((0, 0, 0, 1, 1, 2, 2))
     looped = Placement((0, 1, 0, 1))
     assert (looped.num_stages, looped.num_processes) == (4, 2)
     assert looped.stages_of(0) == (0, 2)
     assert looped.stages_of(1) == (1, 3)
+    assert [looped.process_of(Action.parse(text)) for text in ("0F0", "1B2", "2U")] == [0, 1, 0]
+    forward, others = Action(F, 0, 0), (Action(F, 1, 0), Action(F, 2, 0))
+    assert [looped.is_local(forward, other) for other in others] == [False, True]
+    spread = Placement((0, 1, 0, 1), ("a", "a", "b", "b"))
+    assert [spread.is_local(forward, other) for other in others] == [False, False]
 
 
 @given(st.integers(1, 30), st.data())
@@ -145,15 +163,29 @@ def test_text_round_trip_is_exact(schedule: Schedule) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("schedule: gpipe\n", "", "'schedule:' is missing"),
-        ("num_stages", "num_stage", "line 2: .*did you mean 'num_stages'"),
-        ("num_stages: 2", "num_stages: two", "num_stages: 'two' is not an integer"),
-        ("num_stages: 2", "num_stages: 2 2", "not an integer"),
-        ("placement: 0 1", "placement: 0, 1", "not a list of integers"),
-        ("placement: 0 1", "placement: 0 1\nplacement: 0 1", "line 5"),
-        ("process 1", "process 2", "line 6: found 'process 2.*expected .*process 1"),
-        ("process 1:", "process 1", "line 6"),
-        ("1R1", "1Q1", "line 6: '1Q1' is no action"),
+        ("table: 1\n", "", "^line 1: found 'schedule: gpipe', expected a line that starts with table:"),
+        ("table: 1", "table: 2", "^line 1: .*version '2', and this version of hf_gpipe reads version 1"),
+        ("table: 1", "table:", "^line 1: .*version ''"),
+        ("table: 1\n", "# mine\ntable: 1\n", "^line 1: found '# mine'"),
+        ("schedule: gpipe\n", "", "^line 2: found 'num_stages: 2', expected .* schedule:"),
+        ("schedule: gpipe", "schedule:", "^line 2: schedule name ''"),
+        ("num_stages", "num_stage", "^line 3: .*did you mean 'num_stages'"),
+        ("num_stages: 2", "num_stages: two", "^line 3: num_stages: found 'two', expected one number"),
+        ("num_stages: 2", "num_stages: 2 2", "^line 3: num_stages: found '2 2', expected one number"),
+        ("num_stages: 2", "num_stages: 02", "^line 3: num_stages: found '02'"),
+        ("num_stages: 2", "num_stages: " + "2" * 5000, "^line 3: num_stages: found '22.*2...'"),
+        ("placement: 0 1", "placement: 0,1 2", "^line 5: placement: found '0,1 2', .* of one process.*version 1"),
+        ("placement: 0 1", "placement: 0 2", "^line 5: placement .* without a gap"),
+        ("placement: 0 1", "placement: 0 1\nplacement: 0 1", "^line 6: .*expected .* devices: or process 0:"),
+        ("placement: 0 1", "placement: 0 1\ndevices: cpu", "^line 5: placement: 1 devices for 2 stages"),
+        ("process 0", "process 1", "^line 6: found 'process 1.*expected .*process 0"),
+        ("process 1", "process 2", "^line 7: found 'process 2.*expected .*process 1"),
+        ("process 1:", "process 1", "^line 7"),
+        ("1R1", "1Q1", "^line 7: '1Q1': Q is not a kind of action"),
+        ("1R1", "R1", "^line 7: 'R1' is not an action"),
+        ("1U\n", "1U\ndevices: cpu cpu", "^line 8: found 'devices: cpu cpu', expected .* process 2:"),
+        (GPIPE_2_2, "", "^the line 'table:' is missing"),
+        (GPIPE_2_2[GPIPE_2_2.index("placement") :], "", "^the line 'placement:' is missing"),
     ],
 )
 def test_wrong_text_is_named_by_its_line(old: str, new: str, message: str) -> None:

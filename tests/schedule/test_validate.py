@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule import Action, ActionKind, Schedule, build
+from hf_gpipe.schedule import Action, ActionKind, Schedule, build, check_table
 from tests.schedule.cases import schedules
 
 
 def table(*processes: str, num_stages: int = 2, num_micro_batches: int = 1, placement: str | None = None) -> Schedule:
     places = placement or " ".join(map(str, range(len(processes))))
     lines = [
+        "table: 1",
         "schedule: by hand",
         f"num_stages: {num_stages}",
         f"num_micro_batches: {num_micro_batches}",
@@ -27,10 +28,10 @@ def table(*processes: str, num_stages: int = 2, num_micro_batches: int = 1, plac
 
 
 def test_small_tables_by_hand_are_valid() -> None:
-    table("0F0", "1F0").validate(rendezvous=True)
-    table("0F0 0B0 0U", "1F0 1B0 1U").validate(rendezvous=True)
-    table("0F0 0R0 0B0 0U", "1F0 1R0 1B0 1U").validate(rendezvous=True)
-    table("0F0 1F0 1B0 0R0 0B0 1U 0U", placement="0 0").validate(rendezvous=True)
+    check_table(table("0F0", "1F0"), rendezvous=True)
+    check_table(table("0F0 0B0 0U", "1F0 1B0 1U"), rendezvous=True)
+    check_table(table("0F0 0R0 0B0 0U", "1F0 1R0 1B0 1U"), rendezvous=True)
+    check_table(table("0F0 1F0 1B0 0R0 0B0 1U 0U", placement="0 0"), rendezvous=True)
 
 
 @pytest.mark.parametrize(
@@ -64,23 +65,23 @@ def test_small_tables_by_hand_are_valid() -> None:
 )
 def test_a_broken_table_is_refused_by_name(broken: Schedule, message: str) -> None:
     with pytest.raises(ScheduleError, match=re.escape(message)):
-        broken.validate()
+        check_table(broken)
 
 
 def test_processes_that_wait_for_each_other() -> None:
     crossed = table("2F0 0F0", "1F0", num_stages=3, placement="0 1 0")
     message = "deadlock: process 0 stops at 2F0, waiting for 1F0; process 1 stops at 1F0, waiting for 0F0"
     with pytest.raises(ScheduleError, match=message):
-        crossed.validate()
+        check_table(crossed)
 
 
 def test_blocking_sends_can_deadlock_where_others_do_not() -> None:
     fused = build("gpipe_fused", 2, 2)
-    fused.validate()
+    check_table(fused)
     with pytest.raises(
         ScheduleError, match="deadlock with blocking sends: process 0 stops at 0F1, waiting for 1F1; proc"
     ):
-        fused.validate(rendezvous=True)
+        check_table(fused, rendezvous=True)
 
 
 def built() -> st.SearchStrategy[Schedule]:
@@ -101,14 +102,14 @@ def test_a_table_lacks_every_action_but_a_recomputation(schedule: Schedule, data
     dropped = actions.pop(data.draw(st.integers(0, len(actions) - 1)))
     broken = with_actions(schedule, process, actions)
     if dropped.kind == ActionKind.RECOMPUTE:
-        broken.validate()
+        check_table(broken)
         assert broken.keeps_graph(dropped.stage, dropped.micro_batch or 0)
     elif schedule.num_stages * schedule.num_micro_batches == 1 and dropped.kind == ActionKind.BACKWARD:
         with pytest.raises(ScheduleError, match="without any backward"):
-            broken.validate()
+            check_table(broken)
     else:
         with pytest.raises(ScheduleError, match=f"{dropped} is missing"):
-            broken.validate()
+            check_table(broken)
 
 
 @given(built(), st.data())
@@ -120,7 +121,7 @@ def test_no_action_fits_another_process_or_a_second_time(schedule: Schedule, dat
     broken = with_actions(schedule, other, [*schedule.actions[other], action])
     message = "twice" if other == process else "is placed on"
     with pytest.raises(ScheduleError, match=f"{action} .*{message}"):
-        broken.validate()
+        check_table(broken)
 
 
 @given(built(), st.data())
@@ -137,4 +138,4 @@ def test_a_backward_never_comes_before_its_forward_or_recomputation(schedule: Sc
     i, j = actions.index(needed), actions.index(backward)
     actions[i], actions[j] = actions[j], actions[i]
     with pytest.raises(ScheduleError, match="which it needs"):
-        with_actions(schedule, process, actions).validate()
+        check_table(with_actions(schedule, process, actions))

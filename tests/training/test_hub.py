@@ -101,7 +101,12 @@ def test_only_at_the_end_or_only_when_asked(stand_in: type[StandIn], tmp_path: P
     quiet = trainer(tmp_path / "quiet", save_strategy="steps", save_steps=3)
     quiet.train()
     assert stand_in.calls == []
-    quiet.push_to_hub(private=True, token="other", revision="side")
+    quiet.push_to_hub(private=True, token="other", revision="side", finetuned_from="base/model", language="de")
+    card = (tmp_path / "quiet/README.md").read_text()
+    assert "base_model: base/model" in card
+    assert "- de" in card
+    assert "README.md" in stand_in.calls[-1]["files"]
+    assert quiet.hub_model_id == "me/quiet"
     assert stand_in.created[-1] == {"name": "quiet", "token": "other", "private": True, "exist_ok": True}
     assert (stand_in.calls[-1]["token"], stand_in.calls[-1]["revision"]) == ("other", "side")
 

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_gpipe.checkpoint.digests import DIGESTS_FILE
 from hf_gpipe.data import PairCollator
 from hf_gpipe.data.sampling import draws_of
 from hf_gpipe.errors import CheckpointError, DataError, UserError
@@ -272,7 +273,10 @@ def test_another_sampling_is_not_resumed(tmp_path: Path) -> None:
     content = json.loads(state.read_text())
     for name in ("batch_tokens", "sampling_temperature"):
         del content["progress"]["data"][name]
+    # As an older version wrote it, which knew neither these arguments nor digests.
+    del content["progress"]["has_digests"]
     state.write_text(json.dumps(content))
+    (tmp_path / "checkpoint-1" / DIGESTS_FILE).unlink()
     with pytest.raises(CheckpointError, match="was written with batch_tokens=None and this run has 24"):
         made(max_steps=2).train(resume_from_checkpoint=True)
 

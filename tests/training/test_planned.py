@@ -12,6 +12,7 @@ from hf_gpipe.checkpoint.state import load_progress
 from hf_gpipe.errors import UserError
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import parse_recipe
+from hf_gpipe.runtime.job import Job
 from hf_gpipe.training import job, saving
 from hf_gpipe.training.longest import longest_mini_batch
 from tests.oracle import tiny_config
@@ -58,12 +59,16 @@ def test_what_is_auto_is_settled(tmp_path: Path) -> None:
 def test_what_was_chosen_for_micro_batches_stays_on_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout depends on the micro-batch, and the planner's choice on how fast the machine is that day."""
     recipe = parse_recipe(RECIPE.format(folder=tmp_path))
-    job.run(recipe)
+    job.run(recipe, Job.current())
     chosen = load_progress(tmp_path / "out/checkpoint-2")["num_micro_batches"]
     seen: list[Any] = []
     original = job.Pipeline
-    monkeypatch.setattr(job, "Pipeline", lambda *args, **kwargs: seen.append(args[2]) or original(*args, **kwargs))
-    job.run(parse_recipe(RECIPE.format(folder=tmp_path), ["training.max_steps=3"]))
+    monkeypatch.setattr(
+        job,
+        "Pipeline",
+        lambda *args, **kwargs: seen.append(kwargs["config"].num_micro_batches) or original(*args, **kwargs),
+    )
+    job.run(parse_recipe(RECIPE.format(folder=tmp_path), ["training.max_steps=3"]), Job.current())
     assert seen == [chosen]
     made = trainer(tmp_path, num_micro_batches="auto", max_steps=2, save_strategy="steps", save_steps=2)
     made.train()

@@ -10,16 +10,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Sequence
 
-from hf_gpipe.data.coverage import cldr_languages, own_words
+from hf_gpipe.data.cldr.coverage import cldr_languages, own_words
+from hf_gpipe.data.cldr.locales import ENGLISH, ROOT, IsolatedLocale, known_locale
+from hf_gpipe.data.cldr.templates import TEMPLATES, Phrase
 from hf_gpipe.data.deterministic import stable_fraction, stable_random
-from hf_gpipe.data.locales import ENGLISH, ROOT, IsolatedLocale, known_locale
 from hf_gpipe.data.pairs import Corpus, Pair, language_tag, split_pairs, tagged
-from hf_gpipe.data.templates import TEMPLATES, Phrase
+from hf_gpipe.data.progress import progress
 from hf_gpipe.errors import DataError, listed, nearest
+from hf_gpipe.recipe import DataSection
 
 logger = logging.getLogger(__name__)
-
-DIRECTIONS = ("to_english", "from_english", "both")
 
 # So many draws in a row without a new pair: the language has nearly said all that it can say.
 FRUITLESS_DRAWS = 500
@@ -28,23 +28,8 @@ FRUITLESS_DRAWS = 500
 MOST_NAMED = 4
 
 
-def cldr_corpus(
-    *,
-    languages: Sequence[str] = (),
-    num_languages: int | None = None,
-    rank_seed: int | None = None,
-    templates: Sequence[str] = (),
-    direction: str = "to_english",
-    max_number: int = 999,
-    examples_per_language: int = 2000,
-    min_examples_per_language: int = 100,
-    power_law_exponent: float = 0.0,
-    validation_fraction: float = 0.05,
-    test_fraction: float = 0.05,
-    target_tag: bool = False,
-    seed: int = 0,
-) -> Corpus:
-    """Generates the corpus; the same arguments give the same corpus in any process.
+def cldr_corpus(data: DataSection) -> Corpus:
+    """Generates the corpus; the same section gives the same corpus in any process.
 
     The languages are `languages`, or the first `num_languages` that CLDR says the templates in (cldr_languages). The
     n-th in rank (from 1) gets examples_per_language / n ** power_law_exponent pairs a direction, and at least
@@ -56,34 +41,28 @@ def cldr_corpus(
     where `target_tag` asks for it. Pairs are split by their English side, so that no test sentence was seen in
     training in another language, by another template or in the other direction.
 
-    Raises DataError for an unknown language, template or direction, a number out of range, both or neither of
-    `languages` and `num_languages`, or a language that has no words for any of the templates.
+    Raises DataError for an unknown language or template, both or neither of `languages` and `num_languages`, or a
+    language that has no words for any of the templates.
     """
-    _check_choices("templates", templates, TEMPLATES)
-    _check_choices("direction", [direction], DIRECTIONS)
-    languages = _chosen_languages(languages, num_languages, templates)
-    for key, found, least in (
-        ("max_number", max_number, 1),
-        ("min_examples_per_language", min_examples_per_language, 1),
-        ("power_law_exponent", power_law_exponent, 0),
-    ):
-        if found < least:
-            raise DataError(f"{key} is {found}; it must be at least {least}")
-    if examples_per_language < min_examples_per_language:
+    _check_choices("templates", data.templates, TEMPLATES)
+    direction = data.direction or "to_english"
+    languages = _chosen_languages(data.languages, data.num_languages, data.templates)
+    smallest, largest = data.min_examples_per_language, data.examples_per_language
+    if largest < smallest:
         raise DataError(
-            f"examples_per_language is {examples_per_language}, less than min_examples_per_language, "
-            f"{min_examples_per_language}; raise the one or lower the other"
+            f"examples_per_language is {largest}, less than min_examples_per_language, {smallest}; raise the one or "
+            "lower the other"
         )
 
     targets = {"to_english": ["en"], "from_english": list(languages), "both": ["en", *languages]}[direction]
-    with_tag = target_tag or len(targets) > 1
-    names = list(templates) or list(TEMPLATES)
-    rank_of = ranks(languages, rank_seed)
+    with_tag = data.target_tag or len(targets) > 1
+    names = list(data.templates) or list(TEMPLATES)
+    rank_of = ranks(languages, data.rank_seed)
     pairs: list[Pair] = []
     shortages: list[tuple[str, int, int]] = []
-    for language in languages:
-        asked = power_law_count(rank_of[language], examples_per_language, min_examples_per_language, power_law_exponent)
-        translations = _translations(language, names, max_number, asked, seed, direction)
+    for language in progress(languages, "generating pairs", "languages"):
+        asked = power_law_count(rank_of[language], largest, smallest, data.power_law_exponent)
+        translations = _translations(language, names, data.max_number, asked, data.seed, direction)
         if not translations:
             raise DataError(
                 f"languages: CLDR has no words in {language!r} for the templates {', '.join(names)}; "
@@ -101,8 +80,8 @@ def cldr_corpus(
     return split_pairs(
         pairs,
         languages=list(languages),
-        validation_fraction=validation_fraction,
-        test_fraction=test_fraction,
+        validation_fraction=data.validation_fraction,
+        test_fraction=data.test_fraction,
         target_tags=[language_tag(target) for target in targets] if with_tag else [],
     )
 

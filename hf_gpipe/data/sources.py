@@ -1,23 +1,20 @@
-"""The parts of a corpus that are read one by one: the files or the subset of a language, or all languages in one."""
+"""Where rows come from: the parts of a corpus, which are a language's files or subset each, or all languages in one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from hf_gpipe.data.fields import ONE_LANGUAGE, PLACEHOLDER, PairFields
-from hf_gpipe.data.files import FileRows, Row, files_of, num_rows, paired, reader_of
-from hf_gpipe.data.formats import parallel
-from hf_gpipe.errors import DataError, nearest
-
-#: Kinds whose rows have no field that could say the language: one language may be named for all of them.
-_UNNAMED = ("parallel", "hub")
-
-
-Subset = str | Sequence[str] | Mapping[str, str] | None
-"""The subset of a data set of the Hub: as `hf_gpipe.data.hub.hub_parts` says."""
+from hf_gpipe.data.deterministic import stable_random
+from hf_gpipe.data.fields import ONE_LANGUAGE, PLACEHOLDER, UNNAMED, PairFields
+from hf_gpipe.data.files import files_of, paired
+from hf_gpipe.data.formats import Row, count_parquet, read_csv, read_jsonl, read_parallel, read_parquet
+from hf_gpipe.data.store import identity_of
+from hf_gpipe.errors import CheckpointError, DataError, nearest
+from hf_gpipe.recipe import DataSection
 
 
 class Rows(Protocol):
@@ -47,6 +44,7 @@ class Part:
         validation: opens the rows of the data set's own validation split; None: it has none.
         test: the same of its test split.
         num_rows: of `train`; None: only reading tells.
+        identity: of the content, without reading all of it, as JSON values: a cache is asked by it.
     """
 
     name: str
@@ -55,12 +53,13 @@ class Part:
     validation: Callable[[], Rows] | None = None
     test: Callable[[], Rows] | None = None
     num_rows: int | None = None
+    identity: Callable[[], Any] = lambda: None
 
 
 def languages_of_parts(
-    kind: str, *, languages: Sequence[str], fields: PairFields, in_names: bool, key: str = "data.path"
+    kind: str, languages: Sequence[str], fields: PairFields, *, in_names: bool, key: str = "data.path"
 ) -> list[str | None]:
-    """The language of each part to read; None: one part, whose language its rows say or no one does.
+    """The language of each part to read; None: one part, whose rows say their languages, or have none.
 
     Args:
         kind: of the corpus.
@@ -70,7 +69,7 @@ def languages_of_parts(
         key: the key that may hold "{language}", for messages.
 
     Raises:
-        DataError: languages that are needed and not known, or said twice.
+        DataError: languages that are needed and not known, or named twice.
     """
     if len(set(languages)) < len(languages):
         raise DataError(f"languages names one twice: {', '.join(languages)}; name each language once")
@@ -87,7 +86,7 @@ def languages_of_parts(
                 f"languages is empty, and a path, subset or field has {PLACEHOLDER} in it; name the languages to read"
             )
         return list(languages)
-    if len(languages) == 1 and kind in _UNNAMED:
+    if len(languages) == 1 and kind in UNNAMED:
         return list(languages)
     # A target in English has its name; another one without a name would have the tag of no language.
     is_tagged = ONE_LANGUAGE in fields.targets([ONE_LANGUAGE]) and fields.has_tags([ONE_LANGUAGE])
@@ -100,55 +99,89 @@ def languages_of_parts(
     return [None]
 
 
-def local_parts(
-    kind: str,
-    *,
-    path: str,
-    target_path: str | None = None,
-    delimiter: str | None = None,
-    languages: Sequence[str],
-    fields: PairFields,
-) -> list[Part]:
-    """The parts of a corpus of local files.
+@dataclass
+class FileRows:
+    """The rows of some files, one after another; goes on where `state_dict` was taken.
 
     Args:
-        kind: "jsonl", "csv", "parquet" or "parallel".
-        path: a file, a directory or wildcards; "{language}" in it stands for each language.
-        target_path: the same of the target's files, for "parallel".
-        delimiter: between the values of a row, for "csv".
-        languages: those asked for.
-        fields: of a row.
+        files: in the order of epoch 0; other epochs have others.
+        read: (file, rows to pass over) -> rows.
+    """
+
+    files: list[Path]
+    read: Callable[[Path, int], Iterator[Row]]
+    _epoch: int = 0
+    _position: dict[str, int] = field(default_factory=lambda: {"file": 0, "row": 0})
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the files."""
+        self._epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the row after the last one read stands."""
+        return {**self._position, "files": len(self.files)}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from a state of the same epoch. Raises CheckpointError where there were more files or fewer then."""
+        check_count(state.get("files"), len(self.files), "files", str(self.files[0].parent))
+        self._position = {"file": state["file"], "row": state["row"]}
+
+    def __iter__(self) -> Iterator[Row]:
+        order = list(self.files)
+        if self._epoch:
+            stable_random("files", self._epoch).shuffle(order)
+        position = self._position
+        while position["file"] < len(order):
+            for row in self.read(order[position["file"]], position["row"]):
+                position["row"] += 1
+                yield row
+            position.update(file=position["file"] + 1, row=0)
+
+
+def check_count(before: int | None, now: int, what: str, where: str) -> None:
+    """Raise CheckpointError where a place is one among another number of files or shards: it would mean other rows."""
+    if before != now:
+        raise CheckpointError(
+            f"the place in the data was saved when {where} had {before} {what}, and now it has {now}; give the run the "
+            "data that it began with"
+        )
+
+
+def file_parts(data: DataSection, fields: PairFields) -> list[Part]:
+    """The parts of a corpus of local files.
 
     Raises:
         DataError: no such files, files without their translation, or languages that are not known.
     """
-    in_names = PLACEHOLDER in path or PLACEHOLDER in (target_path or "")
+    path, target_path = str(data.path), str(data.target_path) if data.kind == "parallel" else ""
+    in_names = PLACEHOLDER in path or PLACEHOLDER in target_path
     parts = []
-    for language in languages_of_parts(kind, languages=languages, fields=fields, in_names=in_names):
-        own_path, own_target = (name and name.replace(PLACEHOLDER, language or "") for name in (path, target_path))
-        files = files_of(str(own_path), kind)
-        targets: dict[Path, Path] = {}
-        if kind == "parallel":
-            targets = paired(files, files_of(str(own_target), kind, "data.target_path"))
-        parts.append(_part(kind, str(own_path), language, files, reader_of(kind, delimiter, targets)))
+    for language in languages_of_parts(data.kind, data.languages, fields, in_names=in_names):
+        own_path = path.replace(PLACEHOLDER, language or "")
+        files = files_of(own_path, data.kind)
+        targets: list[Path] = []
+        if data.kind == "parallel":
+            targets = files_of(target_path.replace(PLACEHOLDER, language or ""), data.kind, "data.target_path")
+        parts.append(_file_part(data, own_path, language, files, targets))
     return parts
 
 
-def _part(
-    kind: str, name: str, language: str | None, files: list[Path], read: Callable[[Path, int], Iterator[Row]]
-) -> Part:
-    return Part(name, language, lambda: FileRows(files, read), num_rows=num_rows(kind, files))
-
-
-def fields_of(kind: str, *, source_field: str, target_field: str, **others: Any) -> PairFields:
-    """The fields of a row of that kind; line-aligned files have "source" and "target" and no others."""
-    if kind == "parallel":
-        source_field, target_field = parallel.SOURCE, parallel.TARGET
-        others["language_field"] = None
-    if others.get("skip_empty") is None:
-        # Makers of parallel text keep the place of a sentence that has no translation.
-        others["skip_empty"] = kind in _UNNAMED
-    return PairFields(source_field=source_field, target_field=target_field, **others)
+def _file_part(data: DataSection, name: str, language: str | None, files: list[Path], targets: list[Path]) -> Part:
+    read: Callable[[Path, int], Iterator[Row]]
+    if data.kind == "parallel":
+        target_of = paired(files, targets)
+        read = lambda path, start: read_parallel(path, start, target_path=target_of[path])  # noqa: E731  one line
+    elif data.kind == "csv":
+        read = partial(read_csv, delimiter=data.delimiter)
+    else:
+        read = {"jsonl": read_jsonl, "parquet": read_parquet}[data.kind]
+    return Part(
+        name,
+        language,
+        lambda: FileRows(files, read),
+        num_rows=sum(map(count_parquet, files)) if data.kind == "parquet" else None,
+        identity=lambda: [identity_of(file) for file in (*files, *targets)],
+    )
 
 
 def counts_of(parts: Sequence[Part], languages: Sequence[str], given: Mapping[str, int]) -> dict[str, int]:

@@ -6,20 +6,22 @@ a score says something only beside that of the copy.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-import torch
 from sacrebleu.metrics import BLEU, CHRF
 from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.data.buckets import BUCKETS, resource_buckets
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.pairs import ENGLISH, Pair, language_tag
-from hf_gpipe.data.tokenized import IGNORE_INDEX, TokenizedPairs, encode_sources
+from hf_gpipe.data.tokenized import IGNORE_INDEX, TokenizedPairs
 from hf_gpipe.errors import DataError
 from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.training.generating import Generation
+from hf_gpipe.training.loader import Batch
+from hf_gpipe.training.predicting import predict
 
 #: A table has a line for each of so many languages; of more it has one for each bucket.
 MOST_LINES = 12
@@ -168,7 +170,7 @@ def _cells(scores: Scores) -> list[str]:
 
 def evaluate_translation(
     pipe: Pipeline,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     pairs: Sequence[Pair] | None,
     batch_size: int,
     max_new_tokens: int,
@@ -186,8 +188,8 @@ def evaluate_translation(
 
     Args:
         pipe: the model: an encoder-decoder, or a decoder-only model trained on "source </s> target </s>".
-        tokenizer: of sources and targets.
-        pairs: what to translate.
+        tokenizer: of sources and targets; the other processes may pass None.
+        pairs: the pairs to translate.
         batch_size: rows translated at a time; for the likelihood they are cut into the pipeline's micro-batches.
         max_new_tokens: longest translation.
         max_source_tokens: longer sources are cut.
@@ -201,9 +203,10 @@ def evaluate_translation(
     Raises:
         DataError: on every process, where there is no pair, or tokenizer and limits do not fit.
     """
-    work = _Work([], [], [])
+    work = _Work()
 
-    def prepare() -> int:
+    def prepare() -> int | None:
+        assert tokenizer is not None, "the main process has the tokenizer"
         work.pairs = _first_of_each_language(pairs or (), max_examples)
         rows = TokenizedPairs(
             work.pairs,
@@ -213,43 +216,35 @@ def evaluate_translation(
             decoder_only=not pipe.adapter.config.is_encoder_decoder,
         )
         work.num_characters = _num_characters(work.pairs, rows, tokenizer, max_target_tokens)
-        work.batches = _batches(pipe, tokenizer, work.pairs, rows, batch_size, max_source_tokens)
-        return len(work.batches)
+        # Little of a mini-batch is padding where its rows are about equally long.
+        order = sorted(range(len(rows)), key=lambda i: (len(rows[i]["input_ids"]), rows.lengths[i]))
+        work.groups = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+        collate = PairCollator.for_tokenizer(tokenizer)
+        work.batches = (collate([rows[i] for i in group]) for group in work.groups)
+        return tokenizer.pad_token_id
 
-    num_batches = pipe.topology.from_main(prepare)
+    pad_token_id = pipe.topology.from_main(prepare)
+    options = {"max_new_tokens": max_new_tokens, "num_beams": 1, "do_sample": False, "num_return_sequences": 1}
     outcomes: dict[int, _Outcome] = {}
-    with pipe.holding_weights():
-        for number in range(num_batches):
-            batch = work.batches[number] if pipe.topology.is_main else _Batch([], {}, {})
-            evaluation = pipe.eval_step(batch.with_targets)
-            options = {"max_new_tokens": max_new_tokens, "num_beams": 1, "do_sample": False, "num_return_sequences": 1}
-            ids = pipe.generate(**batch.prompts, **options)
-            if not pipe.topology.is_main:
-                continue
-            prompt_tokens = 0 if pipe.adapter.config.is_encoder_decoder else batch.prompts["input_ids"].shape[1]
-            texts = tokenizer.batch_decode(ids[:, prompt_tokens:], skip_special_tokens=True)
-            sums, counts = evaluation.row_nll.tolist(), evaluation.row_tokens.tolist()
-            for index, text, nll, num_tokens in zip(batch.indices, texts, sums, counts, strict=True):
-                outcomes[index] = _Outcome(text.strip(), nll, num_tokens, work.num_characters[index])
+    for number, one in enumerate(predict(pipe, work.batches, generation=Generation(pipe, options, pad_token_id))):
+        if tokenizer is None or not pipe.topology.is_main:
+            continue
+        texts = tokenizer.batch_decode(one.tokens, skip_special_tokens=True)
+        sums, counts = one.evaluation.row_nll.tolist(), one.evaluation.row_tokens.tolist()
+        for index, text, nll, num_tokens in zip(work.groups[number], texts, sums, counts, strict=True):
+            outcomes[index] = _Outcome(text.strip(), nll, num_tokens, work.num_characters[index])
     return pipe.topology.from_main(lambda: _report(work.pairs, outcomes, num_samples, training_pairs or {}))
 
 
 @dataclass
-class _Batch:
-    """Rows translated together: their places among the pairs, and the tensors of the two forwards."""
-
-    indices: list[int]
-    with_targets: dict[str, torch.Tensor]
-    prompts: dict[str, torch.Tensor]
-
-
-@dataclass
 class _Work:
-    """What the main process alone has."""
+    """The main process alone has this: the pairs, the characters of their references, and which of them each
+    mini-batch holds."""
 
-    pairs: Sequence[Pair]
-    num_characters: list[int]
-    batches: list[_Batch]
+    pairs: Sequence[Pair] = ()
+    num_characters: Sequence[int] = ()
+    groups: Sequence[Sequence[int]] = ()
+    batches: Iterable[Batch] | None = None
 
 
 @dataclass(frozen=True)
@@ -286,33 +281,6 @@ def _num_characters(
         text = tokenizer.decode(labels, skip_special_tokens=True) if is_full else pair.target
         counts.append(len(text))
     return counts
-
-
-def _batches(
-    pipe: Pipeline,
-    tokenizer: PreTrainedTokenizerBase,
-    pairs: Sequence[Pair],
-    rows: TokenizedPairs,
-    batch_size: int,
-    max_source_tokens: int,
-) -> list[_Batch]:
-    """Mini-batches of rows sorted by length, so that little of them is padding."""
-    decoder_only = not pipe.adapter.config.is_encoder_decoder
-    sources, _ = encode_sources([p.source for p in pairs], tokenizer, max_source_tokens, decoder_only=decoder_only)
-    # Padding is masked, so that any token serves where the tokenizer has none for it.
-    padding = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
-    collate = PairCollator(padding)
-    collate_prompts = PairCollator(padding, "left" if decoder_only else "right")
-    lengths = rows.lengths
-    order = sorted(range(len(pairs)), key=lambda i: (len(sources[i]), lengths[i]))
-    return [
-        _Batch(
-            indices,
-            collate([rows[i] for i in indices]),
-            collate_prompts([{"input_ids": sources[i]} for i in indices]),
-        )
-        for indices in (order[start : start + batch_size] for start in range(0, len(order), batch_size))
-    ]
 
 
 def _report(

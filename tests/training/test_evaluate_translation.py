@@ -6,19 +6,20 @@ import json
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from sacrebleu.metrics import CHRF
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_gpipe import Pipeline
 from hf_gpipe.data.pairs import Pair
 from hf_gpipe.data.tokenizer import train_tokenizer
 from hf_gpipe.errors import DataError
 from hf_gpipe.pipeline import Evaluation
-from hf_gpipe.training.evaluate import TranslationReport, evaluate_translation
+from hf_gpipe.training.evaluate_translation import TranslationReport, evaluate_translation
 from tests.gloo import run_gloo
 from tests.oracle import plain_model, tiny_config
 
@@ -105,6 +106,8 @@ def test_translations_and_likelihood_of_the_plain_model(family: str, tokenizer: 
 
 class _OneProcess:
     is_main = True
+    num_processes = 1
+    device = torch.device("cpu")
 
     @staticmethod
     def from_main(function: Any) -> Any:
@@ -115,16 +118,18 @@ class _Parrot:
     """In place of a Pipeline: translates every source as the dictionary says."""
 
     topology = _OneProcess()
+    seed = step = 0
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, dictionary: dict[str, str]) -> None:
-        self.adapter = type("Adapter", (), {"config": tiny_config("marian")})
+        reference = SimpleNamespace(generation_config=GenerationConfig())
+        self.adapter = SimpleNamespace(config=tiny_config("marian"), autocast=None, reference=reference)
         self._tokenizer, self._dictionary = tokenizer, dictionary
         self.num_tokens = 0
 
     def holding_weights(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def eval_step(self, batch: dict[str, torch.Tensor]) -> Evaluation:
+    def eval_on(self, batch: dict[str, torch.Tensor], on_logits: None) -> Evaluation:
         rows = batch["input_ids"].shape[0]
         self.num_tokens += batch["input_ids"].numel()
         losses = torch.full((rows,), 2.0)

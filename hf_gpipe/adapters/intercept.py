@@ -1,0 +1,51 @@
+"""How a stage puts itself before and after the call of a transformers module.
+
+The class of the one module is extended. A hook would not do: transformers runs a block again when its activations are
+recomputed, and which of its methods is run again depends on the version (5.17 checkpoints `__call__`, 5.23 `forward`),
+so a hook may run twice. What is put here runs once per forward on every version, outside of the recomputed part, and
+outside of what torch.compile compiles. Names of parameters, `isinstance` and the class's own name stay as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+Before = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+"""(args, kwargs) of a call -> those that the module is called with."""
+After = Callable[[Any], Any]
+"""Output of a call -> what the caller gets."""
+
+
+def intercept(module: nn.Module, before: Before | None = None, after: After | None = None) -> None:
+    """Let `before` change the arguments of every call of `module`, and `after` its output. Once per module."""
+    module._before, module._after = before, after  # type: ignore[assignment]
+    extend_class(module, _Intercepted)
+
+
+def extend_class(module: nn.Module, mixin: type) -> None:
+    """Put the attributes of `mixin` before those of the class of this one module."""
+    cls: type = type(module)
+    module.__class__ = _extended(cls, mixin)
+
+
+@cache
+def _extended(cls: type, mixin: type) -> type:
+    # One class for all modules of a class: torch.compile compiles anew for each class that it meets.
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
+
+
+class _Intercepted:
+    """Mixed into the class of a module: see `intercept`."""
+
+    _before: Before | None
+    _after: After | None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._before is not None:
+            args, kwargs = self._before(args, kwargs)
+        output = super().__call__(*args, **kwargs)  # type: ignore[misc]  # the module's own class follows in the MRO
+        return output if self._after is None else self._after(output)

@@ -1,0 +1,200 @@
+"""The whole Hugging Face model over the tensors that a pipeline trains: `Pipeline.model`.
+
+It is a model of the library's own class, built on the meta device. The parameters of this process's stages are put
+into it, so they have no copy that could become old; the parameters of other processes stay on meta. Each parameter is
+real in one process, also a tied one.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from hf_gpipe.adapters.autocast import scope_of
+from hf_gpipe.adapters.base import Adapter, StageModel
+from hf_gpipe.adapters.peft import PeftAdapter
+from hf_gpipe.errors import UserError
+
+_GIVE = "change the model before it is given to the Pipeline or the trainer"
+
+#: Methods of a model that would change what is trained behind the pipeline's back, and what to do instead.
+REFUSED = {
+    "push_to_hub": "use push_to_hub of the trainer, or save_pretrained and huggingface_hub",
+    "resize_token_embeddings": _GIVE,
+    "resize_position_embeddings": _GIVE,
+    "gradient_checkpointing_enable": "set recompute, or gradient_checkpointing of the training arguments",
+    "gradient_checkpointing_disable": "set recompute",
+    "add_adapter": "give peft_config to the Pipeline",
+    "load_adapter": "give the Pipeline a model with its adapter",
+    "tie_weights": _GIVE,
+    "set_input_embeddings": _GIVE,
+    "set_output_embeddings": _GIVE,
+}
+
+
+class Owner(Protocol):
+    """The pipeline behind a whole model."""
+
+    adapter: Adapter
+    peft: PeftAdapter | None
+    models: dict[int, StageModel]
+
+    @property
+    def is_in_one_place(self) -> bool: ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def generate(self, **inputs: Any) -> Any: ...
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None: ...
+
+
+class _Whole:
+    """Mixed into the class of the model: what goes through the pipeline, and what is refused."""
+
+    _owner: Owner
+    #: The tensors that `refresh` has put in, and the names of all parameters.
+    _placed: dict[str, nn.Parameter]
+    _names: frozenset[str]
+
+    @property
+    def generation_config(self) -> GenerationConfig | None:
+        """The pipeline's: a change holds for evaluation and is saved."""
+        config: GenerationConfig | None = self._owner.adapter.reference.generation_config
+        return config
+
+    @generation_config.setter
+    def generation_config(self, config: GenerationConfig | None) -> None:
+        self._owner.adapter.reference.generation_config = config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first stage of this process is."""
+        return next(iter(self._owner.models.values())).device
+
+    def generate(self, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:
+        """`Pipeline.generate`: every process calls it."""
+        given = {"input_ids": inputs, "generation_config": generation_config}
+        return self._owner.generate(**{name: value for name, value in given.items() if value is not None}, **kwargs)
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> None:
+        """`Pipeline.save_pretrained`: every process calls it."""
+        if asked := [name for name, value in options.items() if (name, value) != ("safe_serialization", True)]:
+            raise UserError(f"save_pretrained: {asked[0]} is not supported by a pipeline's model; leave it out")
+        self._owner.save_pretrained(save_directory)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        """Behind `to`, `half` and their kin, which may ask for what is there already."""
+        for name, parameter in self._placed.items():
+            with torch.no_grad():
+                changes = fn(parameter) is not parameter
+            if changes:
+                raise UserError(
+                    f"the model of a pipeline stays where it is and as it is: {name} is {parameter.dtype} on "
+                    f"{parameter.device}; {_GIVE}"
+                )
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreTrainedModel:
+        """A plain model that belongs to no pipeline."""
+        cls = type(self).__mro__[2]
+        plain: Any = object.__new__(cls)
+        plain.__dict__.update({name: value for name, value in vars(self).items() if name not in _OWN_STATE})
+        plain.__dict__["generation_config"] = self.generation_config
+        copied: PreTrainedModel = copy.deepcopy(plain, memo)
+        return copied
+
+
+_OWN_STATE = ("_owner", "_placed", "_names", "generation_config")
+
+
+def whole_model(owner: Owner, is_trainable: Mapping[str, bool]) -> PreTrainedModel:
+    """The whole model over the tensors of this process's stages; see `Pipeline.model`.
+
+    Args:
+        owner: the pipeline.
+        is_trainable: of every process's parameters, by name.
+    """
+    adapter = owner.adapter
+    model = adapter.skeleton()
+    if owner.peft is not None:
+        owner.peft.inject(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_trainable[name])
+    _place_buffers(model, owner.models)
+    # One configuration: a change to it is saved.
+    model.config = adapter.reference.config
+    cls = type(model)
+    methods: dict[str, Any] = {name: _refusal(cls, name) for name in REFUSED if hasattr(cls, name)}
+    model.__dict__.pop("generation_config", None)
+    model.__dict__.update(
+        _owner=owner, _placed={}, _names=frozenset(n for n, _ in model.named_parameters(remove_duplicate=False))
+    )
+    model.__class__ = type(
+        cls.__name__, (_Whole, cls), {"__module__": cls.__module__, "forward": _forward_of(cls), **methods}
+    )
+    refresh(model)
+    return model
+
+
+def refresh(model: PreTrainedModel) -> None:
+    """Let a whole model have the present tensors of its pipeline.
+
+    Raises UserError where somebody else has replaced or added one: it would not be trained.
+    """
+    placed: dict[str, nn.Parameter] = model._placed
+    ties, own = model._owner.adapter.ties, dict(model._owner.named_parameters())
+    found = dict(model.named_parameters(remove_duplicate=False))
+    if added := found.keys() - model._names:
+        raise UserError(f"the model of the pipeline was given a new parameter {min(added)!r}; {_GIVE}")
+    for path, parameter in found.items():
+        if path in placed and placed[path] is not parameter:
+            raise UserError(f"{path} of the pipeline's model was replaced and would not be trained; {_GIVE}")
+        tensor = own.get(ties.get(path, path))
+        if tensor is not None and tensor is not parameter:
+            parent, _, leaf = path.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, tensor)
+            placed[path] = tensor
+
+
+def _place_buffers(model: PreTrainedModel, stages: Mapping[int, StageModel]) -> None:
+    """Let the model have the stages' buffers; one that is saved comes from the stage that it belongs to."""
+    known: dict[str, torch.Tensor] = {}
+    for stage in stages.values():
+        real = {name: tensor for name, tensor in stage.model.named_buffers() if not tensor.is_meta}
+        known = {**real, **known, **stage.buffers}
+    for path, _ in list(model.named_buffers(remove_duplicate=False)):
+        if path in known:
+            parent, _, leaf = path.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, known[path])
+
+
+def _forward_of(cls: type[PreTrainedModel]) -> Callable[..., Any]:
+    """The class's own forward, where all of the model is in one place."""
+
+    @functools.wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._owner.is_in_one_place:
+            raise UserError(
+                "the layers of this model are on several processes or devices, so it has no forward of its own; use "
+                "evaluate or predict of the trainer, eval_step or generate of the Pipeline"
+            )
+        with scope_of(self._owner.adapter.autocast):
+            return cls.forward(self, *args, **kwargs)
+
+    return forward
+
+
+def _refusal(cls: type[PreTrainedModel], name: str) -> Callable[..., NoReturn]:
+    @functools.wraps(getattr(cls, name))
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UserError(f"{name} is not supported by a pipeline's model; {REFUSED[name]}")
+
+    return refuse

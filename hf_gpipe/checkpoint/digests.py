@@ -1,0 +1,246 @@
+"""Digests of everything in a checkpoint or a saved model, by which a changed file is found before it is used.
+
+    hf_gpipe_digests.json
+        digest  of the rest of this file
+        step    the number of updates that a checkpoint was written after; null in a model that was saved alone
+        files   {"config.json": digest, "model.safetensors": {"header": digest, "tensors": {name: digest}}, ...}
+
+Every tensor has a digest of its own, so a process that reads its stage's tensors checks these and no others. A
+directory without this file is used as it is; files that it does not name may lie beside it. The digests find
+accidents, not forgery.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import xxhash
+
+from hf_gpipe.errors import CheckpointError
+
+DIGESTS_FILE = "hf_gpipe_digests.json"
+FORMAT = 1
+_TENSORS = ".safetensors"
+#: Of a checkpoint, what is not part of the model; an upload of the model leaves it out.
+_TRAINING = ("training_state/", "trainer_state.json")
+#: Small enough for the processor's cache: the digest of a block costs little once it is read.
+_BLOCK_BYTES = 1 << 19
+#: As many as transformers reads weights with; reading and digests leave Python's lock to the others.
+_NUM_THREADS = 4
+
+Entry: TypeAlias = str | dict[str, Any]
+"""A file's digest, or those of a safetensors file's header and tensors."""
+
+
+class Part(NamedTuple):
+    """Bytes of a file that have a digest of their own."""
+
+    file: str
+    tensor: str | None
+    start: int
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Digests:
+    """What the files of a directory were when they were written.
+
+    Attributes:
+        directory: where they are.
+        step: the number of updates of a checkpoint; None: a model that was saved alone.
+        files: the entry of each file, by its name relative to the directory.
+    """
+
+    directory: Path
+    step: int | None
+    files: Mapping[str, Entry]
+
+    @classmethod
+    def read(cls, directory: Path) -> Digests | None:
+        """The digests of a directory; None where it has none.
+
+        Raises:
+            CheckpointError: the file of digests is itself damaged.
+        """
+        path = directory / DIGESTS_FILE
+        try:
+            text = path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        rest = text.partition(b"\n")[2]
+        if text != _first_line(rest) + rest:
+            raise CheckpointError(f"{path} is damaged: its content has another digest than its first line says")
+        content = json.loads(text)
+        if content.get("format") != FORMAT:
+            raise CheckpointError(f"{path} has format {content.get('format')!r}; this version reads format {FORMAT}")
+        for file in content["files"]:
+            # A name from a checkpoint of unknown origin must not lead out of it.
+            if Path(file).is_absolute() or ".." in Path(file).parts:
+                raise CheckpointError(f"{path} names {file!r}, which is outside of its directory")
+        return cls(directory, content["step"], content["files"])
+
+    def parts(self, file: str, wanted: Callable[[str], bool] | None = None) -> list[Part]:
+        """The parts of a file that are to be checked; the header of a safetensors file is checked here.
+
+        Args:
+            file: its name.
+            wanted: which tensors of it; None: all.
+
+        Raises:
+            CheckpointError: the file is missing, has no digest, its header is damaged, or its length is wrong.
+        """
+        path, entry = self.directory / file, self.files.get(file)
+        if entry is None:
+            raise CheckpointError(f"{path} is not one of the files that {DIGESTS_FILE} names")
+        try:
+            size = path.stat().st_size
+            if isinstance(entry, str):
+                return [Part(file, None, 0, size, entry)]
+            header = _read_header(path)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path} is missing") from error
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        if digest(header) != entry["header"]:
+            raise CheckpointError(f"{path} is damaged: its header has another digest than {DIGESTS_FILE} says")
+        content = json.loads(header[8:])
+        places = {name: content[name]["data_offsets"] for name in content if name != "__metadata__"}
+        expected = len(header) + max((stop for _, stop in places.values()), default=0)
+        if size != expected:
+            raise CheckpointError(f"{path} is damaged: it has {size} bytes, and its header describes {expected}")
+        return [
+            Part(file, name, len(header) + start, stop - start, entry["tensors"].get(name))
+            for name, (start, stop) in places.items()
+            if wanted is None or wanted(name)
+        ]
+
+    def check(self, parts: Iterable[Part]) -> None:
+        """Read parts of files. Raises CheckpointError where one is not what was written."""
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            for _ in pool.map(self._check_part, parts):
+                pass
+
+    def _check_part(self, part: Part) -> None:
+        path = self.directory / part.file
+        try:
+            found = _digest_of(path, part.start, part.size)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        if found != part.digest:
+            what = "it" if part.tensor is None else f"the tensor {part.tensor!r}"
+            raise CheckpointError(f"{path} is damaged: {what} has another digest than {DIGESTS_FILE} says")
+
+    def check_share(self, share: int, num_shares: int) -> None:
+        """Check one of `num_shares` shares of all bytes, about equal. Raises CheckpointError for what is damaged."""
+        parts = [part for file in self.files for part in self.parts(file)]
+        total, before = sum(part.size for part in parts), 0
+        mine = []
+        for part in parts:
+            # Empty parts may stand at the very end.
+            if min(before * num_shares // max(total, 1), num_shares - 1) == share:
+                mine.append(part)
+            before += part.size
+        self.check(mine)
+
+
+def check_model_files(directory: Path) -> None:
+    """Check the files of a saved model but its tensors: configurations, tokenizer, code, index.
+
+    Raises:
+        CheckpointError: one of them is missing or is not what was written.
+    """
+    with advising():
+        digests = Digests.read(directory)
+        if digests is not None:
+            small = [file for file in digests.files if not file.endswith(_TENSORS) and not file.startswith(_TRAINING)]
+            digests.check(part for file in small for part in digests.parts(file))
+
+
+@contextmanager
+def advising() -> Iterator[None]:
+    """Context manager that adds to an error about a model's files what a user can do about it."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}; save or copy the model again, or, if it was changed on purpose, delete {DIGESTS_FILE} to use "
+            "the files as they are"
+        ) from error
+
+
+@contextmanager
+def updated(directory: Path, step: int | None = None) -> Iterator[dict[str, Entry]]:
+    """Context manager around changes of a directory's files; gives the entries of its files, to be changed with them.
+
+    Meanwhile the directory has no digests, so a crash leaves files that can be used, and none that seem damaged.
+    """
+    try:
+        digests = Digests.read(directory)
+    except CheckpointError:
+        digests = None
+    files = {} if digests is None else {f: entry for f, entry in digests.files.items() if (directory / f).exists()}
+    path = directory / DIGESTS_FILE
+    path.unlink(missing_ok=True)
+    yield files
+    rest = json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1, sort_keys=True)[2:].encode() + b"\n"
+    temporary = directory / f".{DIGESTS_FILE}.tmp"
+    temporary.write_bytes(_first_line(rest) + rest)
+    temporary.replace(path)
+
+
+def digest(data: Any) -> str:
+    """The digest of bytes."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def entry_of_file(path: Path) -> Entry:
+    """The entry of a small file that has just been written."""
+    return digest(path.read_bytes())
+
+
+def entry_of_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Entry:
+    """The entry of a safetensors file that has just been written.
+
+    Args:
+        path: the file, of which only the header is read.
+        tensors: what was written: contiguous, on the CPU.
+    """
+    return {
+        "header": digest(_read_header(path)),
+        "tensors": {name: digest(t.reshape(-1).view(torch.uint8).numpy()) for name, t in tensors.items()},
+    }
+
+
+def _first_line(rest: bytes) -> bytes:
+    return f'{{"digest": "{digest(rest)}",\n'.encode()
+
+
+def _read_header(path: Path) -> bytes:
+    """The length and the header of a safetensors file, or less where the file is shorter."""
+    with path.open("rb") as file:
+        length = file.read(8)
+        # A damaged length must not become a request for memory.
+        size = min(int.from_bytes(length, "little"), os.fstat(file.fileno()).st_size)
+        return length + file.read(size)
+
+
+def _digest_of(path: Path, start: int, size: int) -> str:
+    """The digest of a run of bytes; of those that are there, where the file is shorter."""
+    state, block = xxhash.xxh3_128(), memoryview(bytearray(min(size, _BLOCK_BYTES)))
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while size and (count := file.readinto(block[: min(size, _BLOCK_BYTES)])):
+            state.update(block[:count])
+            size -= count
+    return state.hexdigest()

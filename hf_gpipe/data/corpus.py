@@ -1,0 +1,182 @@
+"""The corpus of pairs that a recipe asks for. One in memory is read once, and from then on memory-mapped."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+import pyarrow  # type: ignore[import-untyped]
+
+from hf_gpipe.data.cldr import cldr_corpus
+from hf_gpipe.data.deterministic import stable_fraction
+from hf_gpipe.data.fields import PairFields
+from hf_gpipe.data.files import check_paths
+from hf_gpipe.data.pairs import (
+    SPLITS,
+    Corpus,
+    Pair,
+    PairTable,
+    check_fractions,
+    count_languages,
+    language_tag,
+    split_of,
+)
+from hf_gpipe.data.progress import progress
+from hf_gpipe.data.reader import PairReader, held_out_of, tags_of, warn_of_few
+from hf_gpipe.data.sources import Part, file_parts
+from hf_gpipe.data.store import BATCH_ROWS, cached, fingerprint, read_table
+from hf_gpipe.data.stream import StreamedCorpus, streamed_corpus
+from hf_gpipe.errors import DataError
+from hf_gpipe.recipe import DataSection
+
+logger = logging.getLogger(__name__)
+
+#: Keys that decide how pairs are used, and not which ones there are.
+_NOT_OF_THE_PAIRS = ("max_source_tokens", "max_target_tokens", "temperature", "streaming", "counts", "shuffle_buffer")
+
+
+def build_corpus(data: DataSection, order_seed: int = 0) -> Corpus | StreamedCorpus:
+    """The pairs of a recipe's data section.
+
+    Args:
+        data: any kind but "text".
+        order_seed: of the order of a stream.
+
+    Raises:
+        DataError: whatever cannot be read or followed; names the file and the line, or the key.
+    """
+    if data.kind == "cldr":
+        return cldr_corpus(data)
+    check_paths(data)
+    check_fractions(data.validation_fraction, data.test_fraction)
+    if data.streaming and data.max_examples is not None:
+        raise DataError(
+            f"max_examples is {data.max_examples}, and a stream has no end to draw from; leave it out, or set "
+            "streaming: false"
+        )
+    fields = PairFields.of(data)
+    if data.kind == "hub":
+        # Here, for the library takes half a second to load, in every process.
+        from hf_gpipe.data.hub import hub_parts
+
+        parts = hub_parts(data, fields)
+    else:
+        parts = file_parts(data, fields)
+    return streamed_corpus(parts, fields, data, order_seed) if data.streaming else read_corpus(parts, fields, data)
+
+
+def read_corpus(parts: Sequence[Part], fields: PairFields, data: DataSection) -> Corpus:
+    """Reads all parts, or finds in the cache what was read before.
+
+    Validation and test pairs are those of a part's own splits, as they are; a part without such a split gives a share
+    of its training rows, chosen by the hash of their split key.
+
+    Raises:
+        DataError: rows that are not pairs, a language without any, or nothing to train on.
+    """
+    keys = {key: value for key, value in asdict(data).items() if key not in _NOT_OF_THE_PAIRS}
+    key = fingerprint("pairs", keys, [[part.language, part.identity()] for part in parts])
+    folder = cached("pairs", key, lambda folder: _write(folder, parts, fields, data))
+    about = json.loads((folder / "about.json").read_text())
+    for name, number in about["empty"].items():
+        logger.warning("%s: %d rows without text on one side were left out", name, number)
+    splits = {split: PairTable(read_table(folder / f"{split}.arrow"), f"{key}-{split}") for split in SPLITS}
+    counts = {split: count_languages(pairs) for split, pairs in splits.items()}
+    total = sum(counts.values(), Counter())
+    of_corpus = [language for language in about["languages"] if language in total]
+    warn_of_few(counts, of_corpus, total)
+    tags = [language_tag(target) for target in fields.targets(about["languages"])] if about["tags"] else []
+    return Corpus(splits["train"], splits["validation"], splits["test"], of_corpus, tags)
+
+
+def _write(folder: Path, parts: Sequence[Part], fields: PairFields, data: DataSection) -> None:
+    """Write the splits, and what else there is to know of them."""
+    tags = tags_of(parts, fields, data.languages)
+    # A data set's own splits do not show that a language is there to train on.
+    train, held_out = PairReader(fields, data.languages, tags), PairReader(fields, data.languages, tags)
+    drawn = _drawn_places(parts, train, data)
+    kept: Counter[tuple[str, str]] = Counter()
+    with ExitStack() as stack:
+        writers = {split: stack.enter_context(_Writer(folder / f"{split}.arrow")) for split in SPLITS}
+
+        def add(split: str, pair: Pair) -> None:
+            if split == "train" or data.max_held_out is None or kept[split, pair.language] < data.max_held_out:
+                writers[split].add(pair)
+                kept[split, pair.language] += 1
+
+        for place, part in enumerate(parts):
+            fractions = held_out_of(part, data)
+            for pair in _shown(part, train.pairs(part, part.train)) if drawn is None else drawn[place]:
+                add(split_of(pair.split_key, *fractions), pair)
+            for split, open_rows in (("validation", part.validation), ("test", part.test)):
+                for pair in _shown(part, held_out.pairs(part, open_rows)) if open_rows else ():
+                    add(split, pair)
+    train.check(str(data.path))
+    if not writers["train"].num_pairs:
+        raise DataError(
+            f"the corpus has no training pairs ({writers['validation'].num_pairs} for validation, "
+            f"{writers['test'].num_pairs} for test); ask for more examples or smaller validation_fraction and "
+            "test_fraction"
+        )
+    languages = data.languages or sorted(train.found | held_out.found)
+    about = {"languages": list(languages), "tags": tags, "empty": dict(train.num_empty + held_out.num_empty)}
+    (folder / "about.json").write_text(json.dumps(about))
+
+
+def _shown(part: Part, pairs: Iterable[Pair]) -> Iterable[Pair]:
+    return progress(pairs, f"reading {part.name}", "pairs")
+
+
+class _Writer:
+    """Writes pairs to an Arrow file, block by block."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._block, self.num_pairs = path, list[Pair](), 0
+
+    def __enter__(self) -> _Writer:
+        self._file = pyarrow.OSFile(str(self._path), "wb")
+        self._stream = pyarrow.ipc.new_stream(self._file, PairTable.SCHEMA)
+        return self
+
+    def add(self, pair: Pair) -> None:
+        self._block.append(pair)
+        self.num_pairs += 1
+        if len(self._block) == BATCH_ROWS:
+            self._flush()
+
+    def __exit__(self, *_: object) -> None:
+        self._flush()
+        self._stream.close()
+        self._file.close()
+
+    def _flush(self) -> None:
+        if self._block:
+            self._stream.write_batch(PairTable.batch_of(self._block))
+            self._block.clear()
+
+
+def _drawn_places(parts: Sequence[Part], read: PairReader, data: DataSection) -> list[list[Pair]] | None:
+    """Of each part, the `max_examples` pairs that are drawn of all of them, in their order; None: all are taken."""
+    if data.max_examples is None:
+        return None
+    every = ((place, pair) for place, part in enumerate(parts) for pair in _shown(part, read.pairs(part, part.train)))
+    found: list[list[Pair]] = [[] for _ in parts]
+    for place, pair in _drawn(every, data.max_examples, data.seed):
+        found[place].append(pair)
+    return found
+
+
+def _drawn(pairs: Iterator[tuple[int, Pair]], count: int, seed: int) -> list[tuple[int, Pair]]:
+    """`count` of the pairs, or all, in their order; only these are held in memory.
+
+    A pair is drawn by its place alone: those whose places have the lowest hashes.
+    """
+    keyed = ((stable_fraction(f"max_examples\x1f{seed}\x1f{place}"), place, pair) for place, pair in enumerate(pairs))
+    chosen = heapq.nsmallest(count, keyed, key=lambda entry: entry[:2])
+    return [pair for _, _, pair in sorted(chosen, key=lambda entry: entry[1])]

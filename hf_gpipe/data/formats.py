@@ -1,0 +1,205 @@
+"""Readers of local files: each gives its rows with the file and the line, from any row on.
+
+The loaders of `datasets` are not used here, for they change text without a word: their JSON reader makes the text
+"2023-05-03" a date and the number 1 the text "1", their CSV reader fills a short line up and shifts the values of a
+file whose lines are all too long, and their text reader ends a line at a lone carriage return. These readers change
+nothing, and what is wrong is an error that names the file and the line.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Literal, TextIO, TypeVar
+
+import pyarrow  # type: ignore[import-untyped]
+import pyarrow.parquet  # type: ignore[import-untyped]
+
+from hf_gpipe.errors import DataError
+
+Row = tuple[str, Mapping[str, Any]]
+"""What messages call a row, such as "pairs.jsonl, line 7", and its values by name."""
+
+#: The fields of a row of two line-aligned files.
+SOURCE, TARGET = "source", "target"
+
+T = TypeVar("T")
+_BATCH_ROWS = 1000
+
+
+# ---- lines
+
+
+@contextmanager
+def text_of(path: Path, newline: str | None = None) -> Iterator[TextIO]:
+    """The open file, gzipped where its name ends in ".gz"; `newline` as for open().
+
+    Raises DataError, for what is read inside the `with` too, where the file cannot be read.
+    """
+    # utf-8-sig: a byte order mark at the start is no part of the first line.
+    try:
+        if path.suffix == ".gz":
+            with gzip.open(path, "rt", encoding="utf-8-sig", newline=newline) as opened:
+                yield opened
+        else:
+            with path.open(encoding="utf-8-sig", newline=newline) as opened:
+                yield opened
+    except FileNotFoundError as error:
+        raise DataError(f"data file {path} does not exist (looked in {Path.cwd()}); correct `path`") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"data file {path} cannot be read: {error}") from error
+
+
+def numbered_lines(path: Path, newline: str | None = None) -> Iterator[tuple[int, str]]:
+    """Every line with its number from 1. Raises DataError, for what is no UTF-8 too."""
+    number = 0
+    with text_of(path, newline) as lines:
+        try:
+            for number, line in enumerate(lines, start=1):
+                yield number, line
+        except UnicodeDecodeError as error:
+            raise not_utf8(path, number, error) from error
+
+
+def not_utf8(path: Path, last_line: int, error: UnicodeDecodeError) -> DataError:
+    """The error for bytes that are no text, somewhere after line `last_line`."""
+    return DataError(f"{path}, after line {last_line}: not UTF-8 ({error.reason}); convert the file")
+
+
+# ---- JSON Lines
+
+
+def read_jsonl(path: Path, start: int = 0) -> Iterator[Row]:
+    """Each line that is not blank, as ("file, line 7", the object on it)."""
+    row = 0
+    for number, line in numbered_lines(path):
+        if not line.strip():
+            continue
+        row += 1
+        if row > start:
+            where = f"{path}, line {number}"
+            yield where, _object(line, where)
+
+
+def _object(line: str, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line.rstrip())
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}); write one object a line") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets by the thousand
+        raise DataError(f"{where}: JSON that cannot be read ({error}); write one object a line") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{where}: a JSON {type(found).__name__} where an object such as {{...}} is needed")
+    return found
+
+
+# ---- CSV and TSV
+
+
+def read_csv(path: Path, start: int = 0, delimiter: str | None = None) -> Iterator[Row]:
+    """Each row, as ("file, line 7", its values by column); without a delimiter: a tab for .tsv, else a comma."""
+    if delimiter is None:
+        delimiter = "\t" if ".tsv" in path.suffixes[-2:] else ","
+    quoting: Literal[0, 3] = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
+    with text_of(path, newline="") as opened:
+        reader = csv.reader(opened, delimiter=delimiter, quoting=quoting, strict=True)
+        try:
+            yield from _csv_rows(reader, path, start)
+        except csv.Error as error:
+            raise DataError(f"{path}, line {reader.line_num}: no CSV ({error}); correct the line") from error
+        except UnicodeDecodeError as error:
+            raise not_utf8(path, reader.line_num, error) from error
+
+
+def _csv_rows(reader: Any, path: Path, start: int) -> Iterator[Row]:
+    columns: list[str] = next(reader, [])
+    twice = sorted({name for name in columns if columns.count(name) > 1})
+    if twice:
+        raise DataError(f"{path}, line 1: the column {twice[0]!r} stands twice; the first line names the columns")
+    row = 0
+    for values in reader:
+        if not values:
+            continue
+        row += 1
+        if row <= start:
+            continue
+        where = f"{path}, line {reader.line_num}"
+        if len(values) != len(columns):
+            raise DataError(
+                f"{where}: the number of values is {len(values)}, and the first line names {len(columns)} columns "
+                f"({', '.join(columns)[:60]}); correct the line, or data.delimiter"
+            )
+        yield where, dict(zip(columns, values, strict=True))
+
+
+# ---- Parquet
+
+
+def read_parquet(path: Path, start: int = 0) -> Iterator[Row]:
+    """Each row, as ("file, row 7", its values by column). Row groups before `start` are not read."""
+    with _opened(path) as file:
+        first = 0
+        for group in range(file.num_row_groups):
+            end = first + file.metadata.row_group(group).num_rows
+            if end > start:
+                yield from _group_rows(path, file, group, first, start)
+            first = end
+
+
+def count_parquet(path: Path) -> int:
+    """The rows, which the file's footer tells."""
+    with _opened(path) as file:
+        return int(file.metadata.num_rows)
+
+
+def _group_rows(path: Path, file: pyarrow.parquet.ParquetFile, group: int, first: int, start: int) -> Iterator[Row]:
+    """The rows of a row group, of which `first` stand before it in the file, from row `start` of the file on."""
+    batches = file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group])
+    row = first
+    while (batch := _guarded(path, lambda: next(batches, None))) is not None:
+        skipped = max(0, min(start - row, batch.num_rows))
+        for number, record in enumerate(_guarded(path, batch.slice(skipped).to_pylist), start=row + skipped + 1):
+            yield f"{path}, row {number}", record
+        row += batch.num_rows
+
+
+def _opened(path: Path) -> pyarrow.parquet.ParquetFile:
+    if not path.exists():
+        raise DataError(f"data file {path} does not exist (looked in {Path.cwd()}); correct `path`")
+    return _guarded(path, lambda: pyarrow.parquet.ParquetFile(path))
+
+
+def _guarded(path: Path, read_some: Callable[[], T]) -> T:
+    try:
+        return read_some()
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"data file {path} cannot be read as Parquet: {' '.join(str(error).split())[:200]}") from error
+
+
+# ---- line-aligned text
+
+
+def read_parallel(path: Path, start: int = 0, *, target_path: Path) -> Iterator[Row]:
+    """Each line with the target's line of the same number, as ("file, line 7", {"source": ..., "target": ...}).
+
+    Raises DataError at the end of the shorter file where the other one has more lines; the message has both numbers.
+    """
+    # A carriage return inside a line ends none: it would end it on one side only.
+    sources, targets = numbered_lines(path, "\n"), numbered_lines(target_path, "\n")
+    for number, (source, target) in enumerate(zip_longest(sources, targets), start=1):
+        if source is None or target is None:
+            more = 1 + sum(1 for _ in (targets if source is None else sources))
+            counts = [number - 1, number - 1 + more]
+            of_source, of_target = counts if source is None else reversed(counts)
+            raise DataError(
+                f"{path} has {of_source} lines and {target_path} has {of_target}; the lines of one must be the "
+                "translations of the other's, so give files with equally many"
+            )
+        if number > start:
+            yield f"{path}, line {number}", {SOURCE: source[1].rstrip("\r\n"), TARGET: target[1].rstrip("\r\n")}

@@ -1,0 +1,81 @@
+"""Reads the pairs of parts: of the languages asked for, with or without tags, and counts what it left out."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from hf_gpipe.data.fields import ONE_LANGUAGE, PairFields
+from hf_gpipe.data.formats import Row
+from hf_gpipe.data.pairs import Pair
+from hf_gpipe.data.sources import Part, Rows
+from hf_gpipe.errors import DataError, listed, nearest
+from hf_gpipe.recipe import DataSection
+
+logger = logging.getLogger(__name__)
+
+
+class PairReader:
+    """Rows to pairs of the languages asked for; knows what it has seen."""
+
+    def __init__(self, fields: PairFields, languages: Sequence[str], tags: bool) -> None:
+        self.fields, self.tags = fields, tags
+        self._asked = list(languages)
+        #: The languages of the rows read so far, asked for or not.
+        self.found: set[str] = set()
+        #: Rows without text on one side, by the name of their part.
+        self.num_empty: Counter[str] = Counter()
+
+    def pairs(self, part: Part, open_rows: Callable[[], Rows]) -> Iterator[Pair]:
+        """The pairs of a part's rows, in their order, without those of languages that nobody asked for."""
+        return self.pairs_of_rows(part, open_rows())
+
+    def pairs_of_rows(self, part: Part, rows: Iterable[Row]) -> Iterator[Pair]:
+        """The same of some of its rows."""
+        for where, row in rows:
+            made = self.fields.pairs(where, row, part.language, tags=self.tags)
+            if not made:
+                self.num_empty[part.name] += 1
+            for pair in made:
+                self.found.add(pair.language)
+                if not self._asked or pair.language in self._asked:
+                    yield pair
+
+    def check(self, name: str) -> None:
+        """Raise DataError where there are no pairs, or none of a language."""
+        if not self.found:
+            raise DataError(f"{name} has no pairs; it is empty, or has no text in any of its rows")
+        for language in self._asked:
+            if language not in self.found:
+                raise DataError(
+                    f"languages: {name} has no pairs in {language!r}{nearest(language, self.found)}; it has "
+                    f"{', '.join(sorted(self.found))}"
+                )
+
+
+def tags_of(parts: Sequence[Part], fields: PairFields, languages: Sequence[str]) -> bool:
+    """Whether sources carry tags."""
+    if not languages and fields.language_field is None:
+        languages = [part.language or ONE_LANGUAGE for part in parts]
+    return fields.has_tags(languages)
+
+
+def held_out_of(part: Part, data: DataSection) -> tuple[float, float]:
+    """The shares of a part's training rows that are kept for validation and test: none where it has a split for it."""
+    return (0.0 if part.validation else data.validation_fraction, 0.0 if part.test else data.test_fraction)
+
+
+def warn_of_few(counts: Mapping[str, Mapping[str, int]], languages: Sequence[str], totals: Mapping[str, int]) -> None:
+    """Log the languages that have no pairs in a split where others have some.
+
+    Args:
+        counts: of each split, the pairs of each language.
+        languages: of the corpus.
+        totals: the pairs of each language, where they are known.
+    """
+    for split, seen in counts.items():
+        missing = [language for language in languages if not seen.get(language)]
+        if missing and any(seen.values()):
+            shown = [f"{each} ({totals[each]} in all)" if each in totals else each for each in missing]
+            logger.warning("no %s pairs in these languages: %s", split, listed(shown))

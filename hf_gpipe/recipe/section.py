@@ -1,0 +1,180 @@
+"""A section of a recipe: a frozen dataclass that pydantic validates, and what its fields say of themselves.
+
+A field's annotation is its check, its default is its default, the string under it is its help, and `Annotated` adds
+which kinds of data use it and whether a resumed run may change it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Annotated, Any, TypeVar, dataclass_transform
+
+from pydantic import ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as validated
+from pydantic_core import CoreSchema, core_schema
+
+from hf_gpipe.errors import UserError, nearest
+from hf_gpipe.recipe.words import choices, describe, show
+
+Text = Annotated[str, Field(pattern=r"\S")]
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+"""A part of a whole that is never all of it."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """A name out of a collection that another module owns; Literal is for names that stand in the annotation.
+
+    With `or_suffix`, such as ".txt", the path of a file that ends in it is allowed, too.
+    """
+
+    names: tuple[str, ...]
+    or_suffix: str | None = None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        names = core_schema.literal_schema(list(self.names))
+        if self.or_suffix is None:
+            return names
+        return core_schema.union_schema([names, core_schema.str_schema(pattern=f"\\{self.or_suffix}$")])
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """The kinds of data that use a key; with another kind it is an error."""
+
+    names: tuple[str, ...]
+
+
+class _MayChange:
+    """The type of MAY_CHANGE."""
+
+
+MAY_CHANGE = _MayChange()
+"""Marks a key, or a whole section, that a resumed run may change: it decides neither the model nor what it learns."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """What one field of a section says of itself.
+
+    Attributes:
+        name: of the field.
+        text: its help.
+        default: None where it is required, too.
+        is_required: whether it has no default.
+        kinds: the kinds of data that use it; None: all do.
+        may_change: whether a resumed run may change it.
+    """
+
+    name: str
+    text: str
+    default: Any
+    is_required: bool
+    kinds: tuple[str, ...] | None
+    may_change: bool
+    section: type = field(repr=False)
+
+    @cached_property
+    def schema(self) -> dict[str, Any]:
+        """Its JSON schema."""
+        found: dict[str, Any] = _schema(self.section)["properties"][self.name]
+        return found
+
+    def is_used_by(self, kind: object) -> bool:
+        """Whether the kind of data uses it; a kind that does not exist uses everything."""
+        return self.kinds is None or kind in self.kinds
+
+
+class MisfitError(UserError):
+    """A value that a section does not allow; says where in the section it stands, without the section's name.
+
+    Attributes:
+        path: the key, and the index within a list.
+        what: what was found and what is allowed.
+    """
+
+    def __init__(self, path: tuple[str | int, ...], what: str) -> None:
+        self.path, self.what = path, what
+        super().__init__(f"{dotted(path)}{what}")
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return type(self), (self.path, self.what)  # it travels between processes
+
+
+def dotted(path: tuple[object, ...]) -> str:
+    """A path as a user writes it: "pipeline.num_stages", "data.languages[1]"."""
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+def section(*, kw_only: bool = True) -> Callable[[type[T]], type[T]]:
+    """Decorator that makes a class a frozen dataclass whose values are checked strictly: nothing is converted.
+
+    What does not fit raises a `MisfitError`.
+    """
+    config = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    def decorate(cls: type[T]) -> type[T]:
+        made: Any = validated(frozen=True, kw_only=kw_only, config=config)(cls)
+        init = made.__init__
+
+        @functools.wraps(init)
+        def checked(self: Any, *args: Any, **values: Any) -> None:
+            try:
+                init(self, *args, **values)
+            except ValidationError as error:
+                names = [one.name for one in fields(made)]
+                raise _misfit(error, made, dict(zip(names, args, strict=False)) | values) from None
+
+        made.__init__ = checked
+        return made
+
+    return decorate
+
+
+@functools.cache
+def keys_of(cls: type) -> dict[str, Key]:
+    """The fields of a section by their names."""
+    found = {}
+    for name, info in cls.__pydantic_fields__.items():  # type: ignore[attr-defined]  # pydantic's, of any section
+        is_required = info.is_required()
+        kinds = next((mark.names for mark in info.metadata if isinstance(mark, Kinds)), None)
+        default = None if is_required else info.get_default(call_default_factory=True)
+        text = " ".join((info.description or "").split())
+        found[name] = Key(name, text, default, is_required, kinds, MAY_CHANGE in info.metadata, cls)
+    return found
+
+
+@functools.cache
+def _schema(cls: type) -> dict[str, Any]:
+    return TypeAdapter(cls).json_schema()
+
+
+def _misfit(error: ValidationError, cls: type, values: Mapping[str, Any]) -> MisfitError:
+    """The first thing that is wrong, in our words."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    name, *within = first["loc"]
+    keys = keys_of(cls)
+    if name not in keys:
+        return MisfitError((str(name),), f" is not one of {', '.join(keys)}{nearest(str(name), keys)}")
+    schema = keys[str(name)].schema
+    if first["type"] == "missing":
+        return MisfitError((str(name),), f" is missing and has no default; give it {describe(schema)}.")
+    found = values[str(name)]
+    if all(isinstance(index, int) for index in within):  # else they name the alternatives that were tried
+        for index in within:
+            of_list = next(one for one in schema.get("anyOf", [schema]) if "items" in one)
+            found, schema = found[index], of_list["items"]
+    else:
+        within = []
+    hint = nearest(found, choices(schema)) if isinstance(found, str) else ""
+    return MisfitError((str(name), *within), f": found {show(found)}, expected {describe(schema)}{hint}")

@@ -1,0 +1,77 @@
+"""Values and what is allowed in their place, in the words of a message."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import NoneType
+from typing import Any
+
+_WORDS: dict[type, str] = {
+    NoneType: "null",
+    bool: "a boolean",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    tuple: "a list",
+    dict: "a mapping",
+}
+_TYPES = {"null": "null", "boolean": "true or false", "integer": "a whole number", "number": "a number"}
+_BOUNDS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+_LONGEST_SHOWN = 60
+
+
+def show(value: Any) -> str:
+    """A value and its type as a message names them: "'two' (a string)"."""
+    if value is None:
+        return "nothing (null)"
+    if isinstance(value, bool):
+        return f"{str(value).lower()} (a boolean)"
+    text = shorten(repr(value))
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{text} (not a finite number)"
+    return f"{text} ({_WORDS.get(type(value), type(value).__name__)})"
+
+
+def shorten(text: str) -> str:
+    """The start of a text that is too long for a message."""
+    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "..."
+
+
+def describe(schema: Mapping[str, Any]) -> str:
+    """What a JSON schema allows: "a whole number of at least 1 or null"."""
+    *most, last = _alternatives(schema)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _alternatives(schema: Mapping[str, Any]) -> list[str]:
+    if "anyOf" in schema:
+        null_last = sorted(schema["anyOf"], key=lambda one: one.get("type") == "null")
+        return [words for one in null_last for words in _alternatives(one)]
+    return [repr(name) for name in choices(schema)] or [_one(schema)]
+
+
+def _one(schema: Mapping[str, Any]) -> str:
+    match schema.get("type"):
+        case "array":
+            return f"a list, each entry {describe(schema['items'])}"
+        case "object":
+            return "a mapping with strings for keys"
+        case "string" if "maxLength" in schema:
+            return f"a string of {schema['maxLength']} character{'s' * (schema['maxLength'] != 1)}"
+        case "string" if str(schema.get("pattern", "")).endswith("$"):
+            return f"the path of a file that ends in {schema['pattern'][1:-1]}"
+        case "string":
+            return "a string that is not empty" if "pattern" in schema else "a string"
+        case str(name):
+            bounds = " and".join(f" {words} {schema[key]:g}" for key, words in _BOUNDS.items() if key in schema)
+            return _TYPES[name] + bounds
+    return "any value"
+
+
+def choices(schema: Mapping[str, Any]) -> list[str]:
+    """The names that a JSON schema allows, to find the nearest to a misspelt one; empty where any string will do."""
+    if "anyOf" in schema:
+        return [name for one in schema["anyOf"] for name in choices(one)]
+    return [schema["const"]] if "const" in schema else schema.get("enum", [])

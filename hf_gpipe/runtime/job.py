@@ -1,0 +1,205 @@
+"""The job that this process is part of: where its processes meet, how long they wait, and a note of its current work.
+
+torch.distributed has one default group and a signal has one handler, so a process is in one job at a time. Its state is
+one object, `Job.current()`; nothing of it stands in other modules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import ClassVar, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from hf_gpipe.errors import EXIT_FAILURE
+
+Item = TypeVar("Item")
+
+#: Set for the processes that our own launcher starts: it prints their failures.
+LAUNCHER_PID = "HF_GPIPE_LAUNCHER_PID"
+#: Names the file in which a process notes its current work; its launcher can read it even after SIGKILL.
+WORK_VARIABLE = "HF_GPIPE_WORK_FILE"
+#: On this signal a process writes the stack of its main thread to the file that STACK_VARIABLE names.
+STACK_SIGNAL = signal.SIGUSR1
+STACK_VARIABLE = "HF_GPIPE_STACK_FILE"
+
+#: Seconds between two checks of a process that its launcher still runs.
+WATCH_SECONDS = 0.5
+#: Seconds that the processes of a job may start apart, as on machines that read their programs over a network, and end
+#: apart, as when the main process draws and plans. It is more where the time limit of messages is longer.
+APART_SECONDS = 300.0
+
+#: A note has this size, so that one write replaces the note before it completely.
+_NOTE_BYTES = 120
+
+
+class Job:
+    """State of this process as a member of a job.
+
+    Attributes:
+        timeout: how long a process waits for another one; None in a job that `join` did not join: torch's default.
+        work: what this process is doing, in a few words; empty where nothing was noted.
+        in_forked_child: functions that a forked child of this process calls first, such as a data loader's worker.
+    """
+
+    _current: ClassVar[Job | None] = None
+
+    def __init__(self) -> None:
+        self.timeout: timedelta | None = None
+        self.work = ""
+        self.in_forked_child: list[Callable[[], None]] = []
+        self._store: dist.Store | None = None
+        self._work_files: dict[str, int] = {}
+
+    @classmethod
+    def current(cls) -> Job:
+        """The job of this process; before `join` one with torch's defaults."""
+        if cls._current is None:
+            cls._current = cls()
+        return cls._current
+
+    @classmethod
+    def join(cls, timeout_seconds: float = 600.0, threads: int | None = None) -> Job:
+        """Join the job that a launcher started this process for. Without one, or a second time, nothing is joined.
+
+        It works the same in the processes of `hf_gpipe.runtime.launch` and in those of torchrun and
+        `accelerate launch`. The process ends at once when its launcher is gone, and on SIGINT, even while it waits for
+        a message.
+
+        Args:
+            timeout_seconds: how long a process waits for another one, once all have started, before the run fails.
+            threads: CPU threads of this process; None: OMP_NUM_THREADS, or its share of this machine's cores.
+        """
+        job = cls.current()
+        is_new = in_job() and not dist.is_initialized()
+        if is_new and threads is None and "OMP_NUM_THREADS" not in os.environ:
+            threads = max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        if threads is not None:
+            torch.set_num_threads(threads)
+        if is_new:
+            job._meet_the_others(timedelta(seconds=timeout_seconds))
+        return job
+
+    def _meet_the_others(self, timeout: timedelta) -> None:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            # Python's handler runs between two of its own instructions, so never while gloo or NCCL waits.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        self.timeout = timeout
+        _end_with(int(os.environ.get(LAUNCHER_PID) or os.getppid()))
+        _show_stack_on_demand()
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+        store, rank, size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=APART_SECONDS))))
+        self._store = store
+        # The time limit is that of messages. Processes may start further apart, so they meet here first.
+        self._wait_for_all("started", rank, size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+    def new_group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+        """Create a group of some processes with the job's time limit; torch's own default is 30 minutes."""
+        return dist.new_group(list(ranks), timeout=self.timeout, backend=backend)
+
+    def leave(self) -> None:
+        """Leave the job at the end, once every process is here."""
+        if not dist.is_initialized():
+            return
+        if self._store is None:
+            dist.barrier()
+        else:
+            self._wait_for_all("ended", dist.get_rank(), dist.get_world_size())
+            self._store = None
+        dist.destroy_process_group()
+
+    def _wait_for_all(self, moment: str, rank: int, size: int) -> None:
+        """Wait until every process is here, which may take longer than a message."""
+        assert self._store is not None
+        self._store.set(f"hf_gpipe/{moment}/{rank}", "")
+        limit = max(timedelta(seconds=APART_SECONDS), self.timeout or timedelta())
+        self._store.wait([f"hf_gpipe/{moment}/{other}" for other in range(size)], limit)
+
+    # ------------------------------------------------------------------ current work
+
+    def note(self, work: str) -> None:
+        """Note what this process does from now on. It costs one system call of about a microsecond."""
+        self.work = work
+        path = os.environ.get(WORK_VARIABLE)
+        if path is None:
+            return
+        with contextlib.suppress(OSError):
+            if path not in self._work_files:
+                self._work_files[path] = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+            os.pwrite(self._work_files[path], work.encode()[:_NOTE_BYTES].ljust(_NOTE_BYTES), 0)
+
+    @contextmanager
+    def during(self, work: str) -> Iterator[None]:
+        """Context manager in which this process does `work`. After an exception the note stays, to say where it was."""
+        before = self.work
+        self.note(work)
+        yield
+        self.note(before)
+
+    def noting(self, items: Iterator[Item], work: str) -> Iterator[Item]:
+        """Yield the same items; while each of them is read, this process does `work`."""
+        end = object()
+        while True:
+            with self.during(work):
+                item = next(items, end)
+            if item is end:
+                return
+            yield cast(Item, item)
+
+
+def in_job() -> bool:
+    """Whether a launcher started this process as one of several."""
+    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def available_cores() -> int:
+    """The number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def read_note(path: Path) -> str:
+    """The work that a process noted in `path`; empty where there is no such file."""
+    try:
+        return path.read_bytes().decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent is gone: a killed launcher cannot stop it any more."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(WATCH_SECONDS)
+        os._exit(EXIT_FAILURE)
+
+    threading.Thread(target=watch, name="hf_gpipe-parent-watch", daemon=True).start()
+
+
+def _show_stack_on_demand() -> None:
+    """Let our launcher ask where this process is, also while it is stuck in a call outside of Python."""
+    if path := os.environ.get(STACK_VARIABLE):
+        # Open for as long as the process runs.
+        faulthandler.register(STACK_SIGNAL, file=os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), all_threads=False)
+
+
+def _after_fork() -> None:
+    job = Job.current()
+    while job.in_forked_child:
+        job.in_forked_child.pop()()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,39 @@
+"""The signals that ask a job to stop, and what a second one means: the same for its launcher and its processes."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+#: Signals that come within this time are one: a terminal and a scheduler send theirs to every process there is, and a
+#: launcher then forwards its own.
+SAME_SIGNAL_SECONDS = 1.0
+
+
+class StopSignal:
+    """The states of a request to stop: not asked, asked, and urgent once a second signal has come.
+
+    Attributes:
+        signal: the first signal; None: nobody has asked.
+        is_urgent: whether a second one has come, after SAME_SIGNAL_SECONDS.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self.is_urgent = False
+        self._time = 0.0
+
+    def receive(self, number: int) -> bool:
+        """Take a signal; returns whether it is the first one."""
+        if self.signal is None:
+            self.signal, self._time = signal.Signals(number), time.monotonic()
+            return True
+        self.is_urgent = self.is_urgent or self.seconds > SAME_SIGNAL_SECONDS
+        return False
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the first signal; 0 before it."""
+        return 0.0 if self.signal is None else time.monotonic() - self._time

@@ -1,0 +1,120 @@
+"""A table that someone wrote: read from a file, validated, and compared with what else is said about the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hf_gpipe.errors import ScheduleError
+from hf_gpipe.schedule.occupancy import Held, most_of_equal_stages
+from hf_gpipe.schedule.table import Schedule
+from hf_gpipe.schedule.validate import check_table
+
+TABLE_SUFFIX = ".txt"
+"""How the name of a table's file ends. A schedule without it is one of the builders."""
+
+LARGEST_BYTES = 1 << 26
+"""No table is as large as this; a file of another kind may be."""
+
+
+def is_table_file(schedule: str) -> bool:
+    """Whether a `schedule` is the path of a table, and not the name of a builder."""
+    return schedule.endswith(TABLE_SUFFIX)
+
+
+def read_table(path: str, num_stages: int, num_micro_batches: int | str, num_processes: int) -> Schedule:
+    """The valid table in a file, of a training step that fits these numbers.
+
+    Args:
+        path: of the file; ~ is the home directory.
+        num_stages: K.
+        num_micro_batches: of a step: M times the mini-batches that are accumulated. Any text is an error.
+        num_processes: of the job.
+
+    Raises:
+        ScheduleError: the file and the line that is wrong, what was found, what is allowed and the next step.
+    """
+    text = _text(path)
+    try:
+        table = Schedule.from_text(text)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}, {error}") from None
+    try:
+        check_table(table)
+        if not table.is_training:
+            raise ScheduleError(
+                "the table has forwards only; a training step has a B for each F, and a U.", "process 0"
+            )
+        if table.placement.devices is not None:
+            raise ScheduleError(
+                "the devices of stages are said by the argument device, or pipeline.devices; leave the line out.",
+                "devices",
+            )
+        if table.num_stages != num_stages:
+            raise ScheduleError(
+                f"the table has {table.num_stages} stages, and num_stages is {num_stages}; change one of them.",
+                "num_stages",
+            )
+        if table.num_micro_batches != num_micro_batches:
+            raise ScheduleError(
+                f"the table has {table.num_micro_batches} micro-batches, and num_micro_batches, times the mini-batches "
+                f"that a step accumulates, is {num_micro_batches}; change one of them.",
+                "num_micro_batches",
+            )
+        if table.placement.num_processes != num_processes:
+            raise ScheduleError(
+                f"the table is for {table.placement.num_processes} processes, and there are {num_processes}; set "
+                f"num_processes to {table.placement.num_processes}, start as many, or change the placement.",
+                "placement",
+            )
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}, line {_line(text, str(error.line))}: {error}") from None
+    return table
+
+
+def recompute_under(table: Schedule, recompute: str | Sequence[str | int]) -> str | tuple[str | int, ...]:
+    """What each stage recomputes under a table that someone wrote, in the words of `Pipeline`.
+
+    The table says by its R which stages recompute what. "stage", the default, leaves it at that, and what the table has
+    may be said as well. "block", which is no action, goes with a table without R.
+
+    Raises:
+        ScheduleError: something else is asked for.
+    """
+    entries: list[str | int] = []
+    for stage in range(table.num_stages):
+        count = table.num_recomputations(stage)
+        whole = "stage" if count == table.num_micro_batches else most_of_equal_stages(table)[stage][Held.GRAPH]
+        entries.append(whole if count else "none")
+    own = entries[0] if isinstance(entries[0], str) and len(set(entries)) == 1 else tuple(entries)
+    asked = recompute if isinstance(recompute, str) else tuple(recompute)
+    if asked in ("stage", own):
+        return own
+    if asked == "block" and own == "none":
+        return asked
+    raise ScheduleError(
+        f"recompute is {recompute!r}, and the table {table.name!r} says by its R what is recomputed, which is {own!r}; "
+        "leave recompute out."
+    )
+
+
+def _text(path: str) -> str:
+    file = Path(path).expanduser()
+    try:
+        if file.stat().st_size > LARGEST_BYTES:
+            raise ScheduleError(f"schedule: {path} has over {LARGEST_BYTES >> 20} MiB, which no table has.")
+        return file.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ScheduleError(
+            f"schedule: there is no file {path} (looked in {Path.cwd()}); correct the path, or write one with "
+            "python -m hf_gpipe.plan RECIPE --table."
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ScheduleError(f"schedule: {path} is not UTF-8 text ({error.reason}, byte {error.start}).") from None
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ScheduleError(f"schedule: {path} cannot be read: {error}.") from None
+
+
+def _line(text: str, key: str) -> int:
+    """The number of the line that begins with a key."""
+    return next(n for n, line in enumerate(text.splitlines(), 1) if line.partition(":")[0].strip() == key)

@@ -1,0 +1,169 @@
+"""Metrics and predictions of a dataset, as transformers' Trainer gives them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from transformers import EvalPrediction
+from transformers.trainer_utils import PredictionOutput, denumpify_detensorize, speed_metrics
+
+from hf_gpipe.adapters import IGNORED_LABEL
+from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.training.arguments import PipelineTrainingArguments
+from hf_gpipe.training.generating import Generation, generation_options
+from hf_gpipe.training.loader import Batch
+from hf_gpipe.training.predicting import Predicted, Preprocess, concatenated, mean_loss, predict
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Evaluates a pipeline on mini-batches. Every process has one and calls it; all get the same results.
+
+    Attributes:
+        pipe: the pipeline.
+        args: the trainer's arguments.
+        compute_metrics: metrics of an EvalPrediction; called in the process of the last stage, which has the logits.
+        preprocess: reduces a micro-batch's logits.
+        pad_token_id: fills generated rows; None: the model's own.
+        on_batch: called after each mini-batch.
+    """
+
+    pipe: Pipeline
+    args: PipelineTrainingArguments
+    compute_metrics: Callable[..., dict[str, Any]] | None
+    preprocess: Preprocess | None
+    pad_token_id: int | None
+    on_batch: Callable[[], None]
+
+    def evaluate(self, batches: Iterable[Batch] | None, prefix: str, options: Mapping[str, Any]) -> dict[str, float]:
+        """Loss, metrics of `compute_metrics` and speed.
+
+        Args:
+            batches: read in the main process; the others may pass None.
+            prefix: goes before the metrics' names.
+            options: keyword arguments of `generate`, with `predict_with_generate`.
+        """
+        predicts = self.compute_metrics is not None and not self.args.prediction_loss_only
+        return self._run(batches, prefix, options, predicts=predicts, keeps=False)[1]
+
+    def predict(self, batches: Iterable[Batch] | None, prefix: str, options: Mapping[str, Any]) -> PredictionOutput:
+        """Predictions and labels besides the metrics; the arguments are those of `evaluate`."""
+        columns, metrics = self._run(batches, prefix, options, predicts=True, keeps=True)
+        mine = self._arrays(columns)[:2] if columns.labels else (None, None)
+        return PredictionOutput(*self._from_last(mine), metrics)
+
+    def _run(
+        self,
+        batches: Iterable[Batch] | None,
+        prefix: str,
+        options: Mapping[str, Any],
+        *,
+        predicts: bool,
+        keeps: bool,
+    ) -> tuple[_Columns, dict[str, Any]]:
+        """The rows with their predictions, in the process of the last stage, and the metrics.
+
+        Args:
+            predicts: whether there are predictions.
+            keeps: whether they are kept where `compute_metrics` has seen them mini-batch by mini-batch.
+        """
+        start_time = time.time()
+        generation = self._generation(options) if predicts and self.args.predict_with_generate else None
+        metrics_of = self.compute_metrics if predicts else None
+        in_parts = metrics_of is not None and self.args.batch_eval_metrics
+        has_predictions = predicts and self.pipe.num_stages - 1 in self.pipe.stages
+        fill = IGNORED_LABEL if generation is None else generation.pad_token_id
+        columns = _Columns(fill)
+        computed: dict[str, Any] = {}
+        losses, num_rows = [], []
+        results = predict(
+            self.pipe,
+            batches,
+            with_logits=predicts and generation is None,
+            preprocess=self.preprocess,
+            generation=generation,
+        )
+        for one in results:
+            losses.append(one.evaluation.loss)
+            num_rows.append(one.num_rows)
+            if has_predictions and (keeps or not in_parts):
+                columns.add(one)
+            if has_predictions and in_parts:
+                part = _Columns(fill)
+                part.add(one)
+                computed |= self._computed(part, compute_result=one.is_last)
+            self.on_batch()
+        metrics: dict[str, Any] = {"loss": mean_loss(losses, num_rows, only_finite=self.args.logging_nan_inf_filter)}
+        if metrics_of is not None:
+            if columns.labels and not in_parts:
+                computed = self._computed(columns)
+            metrics |= self._from_last(computed)
+        metrics = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}
+        steps = math.ceil(sum(num_rows) / self.args.per_device_eval_batch_size)
+        metrics |= speed_metrics(prefix, start_time, num_samples=sum(num_rows), num_steps=steps)
+        # Every process measured the speed for itself.
+        return columns, self.pipe.topology.gather_objects(metrics)[0]
+
+    def _generation(self, options: Mapping[str, Any]) -> Generation:
+        return Generation(self.pipe, generation_options(self.args, options), self.pad_token_id)
+
+    def _computed(self, columns: _Columns, **options: bool) -> dict[str, Any]:
+        """The metrics of `compute_metrics`, in the process that has the predictions."""
+        assert self.compute_metrics is not None
+        predictions, labels, inputs, row_losses = self._arrays(columns)
+        wanted = self.args.include_for_metrics
+        prediction = EvalPrediction(
+            predictions=predictions,
+            label_ids=labels,
+            inputs=inputs if "inputs" in wanted else None,
+            losses=row_losses if "loss" in wanted else None,
+        )
+        return denumpify_detensorize(self.compute_metrics(prediction, **options)) or {}
+
+    def _arrays(self, columns: _Columns) -> tuple[Any, Any, Any, Any]:
+        """Predictions, labels, inputs and losses of all rows, in one array each or as lists of mini-batches."""
+        others = (columns.labels, columns.inputs, columns.row_losses)
+        if not self.args.eval_do_concat_batches:
+            return columns.predictions, *others
+        return concatenated(columns.predictions, columns.fill), *(concatenated(one) for one in others)
+
+    def _from_last(self, value: Any) -> Any:
+        """The value of the last stage's process, in every process."""
+        topology = self.pipe.topology
+        if topology.num_processes == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=topology.process_of(self.pipe.num_stages - 1))
+        return box[0]
+
+
+@dataclass
+class _Columns:
+    """The rows of several mini-batches, in the process of the last stage.
+
+    Attributes:
+        fill: fills the predictions of shorter rows.
+        predictions: of each mini-batch (rows, ...): logits, or what `preprocess` left of them, or generated tokens.
+        labels: (rows, T) of each.
+        inputs: input_ids (rows, S) of each.
+        row_losses: mean negative log-likelihood (rows,) of each.
+    """
+
+    fill: int
+    predictions: list[Any] = field(default_factory=list)
+    labels: list[Any] = field(default_factory=list)
+    inputs: list[Any] = field(default_factory=list)
+    row_losses: list[Any] = field(default_factory=list)
+
+    def add(self, one: Predicted) -> None:
+        """Add the rows of a mini-batch."""
+        self.predictions.append(one.logits if one.tokens is None else one.tokens)
+        self.labels.append(one.batch["labels"].numpy())
+        self.inputs.append(one.batch["input_ids"].numpy())
+        evaluation = one.evaluation
+        self.row_losses.append((evaluation.row_nll / evaluation.row_tokens.clamp(min=1)).numpy())

@@ -1,0 +1,42 @@
+"""The model card, README.md, that transformers' Trainer drafts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard
+from transformers.modelcard import TrainingSummary
+
+from hf_gpipe.training.inspection import InspectedTrainer
+
+
+def write_model_card(trainer: InspectedTrainer, path: Path, **entries: Any) -> None:
+    """Write the card of a trainer's model.
+
+    Args:
+        trainer: whose arguments, log and datasets the card tells of.
+        path: of the file; the tags of one that is there are kept.
+        entries: of `TrainingSummary.from_trainer`: language, license, tags, finetuned_from ...
+    """
+    if path.exists():
+        before = ModelCard.load(path, ignore_metadata_errors=True).data.tags
+        tags = entries.get("tags")
+        if before and tags is not None:
+            tags = [tags] if isinstance(tags, str) else list(tags)
+            entries["tags"] = [*tags, *(tag for tag in before if tag not in tags)]
+    summary = TrainingSummary.from_trainer(trainer, **entries)
+    # Trainer counts every process as a replica, which a stage is not.
+    found, args, pipe = summary.hyperparameters, trainer.args, trainer.pipe
+    for name in ("distributed_type", "num_devices", "total_train_batch_size", "total_eval_batch_size"):
+        found.pop(name, None)
+    if args.gradient_accumulation_steps > 1 and args.batch_tokens is None:
+        found["total_train_batch_size"] = trainer.get_total_train_batch_size(args)
+    found |= {"num_stages": pipe.num_stages, "num_micro_batches": pipe.num_micro_batches}
+    found["schedule"] = pipe.schedule_name
+    path.write_text(summary.to_model_card(), encoding="utf-8")
+    if pipe.peft is not None:
+        card = ModelCard.load(path)
+        card.data.library_name = "peft"
+        card.data.base_model = card.data.base_model or pipe.model.config.name_or_path or None
+        card.save(path)

@@ -1,0 +1,157 @@
+"""One pass over a dataset in evaluation: the losses, logits and generated tokens of each mini-batch, in order.
+
+`evaluate` and `predict` of the trainer and the reports at the end of a run all consume this one generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_gpipe.adapters import IGNORED_LABEL
+from hf_gpipe.errors import DataError
+from hf_gpipe.pipeline import Evaluation, Pipeline
+from hf_gpipe.runtime.batches import shared_stream
+from hf_gpipe.training.generating import Generation
+from hf_gpipe.training.loader import Batch
+
+Preprocess = Callable[[torch.Tensor, torch.Tensor], Any]
+"""(logits (B, T, V), labels (B, T)) -> a tensor of B rows, or a tuple of such."""
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """One evaluated mini-batch; the same in every process, but for its logits.
+
+    Attributes:
+        batch: the mini-batch.
+        evaluation: its loss, in total and per row.
+        logits: where they were asked for, in the process of the last stage: an array (rows, ...), or a tuple of such.
+        tokens: generated token ids (rows, T'), where they were asked for.
+        is_last: whether no mini-batch follows.
+    """
+
+    batch: Batch
+    evaluation: Evaluation
+    is_last: bool
+    logits: Any = None
+    tokens: np.ndarray | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the mini-batch."""
+        return len(self.evaluation.row_nll)
+
+
+def predict(
+    pipe: Pipeline,
+    batches: Iterable[Batch] | None,
+    *,
+    with_logits: bool = False,
+    preprocess: Preprocess | None = None,
+    generation: Generation | None = None,
+) -> Iterator[Predicted]:
+    """Evaluate mini-batches, one after the other. Every process iterates over it, to the end.
+
+    Args:
+        pipe: the pipeline; its weights must not change meanwhile.
+        batches: read in the main process; the others may pass None.
+        with_logits: whether logits are kept.
+        preprocess: reduces a micro-batch's logits as soon as they exist.
+        generation: generates for each row.
+
+    Raises:
+        DataError: a mini-batch without labels.
+    """
+    source = ([_with_labels(batch)] for batch in batches) if batches is not None and pipe.topology.is_main else None
+    with pipe.holding_weights():
+        for (batch,), is_last in _with_end(shared_stream(source, pipe.topology)):
+            logits = _Logits(preprocess, pipe.adapter.autocast is not None) if with_logits else None
+            evaluation = pipe.eval_on(batch, None if logits is None else logits.add)
+            yield Predicted(
+                batch,
+                evaluation,
+                is_last,
+                logits.concatenated(batch["labels"].shape[1]) if logits is not None and logits.parts else None,
+                None if generation is None else generation(batch).numpy(),
+            )
+
+
+def mean_loss(losses: Sequence[float], num_rows: Sequence[int], *, only_finite: bool) -> float:
+    """The mean over rows of the loss of their mini-batch, as transformers' Trainer computes it.
+
+    Args:
+        losses: of each mini-batch.
+        num_rows: of each mini-batch.
+        only_finite: whether losses that are inf or NaN are left out, unless all are.
+    """
+    values, weights = np.array(losses), np.array(num_rows)
+    finite = np.isfinite(values)
+    if only_finite and finite.any():
+        values, weights = values[finite], weights[finite]
+    return float(np.average(values, weights=weights)) if len(values) else 0.0
+
+
+def concatenated(parts: Sequence[Any], fill: int = IGNORED_LABEL) -> Any:
+    """The rows of all mini-batches in one array, or in a tuple of arrays; shorter rows are filled up."""
+    if isinstance(parts[0], tuple):
+        return tuple(concatenated(column, fill) for column in zip(*parts, strict=True))
+    if parts[0].ndim > 1:
+        num_columns = max(part.shape[1] for part in parts)
+        parts = [_padded(part, num_columns, fill) for part in parts]
+    return np.concatenate(parts)
+
+
+class _Logits:
+    """The logits of a mini-batch, collected from its micro-batches."""
+
+    def __init__(self, preprocess: Preprocess | None, is_autocast: bool) -> None:
+        self._preprocess, self._is_autocast = preprocess, is_autocast
+        self.parts: list[tuple[Any, int]] = []
+
+    def add(self, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> None:
+        labels = inputs["labels"]
+        # As transformers' Trainer hands them over under autocast, whatever type the head gave them.
+        logits = logits.float() if self._is_autocast else logits
+        kept = logits if self._preprocess is None else self._preprocess(logits, labels)
+        self.parts.append((kept, labels.shape[1]))
+
+    def concatenated(self, num_columns: int) -> Any:
+        """All rows as numpy arrays; those that have the labels' columns get back the ones cut off as padding."""
+        return concatenated([_as_arrays(kept, columns, num_columns) for kept, columns in self.parts])
+
+
+def _as_arrays(kept: Any, columns: int, num_columns: int) -> Any:
+    if isinstance(kept, list | tuple):
+        return tuple(_as_arrays(one, columns, num_columns) for one in kept)
+    tensor = kept.detach().cpu()
+    array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    has_columns = array.ndim > 1 and array.shape[1] == columns
+    return _padded(array, num_columns, IGNORED_LABEL) if has_columns else array
+
+
+def _with_labels(batch: Batch) -> Batch:
+    if "labels" not in batch:
+        raise DataError(
+            f"a mini-batch to evaluate has no 'labels', only {', '.join(batch)}; without targets use Pipeline.generate"
+        )
+    return batch
+
+
+def _with_end(stream: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+    """Each entry of a stream, and whether it is the last one."""
+    pending = next(stream, None)
+    while pending is not None:
+        following = next(stream, None)
+        yield pending, following is None
+        pending = following
+
+
+def _padded(array: np.ndarray, num_columns: int, fill: int) -> np.ndarray:
+    """(B, T, ...) -> (B, num_columns, ...)."""
+    missing = num_columns - array.shape[1]
+    return np.pad(array, [(0, 0), (0, missing)] + [(0, 0)] * (array.ndim - 2), constant_values=fill)

@@ -1,0 +1,158 @@
+"""transformers' own example scripts run to their end when only the two class names are replaced.
+
+The scripts are not part of this project. They are looked for in a folder beside the checkout, or in the one that
+HF_GPIPE_FOREIGN_SCRIPTS names; where there are none, the tests are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    LlamaForCausalLM,
+    MarianMTModel,
+    PreTrainedTokenizerFast,
+)
+
+from hf_gpipe.data import train_tokenizer
+from tests.oracle import tiny_config
+
+REPOSITORY = Path(__file__).parents[1]
+FOREIGN = Path(os.environ.get("HF_GPIPE_FOREIGN_SCRIPTS", REPOSITORY.parent / "shared/foreign"))
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+LAUNCHERS = {
+    "alone": [sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"],
+}
+
+pytestmark = pytest.mark.skipif(
+    not (FOREIGN / "run_translation.py").exists(),
+    reason=f"there is no run_translation.py in {FOREIGN}; HF_GPIPE_FOREIGN_SCRIPTS names the folder",
+)
+
+
+def ported(name: str, folder: Path) -> Path:
+    """A copy of a script with the two class names replaced, and imported from here."""
+    text = (FOREIGN / name).read_text(encoding="utf-8")
+    text = re.sub(r"^    (Seq2Seq)?Train(er|ingArguments),\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"\b(Seq2Seq)?Train(er|ingArguments)\b", r"PipelineTrain\2", text)
+    text = text.replace(
+        "import evaluate\n", "import evaluate\nfrom hf_gpipe import PipelineTrainer, PipelineTrainingArguments\n"
+    )
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def run(launcher: str, script: Path, output: Path, *options: str | Path) -> None:
+    common = [
+        *("--output_dir", output, "--use_cpu", "--max_steps", "3", "--num_stages", "2", "--num_micro_batches", "2"),
+        *("--per_device_train_batch_size", "4", "--per_device_eval_batch_size", "4", "--report_to", "none"),
+    ]
+    finished = subprocess.run(
+        [*LAUNCHERS[launcher], *map(str, [script, *options, *common])],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests/stand_ins")]),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "HF_HOME": str(output.parent / "cache"),
+        },
+    )
+    assert finished.returncode == 0, finished.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models with their tokenizer, and the rows of each script."""
+    folder = tmp_path_factory.mktemp("foreign")
+    train_tokenizer(WORDS * 20, 290, folder / "tokenizer", model="bpe", character_coverage=1.0, target_tags=())
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
+    ids = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    pairs = MarianMTModel(tiny_config("marian", decoder_start_token_id=tokenizer.pad_token_id, **ids))
+    causal = tiny_config("llama")
+    causal.update(ids)
+    for name, model in (("pairs", pairs), ("causal", LlamaForCausalLM(causal))):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    rows = [" ".join(WORDS[(start + step) % 10] for step in range(4)) for start in range(10)] * 2
+    write(folder / "translation.json", [{"translation": {"de": row, "en": row.upper()}} for row in rows])
+    write(folder / "summary.json", [{"text": row, "summary": row.split()[0]} for row in rows])
+    (folder / "text.txt").write_text("\n".join(rows * 20) + "\n")
+    return folder
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_translation(launcher: str, work: Path, tmp_path: Path) -> None:
+    data = work / "translation.json"
+    run(
+        launcher,
+        ported("run_translation.py", tmp_path),
+        tmp_path / "out",
+        *("--model_name_or_path", work / "pairs", "--source_lang", "de", "--target_lang", "en"),
+        *("--train_file", data, "--validation_file", data, "--test_file", data),
+        *("--max_source_length", "32", "--max_target_length", "16", "--num_beams", "2"),
+        *("--do_train", "--do_eval", "--do_predict", "--predict_with_generate"),
+    )
+    results = json.loads((tmp_path / "out/all_results.json").read_text())
+    assert {"train_loss", "eval_bleu", "predict_bleu", "eval_gen_len"} <= results.keys()
+    assert len((tmp_path / "out/generated_predictions.txt").read_text().splitlines()) == 20
+    card = ModelCard.load(tmp_path / "out/README.md")
+    assert card.data.language == ["de", "en"]
+    assert "generated_from_trainer" in card.data.tags
+    AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_summarization(launcher: str, work: Path, tmp_path: Path) -> None:
+    data = work / "summary.json"
+    run(
+        launcher,
+        ported("run_summarization.py", tmp_path),
+        tmp_path / "out",
+        *("--model_name_or_path", work / "pairs", "--text_column", "text", "--summary_column", "summary"),
+        *("--train_file", data, "--validation_file", data, "--test_file", data),
+        *("--max_source_length", "32", "--max_target_length", "16"),
+        *("--do_train", "--do_eval", "--do_predict", "--predict_with_generate"),
+    )
+    results = json.loads((tmp_path / "out/all_results.json").read_text())
+    assert {"train_loss", "eval_rouge1", "predict_rouge1"} <= results.keys()
+    assert (tmp_path / "out/README.md").exists()
+    AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_causal_language_modelling(launcher: str, work: Path, tmp_path: Path) -> None:
+    run(
+        launcher,
+        ported("run_clm.py", tmp_path),
+        tmp_path / "out",
+        *("--model_name_or_path", work / "causal", "--block_size", "32"),
+        *("--train_file", work / "text.txt", "--validation_file", work / "text.txt"),
+        *("--do_train", "--do_eval"),
+    )
+    results = json.loads((tmp_path / "out/all_results.json").read_text())
+    assert {"train_loss", "eval_accuracy", "perplexity"} <= results.keys()
+    assert "generated_from_trainer" in ModelCard.load(tmp_path / "out/README.md").data.tags
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -1,0 +1,145 @@
+"""A table that someone wrote trains to the plain model's numbers, in one process and in two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_gpipe import Pipeline
+from hf_gpipe.errors import ScheduleError, UserError
+from tests.gloo import run_gloo
+from tests.oracle import Result, assert_same, padded_batch, plain_model, run_pipeline, run_plain, tiny_config
+
+#: Three stages on two processes, the first and the last of them together; micro-batch 1 goes first, stage 2 keeps two
+#: graphs of three, and a recomputation stands far before its backward.
+ODD = """\
+table: 1
+schedule: odd
+num_stages: 3
+num_micro_batches: 3
+placement: 0 1 0
+process 0: 0F1 0F0 2F1 2B1 0F2 2F0 0R0 2F2 2B0 0B1 2R2 2B2 0B0 0B2 2U 0U
+process 1: 1F1 1F0 1R0 1B1 1F2 1B0 1B2 1U
+"""
+#: The same order of work for one process.
+ALONE = """\
+table: 1
+schedule: odd, alone
+num_stages: 3
+num_micro_batches: 3
+placement: 0 0 0
+process 0: 0F1 1F1 0F0 2F1 2B1 1F0 1R0 0F2 1B1 2F0 0R0 1F2 2F2 2B0 0B1 1B0 2R2 2B2 0B0 1B2 0B2 2U 0U 1U
+"""
+
+
+def written(folder: Path, text: str) -> str:
+    path = folder / "odd.txt"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize("rows", [6, 2])
+@pytest.mark.parametrize("family", ["llama", "marian"])
+def test_a_table_in_one_process(family: str, rows: int, tmp_path: Path) -> None:
+    """A mini-batch with fewer rows than micro-batches runs the actions of those that it has."""
+    config = tiny_config(family)
+    batch, plain = padded_batch(config, rows=rows), plain_model(config)
+    expected = run_plain(plain, batch, 3)
+    pipe = Pipeline(plain, 3, 3, written(tmp_path, ALONE))
+    assert pipe.schedule(3).text() == ALONE
+    assert pipe.recompute == (3, 2, 1)
+    assert_same(run_pipeline(pipe, batch), expected)
+    assert pipe.eval_step(batch).loss == pytest.approx(expected.loss, rel=1e-10)
+
+
+@pytest.mark.parametrize("family", ["llama", "marian"])
+def test_a_table_in_two_processes(family: str, tmp_path: Path) -> None:
+    config = tiny_config(family)
+    expected = [run_plain(plain_model(config), padded_batch(config, rows=rows), 3) for rows in (6, 2)]
+    for found in run_gloo(results, 2, family, written(tmp_path, ODD)):
+        for one, other in zip(found["results"], expected, strict=True):
+            assert_same(one, other)
+        assert found["loss"] == pytest.approx(expected[0].loss, rel=1e-10)
+        assert found["error"] == "there is no file missing.txt"
+
+
+def results(family: str, path: str) -> dict[str, Any]:
+    """The file is read in the main process alone: the other one knows another path."""
+    is_main = dist.get_rank() == 0
+    config = tiny_config(family)
+    pipe = Pipeline(plain_model(config), 3, 3, path if is_main else "nowhere.txt")
+    assert pipe.schedule(3).text() == ODD
+    batches = [padded_batch(config, rows=rows) if is_main else None for rows in (6, 2)]
+    found: list[Result] = [run_pipeline(pipe, batch) for batch in batches]
+    try:
+        Pipeline(config, 3, 3, "missing.txt" if is_main else path)
+    except UserError as error:
+        words = str(error).removeprefix("schedule: ").partition(" (")[0]
+    return {"results": found, "loss": pipe.eval_step(batches[0]).loss, "error": words}
+
+
+def test_a_table_has_the_micro_batches_of_all_accumulated_mini_batches(tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    batches = [padded_batch(config, rows=2, seed=seed) for seed in (1, 2, 3)]
+    plain = plain_model(config)
+    expected = float(Pipeline(plain, 3, 1).train_step(batches))
+    pipe = Pipeline(plain, 3, 1, written(tmp_path, ALONE), accumulation=3, example=batches[0])
+    assert float(pipe.train_step(batches)) == pytest.approx(expected, rel=1e-12)
+    assert [pipe.plan(given).timeline.schedule.num_micro_batches for given in (None, batches[0])] == [3, 1]
+    with pytest.raises(ScheduleError, match="a step has 4 micro-batches and the table 'odd, alone' 3"):
+        pipe.train_step([*batches, batches[0]])
+
+
+def test_the_planner_plans_with_a_table(tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    path, batch = written(tmp_path, ALONE), padded_batch(config)
+    pipe = Pipeline(plain_model(config), 3, 3, path, partition="auto", example=batch, memory="100MiB")
+    assert pipe.planned is not None
+    plan = pipe.plan()
+    assert plan.timeline.schedule == pipe.schedule(3)
+    assert plan.settings.schedule == pipe.schedule_name == path
+    assert [stage.recompute for stage in plan.stages] == ["3", "2", "1"]
+    assert_same(run_pipeline(pipe, batch), run_plain(plain_model(config), batch, 3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_stages": 2}, "line 3: the table has 3 stages, and num_stages is 2"),
+        ({"num_micro_batches": 4}, "line 4: the table has 3 micro-batches"),
+        ({"num_micro_batches": "auto"}, "line 4: the table has 3 micro-batches"),
+        ({"accumulation": 2}, "line 4: the table has 3 micro-batches, .* is 6"),
+        ({"recompute": "none"}, "recompute is 'none', and the table 'odd, alone' says by its R"),
+        ({"recompute": "auto"}, "recompute is 'auto', and the table"),
+        (
+            {"schedule": "mine.tbl"},
+            "schedule: found 'mine.tbl' .*, expected 'naive', .* or the path of a file that ends in .txt",
+        ),
+    ],
+)
+def test_what_contradicts_a_table_is_found_before_the_model_is_read(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    arguments = {"num_stages": 3, "num_micro_batches": 3, "schedule": written(tmp_path, ALONE)} | changes
+    with pytest.raises(UserError, match=message):
+        Pipeline("/nowhere", **arguments)
+
+
+def test_a_table_for_other_processes(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match=r"odd.txt, line 5: the table is for 2 processes, and there are 1"):
+        Pipeline("/nowhere", 3, 3, written(tmp_path, ODD))
+
+
+def test_a_builder_s_table_from_a_file_trains_bit_by_bit_as_the_builder(tmp_path: Path) -> None:
+    config = tiny_config("marian", dropout=0.1)
+    batch = padded_batch(config)
+    first = Pipeline(plain_model(config), 3, 4, "1f1b")
+    second = Pipeline(plain_model(config), 3, 4, written(tmp_path, first.schedule(4).text()))
+    one, other = run_pipeline(first, batch), run_pipeline(second, batch)
+    assert one.loss == other.loss
+    for name, gradient in one.gradients.items():
+        assert torch.equal(gradient, other.gradients[name])
