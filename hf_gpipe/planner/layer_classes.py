@@ -68,7 +68,7 @@ class ModelLayers:
         for name, buffer in model.named_buffers():
             self.buffer_bytes[adapter.layer_of(name)] += buffer.nbytes
         self.classes = _classes(adapter, model)
-        self._is_trained = [adapter.is_trained(layer, model) for layer in adapter.layers]
+        self._trained = frozenset(layer for layer in adapter.layers if adapter.is_trained(layer, model))
 
     def first_alike(self, whole: ModelLayers | None = None) -> list[int]:
         """For each layer, of `whole` or of this model, the first layer of this model that is like it.
@@ -83,7 +83,8 @@ class ModelLayers:
 
     def wants_gradient(self, boundary: int) -> Mapping[str, bool]:
         """For each tensor that crosses a boundary, whether any layer that it depends on is trained."""
-        return self.adapter.wants_gradient(boundary, self._is_trained)
+        sources = self.adapter.sources(boundary)
+        return {name: not self._trained.isdisjoint(layers) for name, layers in sources.items()}
 
 
 def to_run(whole: ModelLayers) -> tuple[ModelLayers, Sequence[int]]:
