@@ -1,4 +1,4 @@
-"""What each layer of a model costs: parameters, arithmetic, memory and, once measured, time.
+"""The costs of each layer of a model: parameters, arithmetic, memory and, once measured, time.
 
 `trace_costs` (trace_costs.py) computes the costs of a model without weights; `profile_layers` (profile.py) adds
 measured seconds. Every number is of ONE micro-batch (workload.py) and of one layer; `LayerSums` (prefix_sums.py) adds
@@ -16,7 +16,7 @@ from hf_gpipe.adapters.layers import LayerKind, StackName
 from hf_gpipe.planner.workload import Workload
 
 InnerRecompute = Literal["none", "block"]
-"""What a graph that is alive keeps: everything, or only the inputs of blocks. ("stage" says when a graph is alive.)"""
+"""Which tensors a live graph keeps: everything, or only the inputs of blocks. ("stage" says when a graph is alive.)"""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class SharedParameter:
 
 @dataclass(frozen=True)
 class GraphCost:
-    """What a layer adds to the autograd graph of its stage, and what its backward works with.
+    """The bytes that a layer adds to the autograd graph of its stage, and the working memory of its backward.
 
     Attributes:
         saved_bytes: what the layer's graph keeps until its backward, without its input.
@@ -103,7 +103,7 @@ class Seconds:
 
     @classmethod
     def mean(cls, measured: Iterable[Seconds | None]) -> Seconds | None:
-        """Of those that were measured; None where none was."""
+        """The mean of those that were measured; None where none was."""
         known = [seconds for seconds in measured if seconds is not None]
         if not known:
             return None
@@ -153,7 +153,7 @@ class LayerCost:
     seconds: Seconds | None = None
 
     def graph(self, inner: InnerRecompute) -> GraphCost:
-        """What a graph that is alive keeps."""
+        """The layer's part of a live graph."""
         return self.plain if inner == "none" else self.block
 
 

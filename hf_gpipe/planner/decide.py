@@ -1,4 +1,4 @@
-"""What "auto" means for a run: the fastest way to run it that fits. The same in every process."""
+"""The choice of "auto" values: the fastest way to run that fits. The same in every process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hf_gpipe.runtime.topology import Topology
 logger = logging.getLogger(__name__)
 
 AUTO_SCHEDULES = ("1f1b", "gpipe_fused", "gpipe", "interleaved_1f1b")
-"""What "auto" chooses from, the one with the least memory first."""
+"""The schedules that "auto" chooses from, the one with the least memory first."""
 
 
 def decide(
@@ -160,14 +160,14 @@ def _allowed(planner: Planner, config: PipelineConfig) -> Iterator[PipelineConfi
 
 
 def micro_batch_counts(rows: int, asked: int | str) -> list[int]:
-    """The numbers of micro-batches that "auto" chooses from: the powers of two up to one a row, and one a row."""
+    """The numbers of micro-batches that "auto" chooses from: the powers of two up to one per row, and one per row."""
     if isinstance(asked, int):
         return [asked]
     return sorted({rows, *(2**power for power in range(rows.bit_length()))})
 
 
 def _rank(plan: Plan) -> tuple[float, ...]:
-    """What the best plan has the least of."""
+    """Sort key: the best plan has the smallest."""
     if not plan.fits:
         return (1.0, plan.peak_bytes)
     # A gain below the model's own error is none: then the fewer messages and the less memory.

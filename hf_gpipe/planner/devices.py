@@ -20,7 +20,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Link:
-    """What joins two devices.
+    """The link between two devices.
 
     Attributes:
         name: as a user writes it.
@@ -39,7 +39,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """What a process computes on.
+    """The device of a process.
 
     Attributes:
         name: as a user writes it.
@@ -156,7 +156,7 @@ def read_flops(text: str, name: str) -> float:
     """Operations a second, from a text such as "312TFLOPS" or "15.7 TFLOP/s".
 
     Raises:
-        UserError: it is no rate, or has no unit.
+        UserError: the text is not a rate, or has no unit.
     """
     number, unit = _split(text, name, "312TFLOPS")
     match = re.fullmatch(r"([kmgtp]?)flops?(/s)?", unit.lower())
@@ -169,7 +169,7 @@ def read_bandwidth(text: str, name: str) -> float:
     """Bytes a second, from a text such as "900GB/s" or, in bits, "100Gb/s" or "100Gbit/s".
 
     Raises:
-        UserError: it is no bandwidth, or has no unit.
+        UserError: the text is not a bandwidth, or has no unit.
     """
     number, unit = _split(text, name, "900GB/s")
     match = re.fullmatch(r"([kKmMgGtT]?)(i?)(B|b|bit)(?:/s|ps)", unit)

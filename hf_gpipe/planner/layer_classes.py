@@ -20,7 +20,7 @@ from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.planner.costs import Parameters
 
-#: A short model has this many blocks a stack.
+#: A short model has this many blocks per stack.
 FEW_BLOCKS = 8
 
 #: Fields of configurations that say how many blocks a stack has.
@@ -100,7 +100,7 @@ def to_run(whole: ModelLayers) -> tuple[ModelLayers, Sequence[int]]:
 
 
 def size_of(parameter: torch.Tensor) -> Parameters:
-    """What one parameter adds to a process that holds it."""
+    """The size that one parameter adds to a process that holds it."""
     count, num_bytes = parameter.numel(), parameter.nbytes
     return Parameters(count, num_bytes, *((count, num_bytes) if parameter.requires_grad else (0, 0)))
 
@@ -121,7 +121,7 @@ def _used_parameters(adapter: Adapter, names: Mapping[str, torch.Tensor]) -> lis
 
 
 def _classes(adapter: Adapter, model: nn.Module) -> list[Any]:
-    """What each layer is made of. Layers that are no blocks are alike where their names are."""
+    """The class of each layer. Layers that are not blocks are alike where their names are."""
     made_of: list[Any] = [(layer.stack, layer.kind, layer.name) for layer in adapter.layers]
     number = {layer.name: index for index, layer in enumerate(adapter.layers)}
     for stack in adapter.stacks:

@@ -21,21 +21,21 @@ class MemoryEstimate:
     """Bytes at the fullest moment of a step."""
 
     parameters: int = 0
-    """Weights, a tied one once a process, and buffers."""
+    """Weights, a tied one once per process, and buffers."""
     gradients: int = 0
-    """Of the weights."""
+    """Gradients of the weights."""
     optimizer: int = 0
     """Its state, where the weight is owned."""
     boundaries: int = 0
     """Received boundary tensors, and the micro-batches' ids, masks and labels."""
     activations: int = 0
-    """What the live graphs keep, the head's apart."""
+    """Tensors that the live graphs keep, without the head's."""
     logits: int = 0
-    """What the live graphs keep of the head and the loss."""
+    """Tensors that the live graphs keep of the head and the loss."""
     early_gradients: int = 0
     """Gradients that have come before their backward could begin."""
     working: int = 0
-    """Of the action that runs at that moment."""
+    """Working memory of the action that runs at that moment."""
     reserve: int = 0
     """Held by the allocator beyond all of these."""
 
@@ -52,20 +52,20 @@ class StageLayers:
     start: int
     stop: int
     inner: InnerRecompute
-    """What its live graphs keep."""
+    """Which tensors its live graphs keep."""
 
 
 def estimate_memory(
     sums: LayerSums, stages: Sequence[StageLayers], timeline: Timeline, own: Sequence[int], state_share: float
 ) -> MemoryEstimate:
-    """What a process holds at the fullest moment of a step.
+    """Estimate the memory of a process at the fullest moment of a step.
 
     Args:
         sums: of the model's layers, for one micro-batch.
         stages: all stages, in order.
         timeline: the simulated table.
         own: the process's stages. With one of several, what that stage alone needs.
-        state_share: bytes of the optimizer's state a byte of trainable weights.
+        state_share: bytes of the optimizer's state per byte of trainable weights.
     """
     ranges = [(stages[stage].start, stages[stage].stop) for stage in own]
     held = sums.held_by(ranges)
@@ -84,7 +84,7 @@ def estimate_memory(
 
 
 def _amounts(sums: LayerSums, stage: StageLayers, gradient_bytes: float) -> Amounts:
-    """What each thing that a stage holds adds to the items of the estimate."""
+    """The bytes that each thing held by a stage adds to the items of the estimate."""
     layers, run = sums.costs.layers, (stage.start, stage.stop)
     graphs = sums.graphs[stage.inner]
     graph, backward = graphs.kept_bytes(*run), graphs.backward_peak_bytes(*run)
@@ -104,12 +104,12 @@ def _amounts(sums: LayerSums, stage: StageLayers, gradient_bytes: float) -> Amou
 
 
 def _received_bytes(sums: LayerSums, stage: StageLayers) -> int:
-    """What crosses the boundary before a stage."""
+    """The bytes that cross the boundary before a stage."""
     return sums.costs.layers[stage.start].input_bytes if stage.start else 0
 
 
 def _gradient_bytes(sums: LayerSums, stage: StageLayers) -> int:
-    """What comes back across the boundary after a stage."""
+    """The bytes that come back across the boundary after a stage."""
     layers = sums.costs.layers
     return layers[stage.stop].gradient_input_bytes if stage.stop < len(layers) else 0
 
@@ -123,7 +123,7 @@ class MemoryBound:
     Args:
         sums: of the model's layers, for one micro-batch.
         table: what will be run.
-        state_share: bytes of the optimizer's state a byte of trainable weights.
+        state_share: bytes of the optimizer's state per byte of trainable weights.
 
     Attributes:
         most: for each stage the most micro-batches for which it holds each thing at once.
@@ -136,11 +136,11 @@ class MemoryBound:
         self._ids = table.num_micro_batches * sums.costs.micro_batch_bytes
 
     def stage_bytes(self, number: int, stage: StageLayers) -> float:
-        """What stage `number` needs at most, as its process's only one."""
+        """The most that stage `number` needs as the only stage of its process."""
         return sum(self.parts(number, stage, self.most[number][Held.GRAPH]))
 
     def parts(self, number: int, stage: StageLayers, live_graphs: int) -> tuple[float, float]:
-        """What stage `number` keeps at most with so many live graphs, and what it works with beside that."""
+        """The most that stage `number` keeps with so many live graphs, and its working memory beside that."""
         sums, run, most = self._sums, (stage.start, stage.stop), self.most[number]
         graphs, reserved = sums.graphs[stage.inner], sums.device.reserved_share
         held, owned = sums.held(*run), sums.owned(*run)

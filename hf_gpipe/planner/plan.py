@@ -34,7 +34,7 @@ class TimeEstimate:
 
     forward: float
     recompute: float
-    """Of whole stages. That of blocks is part of the backward."""
+    """Of whole stages; the recomputation of blocks is part of the backward."""
     backward: float
     update: float
     bubble: float
@@ -86,7 +86,7 @@ class ProcessPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `Planner.plan` predicts of one step."""
+    """The prediction of one step by `Planner.plan`."""
 
     settings: DecidedConfig
     planner: Planner
@@ -107,17 +107,17 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the fullest process."""
+        """The memory estimate of the fullest process."""
         return self.fullest_process.memory.total
 
     @cached_property
     def fullest_process(self) -> ProcessPlan:
-        """The process that needs the most memory; of equal ones the first."""
+        """The process that needs the most memory; the first of several equal ones."""
         return max(self.processes, key=lambda process: process.memory.total)
 
     @cached_property
     def slowest_stage(self) -> StagePlan:
-        """The stage whose actions take the longest; of equal ones the first."""
+        """The stage whose actions take the longest; the first of several equal ones."""
         return max(self.stages, key=lambda stage: stage.busy_seconds)
 
     @property
@@ -171,7 +171,7 @@ class Planner:
         profile_on: torch.device | None = None,
         memory_bytes: int | None = None,
     ) -> Planner:
-        """For a model that has its adapter. `inputs`, `device` and `memory_bytes` are those of the class.
+        """Make the planner of a model that has its adapter.
 
         Args:
             adapter: the model's.
@@ -217,11 +217,11 @@ class Planner:
         return largest_micro_batch(self.rows, num_micro_batches)
 
     def micro_batches_of_step(self, num_micro_batches: int) -> int:
-        """Of the table, where a mini-batch is cut into M."""
+        """Micro-batches in the table of a step, where a mini-batch is cut into M."""
         return self.inputs.accumulation * min(num_micro_batches, self.rows)
 
     def costs(self, num_micro_batches: int) -> ModelCosts:
-        """Of one of M micro-batches."""
+        """The costs of the layers for one of M micro-batches."""
         rows = self.micro_batch_rows(num_micro_batches)
         if rows not in self._costs:
             self._costs[rows] = self._costs_of(rows)
@@ -235,7 +235,7 @@ class Planner:
         return self._sums[rows]
 
     def memory_bound(self, settings: DecidedConfig) -> MemoryBound:
-        """On the stages of any partition. The partition of the settings is not read."""
+        """The bound on the memory of any stage. The partition of the settings is not read."""
         sums = self.sums(settings.num_micro_batches)
         return MemoryBound(sums, self.table(settings), self.inputs.state_share(sums.costs.dtype))
 
@@ -258,7 +258,7 @@ class Planner:
         return build(name, num_stages, num_micro_batches, placement, of_table)
 
     def plan(self, settings: DecidedConfig) -> Plan:
-        """What one step of a pipeline with these settings needs.
+        """Predict the memory and the time of one step of a pipeline with these settings.
 
         Raises:
             UserError: one of its kinds, for settings that no pipeline could have.
@@ -300,7 +300,7 @@ class Planner:
 
 
 def inner_recompute(settings: DecidedConfig) -> list[InnerRecompute]:
-    """What the live graphs of each stage keep."""
+    """Which tensors the live graphs of each stage keep."""
     blocks = Recompute.parse(settings.recompute, settings.num_stages).block_stages
     return ["block" if stage in blocks else "none" for stage in range(settings.num_stages)]
 
@@ -317,14 +317,14 @@ def recompute_shares(table: Schedule) -> list[float]:
 
 
 def _entries(settings: DecidedConfig) -> tuple[str | int, ...]:
-    """What each stage recomputes."""
+    """One entry per stage of what it recomputes."""
     if isinstance(settings.recompute, str):
         return (settings.recompute,) * settings.num_stages
     return settings.recompute
 
 
 def _table_costs(sums: LayerSums, stages: Sequence[StageLayers], table: Schedule, optimizer: str) -> Costs:
-    """What the simulation of a table needs."""
+    """The costs for the simulation of a table."""
     ranges = [(stage.start, stage.stop) for stage in stages]
     forward = [
         share * sums.forward_only_seconds(*layers) + (1 - share) * sums.forward_seconds(*layers)

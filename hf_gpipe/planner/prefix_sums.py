@@ -2,7 +2,7 @@
 
 One micro-batch on a stage of the layers `start` to `stop` (exclusive) needs, above its received input,
 
-    kept by its graph     the sum of what its layers' graphs keep, and once a stack what is made outside of the layers
+    kept by its graph     the sum of what its layers' graphs keep, and once per stack what is made outside of the layers
     peak of a forward     max over layers l of (kept before l, l's input included) + forward_working_bytes of l
     peak of a backward    max over layers l of (kept up to l) + backward_working_bytes of l
     seconds               the sum of its layers', and `stage_seconds` once
@@ -81,11 +81,11 @@ class LayerSums:
         self._shared = _users(layers)
 
     def held(self, start: int, stop: int) -> Parameters:
-        """What a stage has in memory."""
+        """The parameters that a stage has in memory."""
         return self.held_by([(start, stop)])
 
     def held_by(self, stages: Iterable[tuple[int, int]]) -> Parameters:
-        """What a process with these stages, (start, stop) each, has in memory on one device: ties between them once."""
+        """The parameters of a process with these stages, (start, stop) each, on one device; a tie counts once."""
         stages = list(stages)
         held = sum((self._own[stop] - self._own[start] for start, stop in stages), start=Parameters())
         for parameter, users in self._shared:
@@ -94,25 +94,25 @@ class LayerSums:
         return held
 
     def owned(self, start: int, stop: int) -> Parameters:
-        """What of `held` the stage owns, so that the optimizer's state of it lies here."""
+        """The part of `held` that the stage owns: the optimizer's state of it is here."""
         own = self._own[stop] - self._own[start]
         return sum((p.size for p, _ in self._shared if start <= p.first_layer < stop), start=own)
 
     def forward_seconds(self, start: int, stop: int) -> float:
-        """Of a forward that keeps its graph."""
+        """Seconds of a forward that keeps its graph."""
         return self._forward(start, stop) + self._stage_seconds.forward
 
     def forward_only_seconds(self, start: int, stop: int) -> float:
-        """Of a forward without a graph."""
+        """Seconds of a forward without a graph."""
         return self._forward_only(start, stop) + self._stage_seconds.forward
 
     def backward_seconds(self, start: int, stop: int, inner: InnerRecompute) -> float:
-        """Of a backward, the recomputation of blocks inside of it included."""
+        """Seconds of a backward, the recomputation of its blocks included."""
         seconds = self._backward(start, stop) + self._stage_seconds.backward
         return seconds + self._blocks_again(start, stop) if inner == "block" else seconds
 
     def update_seconds(self, start: int, stop: int, optimizer: str) -> float:
-        """Of the optimizer's update of a stage."""
+        """Seconds of the optimizer's update of a stage."""
         owned = self.owned(start, stop)
         if self.costs.update_seconds_per_parameter is not None:
             return self.costs.update_seconds_per_parameter * owned.trainable_count
@@ -122,7 +122,7 @@ class LayerSums:
 
 
 class GraphSums:
-    """What one micro-batch's graph keeps on a stage and the peaks of its actions, above the stage's received input."""
+    """Bytes of one micro-batch's graph on a stage and the peaks of its actions, above the stage's received input."""
 
     def __init__(self, layers: Sequence[LayerCost], inner: InnerRecompute) -> None:
         graphs = [layer.graph(inner) for layer in layers]
@@ -141,7 +141,7 @@ class GraphSums:
         self._first_backward = RangeMax(peak - trained[i] for i, peak in enumerate(backward))
 
     def kept_bytes(self, start: int, stop: int) -> float:
-        """What the graph keeps."""
+        """The bytes that the graph keeps."""
         return self._kept(start, stop) + self._beyond_layers(start, stop)
 
     def forward_peak_bytes(self, start: int, stop: int) -> float:
@@ -158,7 +158,7 @@ class GraphSums:
         return peak - self._kept.before[start] + self._beyond_layers(start, stop)
 
     def _beyond_layers(self, start: int, stop: int) -> float:
-        """What is made outside of the layers, once a stack, less the first layer's input: it is the stage's."""
+        """The bytes made outside of the layers, once per stack, less the first layer's input, which is the stage's."""
         made = sum(
             most(max(start, first) - first, min(stop, end) - first)
             for first, end, most in self._outside

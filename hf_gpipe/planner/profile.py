@@ -1,7 +1,7 @@
 """The seconds of a model's layers, measured on the device that will compute them.
 
 One layer of each class gets real memory and initial weights, and runs as a stage of its own. Blocks run alone and as
-several in a row: what one more adds is the block's, what is left is the stage's, which every stage spends once a
+several in a row: what one more adds is the block's, what is left is the stage's, which every stage spends once per
 micro-batch on masks, positions and calls.
 """
 

@@ -1,4 +1,4 @@
-"""What each stage recomputes: as little as its process's memory allows."""
+"""The choice of recomputation: each stage recomputes as little as its process's memory allows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def choose_recompute(planner: Planner, settings: DecidedConfig) -> RecomputeChoi
 
 
 class _Room:
-    """What the stages of one process need, as they are allowed more live graphs."""
+    """The memory that the stages of one process need, as they are allowed more live graphs."""
 
     def __init__(self, bound: MemoryBound, layers: Sequence[StageLayers], own: Sequence[int]) -> None:
         self._bound, self._layers = bound, layers

@@ -206,7 +206,7 @@ def _table(plan: Plan) -> list[str]:
 
 
 def _looks(stage: StagePlan) -> tuple[Any, ...]:
-    """What two stages of one line have in common: the line, but for the decreasing number of live micro-batches."""
+    """The part that stages on one line share: all but the number of live micro-batches, which decreases."""
     memory = stage.memory
     return len(stage.layers), stage.num_parameters, f"{memory.total:.2e}", f"{stage.busy_seconds:.2e}"
 

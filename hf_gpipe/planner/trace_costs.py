@@ -30,7 +30,7 @@ def trace_costs(
     loss: TokenLoss = PLAIN,
     as_on_gpu: bool = False,
 ) -> ModelCosts:
-    """What each layer of a model costs for one micro-batch. For several sizes a `LayerTracer` is quicker.
+    """Return the costs of each layer of a model for one micro-batch. For several sizes a `LayerTracer` is quicker.
 
     Args:
         adapter: the model's.
@@ -67,7 +67,7 @@ class LayerTracer:
         self._recomputes_blocks = self._can_recompute_blocks()
 
     def costs(self, workload: Workload) -> ModelCosts:
-        """What each layer costs for one micro-batch."""
+        """Return the costs of each layer for one micro-batch."""
         adapter, layers = self.layers.adapter, self.layers
         workload = workload.within(adapter)
         inputs = workload.inputs(adapter)
@@ -133,7 +133,7 @@ class LayerTracer:
     def _graph_cost(
         self, index: int, inputs: Inputs, trace: Trace, saved_input: int, *, recompute_blocks: bool
     ) -> GraphCost:
-        """What a layer's graph keeps, apart from what is made once for all layers of the stage."""
+        """The bytes that a layer's graph keeps, apart from what is made once for all layers of the stage."""
         own, outside = trace.saved - trace.saved_outside, trace.saved_outside
         if (second := self._second_of_shared_tables(index)) is not None:
             # The first block of a stage makes the bias, and the others are handed it.

@@ -112,7 +112,7 @@ class Tracker(TorchDispatchMode):
             self._phase = None
 
     def bytes_outside(self, phase: Phase) -> int:
-        """What was made in a phase before its first own layer was called, and is still alive."""
+        """The bytes that a phase made before its first own layer was called, and that are still alive."""
         return sum(size for _, size, made_in, is_inside in self._known.values() if made_in is phase and not is_inside)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

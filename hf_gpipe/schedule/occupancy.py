@@ -1,4 +1,4 @@
-"""What the stages of a timeline hold, and from when until when: the one sweep behind every count of live tensors.
+"""The tensors that stages hold over time: one sweep over a timeline behind every count of live tensors.
 
 A micro-batch's input comes when the stage before sends it and stays until the stage's last action on the micro-batch.
 Its autograd graph is there from the end of the forward or recomputation that makes it to the end of the backward. A
@@ -19,28 +19,28 @@ from hf_gpipe.schedule.table import Schedule
 
 
 class Held(StrEnum):
-    """What a stage holds for a while."""
+    """Things that a stage holds for a while."""
 
     MICRO_BATCH = "micro-batch"
     """From its forward to its last action, both included."""
     INPUT = "input"
-    """What it received from the stage before."""
+    """The tensors received from the stage before."""
     GRAPH = "graph"
     GRADIENT = "gradient"
-    """What it received from the stage after and waits for its backward."""
+    """The gradient received from the stage after, while it waits for its backward."""
     FORWARD_ONLY = "forward only"
-    """What a forward without a graph works with, while it runs; so for the next three."""
+    """Working memory of a forward without a graph, while it runs; the next three are alike."""
     FORWARD = "forward"
     """Or the recomputation that makes the graph."""
     BACKWARD = "backward"
     FIRST_BACKWARD = "first backward"
-    """What the stage's first backward needs beyond that: the gradients of the weights come."""
+    """The extra memory of the stage's first backward, which makes the gradients of the weights."""
     WEIGHT_GRADIENTS = "gradients of weights"
     """From the end of the first backward on."""
 
 
 def holdings(timeline: Timeline, stage: int) -> Iterator[tuple[Held, Seconds, Seconds]]:
-    """What a stage holds for each micro-batch: (what, from, until)."""
+    """Yield the things that a stage holds for each micro-batch: (what, from, until)."""
     num_stages, ran = timeline.schedule.num_stages, timeline.spans_of
     backwards = [span for action, span in ran[stage].items() if action.kind == ActionKind.BACKWARD]
     first_backward = min(backwards, key=lambda span: span.end, default=None)
