@@ -17,7 +17,6 @@ from hf_gpipe.recipe.sizes import read_bytes
 from hf_gpipe.schedule import Schedule, draw_text, recompute_under
 
 if TYPE_CHECKING:
-    from hf_gpipe.planner.costs import ModelCosts
     from hf_gpipe.planner.devices import Device
     from hf_gpipe.planner.plan import Plan, Planner
     from hf_gpipe.recipe import PipelineConfig
@@ -169,8 +168,7 @@ def _planner(
 
     from hf_gpipe.adapters import adapter_for
     from hf_gpipe.adapters.autocast import Autocast
-    from hf_gpipe.planner.measure import model_costs
-    from hf_gpipe.planner.measure_seconds import profile_layers
+    from hf_gpipe.planner.decide import micro_batch_counts
     from hf_gpipe.planner.plan import Planner
     from hf_gpipe.planner.settings import PlanInputs
     from hf_gpipe.runtime.loss import TokenLoss
@@ -178,7 +176,7 @@ def _planner(
 
     recipe = _with_vocabulary(recipe)
     if recipe.model.depth_scaled_feed_forward or recipe.data.kind == "text":
-        # What a run would refuse, and the planner cannot see: it opens a shorter model, for sizes alone.
+        # What a run would refuse, and the planner cannot see.
         checked_adapter(recipe)
     config, training = model_config(recipe, None), recipe.training
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
@@ -187,38 +185,33 @@ def _planner(
     # Without CUDA the types under autocast are observed on the CPU, whose list of operations is nearly the same.
     half = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    autocast = None if half is None else Autocast(half, here)
     inputs = PlanInputs.of_recipe(recipe, is_encoder_decoder=config.is_encoder_decoder)
     if table is not None:
         inputs = replace(inputs, tables={recipe.pipeline.schedule: table})
-
-    def costs_of(rows: int) -> ModelCosts:
-        workload = replace(inputs.mini_batch(), rows=rows)
-        loss = TokenLoss(training.label_smoothing_factor, training.logit_clipping)
-        dtype, attention = model_dtype(recipe), recipe.model.attn_implementation
-        is_trusted = recipe.model.trust_remote_code
-        try:
-            if is_profiled:
-                adapter = adapter_for(config, dtype, attention, trust_remote_code=is_trusted, autocast=autocast)
-                return profile_layers(adapter, workload, here, loss=loss)
-            return model_costs(
-                config,
-                workload,
-                dtype,
-                attention,
-                trust_remote_code=is_trusted,
-                autocast=autocast,
-                loss=loss,
-                as_on_gpu=True,
-            )
-        except (HfGpipeError, KeyboardInterrupt):
-            raise
-        except Exception as error:  # whatever the family's own constructor says of its configuration
-            raise RecipeError(
-                f"model: transformers cannot make a {config.model_type} model of this: {error}"
-            ) from error
-
-    return Planner(costs_of, inputs, device, memory_bytes)
+    try:
+        adapter = adapter_for(
+            config,
+            model_dtype(recipe),
+            recipe.model.attn_implementation,
+            trust_remote_code=recipe.model.trust_remote_code,
+            autocast=None if half is None else Autocast(half, here),
+        )
+        planner = Planner.of(
+            adapter,
+            inputs,
+            device,
+            loss=TokenLoss(training.label_smoothing_factor, training.logit_clipping),
+            as_on_gpu=True,
+            profile_on=here if is_profiled else None,
+            memory_bytes=memory_bytes,
+        )
+        # The layers run here for the first time, in the smallest micro-batch that will be planned.
+        planner.costs(micro_batch_counts(planner.rows, recipe.pipeline.num_micro_batches)[-1])
+    except HfGpipeError:
+        raise
+    except Exception as error:  # whatever the family's own code says of its configuration
+        raise RecipeError(f"model: transformers cannot make a {config.model_type} model of this: {error}") from error
+    return planner
 
 
 def _with_vocabulary(recipe: Recipe) -> Recipe:

@@ -15,7 +15,7 @@ Where the model here differs from the paper's:
 - Attention keeps no (T, T) matrix, as on GPUs today. The paper does not say what its own kept.
 - Activations are in bfloat16 (autocast, as TPUs compute); --float32 keeps them in float32.
 - The paper does not say M; here each micro-batch is one row, M = 32, the leanest there is.
-- L is the largest for which some split into K stages fits by the planner's bill, the allocator's reserve included.
+- L is the largest for which some split into K stages fits by the planner's estimate, the allocator's reserve included.
 - Naive-1 keeps the logits of 32 rows, their log-probabilities and the gradient, 3.9 GiB each in float32; with such a
   loss no layer fits beside them. What it would need, and how many rows it could take, is printed below the table.
 """
@@ -32,14 +32,15 @@ from functools import partial
 import torch
 from transformers import GPT2Config
 
+from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.errors import PartitionError
 from hf_gpipe.planner.costs import ModelCosts
 from hf_gpipe.planner.decide import best_plan
 from hf_gpipe.planner.devices import device
-from hf_gpipe.planner.measure import model_costs
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.settings import PlanInputs
+from hf_gpipe.planner.trace_costs import trace_costs
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import PipelineConfig
 
@@ -87,7 +88,7 @@ class Model:
             )
             workload = Workload(rows, LENGTH, LENGTH, has_padding=False)
             autocast = None if self._is_float32 else Autocast(torch.bfloat16, torch.device("cpu"))
-            self._shallow[rows] = model_costs(config, workload, autocast=autocast, as_on_gpu=True)
+            self._shallow[rows] = trace_costs(adapter_for(config, autocast=autocast), workload, as_on_gpu=True)
         shallow = self._shallow[rows]
         first, block, *_, norm, head = (layer for layer in shallow.layers)
         blocks = tuple(replace(block, name=f"transformer.h.{index}") for index in range(num_layers))
@@ -163,9 +164,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if num_stages not in options.stages:
             continue
         count = model.costs(1, paper_layers).total.count
-        bills = [process.memory for process in model.plan(name, num_stages, paper_layers, is_limited=False).processes]
-        weights = sum(3 * bill.parameters for bill in bills)
-        activations = sum(bill.total - bill.parameters - bill.gradients - bill.optimizer for bill in bills)
+        processes = model.plan(name, num_stages, paper_layers, is_limited=False).processes
+        estimates = [process.memory for process in processes]
+        weights = sum(3 * one.parameters for one in estimates)
+        activations = sum(one.total - one.parameters - one.gradients - one.optimizer for one in estimates)
         most = model.most_layers(name, num_stages)
         peak = f"{model.plan(name, num_stages, most).peak_bytes / GIB:.2f}" if most else "none fits"
         print(

@@ -51,8 +51,8 @@ from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.partition import partition
 from hf_gpipe.planner.costs import ModelCosts, mean_costs
-from hf_gpipe.planner.measure_seconds import profile_layers
 from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.profile import profile_layers
 from hf_gpipe.planner.settings import PlanInputs
 from hf_gpipe.planner.this_machine import this_machine
 from hf_gpipe.planner.workload import Workload
@@ -268,7 +268,8 @@ class Result:
         """Bytes that each process holds."""
         ranges = [(stage.layers.start, stage.layers.stop) for stage in self.plan.stages]
         own = [[ranges[stage] for stage in process.stages] for process in self.plan.processes]
-        return [self.costs.held_by(stages).num_bytes for stages in own]
+        sums = self.plan.planner.sums(self.case.num_micro_batches)
+        return [sums.held_by(stages).num_bytes for stages in own]
 
     @property
     def peak_ratios(self) -> list[float]:

@@ -10,11 +10,11 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from transformers import AutoTokenizer, PreTrainedConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from hf_gpipe import plan
 from hf_gpipe.data import train_tokenizer
-from hf_gpipe.planner import measure
+from hf_gpipe.planner.trace_costs import LayerTracer
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import load_recipe
 from hf_gpipe.runtime.job import Job
@@ -153,7 +153,7 @@ def test_it_explains_itself(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[str, Any]:
+def traced() -> dict[str, Any]:
     """The costs of a model, by what they were asked for."""
     return {}
 
@@ -162,21 +162,21 @@ def measured() -> dict[str, Any]:
 def test_it_is_planned(
     path: Path,
     models: Path,
-    measured: dict[str, Any],
+    traced: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The paper's models fit the paper's devices, as their recipes say."""
-    model_costs = measure.model_costs
+    trace = LayerTracer.costs
 
-    def costs_once(config: PreTrainedConfig, workload: Workload, *args: Any, **options: Any) -> Any:
-        # Recipes of the same model and micro-batch: one of them is measured.
-        asked = f"{config.to_json_string()} {workload} {options['loss']}"
-        if asked not in measured:
-            measured[asked] = model_costs(config, workload, *args, **options)
-        return measured[asked]
+    def costs_once(tracer: LayerTracer, workload: Workload) -> Any:
+        # Recipes of the same model and micro-batch: one of them is traced.
+        asked = f"{tracer.layers.adapter.given_config.to_json_string()} {workload} {tracer.loss}"
+        if asked not in traced:
+            traced[asked] = trace(tracer, workload)
+        return traced[asked]
 
-    monkeypatch.setattr(measure, "model_costs", costs_once)
+    monkeypatch.setattr(LayerTracer, "costs", costs_once)
     words = [f"model.path={models}"] if load_recipe(path).model.path else []
     assert plan.main([str(path), "--json", "--device", "tpu-v3", *words]) == 0
     planned = json.loads(capsys.readouterr().out)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters.guards import check_config
@@ -23,7 +25,7 @@ def build_skeleton(
     Raises UnsupportedModelError where the configuration asks for something that differs between splits.
     """
     check_config(config)
-    with torch.device("meta"):
+    with torch.device("meta"), _NoRandomValues():
         return build(config, dtype, attn_implementation, model_class, trust_remote_code=trust_remote_code)
 
 
@@ -45,3 +47,15 @@ def build(
         return model_class._from_config(config, dtype=dtype, **options)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     return auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **options)
+
+
+class _NoRandomValues(TorchFunctionMode):
+    """Leaves tensors of the meta device as they are: without this, GPT-2 takes 5 times as long to build there."""
+
+    _fills = (torch.nn.init.normal_, torch.nn.init.uniform_, torch.Tensor.normal_, torch.Tensor.uniform_)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self._fills and (tensor := args[0] if args else kwargs["tensor"]).is_meta:
+            return tensor
+        return func(*args, **kwargs)

@@ -1,1 +1,1 @@
-"""Will it fit, and how fast: costs of layers, bills of stages, and the choice of a split."""
+"""Will it fit, and how fast: the costs of layers, the memory and time of a plan, and the choice of the plan."""

@@ -1,34 +1,22 @@
-"""What each layer of a model costs: parameters, arithmetic, memory and, once measured, time.
+"""The costs of each layer of a model: parameters, arithmetic, memory and, once measured, time.
 
-`model_costs(config, workload, dtype, ...)` of measure.py computes them without weights, with the arguments of
-`adapter_for`; `costs_of(adapter, workload)` there does so for a model that has its adapter; `profile_layers(adapter,
-workload, device)` of measure_seconds.py adds the seconds.
-
-Every number is of ONE micro-batch (see workload.py) and of a layer, so that a stage's is their sum:
-
-    parameters in memory          `ModelCosts.held(start, stop)`
-    kept by a micro-batch's graph `ModelCosts.saved_bytes(start, stop, recompute)`, without the stage's input
-    peak of a forward             max over layers l of (kept by the layers before l) + forward_working_bytes of l
-    peak of a backward            max over layers l of (kept by the layers up to l) + backward_working_bytes of l
-    seconds                       sum of the layers', and `stage_*_seconds` once
+`trace_costs` (trace_costs.py) computes the costs of a model without weights; `profile_layers` (profile.py) adds
+measured seconds. Every number is of ONE micro-batch (workload.py) and of one layer; `LayerSums` (prefix_sums.py) adds
+them up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate
 from statistics import fmean
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 from hf_gpipe.adapters.layers import LayerKind, StackName
 from hf_gpipe.planner.workload import Workload
 
-Part = TypeVar("Part", "LayerCost", "ModelCosts")
-
 InnerRecompute = Literal["none", "block"]
-"""What a graph that is alive keeps: everything, or only the inputs of blocks. ("stage" says when a graph is alive.)"""
+"""Which tensors a live graph keeps: everything, or only the inputs of blocks. ("stage" says when a graph is alive.)"""
 
 
 @dataclass(frozen=True)
@@ -76,6 +64,57 @@ class SharedParameter:
 
 
 @dataclass(frozen=True)
+class GraphCost:
+    """The bytes that a layer adds to the autograd graph of its stage, and the working memory of its backward.
+
+    Attributes:
+        saved_bytes: what the layer's graph keeps until its backward, without its input.
+        saved_input_bytes: the part of its input that the graph keeps. On a stage's first layer it is the boundary's.
+        stage_saved_bytes: what the graph keeps that is made outside of the layers, such as masks and rotary tables:
+            once for all layers of a stack on a stage.
+        backward_working_bytes: the peak of the backward above what the graph keeps, the gradient that comes in
+            included, where the weights have their gradients already. Of a recomputed block its inside is in it.
+    """
+
+    saved_bytes: int
+    saved_input_bytes: int
+    stage_saved_bytes: int
+    backward_working_bytes: int
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Measured time of one micro-batch: a forward without a graph, a forward with one, and a backward."""
+
+    forward_only: float
+    forward: float
+    backward: float
+
+    def less(self, other: Seconds) -> Seconds:
+        """The difference, at least 0: of two measurements it may be noise."""
+        return Seconds(
+            max(self.forward_only - other.forward_only, 0.0),
+            max(self.forward - other.forward, 0.0),
+            max(self.backward - other.backward, 0.0),
+        )
+
+    def divided(self, number: int) -> Seconds:
+        return Seconds(self.forward_only / number, self.forward / number, self.backward / number)
+
+    @classmethod
+    def mean(cls, measured: Iterable[Seconds | None]) -> Seconds | None:
+        """The mean of those that were measured; None where none was."""
+        known = [seconds for seconds in measured if seconds is not None]
+        if not known:
+            return None
+        return cls(
+            fmean(one.forward_only for one in known),
+            fmean(one.forward for one in known),
+            fmean(one.backward for one in known),
+        )
+
+
+@dataclass(frozen=True)
 class LayerCost:
     """One layer's costs for one micro-batch.
 
@@ -89,19 +128,12 @@ class LayerCost:
         backward_flops: the same of the backward, for inputs and weights, without any recomputation.
         input_bytes: what crosses the boundary before this layer; 0 for the first one.
         gradient_input_bytes: what comes back across it.
-        saved_bytes: what the layer's graph keeps until its backward, without its input.
-        saved_input_bytes: the part of its input that the graph keeps. On a stage's first layer it is the boundary's.
-        stage_saved_bytes: what the graph keeps that is made outside of the layers, such as masks and rotary tables:
-            once for all layers of a stack on a stage.
-        block_saved_bytes, block_saved_input_bytes, block_stage_saved_bytes: the same when each block is recomputed.
         forward_working_bytes: the peak of the forward above what was there before it, with a graph.
         forward_only_working_bytes: the same without a graph, as in the first forward of a recomputed stage; the layer's
             input included, which no graph keeps.
-        backward_working_bytes: the peak of the backward above what the graph keeps, the gradient that comes in
-            included, where the weights have their gradients already.
-        block_backward_working_bytes: the same when each block is recomputed: its inside is alive once.
-        forward_seconds, backward_seconds: measured; None where nothing was.
-        forward_only_seconds: of a forward without a graph.
+        plain: its graph where nothing is recomputed inside of the stage.
+        block: its graph where each block is recomputed.
+        seconds: measured; None where nothing was.
     """
 
     name: str
@@ -114,31 +146,15 @@ class LayerCost:
     backward_flops: int
     input_bytes: int
     gradient_input_bytes: int
-    saved_bytes: int
-    saved_input_bytes: int
-    stage_saved_bytes: int
-    block_saved_bytes: int
-    block_saved_input_bytes: int
-    block_stage_saved_bytes: int
     forward_working_bytes: int
     forward_only_working_bytes: int
-    backward_working_bytes: int
-    block_backward_working_bytes: int
-    forward_seconds: float | None = None
-    forward_only_seconds: float | None = None
-    backward_seconds: float | None = None
+    plain: GraphCost
+    block: GraphCost
+    seconds: Seconds | None = None
 
-    def kept(self, recompute: InnerRecompute = "none") -> int:
-        """`saved_bytes` of a graph that is alive."""
-        return self.saved_bytes if recompute == "none" else self.block_saved_bytes
-
-    def kept_input(self, recompute: InnerRecompute = "none") -> int:
-        """`saved_input_bytes` of a graph that is alive."""
-        return self.saved_input_bytes if recompute == "none" else self.block_saved_input_bytes
-
-    def kept_for_stage(self, recompute: InnerRecompute = "none") -> int:
-        """`stage_saved_bytes` of a graph that is alive."""
-        return self.stage_saved_bytes if recompute == "none" else self.block_stage_saved_bytes
+    def graph(self, inner: InnerRecompute) -> GraphCost:
+        """The layer's part of a live graph."""
+        return self.plain if inner == "none" else self.block
 
 
 @dataclass(frozen=True)
@@ -151,8 +167,7 @@ class ModelCosts:
         micro_batch_bytes: of its ids, masks and labels, which every stage holds from the step's begin to its end.
         dtype: of the weights, such as "float32".
         compute_dtype: of the matrix products: autocast's, or the weights'.
-        stage_forward_seconds, stage_backward_seconds: what a stage spends on a micro-batch beyond its layers; None
-            where nothing was measured.
+        stage_seconds: what a stage spends on a micro-batch beyond its layers; None where nothing was measured.
         update_seconds_per_parameter: measured time of the optimizer, clipping included; None where nothing was.
     """
 
@@ -161,83 +176,32 @@ class ModelCosts:
     micro_batch_bytes: int
     dtype: str
     compute_dtype: str
-    stage_forward_seconds: float | None = None
-    stage_backward_seconds: float | None = None
+    stage_seconds: Seconds | None = None
     update_seconds_per_parameter: float | None = None
 
     @property
     def is_measured(self) -> bool:
         """Whether every layer has its seconds."""
-        return all(layer.forward_seconds is not None for layer in self.layers)
+        return all(layer.seconds is not None for layer in self.layers)
 
-    @cached_property
+    @property
     def total(self) -> Parameters:
         """The whole model's parameters, each tie once."""
-        return self.held(0, len(self.layers))
-
-    @cached_property
-    def shared(self) -> tuple[tuple[SharedParameter, tuple[int, ...]], ...]:
-        """Each shared parameter with the numbers of the layers that use it, in order."""
-        users: dict[str, list[int]] = {}
-        by_name: dict[str, SharedParameter] = {}
-        for index, layer in enumerate(self.layers):
-            for parameter in layer.shared:
-                by_name[parameter.name] = parameter
-                users.setdefault(parameter.name, []).append(index)
-        return tuple((by_name[name], tuple(indices)) for name, indices in users.items())
-
-    def held(self, start: int, stop: int) -> Parameters:
-        """What the stage of layers `start` to `stop` (exclusive) has in memory."""
-        own = self._sums[stop] - self._sums[start]
-        return sum((p.size for p, users in self.shared if _any_within(users, start, stop)), start=own)
-
-    def held_by(self, stages: Iterable[tuple[int, int]]) -> Parameters:
-        """What a process with these stages, (start, stop) each, has in memory on one device: ties between them once."""
-        stages = tuple(stages)
-        own = sum((self._sums[stop] - self._sums[start] for start, stop in stages), start=Parameters())
-        held = (p.size for p, users in self.shared if any(_any_within(users, *stage) for stage in stages))
-        return sum(held, start=own)
-
-    def owned(self, start: int, stop: int) -> Parameters:
-        """What of `held` the stage owns, so that the optimizer's state of it lies here."""
-        own = self._sums[stop] - self._sums[start]
-        return sum((p.size for p, _ in self.shared if start <= p.first_layer < stop), start=own)
-
-    def saved_bytes(self, start: int, stop: int, recompute: InnerRecompute = "none") -> int:
-        """What one micro-batch's graph keeps on the stage of layers `start` to `stop`, its received input apart."""
-        layers = self.layers[start:stop]
-        by_stack: dict[str, int] = {}
-        for layer in layers:
-            by_stack[layer.stack] = max(by_stack.get(layer.stack, 0), layer.kept_for_stage(recompute))
-        return (
-            sum(layer.kept(recompute) for layer in layers)
-            + sum(layer.kept_input(recompute) for layer in layers[1:])
-            + sum(by_stack.values())
-        )
-
-    @cached_property
-    def _sums(self) -> tuple[Parameters, ...]:
-        """Unshared parameters of the layers before each layer."""
-        return tuple(accumulate((layer.parameters for layer in self.layers), initial=Parameters()))
+        shared = {parameter.name: parameter.size for layer in self.layers for parameter in layer.shared}
+        return sum([*(layer.parameters for layer in self.layers), *shared.values()], start=Parameters())
 
 
 def mean_costs(measured: Sequence[ModelCosts]) -> ModelCosts:
     """The same costs with the mean of the seconds that several processes have measured; None where none was."""
-    layer_names = ("forward_seconds", "forward_only_seconds", "backward_seconds")
-    layers = tuple(_with_means(parts, layer_names) for parts in zip(*(costs.layers for costs in measured), strict=True))
-    names = ("stage_forward_seconds", "stage_backward_seconds", "update_seconds_per_parameter")
-    return replace(_with_means(measured, names), layers=layers)
-
-
-def _with_means(parts: Sequence[Part], names: Sequence[str]) -> Part:
-    """The first of `parts` with these fields replaced by their means."""
-    means: dict[str, Any] = {}
-    for name in names:
-        seconds = [value for part in parts if (value := getattr(part, name)) is not None]
-        means[name] = fmean(seconds) if seconds else None
-    return replace(parts[0], **means)
-
-
-def _any_within(users: tuple[int, ...], start: int, stop: int) -> bool:
-    """Whether any of these layers, in order, is one of `start` to `stop` (exclusive)."""
-    return any(start <= user < stop for user in users)
+    layers = tuple(
+        replace(same[0], seconds=Seconds.mean(layer.seconds for layer in same))
+        for same in zip(*(costs.layers for costs in measured), strict=True)
+    )
+    updates = [costs.update_seconds_per_parameter for costs in measured]
+    known = [seconds for seconds in updates if seconds is not None]
+    return replace(
+        measured[0],
+        layers=layers,
+        stage_seconds=Seconds.mean(costs.stage_seconds for costs in measured),
+        update_seconds_per_parameter=fmean(known) if known else None,
+    )

@@ -1,4 +1,4 @@
-"""What "auto" means for a run: the fastest way to run it that fits. The same in every process."""
+"""The choice of "auto" values: the fastest way to run that fits. The same in every process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.errors import PartitionError, ScheduleError, UserError
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.costs import ModelCosts, mean_costs
-from hf_gpipe.planner.measure import costs_of
-from hf_gpipe.planner.measure_seconds import profile_layers
-from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.plan import Plan, Planner, seconds_text
+from hf_gpipe.planner.profile import profile_layers
 from hf_gpipe.planner.recompute import choose_recompute
 from hf_gpipe.planner.settings import PlanInputs
 from hf_gpipe.planner.split import choose_partition
 from hf_gpipe.planner.this_machine import this_machine
-from hf_gpipe.planner.timing import seconds_text
 from hf_gpipe.planner.workload import largest_micro_batch
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.recipe.sizes import size_text
@@ -28,7 +26,7 @@ from hf_gpipe.runtime.topology import Topology
 logger = logging.getLogger(__name__)
 
 AUTO_SCHEDULES = ("1f1b", "gpipe_fused", "gpipe", "interleaved_1f1b")
-"""What "auto" chooses from, the one with the least memory first."""
+"""The schedules that "auto" chooses from, the one with the least memory first."""
 
 
 def decide(
@@ -87,16 +85,15 @@ def planner_of(
     Raises:
         UserError: there is no example.
     """
-    mini_batch = inputs.mini_batch()
-
-    def costs(rows: int) -> ModelCosts:
-        if measured is not None and rows in measured:
-            return measured[rows]
-        workload = replace(mini_batch, rows=rows)
-        return costs_of(adapter, workload, peft=peft, loss=loss, as_on_gpu=topology.device.type == "cuda")
-
-    device = this_machine(topology.device, topology.num_processes)
-    return Planner(costs, replace(inputs, example=mini_batch), device)
+    return Planner.of(
+        adapter,
+        inputs,
+        this_machine(topology.device, topology.num_processes),
+        peft=peft,
+        loss=loss,
+        as_on_gpu=topology.device.type == "cuda",
+        measured=measured,
+    )
 
 
 def best_plan(planner: Planner, config: PipelineConfig) -> Plan:
@@ -163,14 +160,14 @@ def _allowed(planner: Planner, config: PipelineConfig) -> Iterator[PipelineConfi
 
 
 def micro_batch_counts(rows: int, asked: int | str) -> list[int]:
-    """The numbers of micro-batches that "auto" chooses from: the powers of two up to one a row, and one a row."""
+    """The numbers of micro-batches that "auto" chooses from: the powers of two up to one per row, and one per row."""
     if isinstance(asked, int):
         return [asked]
     return sorted({rows, *(2**power for power in range(rows.bit_length()))})
 
 
 def _rank(plan: Plan) -> tuple[float, ...]:
-    """What the best plan has the least of."""
+    """Sort key: the best plan has the smallest."""
     if not plan.fits:
         return (1.0, plan.peak_bytes)
     # A gain below the model's own error is none: then the fewer messages and the less memory.

@@ -1,7 +1,8 @@
 """Devices and links as data: memory, rates and bandwidths of common ones, from their makers' data sheets.
 
-Rates are the dense peaks, of tensor cores where the type has them; what a transformer reaches of them is the time
-bill's business. In float32 they are those of PyTorch's default, without TF32. A link's bandwidth is in one direction.
+Rates are the dense peaks, of tensor cores where the type has them; what a transformer reaches of them is
+prefix_sums.py's business. In float32 they are those of PyTorch's default, without TF32. A link's bandwidth is in one
+direction.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Link:
-    """What joins two devices.
+    """The link between two devices.
 
     Attributes:
         name: as a user writes it.
@@ -38,7 +39,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """What a process computes on.
+    """The device of a process.
 
     Attributes:
         name: as a user writes it.
@@ -155,7 +156,7 @@ def read_flops(text: str, name: str) -> float:
     """Operations a second, from a text such as "312TFLOPS" or "15.7 TFLOP/s".
 
     Raises:
-        UserError: it is no rate, or has no unit.
+        UserError: the text is not a rate, or has no unit.
     """
     number, unit = _split(text, name, "312TFLOPS")
     match = re.fullmatch(r"([kmgtp]?)flops?(/s)?", unit.lower())
@@ -168,7 +169,7 @@ def read_bandwidth(text: str, name: str) -> float:
     """Bytes a second, from a text such as "900GB/s" or, in bits, "100Gb/s" or "100Gbit/s".
 
     Raises:
-        UserError: it is no bandwidth, or has no unit.
+        UserError: the text is not a bandwidth, or has no unit.
     """
     number, unit = _split(text, name, "900GB/s")
     match = re.fullmatch(r"([kKmMgGtT]?)(i?)(B|b|bit)(?:/s|ps)", unit)

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.planner.decide import best_plan, micro_batch_counts
-from hf_gpipe.planner.plan import Plan, Planner
-from hf_gpipe.planner.timing import seconds_text
+from hf_gpipe.planner.plan import Plan, Planner, seconds_text
 from hf_gpipe.recipe import AUTO, PipelineConfig
 from hf_gpipe.recipe.sizes import size_text
 

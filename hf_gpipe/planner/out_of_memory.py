@@ -1,4 +1,4 @@
-"""What to change where the memory of a run did not suffice."""
+"""Advice for a run that is out of memory."""
 
 from __future__ import annotations
 

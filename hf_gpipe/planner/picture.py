@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from matplotlib.figure import Figure
 
-#: Of each item of a memory bill; they stay apart for colour-blind readers.
+#: Of each item of a memory estimate; they stay apart for colour-blind readers.
 _COLOURS = {
     "parameters": "#4c78a8",
     "gradients": "#72b7b2",
@@ -53,7 +53,7 @@ def draw_plan(path: str | Path, plan: Plan) -> None:
 
 
 def memory_figure(plan: Plan, width_inches: float) -> Figure:
-    """A bar a process, its items side by side, and a line where the limit is."""
+    """One bar per process, its items side by side, and a line where the limit is."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -3,24 +3,47 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 
+import torch
+
+from hf_gpipe.adapters import Adapter
+from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.partition import stages_of
 from hf_gpipe.planner.costs import InnerRecompute, ModelCosts
 from hf_gpipe.planner.devices import Device
-from hf_gpipe.planner.memory import MemoryBill, Ran, StageLayers, bill, ran
+from hf_gpipe.planner.memory import MemoryBound, MemoryEstimate, StageLayers, estimate_memory
+from hf_gpipe.planner.prefix_sums import LayerSums
+from hf_gpipe.planner.profile import profile_layers
 from hf_gpipe.planner.settings import PlanInputs
-from hf_gpipe.planner.sums import MemorySums
-from hf_gpipe.planner.timing import TimeBill, TimeSums
+from hf_gpipe.planner.trace_costs import LayerTracer
 from hf_gpipe.planner.workload import largest_micro_batch
-from hf_gpipe.recipe import DecidedConfig as Settings
-from hf_gpipe.recipe import RecomputeChoice
+from hf_gpipe.recipe import DecidedConfig
+from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 from hf_gpipe.runtime.recompute import Recompute
-from hf_gpipe.schedule import ActionKind, Schedule, Timeline, build, placement_for, recompute_under, simulate
+from hf_gpipe.schedule import ActionKind, Costs, Schedule, Timeline, build, placement_for, recompute_under, simulate
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    """Seconds that a process spends in one step, by what it does; together they are the step."""
+
+    forward: float
+    recompute: float
+    """Of whole stages; the recomputation of blocks is part of the backward."""
+    backward: float
+    update: float
+    bubble: float
+    """Waiting, for other stages and for messages."""
+
+    @property
+    def total(self) -> float:
+        """The step."""
+        return self.forward + self.recompute + self.backward + self.update + self.bubble
 
 
 @dataclass(frozen=True)
@@ -47,7 +70,7 @@ class StagePlan:
     num_parameters: int
     owned_parameters: int
     recompute: str
-    memory: MemoryBill
+    memory: MemoryEstimate
     busy_seconds: float
 
 
@@ -57,15 +80,15 @@ class ProcessPlan:
 
     number: int
     stages: tuple[int, ...]
-    memory: MemoryBill
-    time: TimeBill
+    memory: MemoryEstimate
+    time: TimeEstimate
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What `Planner.plan` predicts of one step."""
+    """The prediction of one step by `Planner.plan`."""
 
-    settings: Settings
+    settings: DecidedConfig
     planner: Planner
     costs: ModelCosts
     stages: tuple[StagePlan, ...]
@@ -84,17 +107,17 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the fullest process."""
+        """The memory estimate of the fullest process."""
         return self.fullest_process.memory.total
 
     @cached_property
     def fullest_process(self) -> ProcessPlan:
-        """The process that needs the most memory; of equal ones the first."""
+        """The process that needs the most memory; the first of several equal ones."""
         return max(self.processes, key=lambda process: process.memory.total)
 
     @cached_property
     def slowest_stage(self) -> StagePlan:
-        """The stage whose actions take the longest; of equal ones the first."""
+        """The stage whose actions take the longest; the first of several equal ones."""
         return max(self.stages, key=lambda stage: stage.busy_seconds)
 
     @property
@@ -132,8 +155,50 @@ class Planner:
         self.device = device
         self.memory_bytes = device.memory_bytes if memory_bytes is None else memory_bytes
         self._costs: dict[int, ModelCosts] = {}
-        self._time_sums: dict[int, TimeSums] = {}
-        self._memory_sums: dict[tuple[int, float], MemorySums] = {}
+        self._sums: dict[int, LayerSums] = {}
+
+    @classmethod
+    def of(
+        cls,
+        adapter: Adapter,
+        inputs: PlanInputs,
+        device: Device,
+        *,
+        peft: PeftAdapter | None = None,
+        loss: TokenLoss = PLAIN,
+        as_on_gpu: bool = False,
+        measured: Mapping[int, ModelCosts] | None = None,
+        profile_on: torch.device | None = None,
+        memory_bytes: int | None = None,
+    ) -> Planner:
+        """Make the planner of a model that has its adapter.
+
+        Args:
+            adapter: the model's.
+            inputs: the mini-batch and the optimizer.
+            device: what a process computes on.
+            peft: PEFT layers that alone are trained.
+            loss: of the target tokens.
+            as_on_gpu: whether the stages will run on GPUs, whose attention keeps less.
+            measured: costs with seconds, by the rows of the micro-batch.
+            profile_on: where to measure the other layers' seconds; None: they are estimated.
+            memory_bytes: the most that a process may use.
+
+        Raises:
+            UserError: there is no mini-batch, or the optimizer's state has no known size.
+        """
+        mini_batch = inputs.mini_batch()
+        tracer = cache(lambda: LayerTracer(adapter, peft=peft, loss=loss, as_on_gpu=as_on_gpu))
+
+        def costs_of(rows: int) -> ModelCosts:
+            if measured is not None and rows in measured:
+                return measured[rows]
+            workload = replace(mini_batch, rows=rows)
+            if profile_on is not None:
+                return profile_layers(adapter, workload, profile_on, peft=peft, loss=loss)
+            return tracer().costs(workload)
+
+        return cls(costs_of, replace(inputs, example=mini_batch), device, memory_bytes)
 
     def within(self, memory_bytes: int | None) -> Planner:
         """The same planner with another limit; what it has computed is shared."""
@@ -152,76 +217,70 @@ class Planner:
         return largest_micro_batch(self.rows, num_micro_batches)
 
     def micro_batches_of_step(self, num_micro_batches: int) -> int:
-        """Of the table, where a mini-batch is cut into M."""
+        """Micro-batches in the table of a step, where a mini-batch is cut into M."""
         return self.inputs.accumulation * min(num_micro_batches, self.rows)
 
     def costs(self, num_micro_batches: int) -> ModelCosts:
-        """Of one of M micro-batches."""
+        """The costs of the layers for one of M micro-batches."""
         rows = self.micro_batch_rows(num_micro_batches)
         if rows not in self._costs:
             self._costs[rows] = self._costs_of(rows)
         return self._costs[rows]
 
-    def time_sums(self, num_micro_batches: int) -> TimeSums:
-        """Seconds of runs of layers for one of M micro-batches."""
+    def sums(self, num_micro_batches: int) -> LayerSums:
+        """Bytes and seconds of runs of layers for one of M micro-batches."""
         rows = self.micro_batch_rows(num_micro_batches)
-        if rows not in self._time_sums:
-            self._time_sums[rows] = TimeSums(self.costs(num_micro_batches), self.device)
-        return self._time_sums[rows]
+        if rows not in self._sums:
+            self._sums[rows] = LayerSums(self.costs(num_micro_batches), self.device)
+        return self._sums[rows]
 
-    def memory_sums(self, settings: Settings) -> MemorySums:
-        """Bytes of runs of layers for one micro-batch of these settings."""
-        costs = self.costs(settings.num_micro_batches)
-        share = self.inputs.state_share(costs.dtype)
-        key = self.micro_batch_rows(settings.num_micro_batches), share
-        if key not in self._memory_sums:
-            self._memory_sums[key] = MemorySums(costs, share)
-        return self._memory_sums[key]
+    def memory_bound(self, settings: DecidedConfig) -> MemoryBound:
+        """The bound on the memory of any stage. The partition of the settings is not read."""
+        sums = self.sums(settings.num_micro_batches)
+        return MemoryBound(sums, self.table(settings), self.inputs.state_share(sums.costs.dtype))
 
-    def table(
-        self, schedule: str, num_stages: int, num_micro_batches: int, recompute: RecomputeChoice, num_processes: int
-    ) -> Schedule:
-        """The table that a pipeline with these arguments runs.
+    def table(self, settings: DecidedConfig) -> Schedule:
+        """The table that a pipeline with these settings runs. Their partition is not read.
 
         Raises:
             ScheduleError: there is none, or the schedule is a table that was read and does not have these numbers.
         """
-        if (given := self.inputs.tables.get(schedule)) is not None:
-            asked = num_stages, self.inputs.accumulation * num_micro_batches, num_processes
+        name, num_stages, num_processes = settings.schedule, settings.num_stages, settings.num_processes
+        num_micro_batches = self.micro_batches_of_step(settings.num_micro_batches)
+        if (given := self.inputs.tables.get(name)) is not None:
+            asked = num_stages, self.inputs.accumulation * settings.num_micro_batches, num_processes
             if asked != (given.num_stages, given.num_micro_batches, given.placement.num_processes):
-                raise ScheduleError(f"the table {schedule} is of other numbers of stages, micro-batches or processes.")
-            recompute_under(given, recompute)
-            return given.of_first(self.micro_batches_of_step(num_micro_batches))
-        placement = placement_for(schedule, num_stages, num_processes)
-        of_table = Recompute.parse(recompute, num_stages).of_table
-        return build(schedule, num_stages, self.micro_batches_of_step(num_micro_batches), placement, of_table)
+                raise ScheduleError(f"the table {name} is of other numbers of stages, micro-batches or processes.")
+            recompute_under(given, settings.recompute)
+            return given.of_first(num_micro_batches)
+        placement = placement_for(name, num_stages, num_processes)
+        of_table = Recompute.parse(settings.recompute, num_stages).of_table
+        return build(name, num_stages, num_micro_batches, placement, of_table)
 
-    def plan(self, settings: Settings) -> Plan:
-        """What one step of a pipeline with these settings needs.
+    def plan(self, settings: DecidedConfig) -> Plan:
+        """Predict the memory and the time of one step of a pipeline with these settings.
 
         Raises:
             UserError: one of its kinds, for settings that no pipeline could have.
         """
-        num_stages, num_micro_batches = settings.num_stages, settings.num_micro_batches
-        costs, sums = self.costs(num_micro_batches), self.time_sums(num_micro_batches)
-        cut(len(costs.layers), num_stages, settings.partition)
-        table = self.table(settings.schedule, num_stages, num_micro_batches, settings.recompute, settings.num_processes)
+        costs, sums = self.costs(settings.num_micro_batches), self.sums(settings.num_micro_batches)
+        cut(len(costs.layers), settings.num_stages, settings.partition)
+        table = self.table(settings)
+        placement = table.placement
         stages = stage_layers(settings)
-        timeline = simulate(
-            table,
-            sums.table_costs(
-                stages, recompute_shares(table), self.inputs.optim, is_local=table.placement.num_processes == 1
-            ),
-        )
-        spans, state_share, reserved = ran(timeline), self.inputs.state_share(costs.dtype), self.device.reserved_share
+        timeline = simulate(table, _table_costs(sums, stages, table, self.inputs.optim))
+        state_share = self.inputs.state_share(costs.dtype)
+
+        def memory(own: Sequence[int]) -> MemoryEstimate:
+            return estimate_memory(sums, stages, timeline, own, state_share)
+
         processes = []
-        for number in range(table.placement.num_processes):
-            own = table.placement.stages_of(number)
-            memory = bill(costs, stages, spans, own, state_share, reserved)
-            processes.append(ProcessPlan(number, own, memory, _time_bill(timeline, spans, own)))
+        for number in range(placement.num_processes):
+            own = placement.stages_of(number)
+            processes.append(ProcessPlan(number, own, memory(own), _time_of(timeline, own)))
         plans = []
         for number, (stage, entry) in enumerate(zip(stages, _entries(settings), strict=True)):
-            process = processes[table.placement.processes[number]]
+            process = processes[placement.processes[number]]
             is_alone = len(process.stages) == 1
             plans.append(
                 StagePlan(
@@ -230,23 +289,23 @@ class Planner:
                     layers=range(stage.start, stage.stop),
                     first_layer=costs.layers[stage.start].name,
                     last_layer=costs.layers[stage.stop - 1].name,
-                    num_parameters=costs.held(stage.start, stage.stop).count,
-                    owned_parameters=costs.owned(stage.start, stage.stop).count,
+                    num_parameters=sums.held(stage.start, stage.stop).count,
+                    owned_parameters=sums.owned(stage.start, stage.stop).count,
                     recompute=str(entry),
-                    memory=process.memory if is_alone else bill(costs, stages, spans, (number,), state_share, reserved),
-                    busy_seconds=sum(float(span.busy) for span in spans[number].values()),
+                    memory=process.memory if is_alone else memory((number,)),
+                    busy_seconds=float(timeline.busy_seconds(number)),
                 )
             )
         return Plan(settings, self, costs, tuple(plans), tuple(processes), timeline)
 
 
-def inner_recompute(settings: Settings) -> list[InnerRecompute]:
-    """What the live graphs of each stage keep."""
+def inner_recompute(settings: DecidedConfig) -> list[InnerRecompute]:
+    """Which tensors the live graphs of each stage keep."""
     blocks = Recompute.parse(settings.recompute, settings.num_stages).block_stages
     return ["block" if stage in blocks else "none" for stage in range(settings.num_stages)]
 
 
-def stage_layers(settings: Settings) -> list[StageLayers]:
+def stage_layers(settings: DecidedConfig) -> list[StageLayers]:
     """The layers of each stage, and what its graphs keep."""
     inner = inner_recompute(settings)
     return [StageLayers(start, stop, inner[stage]) for stage, start, stop in stages_of(settings.partition)]
@@ -257,22 +316,47 @@ def recompute_shares(table: Schedule) -> list[float]:
     return [table.num_recomputations(stage) / table.num_micro_batches for stage in range(table.num_stages)]
 
 
-def _entries(settings: Settings) -> tuple[str | int, ...]:
-    """What each stage recomputes."""
+def _entries(settings: DecidedConfig) -> tuple[str | int, ...]:
+    """One entry per stage of what it recomputes."""
     if isinstance(settings.recompute, str):
         return (settings.recompute,) * settings.num_stages
     return settings.recompute
 
 
-def _time_bill(timeline: Timeline, spans: Ran, own: Sequence[int]) -> TimeBill:
+def _table_costs(sums: LayerSums, stages: Sequence[StageLayers], table: Schedule, optimizer: str) -> Costs:
+    """The costs for the simulation of a table."""
+    ranges = [(stage.start, stage.stop) for stage in stages]
+    forward = [
+        share * sums.forward_only_seconds(*layers) + (1 - share) * sums.forward_seconds(*layers)
+        for layers, share in zip(ranges, recompute_shares(table), strict=True)
+    ]
+    boundaries = [sums.costs.layers[start].input_bytes for start, _ in ranges[1:]]
+    # One process has all stages on one device, between which nothing travels.
+    is_local = table.placement.num_processes == 1
+    return Costs(
+        forward_seconds=forward,
+        recompute_seconds=[sums.forward_seconds(*layers) for layers in ranges],
+        backward_seconds=[sums.backward_seconds(stage.start, stage.stop, stage.inner) for stage in stages],
+        update_seconds=[sums.update_seconds(*layers, optimizer) for layers in ranges],
+        transfer_seconds=[0.0 if is_local else sums.device.link_seconds(size) for size in boundaries],
+    )
+
+
+def _time_of(timeline: Timeline, own: Sequence[int]) -> TimeEstimate:
+    """How a process with the stages `own` spends a step."""
     seconds = dict.fromkeys(ActionKind, 0.0)
     for stage in own:
-        for action, span in spans[stage].items():
+        for action, span in timeline.spans_of[stage].items():
             seconds[action.kind] += float(span.busy)
-    return TimeBill(
+    return TimeEstimate(
         forward=seconds[ActionKind.FORWARD],
         recompute=seconds[ActionKind.RECOMPUTE],
         backward=seconds[ActionKind.BACKWARD],
         update=seconds[ActionKind.UPDATE],
         bubble=max(float(timeline.total_seconds) - sum(seconds.values()), 0.0),
     )
+
+
+def seconds_text(seconds: float) -> str:
+    """A time for people: "1.23 s", "45.6 ms"."""
+    return f"{seconds:.3g} s" if seconds >= 1 or seconds == 0 else f"{1000 * seconds:.3g} ms"

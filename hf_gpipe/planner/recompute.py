@@ -1,18 +1,18 @@
-"""What each stage recomputes: as little as its process's memory allows."""
+"""The choice of recomputation: each stage recomputes as little as its process's memory allows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from hf_gpipe.planner.bounds import Alive, alive, stage_parts
 from hf_gpipe.planner.costs import InnerRecompute
-from hf_gpipe.planner.memory import StageLayers
+from hf_gpipe.planner.memory import MemoryBound, StageLayers
 from hf_gpipe.planner.plan import Planner, stage_layers
-from hf_gpipe.recipe import DecidedConfig as Settings
-from hf_gpipe.recipe import RecomputeChoice
+from hf_gpipe.recipe import DecidedConfig, RecomputeChoice
+from hf_gpipe.schedule.occupancy import Held
 
 
-def choose_recompute(planner: Planner, settings: Settings) -> RecomputeChoice:
+def choose_recompute(planner: Planner, settings: DecidedConfig) -> RecomputeChoice:
     """For each stage the largest number of live graphs that fits the planner's limit.
 
     Each graph above the first spares the recomputation of a micro-batch. Where not even one whole graph fits, the stage
@@ -27,24 +27,22 @@ def choose_recompute(planner: Planner, settings: Settings) -> RecomputeChoice:
     """
     if planner.memory_bytes is None:
         return "none"
-    table = planner.table(
-        settings.schedule, settings.num_stages, settings.num_micro_batches, "none", settings.num_processes
-    )
-    counts = alive(planner, settings, "none")
+    settings = replace(settings, recompute="none")
+    bound, layers = planner.memory_bound(settings), stage_layers(settings)
+    placement = planner.table(settings).placement
     entries: list[str | int] = ["none"] * settings.num_stages
-    for process in range(table.placement.num_processes):
-        room = _Room(planner, settings, counts, table.placement.stages_of(process))
+    for process in range(placement.num_processes):
+        room = _Room(bound, layers, placement.stages_of(process))
         for stage, entry in room.fill(planner.memory_bytes).items():
             entries[stage] = entry
     return "none" if set(entries) == {"none"} else tuple(entries)
 
 
 class _Room:
-    """What the stages of one process need, as they are allowed more live graphs."""
+    """The memory that the stages of one process need, as they are allowed more live graphs."""
 
-    def __init__(self, planner: Planner, settings: Settings, counts: Sequence[Alive], own: tuple[int, ...]) -> None:
-        self._planner, self._settings, self._counts = planner, settings, counts
-        self._layers = stage_layers(settings)
+    def __init__(self, bound: MemoryBound, layers: Sequence[StageLayers], own: Sequence[int]) -> None:
+        self._bound, self._layers = bound, layers
         self._live = dict.fromkeys(own, 1)
         self._inner: dict[int, InnerRecompute] = dict.fromkeys(own, "none")
 
@@ -61,7 +59,7 @@ class _Room:
 
     def _grow(self, stage: int, limit_bytes: int) -> bool:
         """Allow a stage one graph more; False where it needs none, or there is no room."""
-        if self._live[stage] >= self._counts[stage].graphs:
+        if self._live[stage] >= self._most(stage):
             return False
         self._live[stage] += 1
         if self._needed() <= limit_bytes:
@@ -72,21 +70,23 @@ class _Room:
     def _try_blocks(self, stage: int) -> None:
         """Recompute a stage's blocks, with as many graphs of their inputs as the table has, where this needs less."""
         before = self._needed()
-        self._live[stage], self._inner[stage] = self._counts[stage].graphs, "block"
+        self._live[stage], self._inner[stage] = self._most(stage), "block"
         if self._needed() >= before:
             self._live[stage], self._inner[stage] = 1, "none"
 
     def _entry(self, stage: int) -> str | int:
         if self._inner[stage] == "block":
             return "block"
-        return "none" if self._live[stage] >= self._counts[stage].graphs else self._live[stage]
+        return "none" if self._live[stage] >= self._most(stage) else self._live[stage]
+
+    def _most(self, stage: int) -> int:
+        """How many live graphs a stage ever has."""
+        return self._bound.most[stage][Held.GRAPH]
 
     def _needed(self) -> float:
         parts = []
         for stage, live in self._live.items():
-            counts = self._counts[stage]
-            layers = StageLayers(self._layers[stage].start, self._layers[stage].stop, self._inner[stage])
-            of_table = Alive(counts.boundaries, live, counts.gradients)
-            parts.append(stage_parts(self._planner, self._settings, of_table, layers))
+            layers = replace(self._layers[stage], inner=self._inner[stage])
+            parts.append(self._bound.parts(stage, layers, live))
         # One action works at a time, so the largest working memory of all stages is enough.
         return sum(kept for kept, _ in parts) + max(working for _, working in parts)

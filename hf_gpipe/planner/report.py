@@ -8,10 +8,9 @@ from itertools import groupby
 from typing import Any
 
 from hf_gpipe.planner.fix import smallest_fix
-from hf_gpipe.planner.memory import MemoryBill
-from hf_gpipe.planner.plan import Plan, StagePlan
+from hf_gpipe.planner.memory import MemoryEstimate
+from hf_gpipe.planner.plan import Plan, StagePlan, seconds_text
 from hf_gpipe.planner.search import Found
-from hf_gpipe.planner.timing import seconds_text
 from hf_gpipe.recipe.sizes import size_text
 from hf_gpipe.schedule import is_table_file
 
@@ -82,7 +81,7 @@ def time_why(plan: Plan) -> str:
     """The slowest stage, and what makes it so."""
     slowest = plan.slowest_stage
     mean = sum(stage.busy_seconds for stage in plan.stages) / len(plan.stages)
-    sums = plan.planner.time_sums(plan.settings.num_micro_batches)
+    sums = plan.planner.sums(plan.settings.num_micro_batches)
     seconds = {
         index: sums.forward_seconds(index, index + 1) + sums.backward_seconds(index, index + 1, "none")
         for index in slowest.layers
@@ -207,7 +206,7 @@ def _table(plan: Plan) -> list[str]:
 
 
 def _looks(stage: StagePlan) -> tuple[Any, ...]:
-    """What two stages of one line have in common: the line, but for the decreasing number of live micro-batches."""
+    """The part that stages on one line share: all but the number of live micro-batches, which decreases."""
     memory = stage.memory
     return len(stage.layers), stage.num_parameters, f"{memory.total:.2e}", f"{stage.busy_seconds:.2e}"
 
@@ -232,8 +231,8 @@ def _search_row(plan: Plan) -> str:
     )
 
 
-def _items(bill: MemoryBill) -> dict[str, int]:
-    return {name: int(size) for name, size in asdict(bill).items()}
+def _items(memory: MemoryEstimate) -> dict[str, int]:
+    return {name: int(size) for name, size in asdict(memory).items()}
 
 
 def _types(plan: Plan) -> str:

@@ -16,7 +16,7 @@ _STAGES_A_PROCESS = (1, 2)
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         fastest: the plans that fit, the fastest first; of each schedule and recomputation the best only.
@@ -32,8 +32,8 @@ class Found:
 def search(planner: Planner, config: PipelineConfig) -> Found:
     """Try K, M, schedule, recomputation and partition on the configuration's number of processes.
 
-    K is one or two stages a process, M every power of two up to one micro-batch a row, and one a row; the
-    configuration's own values are among those tried.
+    K is one or two stages per process, M every power of two up to one micro-batch per row, and one per
+    row; the configuration's own values are among those tried.
 
     Raises:
         PartitionError: there is no split at all.

@@ -1,4 +1,4 @@
-"""What the planner reckons with beside the model and its `PipelineConfig`: the mini-batch and the optimizer's state."""
+"""The planner's inputs beside the model and its `PipelineConfig`: the mini-batch and the optimizer's state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """What the planner reckons with beside the model and its `PipelineConfig`.
+    """The planner's inputs beside the model and its `PipelineConfig`.
 
     Attributes:
         example: a mini-batch as long as the longest to come, or its shape; read in the main process. None: nothing is

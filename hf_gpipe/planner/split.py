@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from hf_gpipe.errors import PartitionError
 from hf_gpipe.partition import COST_STRATEGIES, by_cost
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.planner.bounds import alive, stage_bytes
 from hf_gpipe.planner.memory import StageLayers
 from hf_gpipe.planner.plan import Planner, inner_recompute, recompute_shares
-from hf_gpipe.recipe import AUTO
-from hf_gpipe.recipe import DecidedConfig as Settings
+from hf_gpipe.recipe import AUTO, DecidedConfig
 
 
-def choose_partition(planner: Planner, settings: Settings, strategy: str | Sequence[int]) -> tuple[int, ...]:
+def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | Sequence[int]) -> tuple[int, ...]:
     """The number of layers of each stage.
 
     Args:
@@ -31,36 +29,32 @@ def choose_partition(planner: Planner, settings: Settings, strategy: str | Seque
     if strategy not in (*COST_STRATEGIES, AUTO):
         return tuple(len(stage) for stage in cut(len(costs.layers), settings.num_stages, strategy))
     cut(len(costs.layers), settings.num_stages)
-    times = planner.time_sums(num_micro_batches)
-    memory = planner.memory_sums(settings)
+    sums = planner.sums(num_micro_batches)
     if strategy == "profile" and not costs.is_measured:
         raise PartitionError(
             "partition 'profile' needs measured layers, and none were measured; plan with --profile, or use flops."
         )
-    table = planner.table(
-        settings.schedule, settings.num_stages, num_micro_batches, settings.recompute, settings.num_processes
-    )
-    shares, counts = recompute_shares(table), alive(planner, settings, settings.recompute)
-    inner = inner_recompute(settings)
+    table, bound = planner.table(settings), planner.memory_bound(settings)
+    shares, inner = recompute_shares(table), inner_recompute(settings)
     placement = table.placement
 
     def seconds(stage: int, start: int, stop: int) -> float:
         share = shares[stage]
         forward = (
-            (1 + share) * times.forward_seconds(start, stop)
+            (1 + share) * sums.forward_seconds(start, stop)
             if share < 1
-            else times.forward_only_seconds(start, stop) + times.forward_seconds(start, stop)
+            else sums.forward_only_seconds(start, stop) + sums.forward_seconds(start, stop)
         )
-        return forward + times.backward_seconds(start, stop, inner[stage])
+        return forward + sums.backward_seconds(start, stop, inner[stage])
 
     def flops(stage: int, start: int, stop: int) -> float:
-        return times.flops(start, stop) + shares[stage] * times.forward_flops(start, stop)
+        return (1 + shares[stage]) * sums.forward_flops(start, stop) + sums.backward_flops(start, stop)
 
     def parameters(_: int, start: int, stop: int) -> float:
-        return memory.parameter_bytes(start, stop)
+        return sums.held(start, stop).num_bytes
 
     def memory_bytes(stage: int, start: int, stop: int) -> float:
-        return stage_bytes(planner, settings, counts[stage], StageLayers(start, stop, inner[stage]))
+        return bound.stage_bytes(stage, StageLayers(start, stop, inner[stage]))
 
     cost = {"parameters": parameters, "flops": flops}.get(str(strategy), seconds)
     most_stages = max(len(placement.stages_of(process)) for process in range(placement.num_processes))

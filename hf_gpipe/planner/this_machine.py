@@ -71,7 +71,7 @@ def _finish(device: torch.device) -> None:
 
 
 def _loopback(size_bytes: int = 1 << 25) -> Link:
-    """What two processes of this machine reach through a socket, as gloo does."""
+    """Measure the link between two processes of this machine through a socket, as gloo uses it."""
     sender, receiver = socket.socketpair()
     data, buffer = bytes(size_bytes), bytearray(1 << 20)
 

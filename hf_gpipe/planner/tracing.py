@@ -63,33 +63,57 @@ class Trace:
     backward_flops: int
 
 
+@dataclass
+class Phase:
+    """A part of a run under a `Tracker`.
+
+    Attributes:
+        start_bytes: what was alive when it began.
+        peak_bytes: the most that was alive beyond that.
+        flops: of its matrix products, 2 for a multiplication and its addition.
+        is_inside: whether an own layer was called, so that what is made from now on is the layers'.
+    """
+
+    start_bytes: int
+    peak_bytes: int = 0
+    flops: int = 0
+    is_inside: bool = False
+
+    def enter_layers(self, *_: Any) -> None:
+        """As a hook of the first own layer."""
+        self.is_inside = True
+
+
 class Tracker(TorchDispatchMode):
     """Follows every tensor's memory from the operation that makes it until it is freed.
 
     Attributes:
         live_bytes: what was made while the mode was on and is still alive.
-        peak_bytes: the most of it at any time since `reset_peak`.
-        flops: of matrix products so far, 2 for a multiplication and its addition.
-        is_inside: whether what is made now is an own layer's.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.live_bytes = self.peak_bytes = self.flops = 0
-        self.is_inside = False
-        self._known: dict[int, tuple[weakref.ref[Any], int, bool]] = {}
+        self.live_bytes = 0
+        self._phase: Phase | None = None
+        self._known: dict[int, tuple[weakref.ref[Any], int, Phase | None, bool]] = {}
 
     def ignore(self, tensors: Any) -> None:
         """Count these tensors' memory never: it was there before."""
         for tensor in tensors:
             self._note(tensor, is_counted=False)
 
-    def reset_peak(self) -> None:
-        self.peak_bytes = self.live_bytes
+    @contextmanager
+    def phase(self) -> Iterator[Phase]:
+        """Context manager that notes what runs in it."""
+        self._phase = Phase(self.live_bytes)
+        try:
+            yield self._phase
+        finally:
+            self._phase = None
 
-    def bytes_outside(self) -> int:
-        """The part of `live_bytes` that was made outside of the own layers."""
-        return sum(size for _, size, is_inside in self._known.values() if not is_inside)
+    def bytes_outside(self, phase: Phase) -> int:
+        """The bytes that a phase made before its first own layer was called, and that are still alive."""
+        return sum(size for _, size, made_in, is_inside in self._known.values() if made_in is phase and not is_inside)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -99,8 +123,8 @@ class Tracker(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self._note(tensor)
         formula = _FLOPS.get(func._overloadpacket)
-        if formula is not None:
-            self.flops += int(formula(*args, **kwargs, out_val=result))
+        if formula is not None and self._phase is not None:
+            self._phase.flops += int(formula(*args, **kwargs, out_val=result))
         return result
 
     def _note(self, tensor: torch.Tensor, *, is_counted: bool = True) -> None:
@@ -109,9 +133,12 @@ class Tracker(TorchDispatchMode):
         if number in self._known:
             return
         size = storage.nbytes() if is_counted else 0
-        self._known[number] = (weakref.ref(storage, lambda _: self._forget(number)), size, self.is_inside)
+        phase = self._phase
+        is_inside = phase is not None and phase.is_inside
+        self._known[number] = (weakref.ref(storage, lambda _: self._forget(number)), size, phase, is_inside)
         self.live_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if phase is not None:
+            phase.peak_bytes = max(phase.peak_bytes, self.live_bytes - phase.start_bytes)
 
     def _forget(self, number: int) -> None:
         self.live_bytes -= self._known.pop(number)[1]
@@ -220,42 +247,36 @@ def _trace(stage: Stage, inputs: Mapping[str, torch.Tensor], window_from: int | 
 
     tracker = Tracker()
     tracker.ignore([*existing, *received])
-
-    def enter(*_: Any) -> None:
-        tracker.is_inside = True
-
-    hook = stage_model.model.get_submodule(first.modules[0]).register_forward_pre_hook(enter)
+    first_module = stage_model.model.get_submodule(first.modules[0])
     with _kernels(as_on_gpu), tracker:
-        stage.forward(context, keep_graph=False)
-        forward_only_peak = tracker.peak_bytes
+        with tracker.phase() as forward_only:
+            stage.forward(context, keep_graph=False)
         stage.reset()
-        tracker.is_inside = False
-        start, flops = tracker.live_bytes, tracker.flops
-        tracker.reset_peak()
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        with (
+            tracker.phase() as forward,
+            first_module.register_forward_pre_hook(forward.enter_layers),
+            torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+        ):
             outputs = stage.forward(context, keep_graph=True)
-        forward_peak, forward_flops = tracker.peak_bytes - start, tracker.flops - flops
         gradients = {
             name: torch.empty_like(outputs[name]) for name, wanted in stage.trainable_outputs.items() if wanted
         }
         incoming = sum(gradient.untyped_storage().nbytes() for gradient in gradients.values())
         del outputs
-        saved, outside = tracker.live_bytes - start - incoming, tracker.bytes_outside()
-        tracker.reset_peak()
-        flops = tracker.flops
-        stage.backward(0, gradients)
-        backward_peak = tracker.peak_bytes - start - saved
-    hook.remove()
+        saved = tracker.live_bytes - forward.start_bytes - incoming
+        outside = tracker.bytes_outside(forward)
+        with tracker.phase() as backward:
+            stage.backward(0, gradients)
     hidden = context.carry.get("hidden")
     return Trace(
         saved=saved,
         saved_outside=min(outside, saved),
         saves_hidden=hidden is not None and hidden.untyped_storage()._cdata in saved_storages,
-        forward_peak=forward_peak,
-        forward_only_peak=forward_only_peak,
-        backward_peak=backward_peak,
-        forward_flops=forward_flops,
-        backward_flops=tracker.flops - flops,
+        forward_peak=forward.peak_bytes,
+        forward_only_peak=forward_only.peak_bytes,
+        backward_peak=backward.peak_bytes + incoming,
+        forward_flops=forward.flops,
+        backward_flops=backward.flops,
     )
 
 

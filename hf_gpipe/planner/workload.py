@@ -1,4 +1,4 @@
-"""What one micro-batch looks like: the shapes that every cost is a function of."""
+"""The shapes of one micro-batch, which every cost depends on."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Workload:
         return replace(self, source_tokens=source, target_tokens=target)
 
     def inputs(self, adapter: Adapter) -> dict[str, torch.Tensor]:
-        """What `Adapter.prepare` makes of a micro-batch of this shape: ids, mask, labels of one arbitrary token."""
+        """The output of `Adapter.prepare` for a micro-batch of this shape: ids, mask, labels of one arbitrary token."""
         length = self.source_tokens if adapter.config.is_encoder_decoder else self.target_tokens
         ids = torch.full((self.rows, length), _TOKEN)
         labels = torch.full((self.rows, self.target_tokens), _TOKEN)

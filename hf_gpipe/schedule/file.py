@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_gpipe.errors import ScheduleError
+from hf_gpipe.schedule.occupancy import Held, most_of_equal_stages
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.validate import check_table
 
@@ -83,7 +84,7 @@ def recompute_under(table: Schedule, recompute: str | Sequence[str | int]) -> st
     entries: list[str | int] = []
     for stage in range(table.num_stages):
         count = table.num_recomputations(stage)
-        whole = "stage" if count == table.num_micro_batches else table.peak_live_graphs(stage)
+        whole = "stage" if count == table.num_micro_batches else most_of_equal_stages(table)[stage][Held.GRAPH]
         entries.append(whole if count else "none")
     own = entries[0] if isinstance(entries[0], str) and len(set(entries)) == 1 else tuple(entries)
     asked = recompute if isinstance(recompute, str) else tuple(recompute)

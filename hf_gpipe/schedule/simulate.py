@@ -1,4 +1,4 @@
-"""A clock over a table: how long a step takes, how much of it is idle, and how many bytes each stage keeps.
+"""A clock over a table: how long a step takes, and how much of it is idle.
 
 The model is that of the executor. A process runs its actions one at a time and in order. A message leaves when its
 action ends and never holds up the sender; it travels `transfer_seconds`, after the messages before it on the same edge
@@ -45,10 +45,6 @@ class Costs:
     """Of each stage, for the whole mini-batch."""
     transfer_seconds: Seconds | Sequence[Seconds] = 0
     """Of each boundary (K-1 values, boundary s lies between stages s and s+1), in either direction."""
-    boundary_bytes: int | Sequence[int] = 0
-    """Of each boundary (K-1 values): the tensors of one micro-batch that cross it. Their gradients are as large."""
-    activation_bytes: int | Sequence[int] = 0
-    """Of each stage: what one micro-batch's autograd graph keeps alive."""
 
 
 class Span(NamedTuple):
@@ -62,6 +58,11 @@ class Span(NamedTuple):
     """The part of the span, at its beginning, in which the process was idle."""
     sending: Seconds = 0
     """The part of the span, at its end, in which the process handed its message over."""
+
+    @property
+    def computes(self) -> Seconds:
+        """When the waiting was over."""
+        return self.start + self.waiting
 
     @property
     def busy(self) -> Seconds:
@@ -80,16 +81,14 @@ class Timeline:
     schedule: Schedule
     spans: tuple[Span, ...]
     """Ordered by process, then by start."""
-    costs: Costs | None = None
-    """What the bytes are counted with; None where no bytes are known."""
 
     @classmethod
-    def from_spans(cls, schedule: Schedule, spans: Iterable[Span], costs: Costs | None = None) -> Timeline:
+    def from_spans(cls, schedule: Schedule, spans: Iterable[Span]) -> Timeline:
         """A timeline from measured spans, of all processes and on one clock; the earliest start becomes 0."""
         spans = sorted((Span(*span) for span in spans), key=lambda span: (span.process, span.start))
         origin = min((span.start for span in spans), default=0)
         shifted = (span._replace(start=span.start - origin, end=span.end - origin) for span in spans)
-        return cls(schedule, tuple(shifted), costs)
+        return cls(schedule, tuple(shifted))
 
     @cached_property
     def total_seconds(self) -> Seconds:
@@ -111,68 +110,19 @@ class Timeline:
 
     def busy_seconds(self, stage: int) -> Seconds:
         """How long the actions of a stage ran, without their waiting."""
-        return sum(span.busy for span in self.spans if span.action.stage == stage)
+        return sum(span.busy for span in self.spans_of[stage].values())
 
     def _idle_fraction(self, busy_seconds: Seconds, num_processes: int) -> Seconds:
         available = num_processes * self.total_seconds
         return 1 - busy_seconds / available if available else 0
 
-    def live_bytes(self, stage: int) -> tuple[tuple[Seconds, int], ...]:
-        """The bytes that a stage keeps for its micro-batches, as steps (from this time on, so many bytes).
-
-        Weights and optimizer state are not in it, nor what a forward without a graph needs while it runs. Counted are
-
-        - a micro-batch's input, from when the stage before sends it until the stage's last action on the micro-batch;
-        - its autograd graph, from the start of the forward or recomputation that makes it to the end of the backward;
-        - its incoming gradient, from when the stage after sends it to the end of the backward. A gradient that comes
-          early therefore counts where it waits.
-
-        Raises:
-            ValueError: the timeline has no costs, so no bytes are known.
-        """
-        if self.costs is None:
-            raise ValueError("live bytes need the costs: make the timeline with costs that give bytes")
-        num_stages = self.schedule.num_stages
-        boundary = _each(self.costs.boundary_bytes, num_stages - 1, "boundary_bytes", "boundaries")
-        activation = _each(self.costs.activation_bytes, num_stages, "activation_bytes", "stages")
-        kept: list[tuple[Seconds, Seconds, int]] = []
-        for micro_batch in range(self.schedule.num_micro_batches):
-            forward = Action(ActionKind.FORWARD, stage, micro_batch)
-            backward = Action(ActionKind.BACKWARD, stage, micro_batch)
-            recompute = Action(ActionKind.RECOMPUTE, stage, micro_batch)
-            end = (self._ran.get(backward) or self._ran[forward]).end
-            if source := forward.source(num_stages):
-                kept.append((self._ran[source].end, end, boundary[stage - 1]))
-            if backward not in self._ran:
-                continue
-            graph = self._ran.get(recompute) or self._ran[forward]
-            kept.append((graph.start + graph.waiting, end, activation[stage]))
-            if source := backward.source(num_stages):
-                kept.append((self._ran[source].end, end, boundary[stage]))
-        return _steps(kept)
-
-    def peak_bytes(self, stage: int) -> int:
-        """The most bytes that `live_bytes` counts at one time."""
-        return max((size for _, size in self.live_bytes(stage)), default=0)
-
-    def peak_live_micro_batches(self, stage: int) -> int:
-        """The most micro-batches that `live_micro_batches` counts at one time."""
-        return max((count for _, count in self.live_micro_batches(stage)), default=0)
-
-    def live_micro_batches(self, stage: int) -> tuple[tuple[Seconds, int], ...]:
-        """How many micro-batches a stage has between their forward and the end of their last action, both included, as
-        steps (from this time on, so many).
-        """
-        live: list[tuple[Seconds, Seconds, int]] = []
-        for micro_batch in range(self.schedule.num_micro_batches):
-            forward = self._ran[Action(ActionKind.FORWARD, stage, micro_batch)]
-            last = self._ran.get(Action(ActionKind.BACKWARD, stage, micro_batch)) or forward
-            live.append((forward.start + forward.waiting, last.end, 1))
-        return _steps(live)
-
     @cached_property
-    def _ran(self) -> dict[Action, Span]:
-        return {span.action: span for span in self.spans}
+    def spans_of(self) -> tuple[dict[Action, Span], ...]:
+        """For each stage the spans of its actions."""
+        stages: tuple[dict[Action, Span], ...] = tuple({} for _ in range(self.schedule.num_stages))
+        for span in self.spans:
+            stages[span.action.stage][span.action] = span
+        return stages
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -209,7 +159,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
                 edge_free_at[edge] = travels_from + transfer_seconds[min(action.stage, consumer.stage)]
                 arrives_at[action] = edge_free_at[edge]
     # The order of execution keeps each process's order, so a stable sort leaves each process sorted by start.
-    return Timeline(schedule, tuple(sorted(spans, key=lambda span: span.process)), costs)
+    return Timeline(schedule, tuple(sorted(spans, key=lambda span: span.process)))
 
 
 def _each(value: Number | Sequence[Number], count: int, name: str, of_what: str) -> tuple[Number, ...]:
@@ -222,17 +172,3 @@ def _each(value: Number | Sequence[Number], count: int, name: str, of_what: str)
     if any(one < 0 for one in values):
         raise ScheduleError(f"{name} is {min(values)} somewhere; a cost is never below 0.")
     return values
-
-
-def _steps(kept: Iterable[tuple[Seconds, Seconds, int]]) -> tuple[tuple[Seconds, int], ...]:
-    """The running sum of (from, until, amount), as (from this time on, amount). An end makes room for a start."""
-    changes: dict[Seconds, int] = {}
-    for start, end, amount in kept:
-        changes[start] = changes.get(start, 0) + amount
-        changes[end] = changes.get(end, 0) - amount
-    steps: list[tuple[Seconds, int]] = []
-    level = 0
-    for time in sorted(time for time, change in changes.items() if change):
-        level += changes[time]
-        steps.append((time, level))
-    return tuple(steps)

@@ -75,26 +75,8 @@ class Schedule:
 
     def num_recomputations(self, stage: int) -> int:
         """How many micro-batches a stage recomputes."""
-        return sum(action.kind == ActionKind.RECOMPUTE for action in self._actions_of(stage))
-
-    def peak_live_graphs(self, stage: int) -> int:
-        """The most autograd graphs that a stage keeps at once.
-
-        A graph lives from the forward that keeps it, or from its recomputation, to the end of its backward.
-        """
-        alive = peak = 0
-        for action in self._actions_of(stage):
-            if action.kind == ActionKind.BACKWARD:
-                alive -= 1
-            elif action.kind == ActionKind.RECOMPUTE or (stage, action.micro_batch) in self._graph_keeping_forwards:
-                alive += 1
-            peak = max(peak, alive)
-        return peak
-
-    def _actions_of(self, stage: int) -> list[Action]:
-        """The actions of a stage on micro-batches, in their order."""
         actions = self.actions[self.placement.processes[stage]]
-        return [action for action in actions if action.stage == stage and action.micro_batch is not None]
+        return sum(action.stage == stage and action.kind == ActionKind.RECOMPUTE for action in actions)
 
     def of_first(self, num_micro_batches: int) -> Schedule:
         """The same table for its first n micro-batches: the actions of the others are left out.

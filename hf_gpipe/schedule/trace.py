@@ -14,6 +14,7 @@ from typing import Any
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.draw import row_name, title_of
+from hf_gpipe.schedule.occupancy import Held, occupancy
 from hf_gpipe.schedule.simulate import Seconds, Span, Timeline
 
 Event = dict[str, Any]
@@ -52,14 +53,14 @@ def _events(timeline: Timeline, title: str) -> Iterator[Event]:
         yield from _parts(span)
     if timeline.spans and timeline.schedule.is_training:
         for stage in range(timeline.schedule.num_stages):
-            for time, count in timeline.live_micro_batches(stage):
+            for time, level in occupancy(timeline, {stage: {Held.MICRO_BATCH: {"micro-batches": 1}}}):
                 name = f"live micro-batches of stage {stage}"
-                yield {"ph": "C", "name": name, "ts": _microseconds(time), "args": {"micro-batches": count}}
+                yield {"ph": "C", "name": name, "ts": _microseconds(time), "args": level}
 
 
 def _parts(span: Span) -> Iterator[Event]:
     """The waiting, the computation and the sending of an action; what takes no time is left out."""
-    computes, sends = span.start + span.waiting, span.end - span.sending
+    computes, sends = span.computes, span.end - span.sending
     parts = [
         ("wait", "wait", span.start, computes),
         (str(span.action), span.action.kind.word, computes, sends),

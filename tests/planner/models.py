@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_gpipe.planner.costs import LayerCost, ModelCosts, Parameters, SharedParameter
+from hf_gpipe.planner.costs import GraphCost, LayerCost, ModelCosts, Parameters, Seconds, SharedParameter
 from hf_gpipe.planner.devices import LINKS, Device
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.settings import PlanInputs
@@ -12,7 +12,7 @@ from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import DecidedConfig
 
 DEVICE = Device("toy", None, {"float32": 2.0}, 1e30, LINKS["nvlink4"])
-"""It does one operation a second, at the efficiency that the time bill assumes."""
+"""It does one operation a second, at the efficiency that is assumed where nothing was measured."""
 
 MIB = 1 << 20
 
@@ -41,19 +41,11 @@ def layer(
         backward_flops=2 * flops,
         input_bytes=boundary,
         gradient_input_bytes=boundary,
-        saved_bytes=saved,
-        saved_input_bytes=0,
-        stage_saved_bytes=0,
-        block_saved_bytes=block_saved if kind == "block" else saved,
-        block_saved_input_bytes=0,
-        block_stage_saved_bytes=0,
         forward_working_bytes=0,
         forward_only_working_bytes=0,
-        backward_working_bytes=0,
-        block_backward_working_bytes=saved,
-        forward_seconds=seconds,
-        forward_only_seconds=seconds,
-        backward_seconds=None if seconds is None else 2 * seconds,
+        plain=GraphCost(saved, 0, 0, 0),
+        block=GraphCost(block_saved if kind == "block" else saved, 0, 0, saved),
+        seconds=None if seconds is None else Seconds(seconds, seconds, 2 * seconds),
     )
 
 

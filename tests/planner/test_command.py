@@ -158,3 +158,15 @@ def test_errors_are_one_line_and_exit_code_2(
 def test_help_without_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "--memory" in capsys.readouterr().out
+
+
+def test_a_layer_that_cannot_run_is_an_error_of_the_model(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise ValueError("the heads do not fit")
+
+    monkeypatch.setattr("hf_gpipe.planner.trace_costs.trace_stage", fail)
+    assert main([recipe]) == 2
+    message = "error: model: transformers cannot make a llama model of this: the heads do not fit"
+    assert message in capsys.readouterr().err

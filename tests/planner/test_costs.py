@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from itertools import combinations
 
 import pytest
 import torch
@@ -12,13 +12,15 @@ from hf_gpipe import Pipeline
 from hf_gpipe.adapters import StageModel, adapter_for
 from hf_gpipe.adapters.peft import make_peft
 from hf_gpipe.adapters.tiny import tiny_config
-from hf_gpipe.planner import kinds
+from hf_gpipe.planner import layer_classes
 from hf_gpipe.planner.costs import InnerRecompute, ModelCosts
-from hf_gpipe.planner.measure import costs_of, model_costs
+from hf_gpipe.planner.layer_classes import ModelLayers, to_run
+from hf_gpipe.planner.prefix_sums import LayerSums
+from hf_gpipe.planner.trace_costs import trace_costs
 from hf_gpipe.planner.tracing import Trace, trace_stage
-from hf_gpipe.planner.weights import Weights
 from hf_gpipe.planner.workload import Workload
 from scripts.families import default_config
+from tests.planner.models import DEVICE
 
 WORKLOAD = Workload(rows=3, source_tokens=12, target_tokens=10)
 FAMILIES = ("llama", "gpt2", "mistral", "qwen3", "gemma3_text", "mixtral", "gpt_oss", "t5", "mt5", "bart", "mbart")
@@ -34,6 +36,10 @@ def clone(family: str) -> PreTrainedConfig:
     return tiny_config(config)
 
 
+def costs_of(config: PreTrainedConfig) -> ModelCosts:
+    return trace_costs(adapter_for(config), WORKLOAD)
+
+
 def numbers(parameters: dict[str, torch.nn.Parameter]) -> tuple[int, int, int]:
     """Count, bytes and trainable bytes."""
     trainable = sum(p.nbytes for p in parameters.values() if p.requires_grad)
@@ -43,17 +49,18 @@ def numbers(parameters: dict[str, torch.nn.Parameter]) -> tuple[int, int, int]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_stage_holds_and_owns_what_a_pipelines_does(family: str) -> None:
     config = clone(family)
-    costs = model_costs(config, WORKLOAD)
+    costs = costs_of(config)
+    sums = LayerSums(costs, DEVICE)
     for num_stages in (1, 2, 3):
         pipe = Pipeline(config, num_stages, seed=0, device="cpu")
         for stage, model in pipe.models.items():
             layers = pipe.partition[stage]
-            held, owned = costs.held(layers[0], layers[-1] + 1), costs.owned(layers[0], layers[-1] + 1)
+            held, owned = sums.held(layers[0], layers[-1] + 1), sums.owned(layers[0], layers[-1] + 1)
             assert (held.count, held.num_bytes, held.trainable_bytes) == numbers(model.parameters)
             own = {name: p for name, p in model.parameters.items() if pipe.ties.owner_stage[name] == stage}
             assert (owned.count, owned.num_bytes, owned.trainable_bytes) == numbers(own)
         whole = dict(pipe.named_parameters())
-        together = costs.held_by((layers[0], layers[-1] + 1) for layers in pipe.partition)
+        together = sums.held_by((layers[0], layers[-1] + 1) for layers in pipe.partition)
         assert costs.total == together
         assert (together.count, together.num_bytes, together.trainable_bytes) == numbers(whole)
 
@@ -61,7 +68,6 @@ def test_a_stage_holds_and_owns_what_a_pipelines_does(family: str) -> None:
 def trace(costs_family: PreTrainedConfig, start: int, stop: int, inner: InnerRecompute, *, is_real: bool) -> Trace:
     """A whole stage at once, on fake tensors or in earnest."""
     adapter = adapter_for(costs_family)
-    weights = Weights(adapter, adapter.reference)
 
     def build() -> StageModel:
         model = StageModel(adapter, start, stop)
@@ -69,30 +75,46 @@ def trace(costs_family: PreTrainedConfig, start: int, stop: int, inner: InnerRec
             model.checkpoint_blocks()
         return model
 
-    return trace_stage(build, WORKLOAD.inputs(adapter), weights.wants_gradient, is_real=is_real)
+    return trace_stage(build, WORKLOAD.inputs(adapter), ModelLayers(adapter).wants_gradient, is_real=is_real)
 
 
 @pytest.mark.parametrize("inner", ["none", "block"])
 @pytest.mark.parametrize("family", ["llama", "mixtral", "t5", "bart"])
 def test_a_stage_keeps_what_its_layers_keep_together(family: str, inner: InnerRecompute) -> None:
     config = clone(family)
-    costs = model_costs(config, WORKLOAD)
-    num_layers = len(costs.layers)
+    costs = costs_of(config)
+    num_layers, graphs = len(costs.layers), LayerSums(costs, DEVICE).graphs[inner]
     for start, stop in ((0, num_layers), (2, num_layers - 1), (num_layers // 2, num_layers)):
         found = trace(config, start, stop, inner, is_real=False)
-        assert costs.saved_bytes(start, stop, inner) == pytest.approx(found.saved, rel=0.01)
-        peak = peak_of_backward(costs, start, stop, inner)
+        assert graphs.kept_bytes(start, stop) == pytest.approx(found.saved, rel=0.01)
+        peak = graphs.backward_peak_bytes(start, stop)
         assert peak == pytest.approx(found.saved + found.backward_peak, rel=0.05)
 
 
-def peak_of_backward(costs: ModelCosts, start: int, stop: int, inner: InnerRecompute) -> int:
-    """As the top of costs.py says."""
-    peaks = []
-    for index in range(start, stop):
-        layer = costs.layers[index]
-        working = layer.backward_working_bytes if inner == "none" else layer.block_backward_working_bytes
-        peaks.append(costs.saved_bytes(start, index + 1, inner) + working)
-    return max(peaks)
+@pytest.mark.parametrize("inner", ["none", "block"])
+@pytest.mark.parametrize("family", ["llama", "t5", "bart"])
+def test_sums_of_any_run_of_layers_are_those_added_up_one_by_one(family: str, inner: InnerRecompute) -> None:
+    """As the top of prefix_sums.py defines them: masks once a stack, and the first layer's input is the stage's."""
+    costs = costs_of(clone(family))
+    layers, graphs = costs.layers, LayerSums(costs, DEVICE).graphs[inner]
+    for start, stop in combinations(range(len(layers) + 1), 2):
+        own = layers[start:stop]
+        stacks = {layer.stack: 0 for layer in own}
+        for layer in own:
+            stacks[layer.stack] = max(stacks[layer.stack], layer.graph(inner).stage_saved_bytes)
+        kept, gradients = sum(stacks.values()), sum(layer.parameters.trainable_bytes for layer in own)
+        forward, backward, first_backward = [], [], []
+        for index, layer in enumerate(own):
+            kept += layer.graph(inner).saved_input_bytes if index else 0
+            forward.append(kept + layer.forward_working_bytes)
+            kept += layer.graph(inner).saved_bytes
+            backward.append(kept + layer.graph(inner).backward_working_bytes)
+            first_backward.append(backward[-1] + gradients)
+            gradients -= layer.parameters.trainable_bytes
+        assert graphs.kept_bytes(start, stop) == kept
+        assert graphs.forward_peak_bytes(start, stop) == max(forward)
+        assert graphs.backward_peak_bytes(start, stop) == max(backward)
+        assert graphs.first_backward_peak_bytes(start, stop) == max(first_backward)
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
@@ -112,7 +134,7 @@ def test_flops_of_a_block_and_of_the_head() -> None:
     config = LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=50, pad_token_id=0
     )
-    costs = model_costs(config, WORKLOAD)
+    costs = costs_of(config)
     tokens, length, width = WORKLOAD.num_target_tokens, WORKLOAD.target_tokens, 32
     block, head = costs.layers[1], costs.layers[-1]
     attention = 2 * 2 * WORKLOAD.rows * length * length * width
@@ -123,7 +145,7 @@ def test_flops_of_a_block_and_of_the_head() -> None:
 
 
 def test_boundaries_are_what_crosses() -> None:
-    costs = model_costs(clone("bart"), WORKLOAD)
+    costs = costs_of(clone("bart"))
     source, target = 3 * 12 * 32 * 4, 3 * 10 * 32 * 4
     by_kind = {(layer.stack, layer.kind): layer.input_bytes for layer in costs.layers}
     assert costs.layers[0].input_bytes == 0
@@ -140,32 +162,44 @@ def test_a_short_model_tells_all_of_a_long_one(family: str, monkeypatch: pytest.
     for name in ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"):
         if isinstance(vars(config).get(name), int):
             setattr(config, name, 5)
-    monkeypatch.setattr(kinds, "FEW_BLOCKS", 3)
-    adapter, places = kinds.open_model(config, torch.float32)
-    assert len(adapter.layers) < len(places)
-    short = model_costs(config, WORKLOAD)
-    monkeypatch.setattr(kinds, "FEW_BLOCKS", 99)
-    assert kinds.open_model(config, torch.float32)[0].layers == adapter_for(config).layers
-    assert short == model_costs(config, WORKLOAD)
+    adapter = adapter_for(config)
+    monkeypatch.setattr(layer_classes, "FEW_BLOCKS", 3)
+    few, like = to_run(ModelLayers(adapter))
+    assert len(few.adapter.layers) < len(like) == len(adapter.layers)
+    short = trace_costs(adapter, WORKLOAD)
+    monkeypatch.setattr(layer_classes, "FEW_BLOCKS", 99)
+    assert to_run(ModelLayers(adapter))[0].adapter is adapter
+    assert short == trace_costs(adapter, WORKLOAD)
+
+
+def test_a_class_of_layers_that_a_short_model_lacks_is_run_in_the_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of the second kind begin after those that the short model has."""
+    config = clone("gemma3_text")
+    config.num_hidden_layers = 4
+    config.layer_types = ["full_attention"] * 3 + ["sliding_attention"]
+    monkeypatch.setattr(layer_classes, "FEW_BLOCKS", 2)
+    adapter = adapter_for(config)
+    few, like = to_run(ModelLayers(adapter))
+    assert few.adapter is adapter
+    assert like[1:5] == [1, 1, 1, 4]
 
 
 def test_blocks_of_two_kinds_are_told_apart() -> None:
     config = clone("gpt_oss")
-    places = kinds.places_of(adapter_for(config))
-    blocks = [place.like for place in places if place.kind == "block"]
+    adapter = adapter_for(config)
+    alike = ModelLayers(adapter).first_alike()
+    blocks = [like for like, layer in zip(alike, adapter.layers, strict=True) if layer.kind == "block"]
     expected = [config.layer_types.index(kind) + 1 for kind in config.layer_types]
     assert blocks == expected
     assert len(set(blocks)) == 2
 
 
-def test_gpipes_largest_transformer_is_costed_in_seconds() -> None:
+def test_gpipes_largest_transformer_has_its_parameters() -> None:
     """GPipe, Table 1: 1663 layers, 83.9 billion parameters."""
     config = GPT2Config(
         vocab_size=32000, n_positions=1024, n_embd=2048, n_layer=1663, n_head=32, tie_word_embeddings=False
     )
-    start = time.perf_counter()
-    costs = model_costs(config, Workload(1, 1024, 1024))
-    assert time.perf_counter() - start < 10
+    costs = trace_costs(adapter_for(config), Workload(1, 1024, 1024))
     width = 2048
     blocks = 1663 * (12 * width**2 + 13 * width)
     assert costs.total.count == 2 * 32000 * width + 1024 * width + blocks + 2 * width
@@ -175,7 +209,7 @@ def test_gpipes_largest_transformer_is_costed_in_seconds() -> None:
 def test_lora_trains_and_returns_only_what_it_must() -> None:
     peft = pytest.importorskip("peft")
     adapter = adapter_for(clone("llama"))
-    costs = costs_of(
+    costs = trace_costs(
         adapter, WORKLOAD, peft=make_peft(adapter, "default", peft.LoraConfig(target_modules=["q_proj"], r=2))
     )
     assert 0 < costs.total.trainable_count == 4 * 2 * (32 + 32)
@@ -187,5 +221,6 @@ def test_lora_trains_and_returns_only_what_it_must() -> None:
 def test_a_gpus_attention_keeps_no_dropout() -> None:
     config = clone("bart")
     config.attention_dropout = 0.1
-    on_cpu, on_gpu = (model_costs(config, WORKLOAD, as_on_gpu=as_on_gpu).layers[1] for as_on_gpu in (False, True))
-    assert on_gpu.saved_bytes < on_cpu.saved_bytes
+    adapter = adapter_for(config)
+    on_cpu, on_gpu = (trace_costs(adapter, WORKLOAD, as_on_gpu=as_on_gpu).layers[1] for as_on_gpu in (False, True))
+    assert on_gpu.plain.saved_bytes < on_cpu.plain.saved_bytes

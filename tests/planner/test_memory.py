@@ -1,4 +1,4 @@
-"""The memory bill, against sums by hand."""
+"""The memory estimate, against sums by hand."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def test_gpipe_without_recomputation_keeps_every_graph_and_every_boundary() -> N
     gradients of weights come as the graph goes: 20 MiB for 5 of its 10 when the first layer's turn comes.
     """
     plan = planner(blocks(4)).plan(settings((2, 2)))
-    bill = plan.stages[1].memory
-    assert bill.parameters == 20 * MIB
-    assert bill.activations == 4 * 10 * MIB
-    assert bill.boundaries == 4 * MIB
-    assert bill.gradients == 15 * MIB
-    assert bill.working == bill.optimizer == bill.early_gradients == bill.logits == 0
-    assert bill.reserve == pytest.approx(0.05 * (44 + 15) * MIB, abs=1)
-    assert bill.total == sum(vars(bill).values())
+    memory = plan.stages[1].memory
+    assert memory.parameters == 20 * MIB
+    assert memory.activations == 4 * 10 * MIB
+    assert memory.boundaries == 4 * MIB
+    assert memory.gradients == 15 * MIB
+    assert memory.working == memory.optimizer == memory.early_gradients == memory.logits == 0
+    assert memory.reserve == pytest.approx(0.05 * (44 + 15) * MIB, abs=1)
+    assert memory.total == sum(vars(memory).values())
 
 
 def test_recomputed_stages_keep_one_graph_and_the_inputs() -> None:
@@ -57,34 +57,38 @@ def test_gradients_that_come_early_wait_under_the_fused_schedule() -> None:
 
 @pytest.mark.parametrize(("optimizer", "slots"), [("adamw_torch", 2), ("rmsprop", 1), ("sgd", 0), ("adafactor", 0.01)])
 def test_optimizer_state(optimizer: str, slots: float) -> None:
-    bill = planner(blocks(2), optim=optimizer).plan(settings((2,))).stages[0].memory
-    assert bill.optimizer == round(slots * 20 * MIB)
+    memory = planner(blocks(2), optim=optimizer).plan(settings((2,))).stages[0].memory
+    assert memory.optimizer == round(slots * 20 * MIB)
 
 
 def test_master_weights_are_kept_in_float32() -> None:
     half = replace(blocks(2), dtype="bfloat16")
-    bill = planner(half, optim="adamw_torch", fp32_master_weights=True).plan(settings((2,))).stages[0].memory
+    memory = planner(half, optim="adamw_torch", fp32_master_weights=True).plan(settings((2,))).stages[0].memory
     # A copy, its gradient and two moments, each of twice the bytes.
-    assert bill.optimizer == 4 * 2 * 20 * MIB
+    assert memory.optimizer == 4 * 2 * 20 * MIB
 
 
 def test_a_tied_weight_counts_once_a_process_and_its_state_once() -> None:
     table = SharedParameter("table", Parameters(MIB, 4 * MIB, MIB, 4 * MIB), 0)
     costs = model(layer("embedding", shared=(table,)), layer("block"), layer("head", kind="head", shared=(table,)))
 
-    def bills(plan: Plan) -> list[tuple[int, int]]:
+    def weights_and_state(plan: Plan) -> list[tuple[int, int]]:
         return [(one.memory.parameters // MIB, one.memory.optimizer // MIB) for one in plan.processes]
 
-    assert bills(planner(costs, optim="rmsprop").plan(settings((1, 1, 1)))) == [(14, 14), (10, 10), (14, 10)]
-    assert bills(planner(costs, optim="rmsprop").plan(settings((1, 2)))) == [(14, 14), (24, 20)]
+    assert weights_and_state(planner(costs, optim="rmsprop").plan(settings((1, 1, 1)))) == [
+        (14, 14),
+        (10, 10),
+        (14, 10),
+    ]
+    assert weights_and_state(planner(costs, optim="rmsprop").plan(settings((1, 2)))) == [(14, 14), (24, 20)]
     one_process = settings((1, 1, 1), num_processes=1)
-    assert bills(planner(costs, optim="rmsprop").plan(one_process)) == [(34, 34)]
+    assert weights_and_state(planner(costs, optim="rmsprop").plan(one_process)) == [(34, 34)]
 
 
 def test_the_head_has_an_item_of_its_own() -> None:
     costs = model(layer("block"), layer("head", kind="head", saved=50 * MIB))
-    bill = planner(costs).plan(settings((2,), 1)).stages[0].memory
-    assert (bill.activations, bill.logits) == (5 * MIB, 50 * MIB)
+    memory = planner(costs).plan(settings((2,), 1)).stages[0].memory
+    assert (memory.activations, memory.logits) == (5 * MIB, 50 * MIB)
 
 
 def test_several_stages_of_a_process_add_up() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +9,8 @@ import pytest
 from hf_gpipe.errors import StageError
 from hf_gpipe.planner.out_of_memory import advising
 
-EXPECTATION: Any = SimpleNamespace(topology=SimpleNamespace(rank=3))
 
-
-def no_request() -> Any:
+def no_plan() -> Any:
     raise ValueError("nothing is known of this optimizer")
 
 
@@ -21,14 +18,14 @@ def no_request() -> Any:
 def test_a_cause_deep_below_is_found_and_a_planner_that_fails_hides_nothing(cause: Exception) -> None:
     with (
         pytest.raises(StageError, match=r"stage 1 failed\. More micro-batches, recompute 'stage'") as caught,
-        advising(EXPECTATION, no_request),
+        advising(no_plan, rank=3),
     ):
         raise StageError("stage 1 failed.") from cause
     assert caught.value.__cause__ is not None
-    with pytest.raises(StageError, match="process 3: "), advising(EXPECTATION, no_request):
+    with pytest.raises(StageError, match="process 3: "), advising(no_plan, rank=3):
         raise cause
 
 
 def test_other_failures_pass_as_they_are() -> None:
-    with pytest.raises(ValueError, match="another"), advising(EXPECTATION, no_request):
+    with pytest.raises(ValueError, match="another"), advising(no_plan, rank=3):
         raise ValueError("another")

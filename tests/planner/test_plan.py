@@ -101,7 +101,7 @@ def test_profile_needs_measured_layers() -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "gpipe_fused", "1f1b"])
 def test_chosen_recomputation_fits_and_one_graph_more_would_not(schedule: str) -> None:
-    """The bound that the choice goes by is not far from the bill."""
+    """The bound that the choice goes by is not far from the estimate."""
     costs = blocks(4, saved=40 * MIB)
     asked = settings((2, 2), 8, schedule=schedule)
     whole = planner(costs, rows=8).plan(asked)

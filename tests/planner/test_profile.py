@@ -8,9 +8,9 @@ from transformers import LlamaConfig
 
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.tiny import tiny_config
-from hf_gpipe.planner.costs import ModelCosts
-from hf_gpipe.planner.measure import costs_of
-from hf_gpipe.planner.measure_seconds import Seconds, profile_layers
+from hf_gpipe.planner.costs import ModelCosts, Seconds
+from hf_gpipe.planner.profile import profile_layers
+from hf_gpipe.planner.trace_costs import trace_costs
 from hf_gpipe.planner.workload import Workload
 from scripts.families import default_config
 from tests.gloo import run_gloo
@@ -30,26 +30,32 @@ def llama(num_blocks: int = 4) -> LlamaConfig:
     )
 
 
+def seconds_of(costs: ModelCosts, index: int) -> Seconds:
+    seconds = costs.layers[index].seconds
+    assert seconds is not None
+    return seconds
+
+
 def test_every_layer_gets_its_seconds_and_keeps_its_costs() -> None:
     adapter = adapter_for(llama())
-    computed, measured = costs_of(adapter, WORKLOAD), profile_layers(adapter, WORKLOAD, CPU, repeats=7)
+    computed, measured = trace_costs(adapter, WORKLOAD), profile_layers(adapter, WORKLOAD, CPU, repeats=7)
     assert measured.is_measured
     assert not computed.is_measured
     assert measured.update_seconds_per_parameter is None
     blocks = measured.layers[1:5]
-    assert len({layer.forward_seconds for layer in blocks}) == 1
-    assert (measured.layers[-1].backward_seconds or 0) > 0
+    assert len({layer.seconds for layer in blocks}) == 1
+    assert seconds_of(measured, -1).backward > 0
     for one, other in zip(computed.layers, measured.layers, strict=True):
-        assert (one.name, one.parameters, one.saved_bytes) == (other.name, other.parameters, other.saved_bytes)
+        assert (one.name, one.parameters, one.plain) == (other.name, other.parameters, other.plain)
 
 
 def test_a_wide_head_takes_longer_than_a_narrow_block() -> None:
     config = llama(2)
     config.vocab_size = 30000
     costs = profile_layers(adapter_for(config), Workload(2, 32, 32), CPU, repeats=3)
-    block, head = costs.layers[1], costs.layers[-1]
-    assert (head.forward_seconds or 0) > (block.forward_seconds or 0)
-    assert (head.backward_seconds or 0) > (block.backward_seconds or 0)
+    block, head = seconds_of(costs, 1), seconds_of(costs, -1)
+    assert head.forward > block.forward
+    assert head.backward > block.backward
 
 
 @pytest.mark.parametrize("family", ["t5", "mixtral", "marian"])
@@ -82,7 +88,7 @@ def test_processes_measure_at_the_same_time() -> None:
     first, second = run_gloo(_profile, 2)
     assert first.is_measured
     assert second.is_measured
-    assert [layer.saved_bytes for layer in first.layers] == [layer.saved_bytes for layer in second.layers]
+    assert [layer.plain for layer in first.layers] == [layer.plain for layer in second.layers]
 
 
 def test_a_difference_of_measurements_is_never_negative() -> None:

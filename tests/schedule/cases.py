@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from hf_gpipe.schedule import SCHEDULES, Action, ActionKind, Placement, Schedule, build
+from hf_gpipe.schedule.occupancy import Held, most_of_equal_stages
 
 Recompute = str | tuple[int | None, ...]
 
@@ -41,3 +42,8 @@ def stage_order(schedule: Schedule, stage: int) -> list[Action]:
     """A stage's actions in the order in which its process runs them, the update left out."""
     actions = schedule.actions[schedule.placement.processes[stage]]
     return [action for action in actions if action.stage == stage and action.kind != ActionKind.UPDATE]
+
+
+def peak(schedule: Schedule, stage: int, held: Held) -> int:
+    """The most that a stage of a table holds at once, a backward taking twice as long as a forward."""
+    return most_of_equal_stages(schedule)[stage][held]

@@ -23,8 +23,9 @@ from hf_gpipe.schedule import (
     simulate,
 )
 from hf_gpipe.schedule.clock import merge
+from hf_gpipe.schedule.occupancy import Held
 from hf_gpipe.schedule.recompute import Limits
-from tests.schedule.cases import Recompute, placements, recomputes, schedules, stage_order
+from tests.schedule.cases import Recompute, peak, placements, recomputes, schedules, stage_order
 
 F, R, B, U = ActionKind.FORWARD, ActionKind.RECOMPUTE, ActionKind.BACKWARD, ActionKind.UPDATE
 
@@ -125,7 +126,7 @@ def test_1f1b_holds_few_micro_batches_and_has_the_bubble_of_gpipe(num_stages: in
     timeline = simulate(schedule, Costs(Fraction(1), Fraction(2)))
     assert timeline.bubble == Fraction(num_stages - 1, num_micro_batches + num_stages - 1)
     for stage in range(num_stages):
-        assert timeline.peak_live_micro_batches(stage) == min(num_stages - stage, num_micro_batches)
+        assert peak(schedule, stage, Held.MICRO_BATCH) == min(num_stages - stage, num_micro_batches)
 
 
 @given(st.integers(2, 6), st.integers(2, 6))
@@ -139,8 +140,7 @@ def test_1f1b_deadlocks_with_blocking_sends(num_stages: int, num_micro_batches: 
 @settings(deadline=None, max_examples=50)
 def test_a_stage_keeps_one_recomputed_graph_at_a_time(placement: Placement, num_micro_batches: int) -> None:
     schedule = build("gpipe", placement.num_stages, num_micro_batches, placement, "stage")
-    timeline = simulate(schedule, Costs(1, 2, activation_bytes=1))
-    assert all(timeline.peak_bytes(stage) == 1 for stage in range(placement.num_stages))
+    assert all(peak(schedule, stage, Held.GRAPH) == 1 for stage in range(placement.num_stages))
 
 
 def test_several_stages_in_a_process() -> None:
@@ -234,9 +234,9 @@ def test_a_builder_of_another_schedule_fits_in(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(builders.SCHEDULES, "another", one_forward_one_backward)
     for placement in (Placement.spread(4, 1), Placement.spread(4, 2), Placement((0, 1, 0, 1))):
         build("another", 4, 6, placement, "none")
-    timeline = simulate(build("another", 4, 6, None, "none"), Costs(1, 2))
-    assert [timeline.peak_live_micro_batches(stage) for stage in range(4)] == [4, 3, 2, 1]
-    assert timeline.total_seconds == 27
+    table = build("another", 4, 6, None, "none")
+    assert [peak(table, stage, Held.MICRO_BATCH) for stage in range(4)] == [4, 3, 2, 1]
+    assert simulate(table, Costs(1, 2)).total_seconds == 27
 
 
 def test_stage_orders_that_wait_for_each_other_cannot_be_merged() -> None:

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule import ActionKind, Costs, Placement, Schedule, build, check_table, simulate
-from tests.schedule.cases import stage_order
+from hf_gpipe.schedule.occupancy import Held
+from tests.schedule.cases import peak, stage_order
 
 NAME = "interleaved_1f1b"
 
@@ -102,8 +103,7 @@ def test_blocking_sends_deadlock(processes: int, stages_each: int, num_micro_bat
 def test_one_stage_a_process_is_1f1b_and_one_process_has_one_micro_batch_in_flight() -> None:
     assert build(NAME, 3, 5, recompute="stage").actions == build("1f1b", 3, 5, recompute="stage").actions
     alone = table(1, 3, 4)
-    timeline = simulate(alone, Costs(1, 2))
-    assert [timeline.peak_live_micro_batches(stage) for stage in range(3)] == [1, 1, 1]
+    assert [peak(alone, stage, Held.MICRO_BATCH) for stage in range(3)] == [1, 1, 1]
 
 
 def test_stages_that_are_not_dealt_out_in_turn() -> None:

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule import Action, ActionKind, Schedule, build
+from hf_gpipe.schedule.occupancy import Held
 from hf_gpipe.schedule.recompute import with_recomputations
-from tests.schedule.cases import Recompute, schedules, stage_order
+from tests.schedule.cases import Recompute, peak, schedules, stage_order
 
 F, R, B = ActionKind.FORWARD, ActionKind.RECOMPUTE, ActionKind.BACKWARD
 
@@ -70,12 +71,14 @@ def test_a_table_counts_its_graphs(case: tuple[Schedule, Recompute]) -> None:
         recomputed = {action.micro_batch for action in order if action.kind == R}
         assert schedule.num_recomputations(stage) == len(recomputed)
         if not schedule.is_training:
-            assert schedule.peak_live_graphs(stage) == 0
+            assert (peak(schedule, stage, Held.GRAPH), peak(schedule, stage, Held.MICRO_BATCH)) == (0, 1)
             continue
-        assert schedule.peak_live_graphs(stage) == most_live_graphs([a for a in order if a.kind != R], recomputed)
+        assert peak(schedule, stage, Held.GRAPH) == most_live_graphs([a for a in order if a.kind != R], recomputed)
+        in_flight = [sum({F: 1, R: 0, B: -1}[a.kind] for a in order[:end]) for end in range(1, len(order) + 1)]
+        assert peak(schedule, stage, Held.MICRO_BATCH) == max(in_flight)
         limit = recompute[stage] if isinstance(recompute, tuple) else None
         if limit is not None:
-            assert schedule.peak_live_graphs(stage) <= limit
+            assert peak(schedule, stage, Held.GRAPH) <= limit
 
 
 def recomputed_at(schedule: Schedule, stage: int) -> list[int | None]:
@@ -88,7 +91,8 @@ def test_gpipe_fused_keeps_the_graphs_of_the_first_micro_batches() -> None:
     assert recomputed_at(table, 0) == [3, 4, 5, 6, 7]
     assert recomputed_at(table, 1) == [1, 2, 3, 4, 5, 6, 7]
     assert recomputed_at(table, 2) == []
-    assert [table.peak_live_graphs(stage) for stage in range(3)] == [3, 1, 1]
+    assert [peak(table, stage, Held.GRAPH) for stage in range(3)] == [3, 1, 1]
+    assert [peak(table, stage, Held.MICRO_BATCH) for stage in range(3)] == [8, 8, 1]
 
 
 def test_gpipe_keeps_the_graphs_of_the_last_micro_batches() -> None:
@@ -118,7 +122,7 @@ def test_a_last_stage_whose_backward_follows_at_once_never_recomputes(name: str,
     for recompute in ("stage", (1, 1, 1)):
         table = build(name, 3, num_micro_batches, recompute=recompute)
         assert table.num_recomputations(2) == 0
-        assert table.peak_live_graphs(2) == 1
+        assert peak(table, 2, Held.GRAPH) == peak(table, 2, Held.MICRO_BATCH) == 1
 
 
 def test_no_limit_and_a_limit_of_all_are_no_recomputation() -> None:

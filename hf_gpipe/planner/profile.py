@@ -1,14 +1,14 @@
 """The seconds of a model's layers, measured on the device that will compute them.
 
-One layer of each kind gets real memory and initial weights, and runs as a stage of its own. Blocks run alone and as
-several in a row: what one more adds is the block's, what is left is the stage's, which every stage spends once a
+One layer of each class gets real memory and initial weights, and runs as a stage of its own. Blocks run alone and as
+several in a row: what one more adds is the block's, what is left is the stage's, which every stage spends once per
 micro-batch on masks, positions and calls.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -18,9 +18,9 @@ from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.checkpoint import hub
-from hf_gpipe.planner.costs import ModelCosts
-from hf_gpipe.planner.kinds import Place
-from hf_gpipe.planner.measure import Opened, costs_of_opened
+from hf_gpipe.planner.costs import ModelCosts, Seconds
+from hf_gpipe.planner.layer_classes import ModelLayers
+from hf_gpipe.planner.trace_costs import LayerTracer
 from hf_gpipe.planner.tracing import context_of
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.loss import PLAIN, TokenLoss
@@ -30,26 +30,6 @@ from hf_gpipe.runtime.stage import Stage
 _BLOCKS_IN_A_ROW = 3
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """Of one micro-batch."""
-
-    forward_only: float
-    forward: float
-    backward: float
-
-    def less(self, other: Seconds) -> Seconds:
-        """The difference, at least 0: of two measurements it may be noise."""
-        return Seconds(
-            max(self.forward_only - other.forward_only, 0.0),
-            max(self.forward - other.forward, 0.0),
-            max(self.backward - other.backward, 0.0),
-        )
-
-    def divided(self, number: int) -> Seconds:
-        return Seconds(self.forward_only / number, self.forward / number, self.backward / number)
 
 
 def profile_layers(
@@ -64,7 +44,7 @@ def profile_layers(
     barrier: Callable[[], None] | None = None,
     make_optimizer: MakeOptimizer | None = None,
 ) -> ModelCosts:
-    """`costs_of` with the seconds filled in, medians of several runs after one that is not counted.
+    """`trace_costs` with the seconds filled in, medians of several runs after one that is not counted.
 
     Args:
         adapter: the model's.
@@ -72,65 +52,56 @@ def profile_layers(
         device: where to measure.
         peft: PEFT layers that alone are trained.
         loss: of the target tokens.
-        repeats: runs of each kind of layer.
-        budget_seconds: after so long no further run of a kind of layer is begun, but two are always made.
-        barrier: waits for all processes that measure at the same time, before each kind of layer, so that each
+        repeats: runs of each class of layers.
+        budget_seconds: after so long no further run of a class of layers is begun, but two are always made.
+        barrier: waits for all processes that measure at the same time, before each class of layers, so that each
             measures while the others compute, as in a run; None: this process is alone.
         make_optimizer: parameters -> the optimizer whose update is measured, after the gradients have been clipped;
             None: updates are not measured.
     """
-    opened, workload = Opened.of(adapter, peft), workload.within(adapter)
-    costs = costs_of_opened(opened, workload, loss=loss, as_on_gpu=device.type == "cuda")
+    workload = workload.within(adapter)
+    tracer = LayerTracer(adapter, peft=peft, loss=loss, as_on_gpu=device.type == "cuda")
+    costs = tracer.costs(workload)
     generator = default_generator(device)
     state = generator.get_state()
     try:
-        clock = _Clock(opened, workload, device, loss, repeats, budget_seconds, barrier or _alone)
-        seconds = _of_kinds(opened.places, clock)
-        update = None if make_optimizer is None else _update_seconds(opened, clock, make_optimizer)
+        clock = _Clock(tracer.run, workload, device, loss, repeats, budget_seconds, barrier or _alone)
+        measured = _of_classes(dict.fromkeys(tracer.like), clock)
+        update = None if make_optimizer is None else _update_seconds(tracer, clock, make_optimizer)
     finally:
         generator.set_state(state)
-    layers = []
-    for layer, place in zip(costs.layers, opened.places, strict=True):
-        own = seconds.layers[place.like]
-        layers.append(
-            replace(
-                layer,
-                forward_seconds=own.forward,
-                forward_only_seconds=own.forward_only,
-                backward_seconds=own.backward,
-            )
-        )
     return replace(
         costs,
-        layers=tuple(layers),
-        stage_forward_seconds=seconds.stage.forward,
-        stage_backward_seconds=seconds.stage.backward,
+        layers=tuple(
+            replace(layer, seconds=measured.layers[like]) for layer, like in zip(costs.layers, tracer.like, strict=True)
+        ),
+        stage_seconds=measured.stage,
         update_seconds_per_parameter=update,
     )
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """Seconds of each kind of layer, by the number of one of its layers, and of a stage beyond its layers."""
+    """Seconds of each class of layers, by the number of the one that ran, and of a stage beyond its layers."""
 
     layers: Mapping[int, Seconds]
     stage: Seconds
 
 
-def _of_kinds(places: Sequence[Place], clock: _Clock) -> _Measured:
-    kinds = {place.like: place for place in places}
+def _of_classes(numbers: Collection[int], clock: _Clock) -> _Measured:
+    model = clock.model.adapter
     layers: dict[int, Seconds] = {}
     beyond: dict[str, Seconds] = {}
-    for like, place in kinds.items():
-        count = _in_a_row(clock.alike, like)
-        if place.kind == "block" and count > 1:
-            alone = clock.measure(like, like + 1)
-            layers[like] = clock.measure(like, like + count).less(alone).divided(count - 1)
-            beyond.setdefault(place.stack, alone.less(layers[like]))
+    for number in numbers:
+        count = _in_a_row(clock.alike, number)
+        if model.layers[number].kind == "block" and count > 1:
+            alone = clock.measure(number, number + 1)
+            layers[number] = clock.measure(number, number + count).less(alone).divided(count - 1)
+            beyond.setdefault(model.layers[number].stack, alone.less(layers[number]))
     stage = _median(list(beyond.values())) if beyond else Seconds(0.0, 0.0, 0.0)
-    for like, place in kinds.items():
-        if like not in layers:
-            layers[like] = clock.measure(like, like + 1).less(beyond.get(place.stack, stage))
+    for number in numbers:
+        if number not in layers:
+            layers[number] = clock.measure(number, number + 1).less(beyond.get(model.layers[number].stack, stage))
     return _Measured(layers, stage)
 
 
@@ -155,7 +126,7 @@ class _Clock:
 
     def __init__(
         self,
-        opened: Opened,
+        model: ModelLayers,
         workload: Workload,
         device: torch.device,
         loss: TokenLoss,
@@ -163,24 +134,24 @@ class _Clock:
         budget_seconds: float,
         barrier: Callable[[], None],
     ) -> None:
-        self._opened = opened
-        self._inputs = {name: t.to(device) for name, t in workload.inputs(opened.adapter).items()}
+        self.model = model
+        self._inputs = {name: t.to(device) for name, t in workload.inputs(model.adapter).items()}
         self._device = device
         self._loss = loss
         self._repeats = repeats
         self._budget_seconds = budget_seconds
         self._barrier = barrier
-        #: For each layer of the adapter at hand, the first one that is like it.
-        self.alike = opened.alike
+        #: For each layer, the first one that is like it.
+        self.alike = model.first_alike()
 
     def stage(self, start: int, stop: int) -> Stage:
         """A run of layers as the executor has it."""
-        stage_model = StageModel(self._opened.adapter, start, stop)
+        stage_model = StageModel(self.model.adapter, start, stop)
         hub.initialise(stage_model, self._device, seed=0)
-        if self._opened.peft is not None:
-            hub.add_peft(stage_model, self._opened.peft, self._device, seed=0)
+        if self.model.peft is not None:
+            hub.add_peft(stage_model, self.model.peft, self._device, seed=0)
         stage_model.seal(self._device)
-        return Stage(stage_model, self._opened.weights.wants_gradient, self._loss)
+        return Stage(stage_model, self.model.wants_gradient, self._loss)
 
     def measure(self, start: int, stop: int) -> Seconds:
         """The median of several forwards without a graph, with one, and backwards."""
@@ -228,10 +199,9 @@ class _Clock:
         return median(runs[1:])
 
 
-def _update_seconds(opened: Opened, clock: _Clock, make_optimizer: MakeOptimizer) -> float | None:
+def _update_seconds(tracer: LayerTracer, clock: _Clock, make_optimizer: MakeOptimizer) -> float | None:
     """Seconds a parameter, from the layer that has the most; None where none is trained."""
-    sizes = [opened.weights.own[place.like].trainable_count for place in opened.places]
-    largest = opened.places[sizes.index(max(sizes))].like
+    largest = max(tracer.like, key=lambda number: tracer.run.own[number].trainable_count)
     stage = clock.stage(largest, largest + 1)
     count = sum(p.numel() for p in stage.model.parameters.values() if p.requires_grad)
     return clock.update(stage, make_optimizer) / count if count else None

@@ -1,0 +1,186 @@
+"""Bytes and seconds of any run of layers in constant time, from sums and maxima over the layers before each one.
+
+One micro-batch on a stage of the layers `start` to `stop` (exclusive) needs, above its received input,
+
+    kept by its graph     the sum of what its layers' graphs keep, and once per stack what is made outside of the layers
+    peak of a forward     max over layers l of (kept before l, l's input included) + forward_working_bytes of l
+    peak of a backward    max over layers l of (kept up to l) + backward_working_bytes of l
+    seconds               the sum of its layers', and `stage_seconds` once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+from hf_gpipe.planner.costs import InnerRecompute, LayerCost, ModelCosts, Parameters, Seconds, SharedParameter
+from hf_gpipe.planner.devices import Device
+from hf_gpipe.planner.settings import OPTIMIZER_SLOTS
+
+#: Share of a device's peak rate that matrix products of a transformer reach, where nothing was measured.
+EFFICIENCY = 0.5
+
+
+class RangeSum:
+    """The sum of consecutive values `start` to `stop` (exclusive)."""
+
+    def __init__(self, values: Iterable[float]) -> None:
+        self.before = [0, *accumulate(values)]
+
+    def __call__(self, start: int, stop: int) -> float:
+        return self.before[stop] - self.before[start]
+
+
+class RangeMax:
+    """The largest of consecutive values `start` to `stop` (exclusive), at least one.
+
+    It has a table of the maxima over runs of 1, 2, 4 ... values, and any run is two of these.
+    """
+
+    def __init__(self, values: Iterable[float]) -> None:
+        self._rows = [list(values)]
+        width = 1
+        while 2 * width <= len(self._rows[0]):
+            row = self._rows[-1]
+            self._rows.append([max(row[i], row[i + width]) for i in range(len(row) - width)])
+            width *= 2
+
+    def __call__(self, start: int, stop: int) -> float:
+        level = (stop - start).bit_length() - 1
+        row = self._rows[level]
+        return max(row[start], row[stop - (1 << level)])
+
+
+class LayerSums:
+    """Bytes and seconds of one micro-batch on any run of layers, `start` to `stop` (exclusive).
+
+    Args:
+        costs: of the model.
+        device: its rates stand in for seconds that were not measured.
+    """
+
+    def __init__(self, costs: ModelCosts, device: Device) -> None:
+        self.costs = costs
+        self.device = device
+        layers = costs.layers
+        seconds = [layer.seconds or estimated_seconds(layer, costs.compute_dtype, device) for layer in layers]
+        # A stage makes masks and positions with a graph and without one alike.
+        self._stage_seconds = costs.stage_seconds or Seconds(0.0, 0.0, 0.0)
+        self._forward_only = RangeSum(one.forward_only for one in seconds)
+        self._forward = RangeSum(one.forward for one in seconds)
+        self._backward = RangeSum(one.backward for one in seconds)
+        self._blocks_again = RangeSum(
+            one.forward if layer.kind == "block" else 0.0 for layer, one in zip(layers, seconds, strict=True)
+        )
+        self.forward_flops = RangeSum(layer.forward_flops for layer in layers)
+        self.backward_flops = RangeSum(layer.backward_flops for layer in layers)
+        self.buffer_bytes = RangeSum(layer.buffer_bytes for layer in layers)
+        self.forward_only_peak_bytes = RangeMax(layer.forward_only_working_bytes for layer in layers)
+        self.graphs: dict[InnerRecompute, GraphSums] = {mode: GraphSums(layers, mode) for mode in ("none", "block")}
+        self._own = list(accumulate((layer.parameters for layer in layers), initial=Parameters()))
+        self._shared = _users(layers)
+
+    def held(self, start: int, stop: int) -> Parameters:
+        """The parameters that a stage has in memory."""
+        return self.held_by([(start, stop)])
+
+    def held_by(self, stages: Iterable[tuple[int, int]]) -> Parameters:
+        """The parameters of a process with these stages, (start, stop) each, on one device; a tie counts once."""
+        stages = list(stages)
+        held = sum((self._own[stop] - self._own[start] for start, stop in stages), start=Parameters())
+        for parameter, users in self._shared:
+            if any(start <= user < stop for start, stop in stages for user in users):
+                held += parameter.size
+        return held
+
+    def owned(self, start: int, stop: int) -> Parameters:
+        """The part of `held` that the stage owns: the optimizer's state of it is here."""
+        own = self._own[stop] - self._own[start]
+        return sum((p.size for p, _ in self._shared if start <= p.first_layer < stop), start=own)
+
+    def forward_seconds(self, start: int, stop: int) -> float:
+        """Seconds of a forward that keeps its graph."""
+        return self._forward(start, stop) + self._stage_seconds.forward
+
+    def forward_only_seconds(self, start: int, stop: int) -> float:
+        """Seconds of a forward without a graph."""
+        return self._forward_only(start, stop) + self._stage_seconds.forward
+
+    def backward_seconds(self, start: int, stop: int, inner: InnerRecompute) -> float:
+        """Seconds of a backward, the recomputation of its blocks included."""
+        seconds = self._backward(start, stop) + self._stage_seconds.backward
+        return seconds + self._blocks_again(start, stop) if inner == "block" else seconds
+
+    def update_seconds(self, start: int, stop: int, optimizer: str) -> float:
+        """Seconds of the optimizer's update of a stage."""
+        owned = self.owned(start, stop)
+        if self.costs.update_seconds_per_parameter is not None:
+            return self.costs.update_seconds_per_parameter * owned.trainable_count
+        # Gradients are read for their norm and for the update; weights and state are read and written.
+        passes = 4 + 2 * OPTIMIZER_SLOTS[optimizer]
+        return passes * owned.trainable_bytes / self.device.bytes_per_second
+
+
+class GraphSums:
+    """Bytes of one micro-batch's graph on a stage and the peaks of its actions, above the stage's received input."""
+
+    def __init__(self, layers: Sequence[LayerCost], inner: InnerRecompute) -> None:
+        graphs = [layer.graph(inner) for layer in layers]
+        self._input = [graph.saved_input_bytes for graph in graphs]
+        self._kept = RangeSum(graph.saved_bytes + graph.saved_input_bytes for graph in graphs)
+        self._trained = RangeSum(layer.parameters.trainable_bytes for layer in layers)
+        self._outside = []
+        for stack in dict.fromkeys(layer.stack for layer in layers):
+            own = [index for index, layer in enumerate(layers) if layer.stack == stack]
+            first, end = own[0], own[-1] + 1
+            self._outside.append((first, end, RangeMax(graph.stage_saved_bytes for graph in graphs[first:end])))
+        kept, trained = self._kept.before, self._trained.before
+        forward = [kept[i] + self._input[i] + layer.forward_working_bytes for i, layer in enumerate(layers)]
+        backward = [kept[i + 1] + graph.backward_working_bytes for i, graph in enumerate(graphs)]
+        self._forward, self._backward = RangeMax(forward), RangeMax(backward)
+        self._first_backward = RangeMax(peak - trained[i] for i, peak in enumerate(backward))
+
+    def kept_bytes(self, start: int, stop: int) -> float:
+        """The bytes that the graph keeps."""
+        return self._kept(start, stop) + self._beyond_layers(start, stop)
+
+    def forward_peak_bytes(self, start: int, stop: int) -> float:
+        """The most while a forward makes the graph."""
+        return self._forward(start, stop) - self._kept.before[start] + self._beyond_layers(start, stop)
+
+    def backward_peak_bytes(self, start: int, stop: int) -> float:
+        """The most while a backward takes the graph down, the graph included."""
+        return self._backward(start, stop) - self._kept.before[start] + self._beyond_layers(start, stop)
+
+    def first_backward_peak_bytes(self, start: int, stop: int) -> float:
+        """The same with the gradients of the weights, which come as the graph goes; later backwards find them there."""
+        peak = self._first_backward(start, stop) + self._trained.before[stop]
+        return peak - self._kept.before[start] + self._beyond_layers(start, stop)
+
+    def _beyond_layers(self, start: int, stop: int) -> float:
+        """The bytes made outside of the layers, once per stack, less the first layer's input, which is the stage's."""
+        made = sum(
+            most(max(start, first) - first, min(stop, end) - first)
+            for first, end, most in self._outside
+            if start < end and first < stop
+        )
+        return made - self._input[start]
+
+
+def estimated_seconds(layer: LayerCost, compute_dtype: str, device: Device) -> Seconds:
+    """A layer's seconds by a device's rates: of its operations or of moving its bytes, whichever is longer."""
+    rate = EFFICIENCY * device.flops_for(compute_dtype)
+    # What a layer keeps it has written once, and what it holds it has read once.
+    moved = layer.plain.saved_bytes + layer.parameters.num_bytes
+    forward = max(layer.forward_flops / rate, moved / device.bytes_per_second)
+    backward = max(layer.backward_flops / rate, 2 * moved / device.bytes_per_second)
+    return Seconds(forward, forward, backward)
+
+
+def _users(layers: Sequence[LayerCost]) -> list[tuple[SharedParameter, list[int]]]:
+    """Each shared parameter with the numbers of the layers that use it."""
+    users: dict[str, tuple[SharedParameter, list[int]]] = {}
+    for index, layer in enumerate(layers):
+        for parameter in layer.shared:
+            users.setdefault(parameter.name, (parameter, []))[1].append(index)
+    return list(users.values())

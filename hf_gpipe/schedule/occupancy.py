@@ -1,0 +1,114 @@
+"""The tensors that stages hold over time: one sweep over a timeline behind every count of live tensors.
+
+A micro-batch's input comes when the stage before sends it and stays until the stage's last action on the micro-batch.
+Its autograd graph is there from the end of the forward or recomputation that makes it to the end of the backward. A
+gradient that comes early waits for its backward to begin.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from functools import lru_cache
+
+from hf_gpipe.schedule.actions import Action, ActionKind
+from hf_gpipe.schedule.simulate import Costs, Seconds, Timeline, simulate
+from hf_gpipe.schedule.table import Schedule
+
+
+class Held(StrEnum):
+    """Things that a stage holds for a while."""
+
+    MICRO_BATCH = "micro-batch"
+    """From its forward to its last action, both included."""
+    INPUT = "input"
+    """The tensors received from the stage before."""
+    GRAPH = "graph"
+    GRADIENT = "gradient"
+    """The gradient received from the stage after, while it waits for its backward."""
+    FORWARD_ONLY = "forward only"
+    """Working memory of a forward without a graph, while it runs; the next three are alike."""
+    FORWARD = "forward"
+    """Or the recomputation that makes the graph."""
+    BACKWARD = "backward"
+    FIRST_BACKWARD = "first backward"
+    """The extra memory of the stage's first backward, which makes the gradients of the weights."""
+    WEIGHT_GRADIENTS = "gradients of weights"
+    """From the end of the first backward on."""
+
+
+def holdings(timeline: Timeline, stage: int) -> Iterator[tuple[Held, Seconds, Seconds]]:
+    """Yield the things that a stage holds for each micro-batch: (what, from, until)."""
+    num_stages, ran = timeline.schedule.num_stages, timeline.spans_of
+    backwards = [span for action, span in ran[stage].items() if action.kind == ActionKind.BACKWARD]
+    first_backward = min(backwards, key=lambda span: span.end, default=None)
+    for micro_batch in range(timeline.schedule.num_micro_batches):
+        forward = ran[stage][Action(ActionKind.FORWARD, stage, micro_batch)]
+        backward = ran[stage].get(Action(ActionKind.BACKWARD, stage, micro_batch))
+        last = backward or forward
+        yield Held.MICRO_BATCH, forward.computes, last.end
+        if source := forward.action.source(num_stages):
+            yield Held.INPUT, ran[source.stage][source].end, last.end
+        again = ran[stage].get(Action(ActionKind.RECOMPUTE, stage, micro_batch))
+        if backward is None or again is not None:
+            yield Held.FORWARD_ONLY, forward.computes, forward.end
+        if backward is None:
+            continue
+        maker = again or forward
+        yield Held.FORWARD, maker.computes, maker.end
+        yield Held.GRAPH, maker.end, backward.end
+        if source := backward.action.source(num_stages):
+            yield Held.GRADIENT, ran[source.stage][source].end, backward.computes
+        yield Held.BACKWARD, backward.computes, backward.end
+        if backward is first_backward:
+            yield Held.FIRST_BACKWARD, backward.computes, backward.end
+            yield Held.WEIGHT_GRADIENTS, backward.end, math.inf
+
+
+Amounts = Mapping[Held, Mapping[str, float]]
+"""How much each thing that a stage holds adds to each item of a sum."""
+
+
+def occupancy(timeline: Timeline, amounts: Mapping[int, Amounts]) -> Iterator[tuple[Seconds, dict[str, float]]]:
+    """How much some stages hold over time, as steps: (from this time on, so much of each item).
+
+    What ends makes room for what begins at the same time.
+
+    Args:
+        timeline: simulated or measured.
+        amounts: of each stage that counts.
+    """
+    changes: defaultdict[Seconds, list[tuple[str, float]]] = defaultdict(list)
+    for stage, of_stage in amounts.items():
+        for held, start, end in holdings(timeline, stage):
+            if end <= start:
+                continue
+            for item, amount in of_stage.get(held, {}).items():
+                if amount:
+                    changes[start].append((item, amount))
+                    changes[end].append((item, -amount))
+    level: dict[str, float] = {}
+    for time in sorted(changes):
+        before = dict(level)
+        for item, change in changes[time]:
+            level[item] = level.get(item, 0) + change
+        if level != before:
+            yield time, dict(level)
+
+
+def most_held(timeline: Timeline, stage: int) -> dict[Held, int]:
+    """The most of each thing that a stage holds at once, as a number of micro-batches."""
+    most = dict.fromkeys(Held, 0)
+    for _, level in occupancy(timeline, {stage: {held: {held: 1} for held in Held}}):
+        for held in Held:
+            most[held] = max(most[held], int(level.get(held, 0)))
+    return most
+
+
+@lru_cache(maxsize=256)
+def most_of_equal_stages(table: Schedule) -> tuple[dict[Held, int], ...]:
+    """The most of each thing that each stage holds at once, if all stages are equally fast."""
+    timeline = simulate(table, Costs(forward_seconds=1, backward_seconds=2))
+    return tuple(most_held(timeline, stage) for stage in range(table.num_stages))

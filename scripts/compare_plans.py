@@ -1,0 +1,113 @@
+"""Compares the plans of this checkout with those of another: python scripts/compare_plans.py OTHER_CHECKOUT
+
+For every recipe, for 1, 2 and 8 devices and for two limits of memory, as written and with everything left to the
+planner, it runs `python -m hf_gpipe.plan ... --json` in both and compares what is printed, errors included. A change
+of the planner's code that is not meant to change plans prints "0 differ". Exit code: 0 none differs, 1 some do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_HERE = Path(__file__).resolve().parent.parent
+_DEVICES = ("1", "2", "8")
+_MEMORY = ("16GiB", "80GiB")
+_OVERRIDES: dict[str, list[str]] = {
+    "as written": [],
+    "auto": ["pipeline.partition=auto", "pipeline.recompute=auto"],
+    "block": ["pipeline.partition=auto", "pipeline.recompute=block", "pipeline.schedule=1f1b"],
+}
+
+
+def main() -> int:
+    """Compare, or with --write only write the plans of the code that is imported."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("other", nargs="?", help="folder of the other checkout")
+    parser.add_argument("--recipes", default="", help="only recipes whose path contains this")
+    parser.add_argument("--other-plans", type=Path, help="keep the other's plans here, and read them where they exist")
+    parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.write is not None:
+        options.write.write_text(json.dumps(plans(options.recipes), indent=1))
+        return 0
+    if options.other is None:
+        parser.error("name the folder of the other checkout")
+    own = plans_of(_HERE, options.recipes, None)
+    others = plans_of(Path(options.other), options.recipes, options.other_plans)
+    differing = [name for name in own if own[name] != others.get(name)]
+    for name in differing:
+        print(f"{name}\n  here  {_short(own[name])}\n  there {_short(others.get(name))}")
+        for place, here, there in differences(own[name], others.get(name)):
+            print(f"    {place}: {here} here, {there} there")
+    print(f"{len(own)} plans compared, {len(differing)} differ")
+    return 1 if differing else 0
+
+
+def plans_of(checkout: Path, recipes: str, kept: Path | None) -> dict[str, Any]:
+    """The plans of a checkout's code for this checkout's recipes, made in a process of its own."""
+    path = Path(f"/tmp/plans-{os.getpid()}.json") if kept is None else kept
+    if kept is None or not kept.exists():
+        environment = {**os.environ, "PYTHONPATH": str(checkout)}
+        command = [sys.executable, str(Path(__file__).resolve()), "--recipes", recipes, "--write", str(path)]
+        subprocess.run(command, check=True, env=environment, cwd=checkout)
+    found: dict[str, Any] = json.loads(path.read_text())
+    if kept is None:
+        path.unlink()
+    return found
+
+
+def plans(recipes: str) -> dict[str, Any]:
+    """What the command prints, by its arguments."""
+    from hf_gpipe.plan import main as plan
+
+    found = {}
+    for path in sorted((_HERE / "recipes").rglob("*.yaml")):
+        name = str(path.relative_to(_HERE))
+        if recipes not in name:
+            continue
+        start = time.perf_counter()
+        for what, overrides in _OVERRIDES.items():
+            for devices in _DEVICES:
+                for memory in _MEMORY:
+                    command = [str(path), *overrides, "--devices", devices, "--memory", memory, "--json"]
+                    output, errors = io.StringIO(), io.StringIO()
+                    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+                        code = plan(command)
+                    plan_or_error = json.loads(output.getvalue()) if code < 2 else errors.getvalue()
+                    found[f"{name}, {what}, {devices} x {memory}"] = {"code": code, "plan": plan_or_error}
+        print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    return found
+
+
+def differences(here: Any, there: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The values that differ, and where they stand."""
+    if isinstance(here, dict) and isinstance(there, dict):
+        for key in here.keys() | there.keys():
+            yield from differences(here.get(key), there.get(key), f"{place}.{key}")
+    elif isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
+        for index, (one, other) in enumerate(zip(here, there, strict=True)):
+            yield from differences(one, other, f"{place}[{index}]")
+    elif here != there:
+        yield place, here, there
+
+
+def _short(entry: Any) -> str:
+    """One line about a plan."""
+    if entry is None or isinstance(entry["plan"], str):
+        return str(entry)
+    plan = entry["plan"]
+    return f"{plan['settings']}, step {plan['step_seconds']} s, peak {plan['peak_bytes']} bytes, fits {plan['fits']}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

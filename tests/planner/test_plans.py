@@ -1,0 +1,28 @@
+"""Plans of recipes stay as they are: configuration, memory and time, as an earlier version of the planner had them.
+
+A change that is meant to change plans writes plans.json anew, from what python -m hf_gpipe.plan ... --json prints.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_gpipe.plan import main
+
+PLANS = json.loads((Path(__file__).parent / "plans.json").read_text())
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan["arguments"][0])
+def test_a_plan_stays_as_it_is(plan: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, *options = plan["arguments"]
+    assert main([str(ROOT / recipe), *options, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"] == plan["settings"]
+    assert found["peak_bytes"] == plan["peak_bytes"]
+    assert [process["memory_bytes"]["total"] for process in found["processes"]] == plan["bytes_of_processes"]
+    assert found["step_seconds"] == pytest.approx(plan["step_seconds"], rel=1e-9)
