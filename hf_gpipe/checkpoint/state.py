@@ -137,8 +137,8 @@ def load_state(
         scheduler: of this optimizer, if any.
 
     Raises:
-        CheckpointError: there is no state, it has another class of optimizer or number of groups, or a file is missing or
-            damaged.
+        CheckpointError: there is no state, it has another class of optimizer or number of groups, or a file is missing
+            or damaged.
     """
     content = read_state(checkpoint)
     saved = content["optimizer"]
