@@ -171,7 +171,7 @@ class Generator:
     # ------------------------------------------------------------------ the stages
 
     def _run(self, stack: StackName, inputs: Inputs, cache: PipelineCache | None) -> dict[str, torch.Tensor]:
-        """Run this process's stages of one stack; returns the outputs of the stack's last stage if that is one of them."""
+        """Run this process's stages of one stack; returns the last one's outputs if it is the stack's last."""
         outputs: dict[str, torch.Tensor] = {}
         for number, stage in self._stages.items():
             if not stage.runs(stack):
