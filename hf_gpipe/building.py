@@ -1,4 +1,4 @@
-"""From what a user gives as a model to the stages of a process: configuration, adapter, weights, gradients wanted."""
+"""From the user's model to the stages of a process: configuration, adapter, weights and needed gradients."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True)
 class Source:
-    """Where the weights of a model are, and what is known of it before any is read.
+    """The source of a model's weights, and its adapter, known before any weight is read.
 
     Attributes:
-        model: without its PEFT wrapper, if it had one; None once the stages are made, so that no process goes on
-            holding the weights of the others' stages.
+        model: without its PEFT wrapper, if it had one; None once the stages are made, so that no process keeps
+            the weights of other processes' stages.
         adapter: the model's layers.
         peft: the PEFT adapters to train with.
         has_peft_layers: whether the model in memory has their layers already.
@@ -63,9 +63,9 @@ class Source:
         autocast: Autocast | None = None,
         depth_scaled_feed_forward: bool = False,
     ) -> Source:
-        """What `Pipeline`, whose arguments these are, splits.
+        """Read and check a model, without its weights. The arguments are those of `Pipeline`.
 
-        Raises UserError for a model that cannot be split exactly, or that is not what its configuration makes.
+        Raises UserError for a model that cannot be split exactly, or that differs from its configuration.
         """
         weights = _read_dtype(dtype, "dtype")
         model, peft_request = find_peft(model, peft_config)
@@ -89,7 +89,7 @@ class Source:
             config, weights, attn_implementation, model_class, trust_remote_code=trust_remote_code, autocast=autocast
         )
         if depth_scaled_feed_forward:
-            feed_forward_outputs(adapter)  # refuses a family before any weight is made
+            feed_forward_outputs(adapter)  # raises its error before any weight is made
         if not is_known_exact(adapter):
             verify(config, model_class, trust_remote_code=trust_remote_code)
         if (generation_config := _generation_config_of(model)) is not None:
@@ -111,7 +111,7 @@ class Source:
         return source
 
     def stage_model(self, layers: range, device: torch.device, seed: int) -> StageModel:
-        """A run of layers with its weights in memory.
+        """Make a stage's model from consecutive layers, with its weights in memory.
 
         Args:
             layers: their numbers.
@@ -139,7 +139,7 @@ class Source:
 def make_stages(
     models: Mapping[int, StageModel], adapter: Adapter, is_trained: Sequence[bool], loss: TokenLoss
 ) -> dict[int, Stage]:
-    """This process's stages, which know which tensors' gradients are wanted: `is_trained` is of `trained_layers`."""
+    """Make this process's stages; `is_trained`, from `trained_layers`, decides which gradients are sent."""
     return {
         number: Stage(one, lambda boundary: adapter.wants_gradient(boundary, is_trained), loss)
         for number, one in models.items()
@@ -147,7 +147,7 @@ def make_stages(
 
 
 def trained_layers(models: Mapping[int, StageModel], adapter: Adapter, topology: Topology) -> list[bool]:
-    """For each layer of the whole model whether it is trained, the same in every process. Every process calls it."""
+    """Whether each layer of the whole model is trained, the same in every process. Every process must call it."""
     local = {
         index: adapter.is_trained(layer, stage_model.model)
         for stage_model in models.values()
@@ -160,7 +160,7 @@ def trained_layers(models: Mapping[int, StageModel], adapter: Adapter, topology:
 
 
 def _read_dtype(given: Any, what: str) -> torch.dtype | None:
-    """The type of weights that is asked for, by itself or by name; None where the choice is left to the model."""
+    """The type of the weights, given as a type or its name; None for the model's own."""
     if given is None or given == "auto":
         return None
     dtype = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
@@ -183,7 +183,7 @@ def _config_of(model: ModelSource, trust_remote_code: bool, overrides: Mapping[s
 
 
 def _generation_config_of(model: ModelSource) -> GenerationConfig | None:
-    """The defaults of `generate` that come with the model; None: those that its configuration implies."""
+    """The generation configuration that comes with the model; None: transformers derives it."""
     if isinstance(model, PreTrainedModel):
         return copy.deepcopy(model.generation_config)
     if isinstance(model, PreTrainedConfig):

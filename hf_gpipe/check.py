@@ -1,4 +1,4 @@
-"""python -m hf_gpipe.check recipe.yaml | model: is this model exact in stages? A tiny clone of it is compared."""
+"""python -m hf_gpipe.check recipe.yaml | model: check on a tiny clone whether a model is exact in stages."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ usage: python -m hf_gpipe.check recipe.yaml [key=value ...]
 Makes a tiny clone of a model's configuration, runs it in stages, and compares the loss and every gradient with the
 plain transformers model. No weights are read. Exit code: 0 exact, 1 not exact, 2 an error that you can correct.
 
-  recipe.yaml           a recipe; its number of stages is tried, and one stage a layer
+  recipe.yaml           a recipe; its number of stages is tried, and one stage per layer
   key=value             replaces a value of the recipe, for example pipeline.num_stages=4
-  MODEL                 a Hub id or a directory with a config.json; 3 stages are tried, and one stage a layer
+  MODEL                 a Hub id or a directory with a config.json; 3 stages are tried, and one stage per layer
   --trust-remote-code   run the Python code that comes with the model
 """
 

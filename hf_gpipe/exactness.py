@@ -1,4 +1,4 @@
-"""The comparison that decides whether a model is split exactly: a tiny clone of it, whole and in stages.
+"""Check whether a model is split exactly: compare a tiny clone of it in stages with the whole clone.
 
 With eager attention, padding and two micro-batches, the loss and every gradient of the stages must be those of the
 plain model looped over the same micro-batches: in float64 to 1e-10 of the global gradient norm.
@@ -31,10 +31,10 @@ from hf_gpipe.runtime.ties import share_within_process
 from hf_gpipe.schedule.actions import Placement
 from hf_gpipe.schedule.builders import build as build_schedule
 
-#: Of the global gradient norm (the loss: relative), between the stages and the plain model on the same micro-batches.
+#: Largest difference between stages and plain model: of the global gradient norm, for the loss relative.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
-#: The same, between the plain model with and without the columns of padding that a stage cuts off: parts of some models
-#: compute in float32 whatever the weights are, and round differently when shapes change.
+#: The same for the plain model with and without the columns of padding that a stage cuts off: parts of some models
+#: always compute in float32, and round in another way when shapes change.
 TRIMMING_TOLERANCE = 1e-5
 ROWS, SOURCE_LENGTH, TARGET_LENGTH, MICRO_BATCHES = 4, 9, 7, 2
 
@@ -56,7 +56,7 @@ class Step:
     def difference(self, other: Step) -> float:
         """The largest difference of the loss (relative) or of a gradient (of the global norm of `other`).
 
-        It is infinite where not the same parameters have a gradient.
+        It is inf unless the same parameters have a gradient.
         """
         if self.gradients.keys() != other.gradients.keys():
             return float("inf")
@@ -66,13 +66,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a comparison of a tiny clone in stages with the plain clone gave.
+    """The result of comparing a tiny clone in stages with the plain clone.
 
     Attributes:
         model_class: the class of the clones.
         differences: by number of stages, see `Step.difference`.
         num_gradients: number of parameters that had a gradient.
-        dtype: what the clones computed in: float64, or float32 where the plain model's own code fails in float64.
+        dtype: type of the computation: float64, or float32 where the plain model's own code fails in float64.
     """
 
     model_class: str
@@ -82,7 +82,7 @@ class Comparison:
 
     @property
     def difference(self) -> float:
-        """The largest one."""
+        """The largest difference over the numbers of stages."""
         return max(self.differences.values())
 
     @property
@@ -103,19 +103,19 @@ def exact_clone(
     *,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The tiny clone with random weights and without dropout, in training mode.
+    """Build the tiny clone with random weights and without dropout, in training mode.
 
-    Raises UnsupportedModelError where transformers cannot build it.
+    Raises UnsupportedModelError if transformers cannot build it.
     """
     tiny = tiny_config(config)
     turn_randomness_off(tiny)
-    tiny._experts_implementation = "eager"  # the grouped products of experts know no float64
+    tiny._experts_implementation = "eager"  # grouped matrix products do not support float64
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = build(tiny, dtype, "eager", model_class, trust_remote_code=trust_remote_code)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                # Zeros and ones of a fresh model would hide a bias or a norm that is lost on the way.
+                # With the zeros and ones of a new model, a missing bias or norm would not be noticed.
                 if parameter.requires_grad and not name.endswith("embed_positions.weight"):
                     parameter.add_(torch.randn_like(parameter), alpha=0.05)
     model.tie_weights()
@@ -126,7 +126,7 @@ def exact_clone(
 
 
 class CloneError(UnsupportedModelError):
-    """No tiny clone of the plain model can be built and run, so nothing is known of its split."""
+    """No tiny clone of the plain model can be built and run, so its split cannot be checked."""
 
 
 def verify(
@@ -152,13 +152,13 @@ def compare(
 
     Args:
         config: the model's own configuration, of any size.
-        num_stages: the numbers of stages to try, each at most one a layer of the clone; None: one stage a layer.
+        num_stages: the numbers of stages to try, each at most the clone's number of layers; None: one stage per layer.
         model_class: class of the model; None: the one that transformers' auto classes choose.
         trust_remote_code: whether the configuration may name Python code outside of transformers.
 
     Raises:
         CloneError: the plain clone cannot be built or does not run.
-        UnsupportedModelError: the model is not made of layers that can be cut, its stages do not run, or cutting off
+        UnsupportedModelError: the model has not the form of a list of layers, its stages do not run, or cutting off
             columns of padding changes the plain clone's results.
     """
     family, failure = config.model_type, Exception()
@@ -199,7 +199,7 @@ def _first(error: Exception) -> str:
 
 
 def padded_batch(model: PreTrainedModel) -> Batch:
-    """Rows of unequal length, padded on the right."""
+    """Return a mini-batch with rows of unequal length, padded on the right."""
     config = model.config.get_text_config()
     generator = torch.Generator().manual_seed(1)
     vocabulary = min(config.vocab_size, model.get_input_embeddings().weight.shape[0])
@@ -216,12 +216,12 @@ def padded_batch(model: PreTrainedModel) -> Batch:
 
 
 def plain_step(model: PreTrainedModel, batch: Batch, prepare: Callable[[Batch], Batch] = dict) -> Step:
-    """The plain model looped over the micro-batches; loss summed over target tokens, divided by their number.
+    """Run the plain model on each micro-batch; the loss is summed over target tokens, divided by their number.
 
     Args:
         model: the whole model.
         batch: the mini-batch.
-        prepare: what the stages do to a micro-batch before its forward: cutting columns of padding.
+        prepare: the stages' preparation of a micro-batch, which cuts off columns of padding.
     """
     model.zero_grad()
     causal = not model.config.is_encoder_decoder
@@ -229,7 +229,7 @@ def plain_step(model: PreTrainedModel, batch: Batch, prepare: Callable[[Batch], 
     total = torch.zeros(())
     for rows in split_rows(batch, MICRO_BATCHES):
         rows = prepare(rows)
-        # Of use only to an encoder-decoder that is to make its decoder's inputs from them.
+        # Labels are needed only by an encoder-decoder that makes its decoder's inputs from them.
         makes_inputs = not causal and "decoder_input_ids" not in rows
         given = {name: tensor for name, tensor in rows.items() if name != "labels" or makes_inputs}
         output = model(**given, use_cache=False)
@@ -254,7 +254,7 @@ def plain_step(model: PreTrainedModel, batch: Batch, prepare: Callable[[Batch], 
 
 
 def split_step(model: PreTrainedModel, adapter: Adapter, batch: Batch, num_stages: int) -> Step:
-    """The same step in stages, all of them in this process, with recomputation."""
+    """Run the same step in stages, all of them in this process, with recomputation."""
     cpu = torch.device("cpu")
     models: dict[int, StageModel] = {}
     for number, layers in enumerate(partition(len(adapter.layers), num_stages, "count")):

@@ -47,7 +47,7 @@ from hf_gpipe.schedule.table import Schedule
 __all__ = ["Evaluation", "ModelSource", "Pipeline", "Update"]
 
 Update = Callable[[torch.Tensor], None]
-"""(the loss of the mini-batch) -> None: uses the gradients in `.grad`, which are complete."""
+"""(the loss of the mini-batch) -> None: uses the complete gradients in `.grad`."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,12 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        """What `train_step` would return without dropout and clipping: mean loss per target, and auxiliary loss."""
+        """Mean loss per target token plus auxiliary loss, as `train_step` returns without dropout and clipping."""
         return float(self.row_losses.sum() / self.row_tokens.sum().clamp(min=1)) + self.auxiliary_loss
 
 
 class Pipeline:
-    """A model trained by pipeline parallelism, with the numbers of the plain model (GPipe, arXiv 1811.06965).
+    """A model trained by pipeline parallelism, exactly like the plain model (GPipe, arXiv 1811.06965).
 
     In one process without a launcher all stages live in it. Under torchrun, `accelerate launch` or
     `python -m hf_gpipe.train` every process creates the same Pipeline and holds its own stages.
@@ -81,44 +81,44 @@ class Pipeline:
     Args:
         model: a PreTrainedModel (its weights are taken, and shared where the device is the same), a configuration
             (weights are initialised), or a Hub id or directory (weights are loaded).
-        num_stages, num_micro_batches, schedule, recompute, partition: as `PipelineConfig` has them, in place of
+        num_stages, num_micro_batches, schedule, recompute, partition: as in `PipelineConfig`, in place of
             `config`. A `schedule` that ends in .txt is the path of a table, which the main process reads: it has this
             many stages, processes and micro-batches (times `accumulation`), and its R say what is recomputed.
         seed: of initial weights and dropout.
-        config: how the model is cut and run. What is "auto" in it, and a partition by cost, the planner decides from
+        config: how the model is cut and run. The planner decides the values "auto", and a partition by cost, from
             `plan_inputs`.
-        plan_inputs: a mini-batch like those to come, and what the planner must know of the optimizer.
+        plan_inputs: an example of a mini-batch and facts about the optimizer, for the planner.
         dtype: type of the weights, or its name, such as "bfloat16"; None or "auto": the model's own, or float32 for a
             configuration without one.
-        attn_implementation: "eager", "sdpa" ...; None leaves the choice to transformers.
+        attn_implementation: "eager", "sdpa" ...; None: transformers chooses.
         trust_remote_code: whether a Hub model may run Python code of its own.
         config_overrides: values of the model's configuration to change; only with an id or directory.
-        label_smoothing: share of the target's probability spread over the vocabulary.
+        label_smoothing: share of the target's probability that is spread over the vocabulary.
         logit_clipping: the loss of training is that of logits.clamp(-c, c), with c this number; evaluation, generation
             and the saved model do not clip. None: no clipping.
         depth_scaled_feed_forward: whether the last projection of each feed-forward block starts 1/L times as large, L
             being the layers of its stack; for a configuration only, whose weights are new.
         device: where this process computes, in place of the config's `device` and `devices`. A list, such as
-            ["cuda:0", "cuda:1"], names the devices of this machine: its processes share them out, and a process spreads
-            its stages over its own.
-        peft_config: a peft.LoraConfig to add adapters with; all else is frozen. A model that has PEFT adapters
+            ["cuda:0", "cuda:1"], names the devices of this machine. Each of its processes takes an equal part, and
+            spreads its stages over it.
+        peft_config: a peft.LoraConfig to add adapters; everything else is frozen. A model that has PEFT adapters
             already, or is a PeftModel, is taken as it is.
         autocast: torch.bfloat16 or torch.float16: every forward computes under torch.autocast, in training, evaluation
-            and generation; weights and their gradients keep their own type. None: all computes in that type.
+            and generation; weights and their gradients keep their own type. None: everything computes in that type.
         length_bucketing: whether training sorts the rows of a mini-batch by length before it is cut, and cuts it so
             that the largest micro-batch has as few tokens, padding included, as possible.
         settings: other fields of `PipelineConfig` (`memory` also as a number of bytes, `torch_compile` also as the name
             of a backend) and of `PlanInputs` (`example`, `optim`, `accumulation`), in place of the two objects.
 
     Attributes:
-        config: the `PipelineConfig` with everything decided.
-        planned: what the planner chose and why, in one line; None where nothing was left to it.
+        config: the `PipelineConfig` without "auto".
+        planned: the planner's choice and the reason, in one line; None if it had nothing to decide.
         step: optimizer steps begun; dropout depends on it.
-        loss_scale: what the loss is multiplied by before backward, and the gradients with it, so that float16 does not
-            lose the small ones (Micikevicius et al. 2018, section 3.2); whoever sets it divides the gradients.
+        loss_scale: factor of the loss before backward, and so of the gradients, so that small ones are not 0 in float16
+            (Micikevicius et al. 2018, section 3.2). Whoever sets it must divide the gradients by it.
 
     Raises:
-        UserError: one of its kinds for each argument that cannot be honoured.
+        UserError, or a subclass: an argument is not supported.
     """
 
     def __init__(
@@ -241,9 +241,9 @@ class Pipeline:
         Args:
             batch: tensors with the same number of rows: input_ids (N, T), attention_mask (N, T), labels (N, T), -100
                 where there is no target; or a sequence of such mini-batches, accumulated in one pass.
-            times: where to note when each action ran on this process.
-            update: what the table's U does, such as to clip and to step an optimizer. It is called in every process,
-                once the gradients are complete, with the loss; what it raises is raised here. None: the caller updates.
+            times: list to which the times of this process's actions are appended.
+            update: the action U of the table, such as to clip and to step an optimizer. It is called in every process
+                with the loss, once the gradients are complete; its errors are raised here. None: the caller updates.
 
         Returns:
             The mean loss per target token of the whole mini-batch, a float tensor on every process.
@@ -265,8 +265,8 @@ class Pipeline:
         """Measure a training step that does not count: its gradients are dropped and `step` stays as it is.
 
         Args:
-            batches: as of `train_on`.
-            update: as of `train_step`; its effects stay.
+            batches: as for `train_on`.
+            update: as for `train_step`; its effects stay.
 
         Returns:
             When each action ran on this process.
@@ -299,7 +299,7 @@ class Pipeline:
             if (mine := result.loss) is not None:
                 loss.copy_(mine)
             self._from_last_stage(loss)
-            if is_measured:  # what follows is computed by all processes at once
+            if is_measured:  # the update after it starts in all processes at the same time
                 self.topology.barrier()
 
         result = self._executor.run(
@@ -323,7 +323,7 @@ class Pipeline:
         Args:
             rows: the mini-batch.
             on_logits: called in the process of the last stage for each micro-batch, in order, with its logits (B, T, V)
-                and what the stages were given as its inputs; columns that only pad are cut off from both.
+                and its inputs; columns of padding are cut off from both.
         """
         self._refresh_copies()
         micro_batches = make_micro_batches(self.adapter, [rows], self.num_micro_batches, self.seed, self.step)
@@ -342,7 +342,7 @@ class Pipeline:
         return Evaluation(nll, losses, num_tokens.long(), float(everything[-1]))
 
     def generate(self, **inputs: Any) -> Any:
-        """What `generate` of the plain model would return: token ids, by search or sampling, with a cache.
+        """Generate token ids like the plain model's `generate`: by search or sampling, with a cache.
 
         Every process calls it, the arguments of the main process are used and the others may pass none, and every
         process gets the same result. Sampling continues the main process's random numbers.
@@ -355,7 +355,7 @@ class Pipeline:
             Token ids of (B * num_return_sequences, T'), or with return_dict_in_generate transformers' output object.
 
         Raises:
-            UserError: an argument is unknown, or cannot be honoured by a pipeline.
+            UserError: an argument is unknown or not supported.
         """
         self._refresh_copies()
         with self._in_evaluation():
@@ -366,7 +366,7 @@ class Pipeline:
         return Generator(self.adapter, self.partition, self.models, self._edges, self.topology)
 
     def schedule(self, num_micro_batches: int, name: str | None = None) -> Schedule:
-        """The table that is run for this many micro-batches; by default the training one.
+        """The table for this many micro-batches; by default that of training.
 
         Raises:
             ScheduleError: the table was read from a file and has fewer.
@@ -382,19 +382,19 @@ class Pipeline:
         )
 
     def plan(self, batch: Batch | None = None) -> Plan:
-        """What the planner predicts of a step as this pipeline runs it, on the device of this process.
+        """Return the planner's prediction of a step of this pipeline, on the device of this process.
 
         Args:
             batch: the step's only mini-batch, as `train_step` takes it; None: the constructor's `example`, accumulated.
 
         Raises:
-            UserError: there is neither, or the optimizer's state has no known size.
+            UserError: there is neither, or the size of the optimizer's state is not known.
         """
         config, inputs = self.config, self._plan_inputs
         if batch is not None:
             inputs = replace(inputs, example=batch, accumulation=1)
             if self._table is not None:
-                # A part of a table recomputes a part.
+                # With fewer micro-batches the table recomputes less.
                 table = self._table.of_first(self.num_micro_batches)
                 if config.recompute != "block":
                     config = replace(config, recompute=recompute_under(table, "stage"))
@@ -415,15 +415,15 @@ class Pipeline:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The whole Hugging Face model, over the tensors that are trained.
+        """The whole Hugging Face model, with the tensors that are trained.
 
         It has the library's class, names, configuration and generation configuration. The parameters of this process's
         stages are the trained ones themselves, the others are on the meta device. `save_pretrained` and `generate` are
-        the pipeline's, so every process calls them. Its forward is the plain one, where one process has all stages on
-        one device. Training runs the modules of the stages: hooks and the mode of these modules have no effect on it.
+        the pipeline's, so every process must call them. Its forward works only if one process has all stages on one
+        device. Training runs the modules of the stages: hooks and the mode of these modules have no effect on it.
 
         Raises:
-            UserError: a parameter of it was replaced or added, and would not be trained.
+            UserError: one of its parameters was replaced or added, and would not be trained.
         """
         refresh(self._whole)
         return self._whole
@@ -464,16 +464,16 @@ class Pipeline:
     # ------------------------------------------------------------------ between steps
 
     def advising_on_memory(self) -> AbstractContextManager[None]:
-        """Context manager that adds to an out-of-memory error what the planner says would need less memory.
+        """Context manager that adds the planner's advice to an out-of-memory error.
 
         Raises:
-            StageError: in place of the failure, whose message it has.
+            StageError: in place of that error, with its message and the advice.
         """
         return out_of_memory.advising(self.plan, self.topology.rank)
 
     @contextmanager
     def holding_weights(self) -> Iterator[None]:
-        """A scope in which no weight changes, such as an evaluation: copies of tied parameters are sent once."""
+        """Context manager in which no weight changes, as in an evaluation: copies of tied parameters are sent once."""
         self._holds_weights, self._copies_are_fresh = True, False
         try:
             yield
@@ -487,29 +487,29 @@ class Pipeline:
             self._copies_are_fresh = True
 
     def _check_trainable(self) -> None:
-        """Which gradients are sent was agreed when the pipeline was made. Raises UserError where it no longer holds."""
+        """Raise UserError if a `requires_grad` has changed: which gradients are sent was decided at the start."""
         for model in self.models.values():
             for name, parameter in model.parameters.items():
                 if parameter.requires_grad != self._was_trainable[name]:
                     raise UserError(
                         f"{name}: requires_grad was {self._was_trainable[name]} when the Pipeline was made and is "
-                        f"{parameter.requires_grad} now; freeze or unfreeze parameters before, and make it anew"
+                        f"{parameter.requires_grad} now; freeze or unfreeze parameters first, and make a new one"
                     )
         if self._trains_nothing:
             raise UserError(
                 "no parameter that the loss depends on has requires_grad=True, so there is nothing to train; unfreeze "
-                "some of them, and make the Pipeline anew (eval_step and generate need none)"
+                "some of them, and make a new Pipeline (eval_step and generate need none)"
             )
 
     def _from_last_stage(self, value: torch.Tensor) -> torch.Tensor:
-        """The last stage's value on every process."""
+        """Broadcast the last stage's value to every process."""
         if self.topology.num_processes > 1:
             dist.broadcast(value, src=self.topology.process_of(self.num_stages - 1))
         return value
 
     @contextmanager
     def _in_evaluation(self) -> Iterator[None]:
-        """All stages in evaluation mode: no dropout."""
+        """Context manager that sets all stages to evaluation mode, without dropout."""
         for stage in self.stages.values():
             stage.model.model.eval()
         try:
@@ -523,8 +523,8 @@ class Pipeline:
     def load_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Replace the weights by those of a Hub id or directory, in place, so that optimizers keep their parameters.
 
-        Every process calls it and reads its own stages' tensors; with PEFT adapters it reads those, in PEFT's format.
-        Raises CheckpointError where the files are missing or do not fit the model.
+        Every process must call it, and reads its own stages' tensors; with PEFT adapters only those, in PEFT's format.
+        Raises CheckpointError if the files are missing or do not fit the model.
         """
         if self.peft is not None:
             load_adapters(Path(directory), self.models, self.peft)
@@ -535,7 +535,7 @@ class Pipeline:
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write the model in Hub format; `from_pretrained` of plain transformers loads it.
 
-        Every process calls it and writes its own stages, one shard a stage. An interrupted save leaves the old
+        Every process must call it and writes its own stages, one shard per stage. An interrupted save leaves the old
         checkpoint or none, never a part. With PEFT adapters only those are written, in PEFT's format.
         """
         self._refresh_copies()

@@ -272,7 +272,7 @@ def test_freezing_after_the_pipeline_was_made_is_refused() -> None:
 
 
 def test_other_heads_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="LlamaForSequenceClassification is no causal"):
+    with pytest.raises(UnsupportedModelError, match="LlamaForSequenceClassification is not a causal"):
         Pipeline(LlamaForSequenceClassification(tiny_config("llama")), 2)
 
 

@@ -25,7 +25,7 @@ def adapter_for(
     trust_remote_code: bool = False,
     autocast: Autocast | None = None,
 ) -> Adapter:
-    """The adapter of a model; arguments as of `Adapter`.
+    """Return the adapter of a model. The arguments are those of `Adapter`.
 
     Raises UnsupportedModelError for a family that cannot be split exactly, with the reason.
     """
@@ -45,20 +45,20 @@ def build_adapter(
     trust_remote_code: bool = False,
     autocast: Autocast | None = None,
 ) -> Adapter:
-    """`adapter_for` without a look at the lists of families."""
+    """Like `adapter_for`, but without checking the lists of families."""
     kind = EncoderDecoder if config.is_encoder_decoder else DecoderOnly
     return kind(config, dtype, attn_implementation, model_class, trust_remote_code=trust_remote_code, autocast=autocast)
 
 
 def is_known_exact(adapter: Adapter) -> bool:
-    """Whether the model is of transformers' own code, of a family and version on which its split was verified."""
+    """Whether the model's code is transformers' own, and its split was verified for this family and version."""
     is_own_code = type(adapter.reference).__module__.startswith("transformers.")
     is_verified = ".".join(transformers.__version__.split(".")[:2]) in VERIFIED_VERSIONS
     return is_own_code and is_verified and adapter.given_config.model_type in EXACT
 
 
 def unsupported(config: PreTrainedConfig, reason: str) -> UnsupportedModelError:
-    """The refusal of a family."""
+    """Return the error for a family that is not supported, with the reason."""
     return UnsupportedModelError(
         f"the model family {config.model_type!r} is not supported: {reason}; among the {len(EXACT)} families that are: "
         f"{', '.join(_WELL_KNOWN)}"

@@ -1,4 +1,4 @@
-"""Mixed precision: the operations that torch.autocast chooses compute in half precision, weights stay as they are."""
+"""Mixed precision: the operations that torch.autocast chooses compute in half precision; weights keep their type."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Autocast:
-    """How a stage's forward computes (Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740).
+    """Mixed precision of a stage's forward (Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740).
 
-    Which operations change their type depends on the kind of device, so a model's types are observed on the device that
-    it is to run on.
+    Which operations change their type depends on the type of the device, so a model's types are observed on the device
+    that it will run on.
 
     Attributes:
         dtype: bfloat16 or float16.
-        device: where the stages compute; of several of a kind any one does.
+        device: where the stages compute; any one of several of the same type.
 
     Raises:
-        UserError: another type.
+        UserError: `dtype` is another type.
     """
 
     dtype: torch.dtype
@@ -35,10 +35,10 @@ class Autocast:
             raise UserError(f"autocast={self.dtype}: expected torch.bfloat16, torch.float16 or None")
 
     def scope(self) -> AbstractContextManager[object]:
-        """The context in which a forward runs."""
+        """Context manager in which a forward runs."""
         return torch.autocast(self.device.type, self.dtype)
 
 
 def scope_of(autocast: Autocast | None) -> AbstractContextManager[object]:
-    """`Autocast.scope`, or a context that changes nothing."""
+    """Context manager in which a forward runs; with None it changes nothing."""
     return nullcontext() if autocast is None else autocast.scope()

@@ -1,7 +1,7 @@
-"""From a Hugging Face model to its list of layers, and from a run of layers to a stage's model.
+"""From a Hugging Face model to its list of layers, and from consecutive layers to a stage's model.
 
-`Adapter` knows the whole model without its weights: its layers, what crosses each boundary, which parameters are
-tied. `StageModel` is the same Hugging Face model with only its own layers in it (see stubs.py).
+`Adapter` knows the whole model without its weights: its layers, which tensors cross each boundary, which
+parameters are tied. `StageModel` is the same Hugging Face model with only the layers of one stage in it (see stubs.py).
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from hf_gpipe.errors import DataError
 
 IGNORED_LABEL = -100
 
-#: Beginnings of the names of a batch's tensors that would take the place of ids, or stand beside them.
+#: Prefixes of the names of inputs that are not text: tensors used instead of token ids, or together with them.
 _NOT_TEXT = ("inputs_embeds", "decoder_inputs_embeds", "pixel_values", "image_", "video_", "input_features", "audio_")
 
 Tensors = Mapping[str, torch.Tensor]
-#: What a model's forward is given: tensors in training; in generation also the cache and what else `generate` passes.
+#: Inputs of a model's forward: tensors in training; in generation also the cache and the other arguments of `generate`.
 Inputs = Mapping[str, Any]
 
 
 class Adapter(ABC):
-    """What is known of a model before any weight exists.
+    """The layers, boundaries and tied parameters of a model, known before any weight exists.
 
     Args:
-        config: the model's configuration; the model is built from it on the meta device, without memory.
+        config: the model's configuration; the model is built from it on the meta device, which takes no memory.
         dtype: the type of the weights.
-        attn_implementation: "eager", "sdpa" ...; None leaves the choice to transformers.
+        attn_implementation: "eager", "sdpa" ...; None: transformers chooses.
         model_class: class of the model; None: the one that transformers' auto classes choose for the configuration.
         trust_remote_code: whether a configuration may name Python code outside of transformers.
-        autocast: mixed precision of every forward; None: all computes in the type of the weights.
+        autocast: mixed precision of every forward; None: everything computes in the type of the weights.
     """
 
     #: Keys of a mini-batch that only the loss reads.
@@ -68,16 +68,16 @@ class Adapter(ABC):
         self.attn_implementation = attn_implementation
         self.trust_remote_code = trust_remote_code
         self.reference = self.skeleton()
-        #: Of the model itself: the text part, where the configuration is of a model of images and text.
+        #: Configuration of the model itself: the text part, where the given one is of a model of images and text.
         self.config: PreTrainedConfig = self.reference.config
-        # A choice of the top k breaks ties by what else is in memory.
+        # Top-k may break ties in another way when columns of padding are cut off.
         self._padding_matters = hasattr(self.config, "index_topk")
         observation = observe_family(config, dtype, model_class, trust_remote_code=trust_remote_code, autocast=autocast)
         self.stacks = stacks_of(self.reference, observation)
         stack_layers = [layer for stack in self.stacks for layer in stack.layers()]
         head = observation.head
         self.layers: tuple[Layer, ...] = (*stack_layers, Layer(head, "head", "decoder", (head,)))
-        #: What each layer receives, by its first module; sizes are the tiny clone's.
+        #: Hidden states that each layer receives, by its first module; the sizes are the tiny clone's.
         self._given = {block: stack.form.hidden for stack in self.stacks for block in stack.blocks} | observation.inputs
         blocks = [block for stack in self.stacks for block in stack.blocks]
         self.routers = find_routers(self.reference, blocks, observation)
@@ -85,11 +85,11 @@ class Adapter(ABC):
         self._embeddings = observation.embeddings
         self._constants = observation.constants
         self._encoder_dtype = observation.encoder_dtype
-        #: For each stack the modules of its first block that its other blocks use too.
+        #: For each stack the modules of its first block that its other blocks also use.
         self.tables = {stack.name: shared_tables(self.reference, stack.blocks) for stack in self.stacks}
 
     def skeleton(self) -> PreTrainedModel:
-        """A fresh copy of the whole model on the meta device: its modules and names, no memory."""
+        """Return a new copy of the whole model on the meta device: its modules and names, without memory."""
         return build_skeleton(
             self.given_config,
             self.dtype,
@@ -100,14 +100,14 @@ class Adapter(ABC):
 
     @property
     def ties(self) -> dict[str, str]:
-        """Tied parameter name -> name of the parameter it is tied to, as the configuration asks."""
+        """Name of each tied parameter -> name of the parameter that it is tied to."""
         return dict(self.reference.all_tied_weights_keys)
 
     def layer_of(self, parameter: str) -> int:
         """Index of the layer that a parameter or buffer belongs to.
 
-        What lies outside of every layer goes with the embedding that it is tied to (an encoder-decoder's `shared`)
-        or, at the root of the model, with the head that reads it (Marian's `final_logits_bias`).
+        A parameter outside of all layers belongs to the embedding that it is tied to (an encoder-decoder's `shared`)
+        or, at the root of the model, to the head that reads it (Marian's `final_logits_bias`).
         """
         module = parameter
         while "." in module:
@@ -121,9 +121,9 @@ class Adapter(ABC):
         return {module: index for index, layer in enumerate(self.layers) for module in layer.all_modules}
 
     def prepare(self, micro_batch: Tensors) -> dict[str, torch.Tensor]:
-        """The inputs of a micro-batch's forward on any stage, from what the collator gave.
+        """Return the inputs of a micro-batch's forward, the same on every stage, from the tensors of the collator.
 
-        Columns at the end that only pad are cut off, unless the family's results could depend on them.
+        Columns of padding at the end are cut off, unless the family's results could depend on them.
 
         Raises DataError for inputs that are not text.
         """
@@ -133,11 +133,11 @@ class Adapter(ABC):
 
     @abstractmethod
     def _prepared(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """`prepare` for text."""
+        """Implement `prepare` for inputs that are text."""
 
     @abstractmethod
     def row_lengths(self, batch: Tensors) -> torch.Tensor:
-        """How long each row of a mini-batch is, (N,): its columns up to the last one used, sources and targets."""
+        """Length of each row of a mini-batch, (N,): number of columns up to the last used one, source plus target."""
 
     @staticmethod
     def _used_columns(is_used: torch.Tensor) -> torch.Tensor:
@@ -153,7 +153,7 @@ class Adapter(ABC):
         return {name: tensor[:, :length] for name, tensor in group.items()}
 
     def stub(self, layer: Layer, name: str, port: Port | None) -> nn.Module:
-        """What stands for module `name` of a layer that is neither the head nor on the stage."""
+        """Return the stub that replaces module `name` of another stage's layer, which is not the head."""
         if layer.kind == "block":
             return PassThrough(port, self._num_block_outputs[name])
         if name not in self._embeddings:
@@ -163,14 +163,14 @@ class Adapter(ABC):
         return EmbeddingStub(own_width or self.stack_width(layer.stack), self.dtype)
 
     def hidden_shape(self, boundary: int, ids: torch.Tensor) -> tuple[int, ...]:
-        """Shape of the hidden states that layer `boundary` receives for ids (B, T): (B, T, D) in most models."""
+        """Shape of the hidden states that layer `boundary` receives for ids (B, T); (B, T, D) in most models."""
         return (*ids.shape, *self._given[self.layers[boundary].modules[0]].streams, self._widths[boundary])
 
     def carry_dtype(self, boundary: int, name: str) -> torch.dtype:
         """Type of a tensor that layer `boundary` receives.
 
-        It is what was observed on the tiny clone: some models keep hidden states in float32, and under autocast they
-        have one type in one model and another in the next.
+        It is observed on the tiny clone: some models keep hidden states in float32, and under autocast their type
+        differs from model to model.
         """
         if name == "hidden":
             return self._given[self.layers[boundary].modules[0]].dtype
@@ -180,12 +180,14 @@ class Adapter(ABC):
 
     @cached_property
     def _widths(self) -> list[int]:
-        """Of the hidden states before each layer: looked up once, for every message asks."""
+        """Width of the hidden states before each layer. Cached, since it is needed for every message."""
         return [self._width(layer) for layer in self.layers]
 
     def _width(self, layer: Layer) -> int:
         head = self.reference.get_submodule(layer.modules[0])
-        if layer.kind == "head" and isinstance(head, nn.Linear):  # narrower than the blocks after OPT's `project_out`
+        if layer.kind == "head" and isinstance(
+            head, nn.Linear
+        ):  # OPT's `project_out` makes it narrower than the blocks
             return head.in_features
         return self.stack_width(layer.stack)
 
@@ -201,22 +203,22 @@ class Adapter(ABC):
 
     @cached_property
     def num_positions(self) -> dict[StackName, int]:
-        """Rows of a stack's table of positions, where it has one: no text can be longer."""
+        """For each stack with a table of positions its number of positions, the greatest length of a text."""
         found: dict[StackName, int] = {}
         for layer in self.layers:
             for name in layer.all_modules if layer.kind == "embedding" else ():
                 table, own = self.reference.get_submodule(name), name.rpartition(".")[2]
                 if isinstance(table, nn.Embedding) and ("position" in own or own == "wpe"):
-                    # The first rows of some tables stand for no position.
+                    # In some tables the first rows are not positions.
                     found[layer.stack] = table.num_embeddings - getattr(table, "offset", 0)
         return found
 
     def ids_of(self, stack: StackName) -> str:
-        """Name of the inputs that a stack reads."""
+        """Name of the token ids that a stack reads."""
         return "input_ids"
 
     def check_lengths(self, inputs: Inputs) -> None:
-        """Raise DataError where what `prepare` made is longer than the model has positions for."""
+        """Raise DataError where inputs, as returned by `prepare`, are longer than the model's table of positions."""
         for stack, most in self.num_positions.items():
             name = self.ids_of(stack)
             if (length := inputs[name].shape[1]) > most:
@@ -238,11 +240,11 @@ class Adapter(ABC):
         """For each tensor that layer `boundary` receives, the layers that its value depends on."""
 
     def is_trained(self, layer: Layer, model: nn.Module) -> bool:
-        """Whether a gradient can reach a parameter of a layer that requires one.
+        """Whether a layer has a parameter that requires a gradient and can get one.
 
-        A table of sines may require one and be read without a graph, as Marian's is once it was loaded. Inside of
-        blocks every parameter counts, for what a gradient reaches there may depend on the data: too many gradients are
-        then sent, never too few.
+        Some parameters require a gradient and never get one, such as Marian's table of sines after loading, which is
+        read without a graph. Inside of blocks every parameter counts, because there it may depend on the data whether
+        it gets a gradient. So a stage may send a gradient that nobody needs, but never omits one.
 
         Args:
             layer: the layer.
@@ -258,17 +260,17 @@ class Adapter(ABC):
 
     @abstractmethod
     def run(self, stage: StageModel, inputs: Inputs, carry: Tensors) -> dict[str, torch.Tensor]:
-        """Run a stage's layers: the carry of the next boundary, or on the last stage what `StageModel` returns there.
+        """Run a stage's layers and return what `StageModel.__call__` returns.
 
-        No cache is kept unless `inputs` brings one, as in generation: `past_key_values` and `use_cache`.
+        A cache is used only where `inputs` has one, as in generation: `past_key_values` and `use_cache`.
         """
 
 
 class StageModel:
     """The Hugging Face model with the layers `start` to `stop` (exclusive) real and all others replaced by stubs.
 
-    It is built on the meta device; memory comes with the weights (see checkpoint/hub.py), after which `seal` must be
-    called once.
+    It is built on the meta device and takes memory once it gets its weights (see checkpoint/hub.py). Then `seal` must
+    be called once.
     """
 
     def __init__(self, adapter: Adapter, start: int, stop: int) -> None:
@@ -293,12 +295,12 @@ class StageModel:
         return self.stop == len(self.adapter.layers)
 
     def runs(self, stack: str) -> bool:
-        """Whether any own layer, the head included, lies in this stack."""
+        """Whether one of this stage's layers, the head included, is in this stack."""
         return any(layer.stack == stack for layer in self.layers)
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
-        """Names of the parameters and persistent buffers that this stage needs, each tie under its source's name."""
+        """Names of the parameters and persistent buffers that this stage needs; a tied one has its source's name."""
         ties = self.model.all_tied_weights_keys
         names = dict.fromkeys(
             ties.get(name, name)
@@ -308,7 +310,7 @@ class StageModel:
         return tuple(names)
 
     def _borrowed_tables(self) -> tuple[str, ...]:
-        """Prefixes of the parameters in another stage's block that own blocks of the same stack use."""
+        """Prefixes of the parameters in another stage's block that this stage's blocks of the same stack use."""
         return tuple(
             f"{table}."
             for stack in self.adapter.stacks
@@ -318,10 +320,10 @@ class StageModel:
         )
 
     def _strip(self) -> None:
-        """Replace the layers of other stages by stubs, but for modules whose tied weight an own layer uses.
+        """Replace the layers of other stages by stubs, except for modules whose tied weight this stage uses.
 
-        Those stay until the weights are there, since transformers initialises and loads a tied weight through the
-        module that it is tied to.
+        Those modules stay until the weights are loaded, because transformers initialises and loads a tied weight
+        through the module that it is tied to.
         """
         needed = set(self.parameter_names)
         ties = self.model.all_tied_weights_keys
@@ -351,7 +353,7 @@ class StageModel:
         self.model.all_tied_weights_keys = {alias: source for alias, source in ties.items() if source in needed}
 
     def _stub(self, index: int, name: str) -> nn.Module:
-        """What takes the place of module `name` of layer `index`, which is another stage's."""
+        """Return the stub that replaces module `name` of layer `index`, a layer of another stage."""
         layer = self.adapter.layers[index]
         port = self.port if index == self.stop and name == layer.modules[0] else None
         stub = HeadStub(port) if layer.kind == "head" else self.adapter.stub(layer, name, port)
@@ -359,7 +361,7 @@ class StageModel:
         return stub
 
     def seal(self, device: torch.device) -> None:
-        """Complete the stage once its weights are in memory: the last stubs, dropout seeds and the entrance."""
+        """Complete the stage once its weights are in memory: insert the last stubs, the dropout seeds and the input."""
         tied = dict(self.model.named_parameters(remove_duplicate=False))
         self._parameters = {n: tied[n] for n in self.parameter_names if n in tied}
         self._buffers = {n: b for n, b in self.model.named_buffers() if n in set(self.parameter_names)}
@@ -386,24 +388,23 @@ class StageModel:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This stage's parameters by Hugging Face name, each tie once, under its source's name."""
+        """This stage's parameters by Hugging Face name; a tied one once, under its source's name."""
         return self._parameters
 
     def compile_blocks(self, backend: str | None = None) -> None:
-        """Compile each own block by torch.compile. Blocks of one kind share their code, so this costs one compilation.
+        """Compile each block of this stage by torch.compile. Blocks of one class share one compilation.
 
         Args:
-            backend: torch.compile's; None: its default.
+            backend: of torch.compile; None: its default.
         """
         for layer in self.layers:
             if layer.kind == "block":
                 self.model.get_submodule(layer.name).compile(**({"backend": backend} if backend else {}))
 
     def checkpoint_blocks(self) -> None:
-        """Recompute each block's forward within backward: transformers' own checkpointing of every block.
+        """Turn on transformers' gradient checkpointing, which recomputes each block's forward in backward.
 
-        The switches are set here and not by the model's method, which also looks for the input embeddings, that may be
-        another stage's.
+        The model's own method is not called, because it looks for the input embeddings, which may be on another stage.
         """
         function = partial(checkpoint, use_reentrant=False)
         for module in self.model.modules():
@@ -412,7 +413,7 @@ class StageModel:
                 module.gradient_checkpointing = True
 
     def replace_parameter(self, name: str, parameter: nn.Parameter) -> None:
-        """Put another tensor in a parameter's place, wherever this stage uses it."""
+        """Replace a parameter by another tensor, wherever this stage uses it."""
         old = self._parameters[name]
         for path, candidate in list(self.model.named_parameters(remove_duplicate=False)):
             if candidate is old:
@@ -429,24 +430,24 @@ class StageModel:
         """Run the stage on one micro-batch.
 
         Args:
-            inputs: what `Adapter.prepare` returned, or transformers' `generate` prepared, on the stage's device.
+            inputs: as returned by `Adapter.prepare` or prepared by transformers' `generate`, on the stage's device.
             carry: the tensors received from the previous stage; empty on the first stage.
             micro_batch_seed: seed of dropout for this micro-batch and step; None leaves the generator alone.
 
         Returns:
-            The carry for the next stage. On the last stage {"logits": (B, T, V)}, and from a mixture of experts with an
-            auxiliary loss {"auxiliary_loss": ()}, times its coefficient.
+            The carry for the next stage. On the last stage {"logits": (B, T, V)}; for a mixture of experts with an
+            auxiliary loss also {"auxiliary_loss": ()}, times its coefficient.
         """
         if self.adapter.autocast is not None:
-            # Autocast converts a leaf once for all its uses, so that their gradients would add up in half precision;
-            # inside of the plain model these tensors are no leaves. To autocast a view is none either.
+            # Autocast converts a leaf once for all its uses, so their gradients would be summed in half precision.
+            # In the plain model these tensors are not leaves, and for autocast a view is not a leaf either.
             carry = {name: tensor.view_as(tensor) for name, tensor in carry.items()}
         self.port.received = carry.get("hidden")
         self.router_port.open(self.adapter.routers, carry)
         if micro_batch_seed is not None and self.model.training:
             self.port.seeds = DropoutSeeds(self._generator, self._layer_keys, micro_batch_seed)
         try:
-            # Its cache of converted weights lives as long as the scope, so a weight is never stale.
+            # Autocast's cache of converted weights ends with the context, so it never holds old weights.
             with scope_of(self.adapter.autocast):
                 return self.adapter.run(self, inputs, carry)
         finally:

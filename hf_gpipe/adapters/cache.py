@@ -1,7 +1,7 @@
 """The key-value caches of generation: each stage keeps those of its own blocks.
 
-Models read the length of the past, and from it positions and the sizes of masks, off the first slot of a cache or the
-first of its kind. On most stages that slot belongs to a block elsewhere, so the slots of foreign blocks count tokens.
+A model gets the length of the past, and from it positions and the sizes of masks, from the first slot of its cache or
+the first slot of a type. On most stages that slot belongs to a block of another stage, so such slots count tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hf_gpipe.errors import UnsupportedModelError
 
 
 class _Count:
-    """In the slot of a block on another stage: how many tokens the block has seen; it holds none of them."""
+    """Slot of a block on another stage: counts the tokens that the block has seen, and stores none of them."""
 
     cumulative_length = 0
 
@@ -34,17 +34,17 @@ class _Count:
 
 
 class _FullCount(_Count, DynamicLayer):
-    """Of a block that attends to the whole past."""
+    """Slot of a block that attends to the whole past."""
 
 
 class _SlidingCount(_Count, DynamicSlidingWindowLayer):
-    """Of a block that attends to a window of the past."""
+    """Slot of a block that attends to a window of the past."""
 
 
 class StageCache(DynamicCache):
-    """The cache of one stage's decoder blocks; `advance` must follow every forward of the pipeline.
+    """The cache of one stage's decoder blocks. `advance` must be called after every forward of the pipeline.
 
-    Raises UnsupportedModelError where a block keeps anything else than keys and values of the past or of a window.
+    Raises UnsupportedModelError where a block keeps anything other than keys and values of the past or of a window.
     """
 
     def __init__(self, stage: StageModel) -> None:
@@ -66,14 +66,14 @@ class StageCache(DynamicCache):
                 )
 
     def advance(self, num_tokens: int) -> None:
-        """Count the tokens of one forward in the slots of foreign blocks; own slots have grown by themselves."""
+        """Count the tokens of one forward in the slots of other stages' blocks; the own slots have grown already."""
         for slot in self.layers:
             if isinstance(slot, _Count):
                 slot.cumulative_length += num_tokens
 
 
 class PipelineCache(Cache):
-    """What `generate` holds for the caches of all stages of this process: it asks for the length and reorders beams.
+    """The caches of all stages of this process as one: `generate` asks it for the length and reorders its beams.
 
     Args:
         stages: the stages of this process, by number.
@@ -81,7 +81,7 @@ class PipelineCache(Cache):
 
     def __init__(self, stages: Mapping[int, StageModel]) -> None:
         self._past = {number: StageCache(stage) for number, stage in stages.items()}
-        #: What each stage's model is given.
+        #: The cache that each stage's model gets.
         self.of_stage: dict[int, Cache] = dict(self._past)
         slots = [slot for cache in self._past.values() for slot in cache.layers]
         for number, stage in stages.items():
@@ -92,6 +92,6 @@ class PipelineCache(Cache):
         super().__init__(layers=slots)
 
     def advance(self, num_tokens: int) -> None:
-        """Tell every stage that the pipeline has run on `num_tokens` more positions."""
+        """Count the tokens of one forward in the caches of all stages."""
         for cache in self._past.values():
             cache.advance(num_tokens)

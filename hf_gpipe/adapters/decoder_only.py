@@ -12,7 +12,7 @@ from hf_gpipe.errors import DataError
 
 
 class DecoderOnly(Adapter):
-    """Llama and its kin: embedding, blocks, norm, head."""
+    """Llama and similar models: embedding, blocks, norm, head."""
 
     def _prepared(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if "labels" in inputs and inputs["labels"].shape != inputs["input_ids"].shape:
@@ -30,7 +30,7 @@ class DecoderOnly(Adapter):
         return self._used_columns(_is_used(batch))
 
     def targets(self, inputs: Tensors) -> torch.Tensor:
-        """The next token of each position; the last position has none."""
+        """The token after each position; the last position has none."""
         return F.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
 
     def carry_shapes(self, boundary: int, inputs: Inputs) -> dict[str, tuple[int, ...]]:
@@ -50,7 +50,7 @@ class DecoderOnly(Adapter):
         return [router for router in self.routers if router.block in before]
 
     def _has_auxiliary_loss(self, inputs: Inputs) -> bool:
-        """Only where there is a loss at all: not in generation."""
+        """Whether the auxiliary loss is computed: not in generation, which has no loss."""
         return bool(self.routers) and "labels" in inputs
 
     def run(self, stage: StageModel, inputs: Inputs, carry: Tensors) -> dict[str, torch.Tensor]:
@@ -68,6 +68,6 @@ class DecoderOnly(Adapter):
 
 
 def _is_used(inputs: Tensors) -> torch.Tensor:
-    """Where a row is not padding, (B, T)."""
+    """Mask (B, T) of the positions that are not padding."""
     mask = inputs["attention_mask"].bool()
     return mask | (inputs["labels"] != IGNORED_LABEL) if "labels" in inputs else mask

@@ -1,8 +1,8 @@
 """Dropout that does not depend on how the model is split.
 
 Every layer that draws random numbers seeds the device's default generator from (seed, step, micro-batch, name of
-the layer) just before it runs. Where the layer runs, what ran before it on the same process, and whether it runs
-for the first time or in recomputation then make no difference.
+the layer) just before it runs. Then it makes no difference on which process the layer runs, what ran there before it,
+and whether it runs for the first time or again in recomputation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def key(name: str) -> int:
 def default_generator(device: torch.device) -> torch.Generator:
     """The generator that `torch.nn.functional.dropout` draws from on this device.
 
-    It is seeded directly: `torch.manual_seed` seeds every backend and costs a hundred times as much.
+    It is seeded directly, because `torch.manual_seed` seeds every backend and takes a hundred times as long.
     """
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -42,7 +42,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 class DropoutSeeds:
-    """The seeds of one micro-batch on one stage; `plant` is called by each layer as it starts."""
+    """The seeds of one micro-batch on one stage. Each layer calls `plant` when it starts."""
 
     def __init__(self, generator: torch.Generator, layer_keys: dict[str, int], micro_batch_seed: int) -> None:
         self._generator = generator

@@ -1,4 +1,4 @@
-"""Encoder-decoders: the encoder's stages come first, and its output travels on with the decoder's hidden states."""
+"""Encoder-decoders: the encoder's stages come first; its output is sent on with the decoder's hidden states."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class EncoderDecoder(Adapter):
     def carry_shapes(self, boundary: int, inputs: Inputs) -> dict[str, tuple[int, ...]]:
         carried = self._carried(boundary, inputs)
         shapes: dict[str, tuple[int, ...]] = {}
-        # In generation each of the two forwards has the ids of its own stack only.
+        # In generation each of the two forwards has only the ids of its own stack.
         if "hidden" in carried:
             shapes["hidden"] = self.hidden_shape(boundary, inputs[self.ids_of(self.layers[boundary].stack)])
         if "encoder_hidden" in carried:
@@ -65,9 +65,10 @@ class EncoderDecoder(Adapter):
         return shapes
 
     def _carried(self, boundary: int, inputs: Container[str] = ()) -> tuple[str, ...]:
-        """The encoder's output travels as long as a decoder block still has to attend to it.
+        """Names of the tensors that layer `boundary` receives.
 
-        In generation every stage has it among its inputs, and it does not travel.
+        The encoder's output is sent on as long as a later decoder block attends to it. In generation it is not sent,
+        since every stage has it among its inputs.
         """
         layer = self.layers[boundary]
         attends = layer.stack == "decoder" and layer.kind in ("embedding", "block")
@@ -86,7 +87,7 @@ class EncoderDecoder(Adapter):
         return {name: sources[name] for name in self._carried(boundary)}
 
     def run(self, stage: StageModel, inputs: Inputs, carry: Tensors) -> dict[str, torch.Tensor]:
-        """As in the base class; generation runs the stacks apart.
+        """Like the base class. Generation runs encoder and decoder separately.
 
         Without `decoder_input_ids` only the encoder runs, with `encoder_outputs` only the decoder.
         """
@@ -102,7 +103,7 @@ class EncoderDecoder(Adapter):
         elif "encoder_hidden" in carry:
             encoder_hidden = carry["encoder_hidden"]
         else:
-            # Only the norm or the head is left: the stack's forward wants the tensor, no layer here reads it.
+            # This stage has only the norm or the head: the stack's forward asks for the tensor, no layer reads it.
             shape = (*inputs["input_ids"].shape, self.stack_width("encoder"))
             encoder_hidden = torch.zeros((), dtype=self.dtype, device=stage.device).expand(shape)
         if not stage.runs("decoder") or "decoder_input_ids" not in inputs:

@@ -1,15 +1,15 @@
-"""The families whose split is known to be exact, and those that are refused, with the reason.
+"""The families whose split is known to be exact, and those that are not supported, with the reason.
 
-`python scripts/families.py --check` verifies both with the installed transformers; docs/families.md is its report. A
-family that stands in neither is compared with the plain model before a pipeline of it is made.
+`python scripts/families.py --check` verifies both lists with the installed transformers; docs/families.md is its
+report. A family in neither list is compared with the plain model before a pipeline of it is made.
 """
 
 from __future__ import annotations
 
-#: Minor versions of transformers on which EXACT was verified; on others every family is compared first.
+#: Minor versions of transformers on which EXACT was verified; on other versions every family is compared first.
 VERIFIED_VERSIONS = ("5.17", "5.23")
 
-#: Model types of configurations.
+#: Values of `model_type` in the configurations.
 EXACT = frozenset(
     {
         "afmoe",
@@ -183,20 +183,20 @@ EXACT = frozenset(
 )
 
 REFUSED = {
-    "big_bird": "all its blocks change their kind of attention with the length of the batch",
-    "bigbird_pegasus": "all its blocks change their kind of attention with the length of the batch",
+    "big_bird": "all its blocks change their type of attention with the length of the batch",
+    "bigbird_pegasus": "all its blocks change their type of attention with the length of the batch",
     "cpmant": "it puts prompts of its own before the ids, so that hidden states are longer than the ids",
     "ctrl": "it scales the embeddings in place",
     "encoder-decoder": "it masks the decoder's inputs only where it makes them itself, from labels",
     "hrm_text": "its blocks run several times in a forward",
     "hy_v4": "some of its blocks attend to what earlier blocks have chosen",
-    "inkling2_text": "its forward reads the kind of attention of every block off the block",
+    "inkling2_text": "its forward reads the type of attention from every block, also from blocks of other stages",
     "led": "it embeds a second input, its padding, in the middle of a forward",
     "mllama": "it skips blocks where there is no image",
     "openai-gpt": "every stage would need a weight of a block to choose the type of its mask",
     "pegasus_x": "it lengthens hidden states to a multiple of its block size",
-    "roformer": "its blocks share a table of positions whose form is its own",
-    "xlm": "its blocks are no modules",
+    "roformer": "its blocks share a table of positions in a form that is not supported",
+    "xlm": "its blocks are not modules",
     "xlnet": "it has weights outside of any layer (mask_emb)",
     "zamba": "some of its blocks share weights and read the embeddings again",
     "zamba2": "some of its blocks share weights and read the embeddings again",

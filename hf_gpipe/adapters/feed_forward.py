@@ -1,9 +1,9 @@
 """Depth-scaled feed-forward initialisation: GPipe's first measure for the stability of deep Transformers.
 
 The paper scales the initial weights of the feed-forward layers down by the number of layers (arXiv 1811.06965,
-section 5, after Zhang et al. 2019) and gives no formula. Here the last projection of each feed-forward block starts
-1/L times as large as the family makes it, L being the number of layers of its stack, encoder or decoder. At the start
-of training each block then adds 1/L of what it would have added to the hidden states.
+section 5, after Zhang et al. 2019) and gives no formula. Here the family's initial weights of the last projection of
+each feed-forward block are multiplied by 1/L, L being the number of layers of its stack, encoder or decoder. At the
+start of training each block then adds 1/L of what it would have added to the hidden states.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from hf_gpipe.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from hf_gpipe.adapters.base import Adapter, StageModel
 
-#: End of the name of a block's last feed-forward projection -> the families that call it so. Families whose blocks
-#: normalise what their feed-forward layers give are left out: there the scale would be undone.
+#: End of the name of a block's last feed-forward projection -> the families that use this name. Families whose blocks
+#: normalise the output of their feed-forward layers are left out, because the norm would undo the scale.
 _OUTPUTS: dict[str, tuple[str, ...]] = {
     "DenseReluDense.wo": ("t5", "mt5", "umt5", "longt5"),
     "fc2": (
@@ -65,9 +65,9 @@ def feed_forward_outputs(adapter: Adapter) -> dict[str, int]:
 
 
 def divide_by_depth(stage: StageModel) -> None:
-    """Divide the last feed-forward projection of each own block, weight and bias, by the layers of its stack.
+    """Divide the last feed-forward projection of each block of a stage, weight and bias, by the layers of its stack.
 
-    For a stage that has just been initialised, before `StageModel.seal`.
+    Must be called after the stage was initialised and before `StageModel.seal`.
     """
     own = tuple(f"{layer.name}." for layer in stage.layers if layer.kind == "block")
     with torch.no_grad():

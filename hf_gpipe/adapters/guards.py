@@ -1,4 +1,4 @@
-"""What a model's configuration, or a model in memory, may not ask for, because stages could not do it exactly."""
+"""Checks of configurations and models: raise an error for what stages cannot compute exactly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_gpipe.errors import UnsupportedModelError, UserError
 
 
 def check_config(config: PreTrainedConfig) -> None:
-    """Raise UnsupportedModelError where a configuration asks for something that differs between splits."""
+    """Raise UnsupportedModelError where a configuration asks for something that stages cannot compute exactly."""
     family, text = config.model_type, config.get_text_config(decoder=True)
     for rate in ("encoder_layerdrop", "decoder_layerdrop", "layerdrop"):
         if getattr(config, rate, 0.0):
@@ -48,9 +48,9 @@ def check_config(config: PreTrainedConfig) -> None:
 
 
 def check_as_configured(model: PreTrainedModel, expected: PreTrainedModel) -> None:
-    """Raise UserError where a model in memory is not what its configuration makes.
+    """Raise UserError where a model in memory differs from a model built from its configuration.
 
-    Stages are built from the configuration; what was changed on the modules alone would be lost without a word.
+    Stages are built from the configuration, so a change of the modules alone would be lost silently.
 
     Args:
         model: the model in memory.
@@ -67,7 +67,7 @@ def check_as_configured(model: PreTrainedModel, expected: PreTrainedModel) -> No
             kinds = type(module).__qualname__, type(wanted[name]).__qualname__
             raise UserError(f"{what} is a {kinds[0]} where the configuration makes a {kinds[1]}")
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        # The library leaves some of its own once outputs have been recorded; they do nothing in a pipeline.
+        # transformers leaves hooks of its own once it has recorded outputs; they do nothing in a pipeline.
         if any(not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks):
             raise UserError(f"{what} has forward hooks, which stages would not run; remove them")
         for attribute, value in _scalars(wanted[name]).items():
@@ -87,7 +87,7 @@ def check_as_configured(model: PreTrainedModel, expected: PreTrainedModel) -> No
 
 
 def _scalars(module: nn.Module) -> dict[str, Any]:
-    """What a module was configured with, without what it remembers of a forward or of its size before a resize."""
+    """Plain attributes set by a module's configuration; none that a forward or a resize changes."""
     return {
         name: value
         for name, value in vars(module).items()
@@ -99,7 +99,7 @@ def _scalars(module: nn.Module) -> dict[str, Any]:
 
 
 def _aliases(model: PreTrainedModel) -> set[frozenset[str]]:
-    """The names of each parameter that has several."""
+    """The sets of names that belong to the same parameter."""
     names: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)
@@ -107,7 +107,7 @@ def _aliases(model: PreTrainedModel) -> set[frozenset[str]]:
 
 
 def check_model(model: Any) -> None:
-    """Raise UserError where a model in memory is not one plain transformers model for text."""
+    """Raise UserError where a model in memory is not a plain transformers language model on one device."""
     if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
         raise UserError(
             f"the model is a {type(model).__name__}, not a transformers model; give the model itself, before anything "
@@ -119,8 +119,8 @@ def check_model(model: Any) -> None:
     ours = [c for c in type(model).__mro__ if c.__module__.startswith("transformers.models.")]
     if ours and not any(c.__name__ in heads for c in ours):
         raise UnsupportedModelError(
-            f"{model.config.model_type}: {type(model).__name__} is no causal or sequence-to-sequence language model; "
-            "give one of transformers' ...ForCausalLM or ...ForConditionalGeneration"
+            f"{model.config.model_type}: {type(model).__name__} is not a causal or sequence-to-sequence language "
+            "model; give one of transformers' ...ForCausalLM or ...ForConditionalGeneration"
         )
     if getattr(model, "is_quantized", False):
         raise UnsupportedModelError(

@@ -1,9 +1,9 @@
-"""How a stage puts itself before and after the call of a transformers module.
+"""Functions that run before and after each call of a transformers module.
 
-The class of the one module is extended. A hook would not do: transformers runs a block again when its activations are
-recomputed, and which of its methods is run again depends on the version (5.17 checkpoints `__call__`, 5.23 `forward`),
-so a hook may run twice. What is put here runs once per forward on every version, outside of the recomputed part, and
-outside of what torch.compile compiles. Names of parameters, `isinstance` and the class's own name stay as they were.
+The class of this one module is extended. A hook does not suffice: transformers runs a block again when its activations
+are recomputed, and which method it runs again depends on the version (5.17 checkpoints `__call__`, 5.23 `forward`), so
+a hook may run twice. The functions here run once per forward on every version, outside of the recomputed part and of
+the part that torch.compile compiles. Names of parameters, `isinstance` and the name of the class stay as they were.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import Any
 from torch import nn
 
 Before = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-"""(args, kwargs) of a call -> those that the module is called with."""
+"""(args, kwargs) of a call -> the (args, kwargs) that the module gets."""
 After = Callable[[Any], Any]
-"""Output of a call -> what the caller gets."""
+"""Output of the module -> the output that the caller gets."""
 
 
 def intercept(module: nn.Module, before: Before | None = None, after: After | None = None) -> None:
-    """Let `before` change the arguments of every call of `module`, and `after` its output. Once per module."""
+    """Let `before` change the arguments of every call of `module`, and `after` its output. Call it once per module."""
     module._before, module._after = before, after  # type: ignore[assignment]
     extend_class(module, _Intercepted)
 
 
 def extend_class(module: nn.Module, mixin: type) -> None:
-    """Put the attributes of `mixin` before those of the class of this one module."""
+    """Extend the class of this one module: attributes of `mixin` come before those of the class."""
     cls: type = type(module)
     module.__class__ = _extended(cls, mixin)
 
 
 @cache
 def _extended(cls: type, mixin: type) -> type:
-    # One class for all modules of a class: torch.compile compiles anew for each class that it meets.
+    # One extended class per class: torch.compile compiles once per class.
     return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
 
 

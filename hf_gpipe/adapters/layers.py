@@ -1,4 +1,4 @@
-"""The list of layers that a Hugging Face model is: what a partition cuts and a stage holds."""
+"""A Hugging Face model as a list of layers, which a partition cuts into stages."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ StackName = Literal["encoder", "decoder"]
 
 @dataclass(frozen=True)
 class Layer:
-    """One entry of the list: the modules of the Hugging Face model that move between stages together.
+    """One entry of the list: modules of the Hugging Face model that are always on the same stage.
 
-    `modules` are names inside the whole model, in their order of call; every parameter below them is the layer's, as
-    are those of `idle`, which a forward on ids alone does not call.
+    `modules` are names in the whole model, in the order in which they are called. The layer has all their parameters,
+    and those of the modules in `idle`, which a forward on ids alone does not call.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Stack:
-    """One run of blocks with what comes before and after it, by module names inside the whole model."""
+    """Consecutive blocks, and the modules before and after them, by their names in the whole model."""
 
     name: StackName
     path: str

@@ -1,7 +1,7 @@
 """PEFT adapters (LoRA and other layer-wise methods) on a model in stages.
 
-PEFT itself puts its layers into each stage's model; names, freezing and the saved format are its own. `peft` is an
-optional dependency and is imported only where adapters are used.
+PEFT itself puts its layers into each stage's model and decides their names, what is frozen and the saved format.
+`peft` is an optional dependency, imported only where adapters are used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_gpipe.errors import UnsupportedModelError, UserError
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """One adapter: its name in the model, and its configuration with the target modules named."""
+    """A PEFT adapter: its name in the model, and its configuration with the names of the target modules."""
 
     name: str
     config: Any
@@ -36,12 +36,12 @@ class PeftAdapter:
                 parameter.requires_grad_(False)
 
     def reset(self, model: nn.Module) -> None:
-        """Give the adapter's layers their initial weights anew."""
+        """Initialise the weights of the adapter's layers again."""
         for module in model.modules():
             reset: Any = getattr(module, "reset_lora_parameters", None)
             if reset is not None and self.name in getattr(module, "lora_A", {}):
                 reset(self.name, self.config.init_lora_weights)
-                if self.config.init_lora_weights is False:  # then PEFT leaves what the layers were made with
+                if self.config.init_lora_weights is False:  # then PEFT does not initialise them
                     factors: Any = (module.lora_A, module.lora_B)
                     for factor in factors:
                         factor[self.name].reset_parameters()
@@ -60,11 +60,11 @@ def find_peft(model: Any, given: Any) -> tuple[Any, tuple[str, Any] | None]:
     """The base model under a PEFT model, and the name and configuration of its adapter.
 
     Args:
-        model: whatever a Pipeline is made of.
+        model: the first argument of `Pipeline`.
         given: a PeftConfig for adapters to be added, or None.
 
     Raises:
-        UserError: adapters are both in the model and asked for, or the model has several.
+        UserError: the model has adapters and `given` asks for new ones, or the model has several.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     present = dict(getattr(base, "peft_config", None) or {}) if isinstance(base, PreTrainedModel) else {}

@@ -1,8 +1,8 @@
-"""Relative position tables that the first block of a stack holds for all of its blocks, as in T5.
+"""Tables of relative positions that the first block of a stack has for all blocks of the stack, as in T5.
 
-The first block computes the bias from its table and the model hands it to the others. A stage further on could be sent
-the bias, (1, heads, T, T), with every micro-batch; it costs less to share the table, a few hundred numbers, as a tied
-parameter. The stage's own first block borrows it and so computes the bias by the family's own code.
+The first block computes the bias from its table, and the model passes the bias to the other blocks. Later stages could
+receive the bias, (1, heads, T, T), with every micro-batch. Instead they share the table, a few hundred numbers, as a
+tied parameter. The first block of each stage uses it and computes the bias by the family's own code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _FLAG = "has_relative_attention_bias"
 
 
 def shared_tables(model: PreTrainedModel, blocks: Sequence[str]) -> tuple[str, ...]:
-    """Names of the table modules in a stack's first block that its second block lacks and is handed the result of."""
+    """Names of the tables in a stack's first block from which the other blocks, which have none, get the bias."""
     if len(blocks) < 2:
         return ()
     first, second = (model.get_submodule(block) for block in blocks[:2])
@@ -29,7 +29,7 @@ def shared_tables(model: PreTrainedModel, blocks: Sequence[str]) -> tuple[str, .
 
 
 def hollow(block: nn.Module, name: str, tables: tuple[str, ...]) -> None:
-    """Leave of a block only its tables and the modules around them, which the family's initialisation asks for."""
+    """Remove all weights of a block but its tables. Modules stay, since the family's initialisation reads them."""
     for path, module in list(block.named_modules()):
         weights = dict(module.named_parameters(recurse=False))
         if not weights or f"{name}.{path}.".startswith(tables):

@@ -1,7 +1,7 @@
-"""What a family's forward calls, in which order: observed on a tiny clone, so that no family needs a description.
+"""The structure of a family's model, observed on a tiny clone, so that no family needs a description.
 
-The clone runs once on the CPU with hooks on every module. From the calls follow the model's stacks of blocks, which
-modules run before and after them, how a block takes its hidden states and in which form it returns them.
+The clone runs once with hooks on every module. The order of the calls gives the model's stacks of blocks, the modules
+that run before and after them, how a block gets its hidden states and in which form it returns them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ BATCH, SOURCE_LENGTH, TARGET_LENGTH = 2, 6, 5
 
 @dataclass(frozen=True)
 class Given:
-    """Hidden states for ids (BATCH, SOURCE_LENGTH or TARGET_LENGTH) of the tiny clone."""
+    """Shape and type of hidden states of the tiny clone, for ids (BATCH, SOURCE_LENGTH or TARGET_LENGTH)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def streams(self) -> tuple[int, ...]:
-        """Dimensions between the length and the width: of models that keep several residual streams."""
+        """Dimensions between the length and the width, in models with several residual streams."""
         return self.shape[2:-1]
 
 
@@ -40,7 +40,7 @@ class BlockForm:
     """How the blocks of a stack return hidden states.
 
     Attributes:
-        num_outputs: length of the tuple or list that is returned, hidden states first; None: they are returned alone.
+        num_outputs: length of the returned tuple or list, hidden states first; None: they are returned alone.
         hidden: the hidden states that are returned.
     """
 
@@ -50,7 +50,7 @@ class BlockForm:
 
 @dataclass(frozen=True)
 class ObservedRouter:
-    """A router of a mixture of experts: its path inside of a block, its class and the type of its logits."""
+    """A router of a mixture of experts: its path in a block, its class and the type of its logits."""
 
     path: str
     class_name: str
@@ -59,7 +59,7 @@ class ObservedRouter:
 
 @dataclass(frozen=True)
 class ObservedStack:
-    """One list of blocks that ran in order, each once; `output` is what the module around it returns."""
+    """A list of blocks that ran in order, each once; `output` is the class that the module around it returns."""
 
     blocks: str
     form: BlockForm
@@ -70,17 +70,17 @@ class ObservedStack:
 
 @dataclass(frozen=True)
 class Observation:
-    """A model's stacks in their order of call.
+    """A model's stacks in the order in which they are called.
 
     Attributes:
         stacks: one, or the encoder's and the decoder's.
         head: the module that ran last.
-        embeddings: those modules before the blocks that make hidden states out of something else.
+        embeddings: modules before the blocks whose input is not hidden states.
         idle: modules with weights that a forward on ids alone does not call, such as an image encoder.
-        inputs: the first tensor that each module outside of the blocks, and each stack's first block, was given.
-        routers: those whose logits make the auxiliary loss of a mixture of experts; none where there is no such loss.
+        inputs: the first tensor that each module outside of the blocks, and each stack's first block, received.
+        routers: those whose logits the auxiliary loss of a mixture of experts is computed from; empty without one.
         constants: parameters outside of the blocks that no gradient can reach, such as a table of sines.
-        encoder_dtype: type of the encoder's output; None where there is no encoder.
+        encoder_dtype: type of the encoder's output; None without an encoder.
     """
 
     stacks: tuple[ObservedStack, ...]
@@ -95,7 +95,7 @@ class Observation:
 
 @dataclass
 class _Calls:
-    """The calls of one forward: when each module was entered, and what blocks took and gave."""
+    """The calls of one forward: when each module was entered and left, its inputs and outputs."""
 
     entered: dict[str, list[int]] = field(default_factory=dict)
     left: dict[str, list[int]] = field(default_factory=dict)
@@ -122,9 +122,9 @@ def observe_family(
     trust_remote_code: bool = False,
     autocast: Autocast | None = None,
 ) -> Observation:
-    """`observe` for a tiny clone of a configuration; clones that are alike are observed once."""
+    """Observe a tiny clone of a configuration. Equal clones are observed once."""
     tiny = tiny_config(config)
-    tiny._experts_implementation = "eager"  # the grouped products of experts do not know every type
+    tiny._experts_implementation = "eager"  # grouped matrix products do not support every type
     identity = f"{model_class} {type(config).__name__} {dtype} {autocast} {tiny.to_json_string(use_diff=False)}"
     if identity not in _observations:
         try:
@@ -139,11 +139,11 @@ def observe_family(
 
 
 def observe(model: PreTrainedModel, autocast: Autocast | None = None) -> Observation:
-    """Run a tiny model once, under `autocast` and on its device if given, and read its structure off the calls.
+    """Run a tiny model once, under `autocast` and on its device if given, and return its structure.
 
     Raises:
-        UnsupportedModelError: the forward fails, or is not made of one list of blocks (two for an encoder-decoder)
-            that run in order, each once.
+        UnsupportedModelError: the forward fails, or does not run one list of blocks (two for an encoder-decoder)
+            in order, each block once.
     """
     family = model.config.model_type
     calls = _run(model, autocast)
@@ -175,7 +175,7 @@ def observe(model: PreTrainedModel, autocast: Autocast | None = None) -> Observa
         forms = {calls.forms[f"{name}.{j}"] for j in range(_length(model, name))}
         form = forms.pop()
         if forms or form is None:
-            raise UnsupportedModelError(f"{family}: the blocks of {name!r} do not pass hidden states on alike")
+            raise UnsupportedModelError(f"{family}: the blocks of {name!r} return hidden states in different forms")
         stacks.append(ObservedStack(name, form, tuple(before[i]), tuple(after[i]), calls.outputs[parents[i]]))
     embeddings = {name for units_before in before for name in units_before if calls.forms[name] is None}
     idle = tuple(name for name in units if name not in calls.entered)
@@ -194,7 +194,7 @@ def observe(model: PreTrainedModel, autocast: Autocast | None = None) -> Observa
 
 
 def tiny_batch(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Ids that run through the tiny clone, without padding."""
+    """Return inputs for the tiny clone: random ids without padding."""
     generator = torch.Generator().manual_seed(0)
     config = model.config.get_text_config()
     vocabulary = min(config.vocab_size, model.get_input_embeddings().weight.shape[0])
@@ -236,7 +236,7 @@ def _run(model: PreTrainedModel, autocast: Autocast | None = None) -> _Calls:
             handles.append(module.register_forward_hook(leave(name), with_kwargs=True))
     try:
         batch = {name: tensor.to(device) for name, tensor in tiny_batch(model).items()}
-        # With a graph, which shows what the gradients reach.
+        # With a graph, from which `_constants` reads what gradients reach.
         with torch.enable_grad(), scope_of(autocast):
             calls.result = model.eval().to(device)(**batch, use_cache=False)
     except Exception as error:
@@ -251,7 +251,7 @@ def _run(model: PreTrainedModel, autocast: Autocast | None = None) -> _Calls:
 
 
 def _form(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> BlockForm | None:
-    """How a call passed hidden states on; None where its first output does not look like its input."""
+    """Form in which a call returned hidden states; None where the first output has not the shape of the input."""
     hidden = _first_tensor(args, kwargs)
     several = isinstance(output, tuple | list) and len(output) > 0
     returned = output[0] if several else output
@@ -261,7 +261,7 @@ def _form(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> BlockFo
 
 
 def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """What a layer takes as its hidden states: its first argument, or the first tensor among the named ones."""
+    """The hidden states that a layer gets: its first argument, or the first tensor among its keywords."""
     given = args[0] if args else next((v for v in kwargs.values() if isinstance(v, torch.Tensor)), None)
     return given if isinstance(given, torch.Tensor) else None
 
@@ -271,7 +271,7 @@ def _length(model: PreTrainedModel, name: str) -> int:
 
 
 def _block_lists(model: PreTrainedModel, calls: _Calls) -> list[str]:
-    """Names of the outermost lists whose modules all ran, in order, one after the other, each once."""
+    """Names of the outermost module lists whose modules all ran once, one after the other."""
     found: list[str] = []
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) < 2:
@@ -282,7 +282,7 @@ def _block_lists(model: PreTrainedModel, calls: _Calls) -> list[str]:
         left = [calls.left.get(f"{name}.{i}", []) for i in range(len(module))]
         if any(len(times) != 1 for times in (*entered, *left)):
             continue
-        # One after the other: a list of alternatives or of branches does not look like this.
+        # Modules of a list of alternatives or of branches do not run one after the other.
         spans = [(start[0], end[0]) for start, end in zip(entered, left, strict=True)]
         if all(earlier[1] < later[0] for earlier, later in pairwise(spans)):
             found.append(name)
@@ -290,7 +290,7 @@ def _block_lists(model: PreTrainedModel, calls: _Calls) -> list[str]:
 
 
 def _routers(model: PreTrainedModel, calls: _Calls, lists: list[str]) -> tuple[ObservedRouter, ...]:
-    """The modules inside of the blocks whose outputs are the router logits of an auxiliary loss."""
+    """The modules in the blocks whose outputs are the router logits of the auxiliary loss."""
     if getattr(calls.result, "aux_loss", None) is None:
         return ()
     seen: dict[str, ObservedRouter] = {}
@@ -309,7 +309,7 @@ def _routers(model: PreTrainedModel, calls: _Calls, lists: list[str]) -> tuple[O
 
 
 def _constants(model: PreTrainedModel, units: list[str], result: Any) -> frozenset[str]:
-    """Names of the parameters of `units` that are not in the graph of what the loss is made of."""
+    """Names of the parameters of `units` that are not in the graph of the logits and the auxiliary loss."""
     reached: set[Any] = set()
     outputs = (getattr(result, name, None) for name in ("logits", "aux_loss"))
     nodes: set[Any] = {output.grad_fn for output in outputs if isinstance(output, torch.Tensor)} - {None}
@@ -323,7 +323,7 @@ def _constants(model: PreTrainedModel, units: list[str], result: Any) -> frozens
 
 
 def _units(model: PreTrainedModel, lists: list[str]) -> list[str]:
-    """The largest modules with weights that lie outside of the blocks: what a layer is made of, besides blocks."""
+    """The outermost modules that have weights and contain no blocks; layers other than blocks consist of them."""
     units: list[str] = []
 
     def visit(name: str, module: nn.Module) -> None:

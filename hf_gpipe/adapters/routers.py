@@ -1,12 +1,12 @@
-"""The auxiliary loss of a mixture of experts, whose routers sit on all stages and whose loss is made on the last.
+"""The auxiliary loss of a mixture of experts: its routers are on all stages, the last stage computes the loss.
 
 With `output_router_logits` in its configuration a model adds a loss that balances its experts, from the logits of all
-its routers (Switch Transformers, arXiv 2101.03961, section 2.2). Each stage sends its routers' logits on, beside the
-hidden states, and the model's own forward on the last stage makes the loss of the complete list. The gradients of the
-logits travel back the same way.
+its routers (Switch Transformers, arXiv 2101.03961, section 2.2). Each stage sends its routers' logits on, together with
+the hidden states, and the model's own forward on the last stage computes the loss from all of them. The gradients of
+the logits are sent back in the same way.
 
-The loss does not add up over tokens: that of a mini-batch is the mean of its micro-batches' auxiliary losses, added to
-the sum of the tokens' losses over their number. With one micro-batch it is the plain model's.
+This loss is not a sum over tokens: that of a mini-batch is the mean of its micro-batches' auxiliary losses. It is added
+to the mean loss of the tokens. With one micro-batch it is the plain model's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hf_gpipe.errors import UnsupportedModelError
 
 @dataclass(frozen=True)
 class Router:
-    """A router: the block that it is in, under which name its logits travel, and how many experts it chooses from."""
+    """A router: its block, the name under which its logits are sent, its number of experts and its type."""
 
     block: str
     name: str
@@ -35,7 +35,7 @@ class Router:
 
 
 def find_routers(model: PreTrainedModel, blocks: Sequence[str], observation: Observation) -> tuple[Router, ...]:
-    """The routers whose logits the model's auxiliary loss is made of, in their order of call; none without the loss.
+    """The routers whose logits the auxiliary loss is computed from, in call order; empty without that loss.
 
     Raises UnsupportedModelError where the loss's coefficient is not known.
     """
@@ -57,7 +57,7 @@ def find_routers(model: PreTrainedModel, blocks: Sequence[str], observation: Obs
 
 
 def auxiliary_loss(model: PreTrainedModel, output: Any) -> torch.Tensor:
-    """A micro-batch's auxiliary loss, as the model adds it to the loss of the tokens: times its coefficient."""
+    """A micro-batch's auxiliary loss times its coefficient, as the model adds it to the loss of the tokens."""
     return _coefficient(model) * output.aux_loss
 
 
@@ -67,7 +67,7 @@ def _coefficient(model: PreTrainedModel) -> float | None:
 
 
 class RouterPort:
-    """The router logits of one forward of a stage: received from earlier stages, then those of own blocks."""
+    """The router logits of one forward of a stage: first those received, then those of its own blocks."""
 
     def __init__(self, *, is_last: bool) -> None:
         self.is_last = is_last
@@ -81,11 +81,11 @@ class RouterPort:
 
 
 def complete(module: nn.Module, port: RouterPort) -> None:
-    """Let the output of the module around the blocks have the router logits of all stages so far."""
+    """Let the module around the blocks return the router logits of all stages up to this one."""
 
     def after(output: Any) -> Any:
         port.logits += tuple(getattr(output, "router_logits", None) or ())
-        # Before the last stage nobody needs a loss, and one of some of the routers would be wrong.
+        # Before the last stage no loss is needed, and one computed from some of the routers would be wrong.
         output.router_logits = port.logits if port.is_last else None
         return output
 

@@ -1,4 +1,4 @@
-"""The whole Hugging Face model without memory, or a model with random weights."""
+"""Build the whole Hugging Face model: on the meta device without memory, or with random weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def build_skeleton(
 ) -> PreTrainedModel:
     """Build the model of `config` on the meta device: every module and name, no weights.
 
-    Raises UnsupportedModelError where the configuration asks for something that differs between splits.
+    Raises UnsupportedModelError where the configuration asks for something that stages cannot compute exactly.
     """
     check_config(config)
     with torch.device("meta"), _NoRandomValues():
@@ -41,7 +41,7 @@ def build(
 
     Without `model_class` it is the class that transformers' auto classes choose.
     """
-    config = copy.deepcopy(config)  # transformers writes its arguments into it
+    config = copy.deepcopy(config)  # transformers changes it
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     if model_class is not None:
         return model_class._from_config(config, dtype=dtype, **options)

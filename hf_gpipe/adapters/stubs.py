@@ -1,14 +1,14 @@
-"""What stands in a stage's model where layers of other stages were, and how tensors enter and leave it.
+"""Stubs that replace the layers of other stages in a stage's model, and how tensors enter and leave the model.
 
-A stage is the Hugging Face model itself: its own layers are real and its own forward runs, so masks, rotary
-embeddings and every family's arithmetic between the layers come from the library, unchanged. Layers of other
-stages are replaced by the parameter-free stubs below. Two tensors cross this file for each forward:
+A stage is the Hugging Face model itself: its own layers are real and the model's own forward runs, so masks, rotary
+embeddings and everything that a family computes between the layers come from the library, unchanged. Layers of other
+stages are replaced by the stubs below, which have no parameters. In each forward
 
-* the received hidden states take the place of the input of the stage's first layer (`admit`), and
-* the input of the first layer that belongs to the next stage is what the stage sends (`PassThrough`).
+* the received hidden states replace the input of the stage's first layer (`admit`), and
+* the stage sends the input of the next stage's first layer (`PassThrough`).
 
-So a hidden state leaves and enters at the same point, the input of a layer, and whatever the family computes
-between two layers runs exactly once, on the sender.
+So hidden states leave and enter at the same point, the input of a layer, and what the family computes between two
+layers runs exactly once, on the sender.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from hf_gpipe.adapters.intercept import intercept
 
 
 class Port:
-    """Where the hidden states of one forward enter and leave a stage's model.
+    """The hidden states that enter and leave a stage's model in one forward.
 
-    It holds tensors only while `StageModel.__call__` runs. Nothing reads it during backward: the entrance sits
-    outside the region that a block's activation checkpointing runs again, so a recomputation never meets another
-    micro-batch's tensors.
+    It holds tensors only while `StageModel.__call__` runs. Backward does not read it: the received states enter
+    outside of the part that a block's activation checkpointing runs again, so a recomputation never gets the tensors
+    of another micro-batch.
     """
 
     def __init__(self) -> None:
@@ -40,11 +40,11 @@ class Port:
 
 
 class PassThrough(nn.Module):
-    """Stands for a block or a norm of another stage: returns its input, and records it where the stage ends.
+    """Replaces a block or a norm of another stage: returns its input, and records it at the end of the stage.
 
     Args:
-        port: where the input is recorded; None: nowhere.
-        num_outputs: length of the tuple in which the hidden states are returned, first; None: they come alone.
+        port: where the input is recorded; None: it is not recorded.
+        num_outputs: length of the returned tuple, hidden states first; None: they are returned alone.
     """
 
     def __init__(self, port: Port | None = None, num_outputs: int | None = None) -> None:
@@ -61,9 +61,9 @@ class PassThrough(nn.Module):
 
 
 class EmbeddingStub(nn.Module):
-    """Stands for an embedding or its projection on another stage: zeros of the right shape that take no memory.
+    """Replaces an embedding or its projection of another stage: returns zeros of the right shape, without memory.
 
-    The model still derives positions and masks from the ids it is given; the zeros themselves never reach a layer.
+    The model still computes positions and masks from the ids; the zeros themselves never reach a layer.
     """
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
@@ -73,14 +73,14 @@ class EmbeddingStub(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        if not tensors:  # positions, made from a shape
+        if not tensors:  # a table of positions, called with a shape
             return self.zero.expand(1, 1, self.width)
         # Ids (B, T), or hidden states (B, T, D) of another width.
         return self.zero.expand(*tensors[0].shape[:2], self.width)
 
 
 class HeadStub(nn.Module):
-    """Stands for the head of another stage: logits of no position, so that what follows the head costs nothing."""
+    """Replaces the head of another stage: returns logits of 0 positions, so what follows the head costs nothing."""
 
     def __init__(self, port: Port | None = None) -> None:
         super().__init__()
@@ -93,10 +93,10 @@ class HeadStub(nn.Module):
 
 
 def resemble(stub: nn.Module, replaced: nn.Module) -> None:
-    """Give a stub what a model's forward or initialisation reads off the module that it stands for.
+    """Give a stub the attributes that a model's forward or initialisation reads from the replaced module.
 
-    That is the module's plain attributes, such as the kind of a block, and its own weights as tensors on the meta
-    device, whose type is asked for.
+    These are the module's plain attributes, such as the type of a block's attention, and its own weights as tensors on
+    the meta device, whose type is read.
     """
     for name, value in vars(replaced).items():
         if not name.startswith("_") and name not in vars(stub) and not isinstance(value, torch.Tensor):
@@ -109,14 +109,14 @@ def resemble(stub: nn.Module, replaced: nn.Module) -> None:
 
 
 def _hidden_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """The keyword under which a layer is given its hidden states; None: they are its first positional argument."""
+    """The keyword by which a layer gets its hidden states; None: they are its first positional argument."""
     if args:
         return None
     return next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor))
 
 
 def admit(module: nn.Module, name: str, port: Port, *, is_entrance: bool) -> None:
-    """Make `module` plant its dropout seed when it is called and, if it is the entrance, take the received states."""
+    """Make `module` set its dropout seed before each call and, if `is_entrance`, use the received hidden states."""
 
     def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if port.seeds is not None:

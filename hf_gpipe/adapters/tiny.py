@@ -1,8 +1,8 @@
-"""A tiny clone of any model's configuration: the same architecture and switches, sizes that run in milliseconds.
+"""Tiny clones of configurations: the same architecture and options, with sizes that run in milliseconds.
 
-It serves to observe how a family's forward is put together (probe.py) and to compare a split model with the plain
-one before a long run (`python -m hf_gpipe.check`). Only sizes change; what decides the arithmetic stays: ties,
-scales, activation functions, kinds of layers and of positions, experts and their routing.
+Clones are used to observe a family's forward (probe.py) and to compare a split model with the plain one before a long
+run (`python -m hf_gpipe.check`). Only sizes change. What decides the computation stays: ties, scales, activation
+functions, types of layers and of positions, experts and their routing.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ _AT_MOST = {
 }
 #: Lists that transformers derives from other values when they are not given.
 _DERIVED = ("layer_types", "mlp_layer_types", "attention_layers", "sparse_layers", "per_layer_config")
-#: What the rules above cannot know of a family: sizes that have to fit each other.
+#: Sizes of a family that must fit each other, which the tables above do not know.
 _FAMILIES: dict[str, dict[str, Any]] = {
     "zamba": {"attention_hidden_size": 2 * WIDTH, "attention_head_dim": 2 * WIDTH // HEADS},
     "zamba2": {
@@ -130,7 +130,7 @@ _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_sta
 
 
 def tiny_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A configuration of the same class with small sizes; the one given is not changed."""
+    """Return a configuration of the same class with small sizes; `config` is not changed."""
     values = _shrink(config.to_diff_dict() | {"model_type": config.model_type}, config)
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         values["decoder_start_token_id"] = _TOKENS["decoder_start_token_id"]
@@ -138,7 +138,7 @@ def tiny_config(config: PreTrainedConfig) -> PreTrainedConfig:
         values["pad_token_id"] = _TOKENS["pad_token_id"]
     tiny = type(config).from_dict(values)
     if by_block := tiny.to_dict().get("per_layer_config"):
-        # Some families derive other sizes for some of their blocks.
+        # Some families give some of their blocks other sizes.
         sizes = _SIZES | {"num_key_value_heads": HEADS}
         values["per_layer_config"] = {
             block: {name: sizes.get(name, value) if _is_size(value) else value for name, value in entries.items()}
@@ -149,7 +149,7 @@ def tiny_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _shrink(values: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
-    """Sizes of one configuration and of the ones inside it."""
+    """Return the values of a configuration, and of the configurations in it, with small sizes."""
     full = config.to_dict()
     shrunk = {name: value for name, value in values.items() if name not in _DERIVED}
     num_blocks = next((full[name] for name in _BLOCKS if _is_size(full.get(name))), None)
@@ -172,13 +172,13 @@ def _shrink(values: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
         sub_config = getattr(config, name, None) if isinstance(value, dict) else None
         if isinstance(sub_config, PreTrainedConfig):
             shrunk[name] = _shrink(value, sub_config)
-        elif isinstance(value, list) and len(value) == num_blocks:  # one entry a block
+        elif isinstance(value, list) and len(value) == num_blocks:  # one entry per block
             shrunk[name] = _spread(_small(name, value, names), NUM_BLOCKS)
     return shrunk | _FAMILIES.get(config.model_type, {})
 
 
 def _small(name: str, entries: list[Any], sizes: dict[str, int]) -> list[Any]:
-    """Entries of a list with one for each block; sizes such as `num_attention_heads_per_layer` become small."""
+    """A list with one entry per block, made small if it holds sizes, such as `num_attention_heads_per_layer`."""
     size = sizes.get(name.removesuffix("_per_layer"))
     return entries if size is None else [size] * len(entries)
 
@@ -188,7 +188,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _fewer_key_value_heads(values: dict[str, Any], name: str) -> int:
-    """Keep grouped-query and multi-query attention what they are."""
+    """A small number of key-value heads that keeps multi-head, grouped-query or multi-query attention as it is."""
     heads = values.get("num_attention_heads") or values.get("n_head") or HEADS
     if values[name] == 1:
         return 1
@@ -196,6 +196,6 @@ def _fewer_key_value_heads(values: dict[str, Any], name: str) -> int:
 
 
 def _spread(kinds: list[Any], count: int) -> list[Any]:
-    """`count` entries that alternate between the kinds, in the order in which these first appear."""
+    """`count` entries that cycle through the distinct entries of `kinds`, in the order of their first appearance."""
     distinct = [kind for i, kind in enumerate(kinds) if kind not in kinds[:i]]
     return [distinct[i % len(distinct)] for i in range(count)]

@@ -1,4 +1,4 @@
-"""Configurations of T(L, H, A) for users of the API, and how many parameters a configuration's model has."""
+"""Configurations of T(L, H, A) for users of the API, and the number of parameters of a configuration's model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAPER_SIZES = {
     "T(32, 16384, 32)": 3_000_000_000,
     "T(64, 16384, 32)": 6_000_000_000,
 }
-"""The sizes of GPipe's translation models, and their parameters as the paper rounds them (arXiv 1811.06965, s. 5)."""
+"""GPipe's translation models -> their number of parameters as the paper rounds it (arXiv 1811.06965, section 5)."""
 
 
 def transformer_config(size: str, *, model_type: str = "t5", **fields: Any) -> PreTrainedConfig:
@@ -31,7 +31,7 @@ def transformer_config(size: str, *, model_type: str = "t5", **fields: Any) -> P
             `decoder_start_token_id` is the padding token's unless it is given, as in pretrained T5 models.
 
     Raises:
-        RecipeError: a size that does not parse, another family, or a field that the size decides.
+        RecipeError: the size does not parse, the family is another one, or the size decides one of the fields.
     """
     values = with_transformer({"model_type": model_type, **fields}, size, name="the size", prefix="")
     config = AutoConfig.for_model(**values)
@@ -41,9 +41,9 @@ def transformer_config(size: str, *, model_type: str = "t5", **fields: Any) -> P
 
 
 def body_parameters(config: PreTrainedConfig) -> int:
-    """Parameters in the matrices of attention and feed-forward layers: no embeddings, head, norms, biases, or tables.
+    """Number of parameters in the matrices of attention and feed-forward layers, counted on the meta device.
 
-    Counted on the model itself, on the meta device: no memory is used.
+    Embeddings, the head, norms, biases and tables do not count.
     """
     model = build_skeleton(config, torch.float32)
     tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
@@ -53,5 +53,5 @@ def body_parameters(config: PreTrainedConfig) -> int:
 
 
 def total_parameters(config: PreTrainedConfig) -> int:
-    """All parameters of the model, a tied one once; counted on the meta device."""
+    """Number of parameters of the model, a tied one once, counted on the meta device."""
     return sum(p.numel() for p in build_skeleton(config, torch.float32).parameters())

@@ -1,8 +1,8 @@
-"""The whole Hugging Face model over the tensors that a pipeline trains: `Pipeline.model`.
+"""The whole Hugging Face model with the tensors that a pipeline trains: `Pipeline.model`.
 
-It is a model of the library's own class, built on the meta device. The parameters of this process's stages are put
-into it, so they have no copy that could become old; the parameters of other processes stay on meta. Each parameter is
-real in one process, also a tied one.
+It is a model of the library's own class, built on the meta device. The parameters of this process's stages are put into
+it and not copied, so they are always current. The parameters of other processes stay on meta. Each parameter is real in
+one process, also a tied one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hf_gpipe.errors import UserError
 
 _GIVE = "change the model before it is given to the Pipeline or the trainer"
 
-#: Methods of a model that would change what is trained behind the pipeline's back, and what to do instead.
+#: Methods that raise an error, because the pipeline would not notice what they change -> what to do instead.
 REFUSED = {
     "push_to_hub": "use push_to_hub of the trainer, or save_pretrained and huggingface_hub",
     "resize_token_embeddings": _GIVE,
@@ -40,7 +40,7 @@ REFUSED = {
 
 
 class Owner(Protocol):
-    """The pipeline behind a whole model."""
+    """The pipeline that a whole model belongs to."""
 
     adapter: Adapter
     peft: PeftAdapter | None
@@ -57,16 +57,16 @@ class Owner(Protocol):
 
 
 class _Whole:
-    """Mixed into the class of the model: what goes through the pipeline, and what is refused."""
+    """Mixed into the class of the model: sends calls to the pipeline, or raises an error for them."""
 
     _owner: Owner
-    #: The tensors that `refresh` has put in, and the names of all parameters.
+    #: The tensors that `refresh` has inserted, and the names of all parameters.
     _placed: dict[str, nn.Parameter]
     _names: frozenset[str]
 
     @property
     def generation_config(self) -> GenerationConfig | None:
-        """The pipeline's: a change holds for evaluation and is saved."""
+        """The pipeline's generation configuration: a change also applies to evaluation and is saved."""
         config: GenerationConfig | None = self._owner.adapter.reference.generation_config
         return config
 
@@ -76,34 +76,34 @@ class _Whole:
 
     @property
     def device(self) -> torch.device:
-        """Where the first stage of this process is."""
+        """The device of this process's first stage."""
         return next(iter(self._owner.models.values())).device
 
     def generate(self, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:
-        """`Pipeline.generate`: every process calls it."""
+        """Call `Pipeline.generate`; every process must call it."""
         given = {"input_ids": inputs, "generation_config": generation_config}
         return self._owner.generate(**{name: value for name, value in given.items() if value is not None}, **kwargs)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> None:
-        """`Pipeline.save_pretrained`: every process calls it."""
+        """Call `Pipeline.save_pretrained`; every process must call it."""
         if asked := [name for name, value in options.items() if (name, value) != ("safe_serialization", True)]:
             raise UserError(f"save_pretrained: {asked[0]} is not supported by a pipeline's model; leave it out")
         self._owner.save_pretrained(save_directory)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Behind `to`, `half` and their kin, which may ask for what is there already."""
+        """Raise UserError where `to`, `half` or a similar method would change a parameter."""
         for name, parameter in self._placed.items():
             with torch.no_grad():
                 changes = fn(parameter) is not parameter
             if changes:
                 raise UserError(
-                    f"the model of a pipeline stays where it is and as it is: {name} is {parameter.dtype} on "
+                    f"the model of a pipeline cannot change its device or type: {name} is {parameter.dtype} on "
                     f"{parameter.device}; {_GIVE}"
                 )
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreTrainedModel:
-        """A plain model that belongs to no pipeline."""
+        """Return a plain model that does not belong to a pipeline."""
         cls = type(self).__mro__[2]
         plain: Any = object.__new__(cls)
         plain.__dict__.update({name: value for name, value in vars(self).items() if name not in _OWN_STATE})
@@ -116,11 +116,11 @@ _OWN_STATE = ("_owner", "_placed", "_names", "generation_config")
 
 
 def whole_model(owner: Owner, is_trainable: Mapping[str, bool]) -> PreTrainedModel:
-    """The whole model over the tensors of this process's stages; see `Pipeline.model`.
+    """Return the whole model with the tensors of this process's stages; see `Pipeline.model`.
 
     Args:
         owner: the pipeline.
-        is_trainable: of every process's parameters, by name.
+        is_trainable: whether each parameter of the whole model is trainable, by name.
     """
     adapter = owner.adapter
     model = adapter.skeleton()
@@ -129,7 +129,7 @@ def whole_model(owner: Owner, is_trainable: Mapping[str, bool]) -> PreTrainedMod
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_trainable[name])
     _place_buffers(model, owner.models)
-    # One configuration: a change to it is saved.
+    # The same object, so that a change to it is saved.
     model.config = adapter.reference.config
     cls = type(model)
     methods: dict[str, Any] = {name: _refusal(cls, name) for name in REFUSED if hasattr(cls, name)}
@@ -145,9 +145,9 @@ def whole_model(owner: Owner, is_trainable: Mapping[str, bool]) -> PreTrainedMod
 
 
 def refresh(model: PreTrainedModel) -> None:
-    """Let a whole model have the present tensors of its pipeline.
+    """Insert the current tensors of its pipeline into a whole model.
 
-    Raises UserError where somebody else has replaced or added one: it would not be trained.
+    Raises UserError where a parameter was replaced or added from outside: it would not be trained.
     """
     placed: dict[str, nn.Parameter] = model._placed
     ties, own = model._owner.adapter.ties, dict(model._owner.named_parameters())
@@ -165,7 +165,7 @@ def refresh(model: PreTrainedModel) -> None:
 
 
 def _place_buffers(model: PreTrainedModel, stages: Mapping[int, StageModel]) -> None:
-    """Let the model have the stages' buffers; one that is saved comes from the stage that it belongs to."""
+    """Insert the stages' buffers into the model; a persistent one from the stage that it belongs to."""
     known: dict[str, torch.Tensor] = {}
     for stage in stages.values():
         real = {name: tensor for name, tensor in stage.model.named_buffers() if not tensor.is_meta}
@@ -177,7 +177,7 @@ def _place_buffers(model: PreTrainedModel, stages: Mapping[int, StageModel]) -> 
 
 
 def _forward_of(cls: type[PreTrainedModel]) -> Callable[..., Any]:
-    """The class's own forward, where all of the model is in one place."""
+    """The class's own forward; raises UserError unless one process has the whole model on one device."""
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Weights in and out in Hub format, and the state from which a training resumes."""
+"""Load and save weights in Hub format, and the state from which a training resumes."""

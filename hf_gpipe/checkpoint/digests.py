@@ -1,13 +1,12 @@
-"""Digests of everything in a checkpoint or a saved model, by which a changed file is found before it is used.
+"""Digests of all files of a checkpoint or a saved model, to find a changed file before it is used.
 
     hf_gpipe_digests.json
         digest  of the rest of this file
-        step    the number of updates that a checkpoint was written after; null in a model that was saved alone
+        step    the number of updates before the checkpoint was written; null for a model that was saved alone
         files   {"config.json": digest, "model.safetensors": {"header": digest, "tensors": {name: digest}}, ...}
 
-Every tensor has a digest of its own, so a process that reads its stage's tensors checks these and no others. A
-directory without this file is used as it is; files that it does not name may lie beside it. The digests find
-accidents, not forgery.
+Every tensor has its own digest, so a process checks only its stage's tensors. A directory without this file is used as
+it is, and may have files that are not named in it. The digests detect accidents, not forgery.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from hf_gpipe.errors import CheckpointError
 DIGESTS_FILE = "hf_gpipe_digests.json"
 FORMAT = 1
 _TENSORS = ".safetensors"
-#: Of a checkpoint, what is not part of the model; an upload of the model leaves it out.
+#: Files of a checkpoint that are not part of the model; an upload of the model does not have them.
 _TRAINING = ("training_state/", "trainer_state.json")
-#: Small enough for the processor's cache: the digest of a block costs little once it is read.
+#: Fits into the processor's cache, so the digest of a block that was just read costs little.
 _BLOCK_BYTES = 1 << 19
-#: As many as transformers reads weights with; reading and digests leave Python's lock to the others.
+#: As many as transformers uses to read weights. Reading and digests release Python's lock.
 _NUM_THREADS = 4
 
 Entry: TypeAlias = str | dict[str, Any]
-"""A file's digest, or those of a safetensors file's header and tensors."""
+"""The digest of a file, or the digests of the header and the tensors of a safetensors file."""
 
 
 class Part(NamedTuple):
-    """Bytes of a file that have a digest of their own."""
+    """A part of a file that has its own digest."""
 
     file: str
     tensor: str | None
@@ -52,7 +51,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Digests:
-    """What the files of a directory were when they were written.
+    """The digests that the files of a directory had when they were written.
 
     Attributes:
         directory: where they are.
@@ -66,7 +65,7 @@ class Digests:
 
     @classmethod
     def read(cls, directory: Path) -> Digests | None:
-        """The digests of a directory; None where it has none.
+        """Read the digests of a directory; None if it has none.
 
         Raises:
             CheckpointError: the file of digests is itself damaged.
@@ -85,13 +84,13 @@ class Digests:
         if content.get("format") != FORMAT:
             raise CheckpointError(f"{path} has format {content.get('format')!r}; this version reads format {FORMAT}")
         for file in content["files"]:
-            # A name from a checkpoint of unknown origin must not lead out of it.
+            # The checkpoint may be of unknown origin: a name must not lead out of it.
             if Path(file).is_absolute() or ".." in Path(file).parts:
                 raise CheckpointError(f"{path} names {file!r}, which is outside of its directory")
         return cls(directory, content["step"], content["files"])
 
     def parts(self, file: str, wanted: Callable[[str], bool] | None = None) -> list[Part]:
-        """The parts of a file that are to be checked; the header of a safetensors file is checked here.
+        """The parts of a file that are to be checked. The header of a safetensors file is checked at once.
 
         Args:
             file: its name.
@@ -126,7 +125,7 @@ class Digests:
         ]
 
     def check(self, parts: Iterable[Part]) -> None:
-        """Read parts of files. Raises CheckpointError where one is not what was written."""
+        """Check parts of files. Raises CheckpointError for a part that has changed."""
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
             for _ in pool.map(self._check_part, parts):
                 pass
@@ -142,12 +141,12 @@ class Digests:
             raise CheckpointError(f"{path} is damaged: {what} has another digest than {DIGESTS_FILE} says")
 
     def check_share(self, share: int, num_shares: int) -> None:
-        """Check one of `num_shares` shares of all bytes, about equal. Raises CheckpointError for what is damaged."""
+        """Check one of `num_shares` about equal shares of all bytes. Raises CheckpointError for a damaged part."""
         parts = [part for file in self.files for part in self.parts(file)]
         total, before = sum(part.size for part in parts), 0
         mine = []
         for part in parts:
-            # Empty parts may stand at the very end.
+            # The minimum is for empty parts at the very end.
             if min(before * num_shares // max(total, 1), num_shares - 1) == share:
                 mine.append(part)
             before += part.size
@@ -155,10 +154,10 @@ class Digests:
 
 
 def check_model_files(directory: Path) -> None:
-    """Check the files of a saved model but its tensors: configurations, tokenizer, code, index.
+    """Check the files of a saved model except its tensors: configurations, tokenizer, code, index.
 
     Raises:
-        CheckpointError: one of them is missing or is not what was written.
+        CheckpointError: one of them is missing or has changed.
     """
     with advising():
         digests = Digests.read(directory)
@@ -169,7 +168,7 @@ def check_model_files(directory: Path) -> None:
 
 @contextmanager
 def advising() -> Iterator[None]:
-    """Context manager that adds to an error about a model's files what a user can do about it."""
+    """Context manager that adds to an error about a model's files what the user can do."""
     try:
         yield
     except CheckpointError as error:
@@ -181,9 +180,9 @@ def advising() -> Iterator[None]:
 
 @contextmanager
 def updated(directory: Path, step: int | None = None) -> Iterator[dict[str, Entry]]:
-    """Context manager around changes of a directory's files; gives the entries of its files, to be changed with them.
+    """Context manager for changes of a directory's files; yields the entries of the files, to be changed with them.
 
-    Meanwhile the directory has no digests, so a crash leaves files that can be used, and none that seem damaged.
+    Until its end the directory has no digests, so after a crash the files can be used and do not seem damaged.
     """
     try:
         digests = Digests.read(directory)
@@ -227,16 +226,16 @@ def _first_line(rest: bytes) -> bytes:
 
 
 def _read_header(path: Path) -> bytes:
-    """The length and the header of a safetensors file, or less where the file is shorter."""
+    """The length and the header of a safetensors file; fewer bytes if the file is shorter."""
     with path.open("rb") as file:
         length = file.read(8)
-        # A damaged length must not become a request for memory.
+        # A damaged length must not allocate more memory than the file has bytes.
         size = min(int.from_bytes(length, "little"), os.fstat(file.fileno()).st_size)
         return length + file.read(size)
 
 
 def _digest_of(path: Path, start: int, size: int) -> str:
-    """The digest of a run of bytes; of those that are there, where the file is shorter."""
+    """The digest of `size` bytes from `start`; of fewer bytes if the file is shorter."""
     state, block = xxhash.xxh3_128(), memoryview(bytearray(min(size, _BLOCK_BYTES)))
     with path.open("rb", buffering=0) as file:
         file.seek(start)

@@ -1,4 +1,4 @@
-"""The checkpoint directories of a run: `checkpoint-N` appears whole, disappears whole, and is resumed from if whole."""
+"""The checkpoint directories of a run, `checkpoint-N`: written and deleted as a whole, and used only if undamaged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LEFTOVER = re.compile(r"\.(checkpoint-\d+)\.(tmp|old|gone)(-\w+)?")
 
 
 def checkpoint_path(output_dir: Path, step: int) -> Path:
-    """Where the checkpoint after `step` updates is."""
+    """Path of the checkpoint after `step` updates."""
     return output_dir / f"checkpoint-{step}"
 
 
@@ -48,13 +48,12 @@ def checkpoints(output_dir: Path) -> list[Path]:
 
 
 def last_checkpoint(output_dir: Path, topology: Topology) -> Path | None:
-    """The newest checkpoint from which a training can resume, each of its bytes checked. Every process calls it.
+    """Return the newest undamaged checkpoint, every byte of it checked. Every process must call it.
 
-    A newer one that is damaged is named in a warning and left alone. A directory that holds a model alone is passed
-    over.
+    A newer one that is damaged is named in a warning and stays. A directory that has only a model is skipped.
 
     Raises:
-        CheckpointError: on every process, where there are checkpoints and all of them are damaged.
+        CheckpointError: on every process, if there are checkpoints and all of them are damaged.
     """
     problems: list[str] = []
     for path in topology.gather_objects(list(reversed(checkpoints(output_dir))))[0]:
@@ -69,17 +68,17 @@ def last_checkpoint(output_dir: Path, topology: Topology) -> Path | None:
         return path
     if problems:
         raise CheckpointError(
-            f"no checkpoint in {output_dir} is whole ({problems[0]}); put a copy of one there, or move all of them "
-            "away to begin anew"
+            f"every checkpoint in {output_dir} is damaged ({problems[0]}); put a copy of one there, or move all of "
+            "them away to start from the beginning"
         )
     return None
 
 
 def check_whole(checkpoint: Path, topology: Topology) -> None:
-    """Check every byte of a checkpoint; every process calls it, and reads its share.
+    """Check every byte of a checkpoint. Every process must call it, and checks its share.
 
     Raises:
-        CheckpointError: on every process, where the checkpoint is damaged or no training can resume from it.
+        CheckpointError: on every process, if the checkpoint is damaged or no training can resume from it.
     """
     problem = _find_damage(checkpoint, topology)
     if problem:
@@ -87,7 +86,7 @@ def check_whole(checkpoint: Path, topology: Topology) -> None:
 
 
 def _find_damage(checkpoint: Path, topology: Topology) -> str:
-    """Why no training can resume from a checkpoint, the same in every process; empty where one can."""
+    """Why no training can resume from a checkpoint, the same in every process; empty if one can."""
     problem, is_checked = "", True
     try:
         digests = _digests_of(checkpoint)
@@ -100,12 +99,12 @@ def _find_damage(checkpoint: Path, topology: Topology) -> str:
         problem = str(error)
     found = next((problem for problem in topology.gather_objects(problem) if problem), "")
     if not found and not is_checked and topology.is_main:
-        logger.warning("%s has no digests, for an older version wrote it: its content is not checked", checkpoint)
+        logger.warning("%s was written by an older version, without digests: its content is not checked", checkpoint)
     return found
 
 
 def _digests_of(checkpoint: Path) -> Digests | None:
-    """The digests of a checkpoint; None in an old one. Raises CheckpointError where they are lost or of another one."""
+    """The digests of a checkpoint; None for one without. Raises CheckpointError if they are lost or another one's."""
     digests = Digests.read(checkpoint)
     if digests is None:
         if read_state(checkpoint).has_digests:
@@ -115,12 +114,12 @@ def _digests_of(checkpoint: Path) -> Digests | None:
     if name and digests.step is not None and digests.step != int(name[1]):
         raise CheckpointError(f"{checkpoint} holds the checkpoint of step {digests.step}; rename it to match")
     if f"{FOLDER}/{STATE_FILE}" not in digests.files:
-        read_state(checkpoint)  # which says that there is none
+        read_state(checkpoint)  # raises the error that there is none
     return digests
 
 
 def _is_model_alone(path: Path) -> bool:
-    """Whether a directory has no state of a training, nor lost one."""
+    """Whether a directory has a model without the state of a training, and has not lost such a state."""
     if has_state(path):
         return False
     try:
@@ -132,12 +131,12 @@ def _is_model_alone(path: Path) -> bool:
 
 @contextmanager
 def written_whole(final: Path, topology: Topology) -> Iterator[Path]:
-    """A new directory for all processes to write into; it takes its name once every one of them is done.
+    """Context manager for a new directory that all processes write into; it is renamed to `final` at the end.
 
-    Killed before, it leaves nothing under the name `final` that was not there already.
+    If a process is killed before that, `final` is as it was.
 
     Raises:
-        CheckpointError: on every process, where one of them cannot write.
+        CheckpointError: on every process, if one of them cannot write.
     """
     temporary = final.with_name(f".{final.name}.tmp")
 
@@ -155,16 +154,16 @@ def written_whole(final: Path, topology: Topology) -> Iterator[Path]:
         yield temporary
         write_on_main(final, topology, publish)
     except BaseException:
-        # A disk that is full has room again.
+        # Frees the space on a full disk.
         if topology.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
 def rotate(output_dir: Path, limit: int | None, keep: Collection[Path] = ()) -> None:
-    """Delete the oldest checkpoints but `limit`. Runs in the main process.
+    """Delete the oldest checkpoints, so that at most `limit` remain. Runs in the main process.
 
-    The newest one, the newest one that a training can resume from, and those in `keep` always stay.
+    The newest one, the newest one that a training can resume from, and those in `keep` always remain.
     """
     found = checkpoints(output_dir)
     if limit is None or limit < 1 or len(found) <= limit:
@@ -180,10 +179,10 @@ def rotate(output_dir: Path, limit: int | None, keep: Collection[Path] = ()) -> 
 
 
 def tidy(output_dir: Path) -> None:
-    """Make an output directory ready for a run: clean up after one that was killed. Runs in the main process.
+    """Clean up an output directory after a run that was killed. Runs in the main process.
 
     Raises:
-        CheckpointError: something that is not a directory has the name of a checkpoint, so none could be saved there.
+        CheckpointError: a file has the name of a checkpoint, so none could be saved under it.
     """
     entries = list(output_dir.iterdir()) if output_dir.is_dir() else []
     for path in entries:
@@ -202,7 +201,7 @@ def tidy(output_dir: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint or what is left of one. Of a link only the link goes."""
+    """Delete a checkpoint or the remains of one. Of a link only the link is deleted."""
     if path.is_symlink() or path.is_file():
         path.unlink(missing_ok=True)
     else:
@@ -210,10 +209,10 @@ def remove(path: Path) -> None:
 
 
 def check_shared(output_dir: Path, topology: Topology) -> None:
-    """Find out whether all processes write into one and the same directory; every process calls it.
+    """Check that all processes write into the same directory. Every process must call it.
 
     Raises:
-        CheckpointError: on every process, where one of them cannot write, or does not see what another one has written.
+        CheckpointError: on every process, if one of them cannot write, or does not see a file of another one.
     """
     token = topology.gather_objects(uuid4().hex)[0]
     files = [output_dir / f".seen-by-all-{token}-{rank}" for rank in range(topology.num_processes)]
@@ -238,7 +237,7 @@ def check_shared(output_dir: Path, topology: Topology) -> None:
 
 
 def _appears(file: Path) -> bool:
-    """Whether a file is there; a network file system may show it a little later."""
+    """Whether a file exists; waits for a network file system to show it."""
     deadline = time.monotonic() + _APPEARS_SECONDS
     while not file.exists():
         if time.monotonic() > deadline:
@@ -248,7 +247,7 @@ def _appears(file: Path) -> bool:
 
 
 def _is_complete(checkpoint: Path) -> bool:
-    """Whether a training could resume from this directory, as far as one sees without reading all of it."""
+    """Whether a training could resume from this directory, as far as can be seen without reading all of it."""
     try:
         _digests_of(checkpoint)
         _check_files(checkpoint)
@@ -258,7 +257,7 @@ def _is_complete(checkpoint: Path) -> bool:
 
 
 def _check_files(checkpoint: Path) -> None:
-    """Raise CheckpointError where a file is missing or cut short; the header of its tensors says how long it is."""
+    """Raise CheckpointError if a file is missing or shorter than the header of its tensors says."""
     state = read_state(checkpoint)
     for file in [*_weights(checkpoint), *(f"{FOLDER}/{file}" for file in state.optimizer["files"])]:
         try:
@@ -279,7 +278,7 @@ def _weights(checkpoint: Path) -> list[str]:
 
 
 def _sync(*paths: Path) -> None:
-    """Have the system write files to disk: a rename must not survive a power cut that the files do not."""
+    """Write files to disk: after a power cut there must not be a new name without the files' content."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -1,8 +1,8 @@
-"""Weights of a stage: initialised, taken from a model in memory, read from and written to Hub format.
+"""Weights of a stage: initialise them, take them from a model in memory, read and write them in Hub format.
 
-This is the only file that calls transformers' private loading functions. They run on the stage's own model, whose
-foreign layers are stubs, so only the stage's tensors are ever read into memory, and the library's key conversions
-apply unchanged.
+This is the only file that calls transformers' private loading functions. They run on the stage's own model, in
+which the layers of other stages are stubs. So only the stage's tensors are read into memory, and the library's
+conversions of keys apply unchanged.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from hf_gpipe.errors import CheckpointError
 class _SeededByName(TorchDispatchMode):
     """Seeds the generator before each random fill of a parameter from (seed, the parameter's name).
 
-    Whatever order a family initialises in, and whichever parameters are in memory on this stage, each of them gets
-    the same values. A draw into a tensor that is no parameter continues from the seed before it.
+    So a parameter gets the same values in any order of initialisation, and on any stage. A random fill of a tensor that
+    is not a parameter continues from the previous seed.
     """
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
@@ -51,7 +51,7 @@ class _SeededByName(TorchDispatchMode):
 
     @cached_property
     def _names(self) -> dict[int, str]:
-        """Names by address; asked for at the first fill, when every tensor has its memory."""
+        """Names by address; computed at the first fill, when every tensor has its memory."""
         named = [*self._model.named_parameters(), *self._model.named_buffers()]
         return {t.untyped_storage().data_ptr(): name for name, t in named if t.device.type != "meta"}
 
@@ -67,10 +67,10 @@ class _SeededByName(TorchDispatchMode):
 
 
 def initialise(stage: StageModel, device: torch.device, seed: int) -> None:
-    """Give a stage its initial weights; they depend on (seed, parameter's name) and on nothing else."""
+    """Initialise the weights of a stage. They depend on (seed, parameter's name) and on nothing else."""
     model = stage.model
     _forget_initialisation(model)
-    # Memory comes with new parameters, all of them trainable; Marian's table of positions, for one, is not.
+    # Getting memory makes every parameter trainable; some are not, such as Marian's table of positions.
     frozen = [name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
     model._move_missing_keys_from_meta_to_device(set(model.state_dict()), {"": device}, None, None)
     state = default_generator(device).get_state()
@@ -83,10 +83,10 @@ def initialise(stage: StageModel, device: torch.device, seed: int) -> None:
 
 
 def take(stage: StageModel, source: PreTrainedModel, device: torch.device) -> None:
-    """Give a stage the weights of a model in memory. On the same device they are shared, not copied."""
+    """Give a stage the weights of a model in memory. On the same device they are shared and not copied."""
     model = stage.model
     tensors = {**dict(source.named_parameters(remove_duplicate=False)), **dict(source.named_buffers())}
-    # By the source's parameter: what is tied there stays tied on another device.
+    # By the source's parameter, so that tied parameters stay tied on another device.
     parameters: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for name in [*model.state_dict(), *(name for name, _ in model.named_non_persistent_buffers())]:
         if name not in tensors:
@@ -108,20 +108,20 @@ def take(stage: StageModel, source: PreTrainedModel, device: torch.device) -> No
 def load(stage: StageModel, path: str | os.PathLike[str], device: torch.device, seed: int) -> None:
     """Read a stage's weights from a Hub directory or id: lazily, only the stage's own tensors.
 
-    Raises CheckpointError where the files are missing, damaged, do not fit the model or lack a parameter of this stage.
+    Raises CheckpointError if the files are missing, damaged, do not fit the model or lack a parameter of this stage.
     """
     _read(stage, path, device, seed)
     if device.type == "cpu":
-        # The library maps the files; weights that training changes must not hang on a file that may be replaced.
+        # The library maps the files into memory. Weights must not depend on a file that may be replaced.
         for tensor in {id(t): t for t in stage.model.state_dict(keep_vars=True).values()}.values():
             tensor.data = tensor.data.clone()
 
 
 def reload(stage: StageModel, path: str | os.PathLike[str], seed: int) -> None:
-    """Replace the weights of a sealed stage by those of a Hub directory or id, in place; raises as `load` does.
+    """Replace the weights of a sealed stage by those of a Hub directory or id, in place. Raises errors like `load`.
 
     The files are mapped and copied tensor by tensor, so there is no second copy of the stage in memory. Only tensors
-    that the library converts, to another type or to fused experts, are made first.
+    that the library converts, to another type or to fused experts, need memory of their own.
     """
     mapped = StageModel(stage.adapter, stage.start, stage.stop)
     _read(mapped, path, torch.device("cpu"), seed)
@@ -133,7 +133,7 @@ def reload(stage: StageModel, path: str | os.PathLike[str], seed: int) -> None:
 
 
 def _read(stage: StageModel, path: str | os.PathLike[str], device: torch.device, seed: int) -> None:
-    """`load`, but that on the CPU the tensors are the mapped files."""
+    """Like `load`, but on the CPU the tensors are the mapped files."""
     model = stage.model
     is_own = _own_keys(model)
     files = _fetch(path, is_own)
@@ -172,9 +172,9 @@ def add_peft(stage: StageModel, peft: PeftAdapter, device: torch.device, seed: i
 
 
 def _fetch(path: str | os.PathLike[str], is_own: Callable[[str], bool]) -> list[Path]:
-    """The safetensors files of a Hub directory or id that hold own tensors; of an id only those are downloaded.
+    """The safetensors files of a Hub directory or id that have this stage's tensors; only those are downloaded.
 
-    Raises CheckpointError where there are none or the index names a file outside of the directory.
+    Raises CheckpointError if there are none or the index names a file outside of the directory.
     """
     try:
         single = cached_file(str(path), SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
@@ -195,7 +195,7 @@ def _fetch(path: str | os.PathLike[str], is_own: Callable[[str], bool]) -> list[
 
 
 def _check(directory: Path, files: Sequence[Path], is_own: Callable[[str], bool]) -> None:
-    """Check what is about to be read of a directory with digests: headers and own tensors. Raises CheckpointError."""
+    """Check the headers and own tensors of files by their digests, if there are. Raises CheckpointError for damage."""
     with advising():
         digests = Digests.read(directory)
         if digests is not None:
@@ -205,7 +205,7 @@ def _check(directory: Path, files: Sequence[Path], is_own: Callable[[str], bool]
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor of a sharded checkpoint, a name in the index's own directory. Raises CheckpointError."""
+    """Read an index: tensor name -> name of a file in the same directory. Raises CheckpointError if it is invalid."""
     try:
         content = json.loads(index.read_text())
     except ValueError as error:
@@ -220,9 +220,9 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 
 def _own_keys(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Whether a checkpoint's key, after the library's renamings and conversions, is a tensor of this stage."""
+    """Return a function: whether a checkpoint's key, after the library's conversions, is a tensor of this stage."""
     state = model.state_dict()
-    # A mapping of its own: entries remember that they were used, and saving reverts those.
+    # A new mapping: entries record that they were used, and saving reverts the used ones.
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -235,7 +235,7 @@ def _own_keys(model: PreTrainedModel) -> Callable[[str], bool]:
 
 
 def shard_tensors(stage: StageModel, owned: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The tensors that a stage writes: those it owns, under the names and in the form of the Hub format."""
+    """The tensors that a stage writes, those it owns, with the names and in the form of the Hub format."""
     model = stage.model
     ignored = set(model._keys_to_ignore_on_save or ())
     tensors = {**stage.parameters, **stage.buffers}
@@ -244,14 +244,14 @@ def shard_tensors(stage: StageModel, owned: Sequence[str]) -> dict[str, torch.Te
 
 
 def _forget_initialisation(model: PreTrainedModel) -> None:
-    """Building on the meta device marks modules as initialised although nothing was filled."""
+    """Remove the marks "initialised", which building on the meta device sets although nothing was filled."""
     for module in model.modules():
         module._is_hf_initialized = False
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the loading report, which lists the other stages' tensors as unexpected."""
+    """Context manager that turns off the loading report, which lists other stages' tensors as unexpected."""
     verbosity = transformers_logging.get_verbosity()
     shows_progress = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""PEFT adapters in and out, in PEFT's own format: one file of tensors and `adapter_config.json`."""
+"""Load and save PEFT adapters in PEFT's own format: one file of tensors and `adapter_config.json`."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def save_adapters(
     topology: Topology,
     peft: PeftAdapter,
 ) -> None:
-    """Write the adapters of all stages into one file, and digests; all processes call this, the main one writes.
+    """Write the adapters of all stages into one file, and digests. Every process must call it; the main one writes.
 
-    The tensors are gathered: PEFT knows no sharded adapters, and they are small.
+    The tensors are gathered, because PEFT has no sharded adapters; they are small.
 
-    Raises CheckpointError, on every process, where the main one cannot write into the directory.
+    Raises CheckpointError, on every process, if the main one cannot write into the directory.
     """
     topology.from_main(lambda: make_directory(directory))
     mine: dict[str, torch.Tensor] = {}
@@ -60,7 +60,7 @@ def save_adapters(
 def load_adapters(directory: Path, models: Mapping[int, StageModel], peft: PeftAdapter) -> None:
     """Copy saved adapters into the stages' adapters, in place.
 
-    Raises CheckpointError where the file is missing, damaged or lacks one of a stage's tensors.
+    Raises CheckpointError if the file is missing or damaged, or lacks one of a stage's tensors.
     """
     file = directory / WEIGHTS_NAME
     names = {name for model in models.values() for name in peft.tensors(model.model, dict(model.parameters))}
@@ -72,7 +72,7 @@ def load_adapters(directory: Path, models: Mapping[int, StageModel], peft: PeftA
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read the adapters in {file}: {error}") from error
     for model in models.values():
-        # The tensors keep their memory under PEFT's names, so copying into them fills the stage.
+        # The tensors under PEFT's names share memory with the stage's, so copying into them fills the stage.
         for name, tensor in peft.tensors(model.model, {n: p.detach() for n, p in model.parameters.items()}).items():
             if name not in saved:
                 raise CheckpointError(f"{file} lacks {name!r}, which the model's adapter has")

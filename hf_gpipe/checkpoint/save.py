@@ -1,4 +1,4 @@
-"""Saving a model in Hub format from all processes, so that a crash leaves the old checkpoint or the new one."""
+"""Save a model in Hub format from all processes; a crash leaves the old checkpoint or the new one."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from hf_gpipe.checkpoint.together import write_on_main, write_together
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.runtime.topology import Topology
 
-#: The names of transformers' shards and of this module's. Other files called model-something belong to the user.
+#: File names of shards, written by transformers or by this module. Other files named model-... belong to the user.
 _SHARD = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
 
 
 class _Shard(NamedTuple):
-    """What a process tells the others of a file that it has written."""
+    """Sizes and digests of a file that a process has written, sent to the other processes."""
 
     sizes: dict[str, tuple[int, int]]
     """The numbers of elements and of bytes of each tensor."""
@@ -37,19 +37,19 @@ class _Shard(NamedTuple):
 def save_model(
     directory: Path, models: Mapping[int, StageModel], owner_stage: Mapping[str, int], topology: Topology
 ) -> None:
-    """Write one safetensors shard a stage, the index, the configurations, and the digests of all of these.
+    """Write one safetensors shard per stage, the index, the configurations, and the digests of all of these.
 
-    The shards get names that were not there before; the file that makes them the checkpoint, the index or the single
-    `model.safetensors`, is put in place last, and only then are older shards removed.
+    The shards get new names. The file that makes them the checkpoint, the index or the single `model.safetensors`, is
+    written last, and then older shards are deleted.
 
     Args:
-        directory: where to; made if needed, other files in it stay.
+        directory: where to write; created if needed, other files in it stay.
         models: the stages of this process, by number.
         owner_stage: for each parameter of the whole model, the stage that writes it.
-        topology: the processes; all of them call this.
+        topology: the processes; every one must call this function.
 
     Raises:
-        CheckpointError: on every process, where one of them cannot write into the directory.
+        CheckpointError: on every process, if one of them cannot write into the directory.
     """
     num_stages = topology.placement.num_stages
     topology.from_main(lambda: make_directory(directory))
@@ -85,13 +85,13 @@ def save_model(
 
 
 def write_files(directory: Path, write: Callable[[Path], Any]) -> dict[str, Entry]:
-    """Have small files written into a directory aside, and move each of them into place.
+    """Write small files into a temporary directory, and then move each of them into `directory`.
 
-    A crash leaves no file cut short.
+    After a crash no file is incomplete.
 
     Args:
-        directory: where the files are to be.
-        write: writes them into the directory that it is given.
+        directory: where the files go.
+        write: writes the files into the directory that it gets.
 
     Returns:
         The entry of each file, by its name relative to `directory`.
@@ -111,7 +111,7 @@ def write_files(directory: Path, write: Callable[[Path], Any]) -> dict[str, Entr
 
 
 def make_directory(directory: Path) -> None:
-    """Make a directory to write into. Raises CheckpointError where that is not possible."""
+    """Create a directory to write into. Raises CheckpointError if it cannot be created or written into."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         probe = directory / f".write-test-{os.getpid()}"
@@ -123,7 +123,7 @@ def make_directory(directory: Path) -> None:
 
 
 def replace_directory(temporary: Path, final: Path) -> None:
-    """Rename a complete new directory into place; what was there before disappears only afterwards."""
+    """Rename a complete new directory to `final`; an older directory of that name is deleted afterwards."""
     if final.exists():
         old = final.with_name(f".{final.name}.old-{uuid4().hex[:8]}")
         final.rename(old)
@@ -145,14 +145,14 @@ def _shard_name(stage: int, num_stages: int, tag: str) -> str:
 
 
 def _publish(directory: Path, shards: Mapping[str, _Shard], model: StageModel, entries: dict[str, Entry]) -> None:
-    """Make the written shards the directory's checkpoint, and note the digests; runs in the main process."""
+    """Make the written shards the directory's checkpoint and add their digests. Runs in the main process."""
     reference = model.adapter.reference
     reference.config.architectures = [type(reference).__name__]
     reference.config.dtype = str(model.adapter.dtype).removeprefix("torch.")
 
     def write_configuration(folder: Path) -> None:
         if reference.is_remote_code():
-            # The model's own Python code goes with it, as in its own save_pretrained.
+            # The model's own Python code is saved with it, as save_pretrained does.
             custom_object_save(reference, folder, config=reference.config)
         reference.config.save_pretrained(folder)
         if reference.can_generate():

@@ -1,11 +1,11 @@
-"""The state from which a training resumes: the optimizer's, keyed by parameter name, and everything else as JSON.
+"""The state from which a training resumes: that of the optimizer by parameter name, and everything else as JSON.
 
     checkpoint-N/training_state/
-        state.json                             optimizer's class and options, scheduler, counters, place in the data
-        optimizer-00001-of-00002.safetensors   one file a stage: "model.norm.weight/exp_avg" ...
+        state.json                             optimizer's class and options, scheduler, counters, position in the data
+        optimizer-00001-of-00002.safetensors   one file per stage: "model.norm.weight/exp_avg" ...
 
-Names are the Hugging Face parameter names, so the state of K stages loads on any other number of them. Nothing is
-unpickled: a checkpoint of unknown origin can do no more than be wrong.
+Names are the Hugging Face parameter names, so the state of K stages can be loaded on any other number of stages.
+Nothing is unpickled, so a checkpoint of unknown origin cannot run code.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def save_state(
     run: RunState,
     topology: Topology,
 ) -> dict[str, Entry]:
-    """Write the state of a training into a checkpoint's directory. Every process calls it.
+    """Write the state of a training into a checkpoint's directory. Every process must call it.
 
     Args:
         checkpoint: an existing directory, the same for all processes.
@@ -79,11 +79,11 @@ def save_state(
         topology: the processes.
 
     Returns:
-        The digests of what all processes have written, by file; that of the state in JSON is right in the main process.
+        The digests of the files that all processes have written; that of state.json is valid in the main process only.
 
     Raises:
-        CheckpointError: a value of the optimizer or the scheduler that has no JSON form; on every process, where one
-            of them cannot write.
+        CheckpointError: a value of the optimizer or the scheduler has no JSON form; or, on every process, one of them
+            cannot write.
     """
     folder = checkpoint / FOLDER
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
@@ -129,7 +129,7 @@ def save_state(
         temporary.write_text(text)
         temporary.replace(folder / STATE_FILE)
 
-    # Last, since a directory with this file is complete.
+    # Written last: a directory with this file is complete.
     write_on_main(checkpoint, topology, publish)
     files[STATE_FILE] = digests.digest(text.encode())
     return {f"{FOLDER}/{file}": entry for file, entry in files.items()}
@@ -141,7 +141,7 @@ def load_state(
     optimizer: torch.optim.Optimizer,
     scheduler: Scheduler | None,
 ) -> None:
-    """Give an optimizer and its scheduler the state of a checkpoint, whatever number of stages it was written with.
+    """Load the state of a checkpoint, written with any number of stages, into an optimizer and its scheduler.
 
     Args:
         checkpoint: a directory that `save_state` wrote into.
@@ -150,7 +150,8 @@ def load_state(
         scheduler: of this optimizer, if any.
 
     Raises:
-        CheckpointError: no state, another class of optimizer or number of groups, or a file that is missing or broken.
+        CheckpointError: there is no state, it has another class of optimizer or number of groups, or a file is missing
+            or damaged.
     """
     content = read_state(checkpoint)
     saved = content.optimizer
@@ -190,17 +191,17 @@ def load_state(
 
 
 def _check_scheduler(scheduler: Scheduler, saved: Mapping[str, Any]) -> None:
-    """A scheduler takes any name for an attribute of its own. Raises ValueError for one that it does not have."""
+    """Raise ValueError for a saved name that the scheduler does not have; its own loading takes any name."""
     for name in saved:
         if name not in scheduler.state_dict():
             raise ValueError(f"the scheduler has no {name!r}")
 
 
 def read_state(checkpoint: Path) -> SavedState:
-    """The content of a checkpoint's state.json, whose values have the types that `save_state` writes.
+    """The content of a checkpoint's state.json, with the types of its values checked.
 
     Raises:
-        CheckpointError: there is none, it cannot be read, or it is something else.
+        CheckpointError: there is none, it cannot be read, or it has other content.
     """
     path = checkpoint / FOLDER / STATE_FILE
     try:
@@ -229,9 +230,9 @@ def read_state(checkpoint: Path) -> SavedState:
         if not isinstance(value, expected):
             raise CheckpointError(f"{path}: {name} is a {type(value).__name__}, expected a {expected.__name__}")
     for file in values["files"]:
-        # A name from a checkpoint of unknown origin must not lead out of it.
+        # The checkpoint may be of unknown origin: a name must not lead out of it.
         if not isinstance(file, str) or not _FILE.fullmatch(file):
-            raise CheckpointError(f"{path}: optimizer.files names {file!r}, which is no file of a training's state")
+            raise CheckpointError(f"{path}: optimizer.files names {file!r}, which is not a file of a training's state")
     for group in (*values["groups"], *values["values"].values()):
         if not isinstance(group, dict):
             raise CheckpointError(f"{path}: the optimizer's groups and values must be mappings, found {group!r}")
@@ -255,7 +256,7 @@ def _read_slots(checkpoint: Path, files: list[str], names: set[str]) -> dict[str
                     name, _, slot = key.rpartition("/")
                     if name in names:
                         slots.setdefault(name, {})[slot] = tensors.get_tensor(key)
-        except Exception as error:  # safetensors raises a class of its own that is no OSError
+        except Exception as error:  # safetensors raises its own class, which is not an OSError
             raise CheckpointError(f"{folder / file} cannot be read: {error}") from error
     return slots
 
@@ -265,7 +266,7 @@ def _class_name(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _json(value: Any, what: str) -> Any:
-    """`value` made of what JSON gives back unchanged, but for tuples, which become lists."""
+    """Return `value` in a form that JSON restores unchanged, except that tuples become lists."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
@@ -276,5 +277,5 @@ def _json(value: Any, what: str) -> Any:
 
 
 def _like(current: Any, saved: Any) -> Any:
-    """A saved option in the type that the optimizer has for it: JSON knows no tuples."""
+    """Return a saved option in the type that the optimizer has for it, because JSON has no tuples."""
     return tuple(saved) if isinstance(current, tuple) and isinstance(saved, list) else saved

@@ -1,4 +1,4 @@
-"""Writing in all processes: what fails in one of them, as on a full disk, is told in all of them."""
+"""Write in all processes: an error in one of them, such as a full disk, is raised in all of them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Value = TypeVar("Value")
 
 
 def write_together(directory: Path, topology: Topology, write: Callable[[], Value]) -> list[Value]:
-    """Call `write` in every process, and wait until all of them are done.
+    """Call `write` in this process and wait for the others. Every process must call it.
 
     Args:
-        directory: where it writes to, for the message.
+        directory: where `write` writes to, for the error message.
         topology: the processes.
         write: returns a small value.
 
     Returns:
-        What each process's call returned, in order of rank.
+        The values that `write` returned in the processes, in order of rank.
 
     Raises:
-        CheckpointError: on every process, where one of them cannot write.
+        CheckpointError: on every process, if one of them cannot write.
     """
     value, problem = None, ""
     try:
@@ -37,16 +37,16 @@ def write_together(directory: Path, topology: Topology, write: Callable[[], Valu
     for rank, (_, found) in enumerate(outcomes):
         if found:
             raise CheckpointError(
-                f"process {rank} cannot write into {directory}: {found}; what was saved before is as it was: make room "
-                "there, or see to the permissions, and start again"
+                f"process {rank} cannot write into {directory}: {found}; earlier checkpoints are unchanged; make room "
+                "there, or correct the permissions, and start again"
             )
     return [value for value, _ in outcomes]  # type: ignore[misc]  # without a problem, there is a value
 
 
 def write_on_main(directory: Path, topology: Topology, write: Callable[[], None]) -> None:
-    """Call `write` in the main process, after all of them have come here.
+    """Call `write` in the main process, once every process has called this function.
 
-    Raises CheckpointError, on every process, where the main one cannot write into `directory`.
+    Raises CheckpointError, on every process, if the main one cannot write into `directory`.
     """
     topology.barrier()
     write_together(directory, topology, write if topology.is_main else _nothing)

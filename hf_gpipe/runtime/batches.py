@@ -1,4 +1,4 @@
-"""One loader a pipeline: the main process reads the mini-batches, every process gets them ahead of use.
+"""One data loader per pipeline: the main process reads the mini-batches and sends them to all, ahead of use.
 
 A random collator or a network stream is read once and so cannot differ between stages. Mini-batches travel as bytes
 in safetensors form, from which every process computes the shapes that it will receive.
@@ -20,7 +20,7 @@ Batches = Sequence[Batch]
 
 
 def pack(batches: Batches) -> torch.Tensor:
-    """Mini-batches as one tensor of bytes. Raises DataError for an entry that is not a tensor."""
+    """Serialise mini-batches into one tensor of bytes. Raises DataError for an entry that is not a tensor."""
     tensors = {}
     for number, batch in enumerate(batches):
         for name, value in batch.items():
@@ -28,13 +28,13 @@ def pack(batches: Batches) -> torch.Tensor:
                 raise DataError(
                     f"mini-batch entry {name!r} is a {type(value).__name__}; only tensors can be trained on"
                 )
-            # A copy: safetensors refuses entries that share memory, as labels that are the ids do.
+            # A copy: safetensors raises an error for entries that share memory, such as labels that are the ids.
             tensors[f"{number}.{name}"] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
     return torch.frombuffer(bytearray(safetensors.torch.save(tensors)), dtype=torch.uint8)
 
 
 def unpack(data: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    """The mini-batches that `pack` made bytes of."""
+    """Restore the mini-batches that `pack` serialised."""
     batches: dict[int, dict[str, torch.Tensor]] = {}
     for key, tensor in safetensors.torch.load(data.numpy().tobytes()).items():
         number, _, name = key.partition(".")
@@ -59,7 +59,7 @@ def shared_stream(source: Iterator[Batches] | None, topology: Topology) -> Itera
         topology: the processes.
 
     Raises:
-        PeerError: where reading `source` failed in the main process; there the error itself is raised.
+        PeerError: reading `source` failed in the main process, which raises the error itself.
     """
     if topology.num_processes == 1:
         assert source is not None
@@ -75,7 +75,7 @@ def shared_stream(source: Iterator[Batches] | None, topology: Topology) -> Itera
 
 
 class _Message:
-    """Mini-batches on their way."""
+    """Mini-batches that are being sent."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self._data = data

@@ -1,7 +1,7 @@
 """One direction of an edge between two neighbouring stages: activations go down, gradients come back up.
 
-The executor names the micro-batch and the channel moves its tensors, whether the other stage is in this process or in
-another one. The receiver knows every shape before the message comes, computed from the batch; nothing is negotiated.
+The executor names the micro-batch and the channel sends its tensors, to a stage of this process or of another one. The
+receiver computes every shape from the batch before the message arrives, so shapes are not sent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Channel(ABC):
 
     @abstractmethod
     def send(self, micro_batch: int, tensors: Tensors, shapes: Shapes) -> None:
-        """Send without waiting. `shapes` is what the receiver computed; anything else is an error here, at once."""
+        """Send without waiting. Raises an error if the tensors have not `shapes`, which the receiver expects."""
 
     @abstractmethod
     def expect(self, micro_batch: int, shapes: Shapes) -> None:
@@ -36,7 +36,7 @@ class Channel(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until all messages have been sent."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -74,8 +74,8 @@ class LocalChannel(Channel):
 class DeviceChannel(Channel):
     """Between two stages of one process on two CUDA devices.
 
-    A message is copied on streams of its own, so that neither device's computation waits for the copy: it begins when
-    the sender's stream has made the tensors, and the receiver's stream waits for it where it uses them.
+    Messages are copied on separate streams, so that neither device waits for a copy: it starts when the sender's stream
+    has computed the tensors, and the receiver's stream waits for it only before it uses them.
     """
 
     def __init__(self, source: torch.device, target: torch.device) -> None:
@@ -90,7 +90,7 @@ class DeviceChannel(Channel):
         with torch.cuda.stream(arriving), torch.cuda.stream(leaving):
             copies = {name: tensor.to(self._target, non_blocking=True) for name, tensor in tensors.items()}
         for tensor in tensors.values():
-            # Its memory is not used again before the copy is done.
+            # Its memory must not be reused before the copy is done.
             tensor.record_stream(leaving)
         self._messages[micro_batch] = copies, arriving.record_event()
 
@@ -117,7 +117,7 @@ class RemoteChannel(Channel):
 
     Args:
         peer: rank of the other process.
-        tag: number of this channel, which keeps channels between the same two processes apart on gloo.
+        tag: number of this channel, which on gloo separates channels between the same two processes.
         group: the channel's own two-rank communicator on NCCL; None: the default group.
         device: where tensors are received.
         dtype_of: type of a carried tensor by its name.
@@ -145,8 +145,8 @@ class RemoteChannel(Channel):
             if tensor.dtype != self._dtype_of(name):
                 raise HfGpipeError(f"{name!r} is {tensor.dtype}; the other stage expects {self._dtype_of(name)}")
             work = dist.isend(tensor, self._peer, group=self._group, tag=self._tag)
-            assert work is not None, "this process is no end of the channel"
-            # The tensor must live until it has left.
+            assert work is not None, "this process is neither sender nor receiver"
+            # Keep the tensor until it was sent.
             self._sent.append((work, tensor))
 
     def expect(self, micro_batch: int, shapes: Shapes) -> None:
@@ -154,7 +154,7 @@ class RemoteChannel(Channel):
         for name, shape in shapes.items():
             buffer = torch.empty(shape, dtype=self._dtype_of(name), device=self._device)
             work = dist.irecv(buffer, self._peer, group=self._group, tag=self._tag)
-            assert work is not None, "this process is no end of the channel"
+            assert work is not None, "this process is neither sender nor receiver"
             message.append((name, buffer, work))
         self._expected[micro_batch] = message
 
@@ -174,7 +174,7 @@ class RemoteChannel(Channel):
 
 
 def check_shapes(tensors: Tensors, shapes: Shapes) -> None:
-    """Raise where a message is not what its receiver computed."""
+    """Raise an error if a message has not the shapes that its receiver expects."""
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if found != dict(shapes):
         raise HfGpipeError(f"the tensors to send have the shapes {found}; the next stage expects {dict(shapes)}")

@@ -1,4 +1,4 @@
-"""The edges between neighbouring stages, local or remote, as the placement has it."""
+"""The edges between neighbouring stages: in one process, or between two."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Edge:
 
 
 def connect(topology: Topology, dtype_of: Callable[[int, str], torch.dtype]) -> dict[int, Edge]:
-    """The edges at the ends of this process's stages, by the number of the stage before each.
+    """Create the edges of this process's stages, by the number of the stage before each edge.
 
-    Every process of the pipeline calls this: communicators are made together, in one order.
+    Every process must call it, because communicators are created by all processes in the same order.
 
     Args:
         topology: the processes and which stages they hold.
@@ -62,13 +62,13 @@ def _within(source: torch.device, target: torch.device) -> Channel:
 
 
 def _communicator(rank: int, sender: int, receiver: int, device: torch.device) -> dist.ProcessGroup | None:
-    """A communicator of two on NCCL, ready to use; None on gloo, where tags keep the channels apart."""
+    """A communicator of two processes on NCCL, ready to use; None on gloo, where tags separate the channels."""
     if device.type != "cuda":
         return None
     group = Job.current().new_group(sorted((sender, receiver)), backend="nccl")
     if rank in (sender, receiver):
-        # The first message sets the communicator up and waits for its peer. Left to a step, a receive announced ahead
-        # would wait for a peer that waits for this process.
+        # The first message sets the communicator up and waits for the peer. In a step that would be a receive
+        # announced ahead, and each of the two processes could wait for the other.
         token = torch.zeros(1, device=device)
         if rank == sender:
             dist.send(token, receiver, group=group)

@@ -1,8 +1,8 @@
 """The executor: interprets the table of any schedule for the stages of this process.
 
-It knows no schedule by name. For each action it asks the channels for what the action needs, lets the stage do it,
-and hands the result to the channels. Messages are announced a few actions ahead, so they arrive while the process
-computes, and no send is waited for before the end of the step.
+It works the same for every schedule. For each action it receives the message that the action needs, calls the stage,
+and sends the result. Receives are announced a few actions ahead, so messages arrive while the process computes. Sends
+are waited for only at the end of the step.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ MESSAGES_AHEAD = 2
 
 @dataclass
 class StepResult:
-    """What one run of a table gave this process.
+    """The results of one run of a table in this process.
 
     Attributes:
-        outputs: what the last stage returned for each micro-batch, by its number, in the order of the forwards; empty
+        outputs: the outputs of the last stage for each micro-batch, by its number, in the order of the forwards; empty
             in the other processes.
-        times: when each action ran, where that was measured.
+        times: when each action ran, if that was measured.
     """
 
     outputs: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -80,9 +80,9 @@ class Executor:
             schedule: a valid table for these stages and this many micro-batches.
             micro_batches: the same on every process.
             options: of this step.
-            reduce: called at the process's last U with what the run gave so far: completes gradients and loss together
-                with the other processes. The time is that of waiting for them.
-            update: called after it. What it raises is raised as it is.
+            reduce: called at the process's last U with the results so far, to complete gradients and loss together with
+                the other processes. Its time counts as waiting.
+            update: called after `reduce`. Its errors are raised unchanged.
             is_measured: whether to note when each action ran.
 
         Raises:
@@ -127,7 +127,7 @@ class Executor:
                 elif message:
                     self._send(action, message, micro_batches[_index(action)])
                 mark(action, stage.device)
-                # While the process waits for its next message, nothing holds on to the last ones.
+                # Free the tensors before the process waits for its next message.
                 del received, message
             self._flush()
         except Exception as error:
@@ -141,7 +141,7 @@ class Executor:
         return result
 
     def _complete(self, result: StepResult, reduce: Callable[[StepResult], None] | None, timer: Timer | None) -> None:
-        """Before the update: the process has done and sent all its own, and gradients are reduced over processes."""
+        """Before the update: wait until everything was computed and sent, then call `reduce`."""
         self._flush()
         if timer is not None:
             timer.synchronize()
@@ -156,7 +156,7 @@ class Executor:
         received: dict[str, torch.Tensor],
         options: StepOptions,
     ) -> dict[str, torch.Tensor]:
-        """Do F, R or B; returns what it gives the neighbouring stage, and F of the last stage what it found."""
+        """Run F, R or B. Returns the tensors for the neighbouring stage; F of the last stage returns its outputs."""
         stage, index = self._stages[action.stage], micro_batch.index
         if action.kind == ActionKind.RECOMPUTE:
             stage.recompute(index)
@@ -196,7 +196,7 @@ class Executor:
         self._channel(action).expect(micro_batch.index, shapes)
 
     def _flush(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until all messages have been sent."""
         for edge in self._edges.values():
             edge.down.flush()
             edge.up.flush()
@@ -206,7 +206,7 @@ class Executor:
         return {device: [_on_device(one, device) for one in micro_batches] for device in self._devices}
 
     def _reset(self) -> None:
-        """Leave nothing of a failed step behind: its messages and micro-batches would meet the next one's."""
+        """Drop the messages and micro-batches of a failed step, so that the next one does not get them."""
         for stage in self._stages.values():
             stage.reset()
         for edge in self._edges.values():

@@ -1,6 +1,6 @@
-"""What a process says when it fails: one message for a job, from the process that failed first.
+"""Report failures: one message per job, from the process that failed first.
 
-A process that fails only because another one is gone stays silent. Each process notes its failure in the file that
+A process that fails only because another one failed prints nothing. Each process notes its failure in the file that
 torch's launcher names in TORCHELASTIC_ERROR_FILE, from which that launcher, or ours, picks the first.
 """
 
@@ -31,10 +31,10 @@ class Failure:
 
     Attributes:
         message: one line.
-        exit_code: 2 where the user can put it right, else 1.
+        exit_code: 2 if the user can correct it, else 1.
         is_consequence: whether it failed because another process did.
         time: seconds since the epoch, to tell which process failed first.
-        traceback: Python's, for a fault that is nobody's to put right by a recipe; else empty.
+        traceback: Python's, unless the user can correct the failure; then it is empty.
         is_time_limit: whether it waited too long for another process.
     """
 
@@ -47,7 +47,7 @@ class Failure:
 
 
 def describe(error: BaseException) -> Failure:
-    """The failure that an exception is, as one line and with the process where it is a fault of the run."""
+    """Describe an exception as a failure; its message is one line and names the process, unless it is a UserError."""
     is_user_error = isinstance(error, UserError)
     text = " ".join(str(error).split())
     work = Job.current().work
@@ -67,24 +67,26 @@ def describe(error: BaseException) -> Failure:
 
 
 def note(error: BaseException) -> None:
-    """Leave word of a failure at once, where finding more to say about it takes a while: it is older than those of the
-    processes that wait in vain meanwhile. `tell` then replaces the words."""
+    """Write a failure to the error file at once, before a longer search for its cause.
+
+    So it has an earlier time than the failures of processes that wait for this one. `tell` later replaces the message.
+    """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         _write_error_file(Path(path), describe(error))
 
 
 def report(error: BaseException, traceback_file: Path | None = None) -> int:
-    """Say why this process fails, once in the job, and return its exit code.
+    """Print why this process fails, once per job, and return its exit code.
 
     Args:
-        error: what was raised.
+        error: the exception.
         traceback_file: where to put the traceback of a fault; its path is part of the message.
     """
     return tell(describe(error), traceback_file)
 
 
 def tell(failure: Failure, traceback_file: Path | None = None) -> int:
-    """Say why this process fails, once in the job, and return its exit code."""
+    """Print why this process fails, once per job, and return its exit code."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         earlier = read_error_file(Path(path))
         _write_error_file(Path(path), replace(failure, time=earlier.time) if earlier else failure)
@@ -104,7 +106,7 @@ def show(failure: Failure, traceback_file: Path | None = None) -> None:
 
 
 def read_error_file(path: Path) -> Failure | None:
-    """The failure noted in an error file, or None where there is none of this project's."""
+    """The failure in an error file; None if there is none written by this project."""
     try:
         noted = json.loads(path.read_text()).get("hf_gpipe")
     except (OSError, ValueError, AttributeError):
@@ -130,7 +132,7 @@ def _waited(match: re.Match[str]) -> str:
 
 
 def _is_consequence(error: BaseException) -> bool:
-    """Whether an exception, or what caused it, is a lost connection to another process or its word that it failed."""
+    """Whether an exception or its cause is a lost connection to another process, or a message that one failed."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, PeerError | dist.DistError):

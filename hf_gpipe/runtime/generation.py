@@ -1,8 +1,8 @@
 """Generation by transformers' own `generate`, run in lock-step by every process of the pipeline.
 
 Each process runs `generate` on an object of the model's own class without weights. Its forward runs the stages one
-after another, and the logits of the last position come back to every process, so that each of them searches or samples
-the same tokens and none has to tell the others. The encoder runs once; then `generate` itself repeats its output for
+after another, and the logits of the last position come back to every process, so that all of them search or sample the
+same tokens without further messages. The encoder runs once; then `generate` itself repeats its output for
 beams. Nothing is pipelined: a token depends on the one before it, and a stage waits while the others work.
 """
 
@@ -38,7 +38,7 @@ _INSIDE = "asks for tensors from inside the stages, which stay there"
 _OWN_CACHE = "every stage keeps its own cache"
 _COMPILED = "stages are not compiled"
 
-#: Arguments of `generate` that would change its result or end in a hang, and why they cannot be honoured.
+#: Arguments of `generate` that raise an error, with the reason: they would change its result or lead to a hang.
 REFUSED = {
     "assistant_model": _SECOND_MODEL,
     "assistant_early_exit": _SECOND_MODEL,
@@ -65,7 +65,7 @@ REFUSED = {
     "max_time": "processes would stop at different tokens; use max_new_tokens",
     "synced_gpus": "the processes of a pipeline run in lock-step already",
 }
-#: Values of the above that ask for nothing.
+#: Values of these arguments that change nothing.
 _HARMLESS: dict[str, tuple[object, ...]] = {
     "num_beam_groups": (1,),
     "guidance_scale": (1,),
@@ -108,14 +108,14 @@ class Generator:
 
     @torch.no_grad()
     def generate(self, inputs: Mapping[str, Any]) -> Any:
-        """What `GenerationMixin.generate` of the whole model would return, on every process.
+        """Return the result of the whole model's `GenerationMixin.generate`, on every process.
 
         Args:
             inputs: its keyword arguments; those of the main process are used, a streamer only there. Objects among
-                them, such as a logits processor, must decide alike on every process.
+                them, such as a logits processor, must compute the same on every process.
 
         Raises:
-            UserError: on every process, for an argument that is unknown or cannot be honoured.
+            UserError: on every process, if an argument is unknown or not supported.
             StageError: the forward of a stage failed.
         """
         streamer = inputs.get("streamer") if self._topology.is_main else None
@@ -144,7 +144,7 @@ class Generator:
         hidden = outputs.get("encoder_hidden")
         if hidden is None:
             shape = (*input_ids.shape, self._adapter.config.hidden_size)
-            # Any layer after the encoder has it for an input of this type.
+            # Every layer after the encoder receives it in this type.
             dtype = self._adapter.carry_dtype(-1, "encoder_hidden")
             hidden = torch.empty(shape, dtype=dtype, device=self.device)
         return BaseModelOutput(last_hidden_state=self._from_last("encoder", hidden))
@@ -153,7 +153,7 @@ class Generator:
         """The logits of the last position, float32 of (B, 1, V), on every process.
 
         Args:
-            inputs: what `generate` gives the model's forward; ids of (B, T), where T is 1 but for the prompt.
+            inputs: arguments of the model's forward; ids of (B, T), where T is 1 except for the prompt.
         """
         cache = inputs.pop("past_key_values", None)
         ids = inputs["decoder_input_ids" if self._adapter.config.is_encoder_decoder else "input_ids"]
@@ -161,7 +161,7 @@ class Generator:
         if cache is not None:
             cache.advance(ids.shape[1])
         if "logits" in outputs:
-            # As `generate` would do next; so the type of the message is known.
+            # float32, as `generate` would convert them next, so the type of the message is known.
             logits = outputs["logits"][:, -1:].float().contiguous()
         else:
             vocabulary = self._adapter.reference.get_output_embeddings().weight.shape[0]
@@ -171,7 +171,7 @@ class Generator:
     # ------------------------------------------------------------------ the stages
 
     def _run(self, stack: StackName, inputs: Inputs, cache: PipelineCache | None) -> dict[str, torch.Tensor]:
-        """Run this process's stages of one stack; what its last stage returns, where that is here."""
+        """Run this process's stages of one stack; returns the last one's outputs if it is the stack's last."""
         outputs: dict[str, torch.Tensor] = {}
         for number, stage in self._stages.items():
             if not stage.runs(stack):
@@ -205,7 +205,7 @@ class Generator:
         return any(layer.stack == stack and layer.kind == "embedding" for layer in stage.layers)
 
     def _shapes(self, boundary: int, inputs: Inputs) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of what crosses a boundary."""
+        """Names and shapes of the tensors that cross a boundary."""
         shapes = self._adapter.carry_shapes(boundary, inputs)
         keep = inputs.get("logits_to_keep", 0)
         if keep and self._adapter.layers[boundary].kind == "head":
@@ -215,7 +215,7 @@ class Generator:
         return shapes
 
     def _from_last(self, stack: StackName, value: torch.Tensor) -> torch.Tensor:
-        """The value of the process with the stack's last stage, on every process and its first device."""
+        """Broadcast the value of the process with the stack's last stage to the first device of every process."""
         value = value.to(self.device)
         if self._topology.num_processes > 1:
             dist.broadcast(value, src=self._topology.process_of(self._last[stack]))
@@ -224,13 +224,13 @@ class Generator:
     # ------------------------------------------------------------------ arguments
 
     def _checked(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments in a form that travels between processes; raises UserError where they cannot be honoured."""
+        """The arguments in a form that can be sent to other processes. Raises UserError if one is not supported."""
         arguments = {name: value for name, value in inputs.items() if name != "streamer"}
         self._check(arguments)
         return {name: v.cpu() if isinstance(v, torch.Tensor) else v for name, v in arguments.items()}
 
     def _check(self, arguments: Mapping[str, Any]) -> None:
-        """Raise UserError for what would be ignored, go wrong or leave the processes waiting for each other."""
+        """Raise UserError for arguments that would be ignored, give wrong results or lead to a hang."""
         for name, reason in REFUSED.items():
             value = self._setting(arguments, name)
             if value is not None and value is not False and value not in _HARMLESS.get(name, ()):
@@ -261,7 +261,7 @@ class Generator:
         return None
 
     def _share_random_state(self) -> None:
-        """Continue the main process's random numbers on every process: sampling draws alike."""
+        """Use the main process's random state on every process, so that all sample the same tokens."""
         if self._topology.num_processes > 1:
             generator = default_generator(self.device)
             state = generator.get_state()
@@ -280,7 +280,7 @@ def _check_sendable(name: str, value: object) -> None:
 
 
 class _Encoder:
-    """Stands for the model's encoder in `generate`, which reads its forward's signature to choose the arguments."""
+    """Replaces the model's encoder in `generate`, which chooses arguments by the signature of its forward."""
 
     def __init__(self, forward: Callable[..., BaseModelOutput]) -> None:
         self.forward = forward
@@ -290,7 +290,7 @@ class _Encoder:
 
 
 class _LockStep:
-    """Mixed into the model's own class: what `generate` calls goes to the pipeline."""
+    """Mixed into the model's own class: sends the calls of `generate` to the pipeline."""
 
     _pipeline: Generator
 

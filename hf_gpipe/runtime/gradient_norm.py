@@ -11,7 +11,7 @@ from hf_gpipe.runtime.topology import Topology
 
 
 def gradient_norm(parameters: Iterable[torch.nn.Parameter], topology: Topology) -> torch.Tensor:
-    """The 2-norm over all processes, a float64 tensor, the same on each. Every process calls it with its parameters."""
+    """The 2-norm over all processes, a float64 tensor, the same on each. Every process must call it."""
     norms: dict[torch.device, list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -20,7 +20,7 @@ def gradient_norm(parameters: Iterable[torch.nn.Parameter], topology: Topology) 
     squares = sum(
         (torch.stack(ones).square().sum().cpu() for ones in norms.values()), torch.zeros((), dtype=torch.float64)
     )
-    # Summed in one fixed order: the norm does not depend on which process adds what.
+    # Summed in a fixed order, so that every process gets the same norm.
     parts = torch.zeros(topology.num_processes, dtype=torch.float64)
     parts[topology.rank] = squares
     if topology.num_processes > 1:
@@ -31,7 +31,7 @@ def gradient_norm(parameters: Iterable[torch.nn.Parameter], topology: Topology) 
 def _norm(gradient: torch.Tensor) -> torch.Tensor:
     """The 2-norm of one gradient in float64.
 
-    The CPU would first copy all of it to float64, which for an embedding is the peak of a step's memory.
+    On the CPU in pieces: torch would first copy all of it to float64, for an embedding the memory peak of a step.
     """
     if gradient.device.type != "cpu":
         return torch.linalg.vector_norm(gradient, dtype=torch.float64)

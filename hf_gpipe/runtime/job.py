@@ -1,7 +1,7 @@
 """The job that this process is part of: where its processes meet, how long they wait, and a note of its current work.
 
 torch.distributed has one default group and a signal has one handler, so a process is in one job at a time. Its state is
-one object, `Job.current()`; nothing of it stands in other modules.
+one object, `Job.current()`; other modules hold none of it.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Job:
     """State of this process as a member of a job.
 
     Attributes:
-        timeout: how long a process waits for another one; None in a job that `join` did not join: torch's default.
-        work: what this process is doing, in a few words; empty where nothing was noted.
+        timeout: how long a process waits for another one; None: torch's default, if `join` was not called.
+        work: a short description of this process's current work; empty if nothing was noted.
         in_forked_child: functions that a forked child of this process calls first, such as a data loader's worker.
     """
 
@@ -63,7 +63,7 @@ class Job:
 
     @classmethod
     def current(cls) -> Job:
-        """The job of this process; before `join` one with torch's defaults."""
+        """Return the job of this process; before `join` it has torch's defaults."""
         if cls._current is None:
             cls._current = cls()
         return cls._current
@@ -130,7 +130,7 @@ class Job:
     # ------------------------------------------------------------------ current work
 
     def note(self, work: str) -> None:
-        """Note what this process does from now on. It costs one system call of about a microsecond."""
+        """Note the current work of this process. It costs one system call of about a microsecond."""
         self.work = work
         path = os.environ.get(WORK_VARIABLE)
         if path is None:
@@ -142,14 +142,14 @@ class Job:
 
     @contextmanager
     def during(self, work: str) -> Iterator[None]:
-        """Context manager in which this process does `work`. After an exception the note stays, to say where it was."""
+        """Context manager in which this process does `work`. After an exception the note stays, for the report."""
         before = self.work
         self.note(work)
         yield
         self.note(before)
 
     def noting(self, items: Iterator[Item], work: str) -> Iterator[Item]:
-        """Yield the same items; while each of them is read, this process does `work`."""
+        """Yield the same items; `work` is noted while an item is read."""
         end = object()
         while True:
             with self.during(work):
@@ -178,7 +178,7 @@ def read_note(path: Path) -> str:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent is gone: a killed launcher cannot stop it any more."""
+    """End this process when its parent has ended, because a killed launcher cannot stop it."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -189,7 +189,7 @@ def _end_with(parent: int) -> None:
 
 
 def _show_stack_on_demand() -> None:
-    """Let our launcher ask where this process is, also while it is stuck in a call outside of Python."""
+    """Write the stack of this process on STACK_SIGNAL, even while it is stuck in a call outside of Python."""
     if path := os.environ.get(STACK_VARIABLE):
         # Open for as long as the process runs.
         faulthandler.register(STACK_SIGNAL, file=os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), all_threads=False)

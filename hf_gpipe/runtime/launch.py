@@ -1,7 +1,7 @@
 """Start the processes of a job on this machine and wait for their end.
 
-There are no restarts: a pipeline that lost a stage cannot go on, and the next start resumes from the last complete
-checkpoint.
+There are no restarts: a pipeline without one of its stages cannot continue. The next start resumes from the last
+complete checkpoint.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def launch(
     SIGTERM and SIGINT are forwarded to the processes, once; on a second one all of them are killed.
 
     Args:
-        module: must call `Job.join`, and `failures.report` with what it raises.
+        module: must call `Job.join`, and `failures.report` with its errors.
         args: its arguments.
         num_processes: number of processes.
         traceback_file: where to put the traceback of a fault.
@@ -45,8 +45,8 @@ def launch(
 
     Returns:
         The exit code: 0; EXIT_STOPPED where a signal stopped the job and all was saved; that of the process that failed
-        first, 1 where a process was killed by a signal; or 128 and the number of the signal that ended the job without
-        a word. What failed has been printed on stderr.
+        first, 1 where a process was killed by a signal; or 128 plus the number of the signal that ended the job before
+        it saved. The failure has been printed on stderr.
     """
     environment = dict(os.environ) | {LAUNCHER_PID: str(os.getpid())}
     if threads is not None:
@@ -77,5 +77,5 @@ def launch(
 
 
 def start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start a process of a job, in a session of its own: a terminal's signals reach it through the launcher alone."""
+    """Start a process of a job in its own session: a terminal's signals reach it only through the launcher."""
     return subprocess.Popen(command, env=environment, start_new_session=True)

@@ -5,7 +5,7 @@ adds its sum, divided by the number of units of the whole mini-batch. The units 
 
 At a large vocabulary the loss is the peak of the last stage's memory.
 `torch.nn.functional.cross_entropy` keeps the logarithms of all probabilities for backward and makes two more tensors of
-that size there. Here forward turns the probabilities into the gradient where they are, and backward scales it there.
+that size there. Here forward turns the probabilities into the gradient in place, and backward scales it in place.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class TokenLoss:
     """The loss of every target token.
 
     Attributes:
-        label_smoothing: share of the target's probability spread over the vocabulary, as in
+        label_smoothing: share of the target's probability that is spread over the vocabulary, as in
             torch.nn.functional.cross_entropy.
         logit_clipping: the largest magnitude of a logit that the loss sees, as by `logits.clamp(-c, c)` (GPipe,
-            arXiv 1811.06965, section 5); a logit beyond it gets no gradient. None: all are seen as they are.
+            arXiv 1811.06965, section 5); a logit beyond it gets no gradient. None: no clipping.
 
     Raises:
-        UserError: a share that is not at least 0 and below 1, or a magnitude that is not above 0.
+        UserError: `label_smoothing` is not in [0, 1), or `logit_clipping` is not a finite number above 0.
     """
 
     label_smoothing: float = 0.0
@@ -46,12 +46,12 @@ class TokenLoss:
 
     @staticmethod
     def units(targets: torch.Tensor) -> torch.Tensor:
-        """Which of the targets (B, T) are units of the loss, a mask (B, T)."""
+        """Mask (B, T) of the targets (B, T) that are units of the loss."""
         return targets != IGNORED_LABEL
 
     @property
     def unclipped(self) -> TokenLoss:
-        """The same without clipping, for evaluation: what is saved and loaded elsewhere has unclipped logits."""
+        """The same loss without clipping, for evaluation: the saved model does not clip its logits."""
         return replace(self, logit_clipping=None)
 
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""From a mini-batch to micro-batches, and the records that the actions of a micro-batch read."""
+"""Split a mini-batch into micro-batches, and the data that the actions of a micro-batch read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MicroBatch:
 
     Attributes:
         index: its number in the mini-batch, from 0.
-        inputs: what `Adapter.prepare` made of its rows.
+        inputs: its rows, as returned by `Adapter.prepare`.
         seed: its seed for dropout, from (seed, step, index).
         num_units: units of the loss in the whole mini-batch, by which its sum is divided; at least 1.
         num_micro_batches: of the step; an auxiliary loss is the mean over them.
@@ -38,10 +38,10 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What holds for every action of one step.
+    """Options of all actions of one step.
 
     Attributes:
-        loss_scale: what the loss is multiplied by before backward, and the gradients with it.
+        loss_scale: factor of the loss before backward, and so of the gradients.
         on_logits: called on the last stage in evaluation, for each micro-batch.
     """
 
@@ -54,7 +54,7 @@ PLAIN_STEP = StepOptions()
 
 @dataclass(frozen=True)
 class Context:
-    """All that F, R and B of one (stage, micro-batch) read; nothing of it ever changes.
+    """The data that F, R and B of one (stage, micro-batch) read. It never changes.
 
     Attributes:
         micro_batch: the micro-batch, its tensors on the stage's device.
@@ -75,7 +75,7 @@ def split_rows(batch: Batch, num_micro_batches: int) -> list[dict[str, torch.Ten
         num_micro_batches: M.
 
     Raises:
-        DataError: no tensors, no rows, or tensors that differ in their number of rows.
+        DataError: there are no tensors or no rows, or the tensors differ in their number of rows.
     """
     count = _num_parts(batch, num_micro_batches)
     parts = {name: torch.tensor_split(tensor, count) for name, tensor in batch.items()}
@@ -83,7 +83,7 @@ def split_rows(batch: Batch, num_micro_batches: int) -> list[dict[str, torch.Ten
 
 
 def _num_parts(batch: Batch, num_micro_batches: int) -> int:
-    """min(M, n) for a mini-batch of n rows; raises DataError as `split_rows` says."""
+    """min(M, n) for a mini-batch of n rows. Raises DataError like `split_rows`."""
     rows = {name: tensor.shape[0] if tensor.dim() else 0 for name, tensor in batch.items()}
     if len(set(rows.values())) != 1 or not all(rows.values()):
         raise DataError(f"a mini-batch needs tensors with the same number of rows, at least one; found {rows}")
@@ -93,13 +93,13 @@ def _num_parts(batch: Batch, num_micro_batches: int) -> int:
 def split_tokens(batch: Batch, num_micro_batches: int, adapter: Adapter) -> list[dict[str, torch.Tensor]]:
     """Cut a mini-batch as `split_rows` does, but by tokens: rows of similar length together, the longest first.
 
-    Each of the min(M, n) parts is as long as its longest row; the cut is the one whose largest part has the fewest
-    tokens, padding included, so that no micro-batch holds up the pipeline.
+    Each of the min(M, n) parts is as long as its longest row. The sizes minimise the number of tokens, padding
+    included, of the largest part, so that no micro-batch slows the pipeline down.
 
     Args:
         batch: tensors whose first dimension is the row.
         num_micro_batches: M.
-        adapter: says how long a row is.
+        adapter: gives the length of a row.
     """
     count = _num_parts(batch, num_micro_batches)
     lengths = adapter.row_lengths(batch)
@@ -110,13 +110,13 @@ def split_tokens(batch: Batch, num_micro_batches: int, adapter: Adapter) -> list
 
 
 def _even_cut(lengths: Sequence[int], count: int) -> list[int]:
-    """The sizes of `count` non-empty runs of rows, given from long to short, whose largest is the smallest possible.
+    """Cut rows, sorted from long to short, into `count` non-empty parts, and minimise the tokens of the largest part.
 
-    A run's size in tokens is its number of rows times the length of its first one.
+    A part has as many tokens as its number of rows times the length of its first one. Returns the numbers of rows.
     """
 
     def runs(limit: int) -> list[int]:
-        """Runs of at most `limit` tokens, each as long as it may be and leaving a row for each run after it."""
+        """Parts of at most `limit` tokens, each as large as possible, with a row left for each part after it."""
         sizes: list[int] = []
         start = 0
         while start < len(lengths):
@@ -152,7 +152,7 @@ def make_micro_batches(
         length_bucketing: whether a mini-batch is cut by tokens, after its rows have been sorted by length.
 
     Raises:
-        DataError: mini-batches that cannot be cut, or rows that are too long for the model.
+        DataError: a mini-batch cannot be cut, or a row is too long for the model.
     """
     if not batches:
         raise DataError("there is no mini-batch to run on")

@@ -1,4 +1,4 @@
-"""What each stage recomputes, as a user says it, and what that means for the table and for the stage's model."""
+"""Parse the option `recompute` into its parts for the schedule's table and for the stages' models."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ RECOMPUTE_MODES = ("none", "block", "stage")
 
 @dataclass(frozen=True)
 class Recompute:
-    """Recomputation stage by stage.
+    """Recomputation of each stage.
 
     Attributes:
-        of_table: what `hf_gpipe.schedule.build` is told. Only the recomputation of a whole stage is an action.
+        of_table: argument of `hf_gpipe.schedule.build`. Only the recomputation of a whole stage is an action.
         block_stages: stages whose blocks are recomputed inside B, by transformers' own checkpointing.
     """
 
@@ -25,10 +25,10 @@ class Recompute:
 
     @classmethod
     def parse(cls, value: str | Sequence[str | int], num_stages: int) -> Recompute:
-        """From one mode for all stages, or one entry for each.
+        """Parse one mode for all stages, or a list with one entry per stage.
 
         Raises:
-            UserError: an entry is neither a mode nor a number of graphs, or their number is not that of the stages.
+            UserError: an entry is neither a mode nor a number of graphs, or the list has not one entry per stage.
         """
         if isinstance(value, str):
             _check(value)
@@ -36,7 +36,7 @@ class Recompute:
             return cls("stage" if value == "stage" else "none", frozenset(every_stage))
         if len(value) != num_stages:
             raise UserError(
-                f"recompute={list(value)}: {len(value)} entries for num_stages={num_stages}; give one a stage"
+                f"recompute={list(value)}: {len(value)} entries for num_stages={num_stages}; give one per stage"
             )
         limits = tuple(_limit(entry) for entry in value)
         return cls(limits, frozenset(stage for stage, entry in enumerate(value) if entry == "block"))
@@ -46,7 +46,7 @@ def _limit(entry: str | int) -> int | None:
     if isinstance(entry, int) and not isinstance(entry, bool) and entry >= 1:
         return entry
     _check(entry)
-    # One graph alive at a time: recomputed wherever the backward does not follow at once.
+    # One graph at a time: a forward is recomputed unless its backward follows at once.
     return 1 if entry == "stage" else None
 
 

@@ -1,4 +1,4 @@
-"""The signals that ask a job to stop, and what a second one means: the same for its launcher and its processes."""
+"""The signals that ask a job to stop, handled in the same way by its launcher and its processes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import time
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-#: Signals that come within this time are one: a terminal and a scheduler send theirs to every process there is, and a
-#: launcher then forwards its own.
+#: Signals within this time count as one: a terminal or a scheduler sends its signal to every process, and a launcher
+#: forwards its own too.
 SAME_SIGNAL_SECONDS = 1.0
 
 

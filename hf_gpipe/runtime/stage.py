@@ -18,21 +18,21 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class _Graph:
-    """A micro-batch's autograd graph on a stage: the leaves that it starts from, and where backward enters it.
+    """A micro-batch's autograd graph on a stage: its leaves, and the edges at which backward starts.
 
-    Backward needs no output's value, only its place in the graph, so the values go as soon as they are sent.
+    Backward does not need the values of the outputs, so these are freed as soon as they are sent.
     """
 
     inputs: Tensors
     roots: dict[str, GradientEdge]
-    """Of the outputs that depend on a trained parameter. A gradient that comes for another one changes nothing."""
+    """Edges of the outputs that depend on a trained parameter; gradients of other outputs are not used."""
     loss: torch.Tensor | None
-    """On the last stage."""
+    """The loss on the last stage; None on others."""
 
 
 @dataclass
 class _Live:
-    """What is kept of a micro-batch between its actions: the context always, a graph only while one is alive."""
+    """The data kept of a micro-batch between its actions: the context, and the graph while there is one."""
 
     context: Context
     graph: _Graph | None = None
@@ -43,11 +43,11 @@ class Stage:
 
     Args:
         model: the stage's layers.
-        wants_gradient: boundary -> for each tensor that crosses it, whether its gradient is wanted upstream.
-        loss: of the target tokens, in training; evaluation leaves logits unclipped.
+        wants_gradient: boundary -> for each tensor that crosses it, whether an earlier stage needs its gradient.
+        loss: the loss of the target tokens in training; evaluation does not clip logits.
 
     Attributes:
-        trainable_inputs: for each carried tensor that the stage receives, whether its gradient is wanted upstream.
+        trainable_inputs: for each carried tensor that the stage receives, whether an earlier stage needs its gradient.
         trainable_outputs: the same for the tensors that it sends; empty on the last stage.
     """
 
@@ -86,13 +86,13 @@ class Stage:
         return {name: tensor.detach() for name, tensor in outputs.items()}
 
     def recompute(self, micro_batch: int) -> None:
-        """R: run the stage's forward again from what F kept, now with gradients. It needs no gradient yet."""
+        """R: run the stage's forward again from the inputs that F kept, now with a graph. It receives no message."""
         live = self._live[micro_batch]
         with torch.enable_grad():
             live.graph = self._graph(*self._run(live.context))
 
     def backward(self, micro_batch: int, gradients: Mapping[str, torch.Tensor]) -> Tensors:
-        """B: gradients of the outputs in, gradients of the received tensors out; weights accumulate in `.grad`."""
+        """B: from gradients of the outputs return those of the received tensors; parameters add theirs to `.grad`."""
         live = self._live.pop(micro_batch)
         graph, scale = live.graph, live.context.options.loss_scale
         assert graph is not None, "backward of a micro-batch without a graph"
@@ -112,8 +112,8 @@ class Stage:
 
         Returns:
             On the last stage for each row the sums over its targets, "nll" (B,), the negative log-likelihood, and
-            "loss" (B,), which differs where labels are smoothed; their number "num_units" (B,); and where there is one
-            the "auxiliary_loss" () of all rows.
+            "loss" (B,), which differs where labels are smoothed; their number "num_units" (B,); and, if
+            there is one, the "auxiliary_loss" () of all rows.
         """
         with torch.no_grad():
             inputs = context.micro_batch.inputs
@@ -130,19 +130,19 @@ class Stage:
             return {"nll": nll, "loss": loss, "num_units": self.loss.units(targets).sum(dim=1), **outputs}
 
     def input_shapes(self, micro_batch: MicroBatch) -> Shapes:
-        """Names and shapes of what F receives."""
+        """Names and shapes of the tensors that F receives."""
         return self.model.adapter.carry_shapes(self.model.start, micro_batch.inputs)
 
     def output_shapes(self, micro_batch: MicroBatch) -> Shapes:
-        """Names and shapes of what F sends."""
+        """Names and shapes of the tensors that F sends."""
         return self.model.adapter.carry_shapes(self.model.stop, micro_batch.inputs)
 
     def input_gradient_shapes(self, micro_batch: MicroBatch) -> Shapes:
-        """Names and shapes of what B sends: only gradients that something upstream needs."""
+        """Names and shapes of the gradients that B sends: only those that an earlier stage needs."""
         return {n: shape for n, shape in self.input_shapes(micro_batch).items() if self.trainable_inputs[n]}
 
     def output_gradient_shapes(self, micro_batch: MicroBatch) -> Shapes:
-        """Names and shapes of what B receives."""
+        """Names and shapes of the gradients that B receives."""
         return {n: shape for n, shape in self.output_shapes(micro_batch).items() if self.trainable_outputs[n]}
 
     def reset(self) -> None:

@@ -16,9 +16,9 @@ from hf_gpipe.runtime.failures import Failure, read_error_file
 from hf_gpipe.runtime.job import STACK_SIGNAL, STACK_VARIABLE, WORK_VARIABLE, read_note
 from hf_gpipe.runtime.signals import STOP_SIGNALS, StopSignal
 
-#: Seconds that processes get to end when one of them has failed, to find that out and say where they were.
+#: Seconds that the other processes have to notice a failure, report what they were doing, and end.
 GRACE_SECONDS = 4.0
-#: Seconds that processes get to end when one of them has ended well: all leave the job together.
+#: Seconds that the other processes have to end after one has ended without failure: all leave the job together.
 LEAVE_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 
@@ -29,10 +29,10 @@ class Worker:
 
     Attributes:
         rank: its number.
-        process: what `subprocess.Popen` gave.
+        process: the handle of the process.
         folder: where it leaves its notes.
         was_ended: whether the launcher had to kill it.
-        stack: where it was then, as Python shows a traceback.
+        stack: its stack at that time, as a Python traceback.
     """
 
     rank: int
@@ -51,7 +51,7 @@ class Worker:
         return error_file(self.folder, self.rank)
 
     def end(self) -> None:
-        """Kill it, wherever it is stuck, and keep where that was."""
+        """Kill the process and keep the stack at which it was stuck."""
         file = stack_file(self.folder, self.rank)
         if file.exists():
             self.process.send_signal(STACK_SIGNAL)
@@ -71,7 +71,7 @@ def error_file(folder: Path, rank: int) -> Path:
 
 
 def stack_file(folder: Path, rank: int) -> Path:
-    """Where a process writes its stack on STACK_SIGNAL; it is there once the process can."""
+    """Where a process writes its stack on STACK_SIGNAL. The file exists once the process handles the signal."""
     return folder / f"{rank}.stack"
 
 
@@ -99,7 +99,7 @@ def forwarding(stop: StopSignal, workers: Sequence[Worker]) -> Iterator[None]:
 
 
 def wait_for_all(workers: Sequence[Worker], stop: StopSignal, stop_seconds: float) -> None:
-    """Wait for the end of all processes, and see to it that none is left behind once one has ended.
+    """Wait for the end of all processes; kill those that do not end soon after the first one.
 
     Args:
         workers: the processes.
@@ -121,10 +121,10 @@ def wait_for_all(workers: Sequence[Worker], stop: StopSignal, stop_seconds: floa
 
 
 def first_failure(workers: Sequence[Worker]) -> Failure | None:
-    """The failure that made the others; None where every process ended well.
+    """The failure that caused the others; None if no process failed.
 
-    In this order: the first process that failed by itself; one that a signal killed; one that ended without a word;
-    one that did not end with the others; the first that lost its connection.
+    In this order: the first process that failed by itself; one that was killed by a signal; one that ended without a
+    message; one that did not end with the others; the first that lost its connection.
     """
     noted = {worker.rank: failure for worker in workers if (failure := read_error_file(worker.error_file)) is not None}
     causes = [failure for failure in noted.values() if not failure.is_consequence]
@@ -181,13 +181,13 @@ def _without_a_word(worker: Worker) -> str:
 
 
 def _noticed(consequences: Sequence[Failure]) -> str:
-    """Where a process was that lost its connection, which tells what it waited for."""
+    """Text that names the first process that lost its connection and its action."""
     places = [failure.message.partition(":")[0] for failure in consequences]
     return f"; its loss was noticed by {places[0]}" if places else ""
 
 
 def _with_stuck(failure: Failure, stuck: Sequence[Worker]) -> Failure:
-    """A failure completed by the processes that had to be ended: they are what the others waited for."""
+    """Add to a failure the processes that were stuck and had to be killed: the others waited for them."""
     parts, tracebacks = [failure.message], [failure.traceback]
     for worker in stuck:
         work = read_note(work_file(worker.folder, worker.rank))
@@ -197,7 +197,7 @@ def _with_stuck(failure: Failure, stuck: Sequence[Worker]) -> Failure:
 
 
 def _innermost(stack: str) -> str:
-    """The function a stack ends in, in words; empty where there is no stack."""
+    """The innermost function of a stack, as text; empty without a stack."""
     frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', stack)
     if not frames:
         return ""

@@ -1,7 +1,7 @@
 """Parameters that several stages use: one owner, summed gradients, counted once.
 
-On one device of a process the stages share one tensor. Between processes, and between the devices of a process, each
-has a copy: the lowest stage is the owner. At the update the copies' gradients are summed into the owner's, so that
+The stages on one device of a process share one tensor. Each other process or device has a copy, and the lowest stage
+is the owner. At the update the copies' gradients are summed into the owner's, so that
 clipping, the optimizer and checkpoints see the parameter once; before the next step the owner's new value goes to the
 copies.
 """
@@ -21,7 +21,7 @@ from hf_gpipe.runtime.topology import Topology
 
 @dataclass(frozen=True)
 class _Tie:
-    """A parameter with copies in several processes; `parameter` is this process's, that of its lowest stage."""
+    """A parameter with copies in several processes; `parameter` is the one of this process's lowest stage."""
 
     parameter: torch.nn.Parameter
     owner: int
@@ -37,7 +37,7 @@ class _LocalTie:
 
 
 class Ties:
-    """The shared parameters of a pipeline. Every process must create it, since process groups are made together.
+    """The shared parameters of a pipeline. Every process must create it, because all create the process groups.
 
     Args:
         models: the stages of this process, by number.
@@ -72,7 +72,7 @@ class Ties:
                 self._ties.append(_Tie(local[name], owner, groups[ranks]))
 
     def reduce_gradients(self) -> None:
-        """Sum each tie's gradients into its owner's; the other copies have none afterwards."""
+        """Sum the gradients of each tied parameter into its owner's; the copies then have no gradient."""
         for pair in self._local_ties:
             if pair.copy.grad is not None:
                 gradient = pair.copy.grad.to(pair.parameter.device)
@@ -98,10 +98,10 @@ class Ties:
 def share_within_process(
     models: Mapping[int, StageModel],
 ) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-    """Let stages on one device that use the same parameter hold the same tensor, the lowest stage's.
+    """Let the stages on one device share the tensor of a parameter that several use.
 
     Returns:
-        The copies that stay, because they are on other devices: (the lowest stage's parameter, its copy).
+        The copies on other devices: (the lowest stage's parameter, its copy).
     """
     first: dict[str, torch.nn.Parameter] = {}
     on_device: dict[tuple[str, torch.device], torch.nn.Parameter] = {}

@@ -1,7 +1,7 @@
-"""When each action of a step ran, measured without holding the device up.
+"""Measure when each action of a step ran, without making the device wait.
 
-On CUDA an action's times are events in the stream that computes it, read after the step: what they say is when the
-device did the work, not when the host asked for it. Only the step's beginning and end wait for the device.
+On CUDA an action's times are events in the stream that computes it, read after the step: the times at which the device
+did the work, not those at which the host launched it. Only the beginning and the end of a step wait for the device.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ class ActionTime:
 
     action: Action
     start: float
-    """When the process came to the action."""
+    """When the process started the action."""
     end: float
     waiting: float = 0.0
-    """How long, at its beginning, it waited for the action's message."""
+    """How long it waited for the action's message, at the beginning."""
     sending: float = 0.0
-    """How long, at its end, it handed a message over. What the message then travels costs this process nothing."""
+    """How long the call that sends the message took, at the end; the transfer itself is asynchronous."""
 
 
 class Timer:
-    """Notes four moments of each action: come to, message there, computed, message handed over.
+    """Notes four times of each action: started, message received, computed, message sent.
 
     Args:
         devices: where the actions of this process compute.
@@ -46,17 +46,17 @@ class Timer:
                 self._origins[device] = time.perf_counter(), _event(device)
 
     def synchronize(self) -> None:
-        """Wait until the devices have done their work, as an update of several of them does."""
+        """Wait until the devices have done their work."""
         for device in self._origins:
             torch.cuda.synchronize(device)
 
     def mark(self, action: Action, device: torch.device) -> None:
-        """The next moment of an action is now; each has four, in the order above."""
+        """Note the next of the four times of an action: it is now."""
         self._actions.append(action)
         self._moments.append((device, _event(device)) if device.type == "cuda" else time.perf_counter())
 
     def read(self) -> list[ActionTime]:
-        """All actions, once the devices have done their work."""
+        """Wait for the devices, and return the times of all actions."""
         self.synchronize()
         seconds = [self._seconds(moment) for moment in self._moments]
         quarters = zip(self._actions[::4], *(seconds[i::4] for i in range(4)), strict=True)

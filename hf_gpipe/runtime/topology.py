@@ -1,4 +1,4 @@
-"""Which processes there are, which stages each of them holds, and on which device."""
+"""The processes of a pipeline, the stages of each process, and their devices."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hf_gpipe.schedule.actions import Placement
 Value = TypeVar("Value")
 
 DeviceChoice: TypeAlias = torch.device | str | Sequence[str] | None
-"""Where a process computes: a device, several that its stages are spread over, or None for one chosen for it."""
+"""Where a process computes: a device, a list of devices for its stages, or None to choose one."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The place of this process in its pipeline.
+    """The processes of a pipeline, as seen by this process.
 
     Processes are numbered by their rank in torch.distributed; without it there is one process, number 0.
     """
@@ -30,7 +30,7 @@ class Topology:
     num_processes: int
     placement: Placement
     device: torch.device
-    """This process's first device: where what is not a stage's is computed."""
+    """This process's first device, for computations outside of the stages."""
     stage_devices: Mapping[int, torch.device]
     """The device of each of this process's stages."""
 
@@ -64,7 +64,7 @@ class Topology:
         if len(devices) > len(own):
             raise UserError(
                 f"{len(devices)} devices for the {len(own)} stages of process {rank}: {', '.join(map(str, devices))}; "
-                "name at most one a stage"
+                "name at most one per stage"
             )
         stage_devices = {stage: devices[i * len(devices) // len(own)] for i, stage in enumerate(own)}
         topology = cls(rank, num_processes, placement, devices[0], stage_devices)
@@ -88,12 +88,12 @@ class Topology:
         return self.placement.processes[stage]
 
     def barrier(self) -> None:
-        """Wait until every process of the pipeline is here."""
+        """Wait until every process of the pipeline has called this method."""
         if self.num_processes > 1:
             dist.barrier()
 
     def gather_objects(self, value: Value) -> list[Value]:
-        """The small Python value of every process, in order of rank, on every process."""
+        """Gather a small Python value of every process, in order of rank, on every process."""
         if self.num_processes == 1:
             return [value]
         values: list[Any] = [None] * self.num_processes
@@ -101,10 +101,10 @@ class Topology:
         return values
 
     def from_main(self, function: Callable[[], Value]) -> Value:
-        """What `function` returns in the main process, on every process; it runs there only.
+        """Call `function` in the main process only and return its value on every process.
 
         Raises:
-            UserError: on every process, where `function` raises it in the main process.
+            UserError: on every process, if `function` raises it in the main process.
         """
         outcome: Any = None
         if self.is_main:
@@ -130,14 +130,14 @@ def _own_devices(choice: DeviceChoice) -> list[torch.device]:
         )
     share = len(choice) // processes
     first = share * (dist.get_node_local_rank(fallback_rank=0) if dist.is_initialized() else 0)
-    # The last one picked becomes torch's current device, which is to be the first.
+    # `pick_device` sets torch's current device, which must be the first, so that is picked last.
     return [pick_device(name) for name in reversed(choice[first : first + share])][::-1]
 
 
 def pick_device(device: torch.device | str | None) -> torch.device:
     """The device of this process.
 
-    Raises UserError where CUDA is asked for and there is none.
+    Raises UserError if CUDA is asked for and not available.
     """
     if device is None or str(device) == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -149,7 +149,7 @@ def pick_device(device: torch.device | str | None) -> torch.device:
         return chosen
     if not torch.cuda.is_available():
         raise UserError(f"device {str(device)!r} was asked for and torch finds no CUDA device; use device: cpu")
-    if str(chosen) == "cuda":  # without an index: one device a process
+    if str(chosen) == "cuda":  # without an index: one device per process
         local_rank = dist.get_node_local_rank(fallback_rank=0) if dist.is_initialized() else 0
         chosen = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(chosen)

@@ -49,7 +49,7 @@ TOLERANCE = 1e-10
 
 
 def clone(case: str) -> PreTrainedModel:
-    """A tiny model in float64, its every weight random."""
+    """A tiny model in float64 with random weights everywhere."""
     family, changes = VARIANTS.get(case, (case, {}))
     config = default_config(family)
     for name, value in changes.items():
@@ -58,7 +58,7 @@ def clone(case: str) -> PreTrainedModel:
 
 
 def in_stages(model: PreTrainedModel, num_stages: int | None, recompute: str, batch: Batch | None) -> Step:
-    """One step of a pipeline; the gradients of all processes. None: one stage a layer."""
+    """One step of a pipeline; returns the gradients of all processes. None: one stage per layer."""
     num_stages = num_stages or len(Pipeline(model, 1).adapter.layers)
     pipe = Pipeline(model, num_stages, MICRO_BATCHES, recompute=recompute)
     loss = float(pipe.train_step(batch))

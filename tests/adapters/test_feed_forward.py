@@ -55,7 +55,7 @@ def test_initial_weights_do_not_depend_on_the_split(family: str) -> None:
 
 
 def effect(family: str, ending: str) -> float:
-    """How much of the logits of a tiny model changes where its projections of this name are four times, not twice."""
+    """How much the logits of a tiny model change when its projections of this name are multiplied by four, not two."""
     model = exact_clone(default_config(family), torch.float32).eval()
     outputs = [module for name, module in model.named_modules() if name.endswith(f".{ending}")]
     ids = torch.arange(3, 21).view(2, 9)
@@ -71,7 +71,7 @@ def effect(family: str, ending: str) -> float:
 
 @pytest.mark.parametrize("family", sorted(OUTPUT_OF))
 def test_the_projections_of_every_family(family: str) -> None:
-    """Each block has one, it writes to the hidden states, and its scale is not undone by a norm behind it."""
+    """Each block has one such projection, it adds to the hidden states, and no norm after it undoes its scale."""
     adapter = adapter_for(exact_clone(default_config(family), torch.float32).config)
     outputs = feed_forward_outputs(adapter)
     assert list(outputs.values()) == [len(stack.blocks) for stack in adapter.stacks for _ in stack.blocks]
@@ -88,7 +88,7 @@ def test_a_norm_behind_the_projection_would_undo_the_scale() -> None:
 
 
 def test_another_family_is_refused_by_name() -> None:
-    """gemma2 normalises what its feed-forward layers give, which would undo the scale."""
+    """gemma2 normalises the output of its feed-forward layers, which would undo the scale."""
     config = exact_clone(default_config("gemma2"), torch.float32).config
     with pytest.raises(UnsupportedModelError, match=r"depth_scaled_feed_forward: for the family 'gemma2'.*t5"):
         Pipeline(config, 1, device="cpu", depth_scaled_feed_forward=True)

@@ -1,4 +1,4 @@
-"""What a batch may bring: packed sequences, a cache that nobody needs, inputs that are not text."""
+"""Inputs of a batch: packed sequences, a cache that is not needed, inputs that are not text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.adapters.test_families import TOLERANCE, in_stages
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 def test_packed_sequences(family: str) -> None:
-    """Position ids that start again and no mask: the models keep the sequences of a row apart, on every stage."""
+    """Without a mask, position ids that start again separate the sequences of a row, on every stage."""
     model = exact_clone(default_config(family), torch.float64)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 60, (4, 9), generator=generator)

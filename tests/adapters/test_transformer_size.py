@@ -1,4 +1,4 @@
-"""How many parameters the models of GPipe's translation experiments have."""
+"""The number of parameters of the models in GPipe's translation experiments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sizes(text: str) -> tuple[int, int, int]:
 
 @cache
 def counted(text: str) -> tuple[int, int]:
-    """Parameters of the body and of the whole; making the largest models takes a while even without memory."""
+    """Parameters of the body and of the whole model; building the largest takes a while even on the meta device."""
     config = transformer_config(text, d_model=WIDTH, vocab_size=VOCABULARY)
     return body_parameters(config), total_parameters(config)
 

@@ -1,4 +1,4 @@
-"""`Pipeline.model`: the library's model over the very tensors that are trained."""
+"""`Pipeline.model`: the library's model with the tensors that are trained."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_it_is_the_plain_model_over_the_trained_tensors(family: str) -> None:
     trained = dict(pipe.named_parameters())
     assert all(parameter is trained[name] for name, parameter in model.named_parameters())
     batch = padded_batch(plain.config)
-    # After a step, so that a tensor of its own would be another one.
+    # After a step, so that a copy would have other values.
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     run_pipeline(pipe, batch)
     optimizer.step()
@@ -68,7 +68,7 @@ def test_what_would_not_be_trained_is_refused() -> None:
     pipe = Pipeline(tiny_config("llama"), 2)
     model = pipe.model
     assert model.to("cpu").float() is model
-    with pytest.raises(UserError, match="stays where it is"):
+    with pytest.raises(UserError, match="cannot change its device or type"):
         model.half()
     with pytest.raises(UserError, match="resize_token_embeddings"):
         model.resize_token_embeddings(60)

@@ -1,4 +1,4 @@
-"""A checkpoint is whole, or it is refused: no flipped bit, no exchanged, missing or shortened file goes unnoticed."""
+"""A damaged checkpoint raises an error: a flipped bit, an exchanged, a missing or a shortened file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OPTIMIZER = f"{FOLDER}/optimizer-00001-of-00002.safetensors"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder with the checkpoints 2, 4 and 6, which have every kind of file."""
+    """A run's folder with the checkpoints 2, 4 and 6, which have every type of file."""
     folder = tmp_path_factory.mktemp("run")
     made = trainer(folder / "out", **SETTINGS)
     made.processing_class = train_tokenizer(["one two three four", "five six seven"] * 4, 279, folder / "tokenizer")
@@ -46,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def out(run: Path, tmp_path: Path) -> Path:
-    """A copy of the run to spoil."""
+    """A copy of the run that a test may damage."""
     return Path(shutil.copytree(run, tmp_path / "out"))
 
 
@@ -55,7 +55,7 @@ def files_of(checkpoint: Path) -> list[str]:
 
 
 def flip(file: Path, bit: int | None = None) -> None:
-    """Flip one bit, by default in the last byte but one: in a file of tensors that is the last tensor's."""
+    """Flip one bit, by default in the last byte but one, which in a file of tensors is in the last tensor."""
     content = bytearray(file.read_bytes())
     bit = 8 * (len(content) - 2) if bit is None else bit
     content[bit // 8] ^= 1 << bit % 8
@@ -63,7 +63,7 @@ def flip(file: Path, bit: int | None = None) -> None:
 
 
 def make_old(checkpoint: Path) -> None:
-    """Turn a checkpoint into one of a version that wrote no digests."""
+    """Turn a checkpoint into one of an older version, without digests."""
     (checkpoint / DIGESTS_FILE).unlink()
     state = json.loads((checkpoint / FOLDER / STATE_FILE).read_text())
     del state["progress"]["has_digests"]
@@ -162,7 +162,7 @@ def test_missing_and_shortened_files_and_those_of_another_run_are_found(out: Pat
 def test_a_training_goes_on_from_the_newest_whole_checkpoint(
     run: Path, out: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With a shard of step 4 in its place, the checkpoint of step 6 was resumed from, with other losses."""
+    """With a shard of step 4, the checkpoint of step 6 was resumed from, and the losses were wrong."""
     shutil.copy(out / "checkpoint-4" / SHARD, out / "checkpoint-6" / SHARD)
     flip(out / "checkpoint-4" / OPTIMIZER)
     made = trainer(out, **SETTINGS)
@@ -188,7 +188,7 @@ def weights_in(checkpoint: Path) -> dict[str, torch.Tensor]:
 def test_a_training_does_not_begin_anew_where_all_checkpoints_are_damaged(out: Path) -> None:
     for step in (2, 4, 6):
         flip(out / f"checkpoint-{step}" / "trainer_state.json")
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole .*checkpoint-6/trainer_state.json is dam"):
+    with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged .*-6/trainer_state.json is dam"):
         trainer(out, **SETTINGS).train(resume_from_checkpoint=True)
 
 
@@ -220,7 +220,7 @@ def test_a_checkpoint_that_lost_its_digests_is_not_an_old_one(out: Path) -> None
 
 
 def _resume_together(folder: str) -> tuple[list[tuple[str, str | None]], list[str], Path | None]:
-    """What this process reads, what it logs, and where it finds that one can go on."""
+    """The bytes that this process reads, its log, and the checkpoint that it finds."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -314,7 +314,7 @@ def test_weights_that_the_digests_do_not_name_are_refused(model: Path) -> None:
 
 
 def test_a_model_that_is_saved_again_is_whole(model: Path) -> None:
-    """With other stages, over a file that was edited, beside one that was deleted and digests that are damaged."""
+    """Saving with other stages over an edited file, a deleted file and damaged digests."""
     for num_stages, spoilt in [(1, "config.json"), (3, "generation_config.json"), (2, DIGESTS_FILE)]:
         pipe = Pipeline(model, num_stages)
         flip(model / spoilt)
@@ -327,7 +327,7 @@ def test_a_model_that_is_saved_again_is_whole(model: Path) -> None:
 
 
 def test_a_crash_in_a_save_leaves_a_model_that_loads(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The configuration is the new one, the weights are the old ones, and no digest is that of neither."""
+    """The directory has no digests then: its configuration may be new and its weights old."""
     pipe = Pipeline(model, 3)
 
     def crash(path: Path) -> None:
@@ -368,7 +368,7 @@ def test_the_best_model_is_checked_when_it_is_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["dangling link", "link to a file", "file"])
 def test_a_name_that_is_taken_is_an_error_before_the_training(kind: str, tmp_path: Path) -> None:
-    """It was one after it: when the checkpoint would have had to be written."""
+    """The error was raised later, when the checkpoint had to be written."""
     taken = tmp_path / "out" / "checkpoint-4"
     taken.parent.mkdir()
     (tmp_path / "notes.txt").touch()
@@ -409,7 +409,7 @@ def test_leftovers_that_are_links_or_files_go(out: Path, tmp_path: Path) -> None
 
 
 def test_rotation_spares_what_was_just_saved_beside_a_damaged_newer_one(out: Path) -> None:
-    """A training that went on from step 2 saves step 3; only the damaged checkpoint of step 6 was to stay."""
+    """A training that resumed from step 2 saves step 3; only the damaged checkpoint of step 6 would have stayed."""
     for step in (4, 6):
         flip(out / f"checkpoint-{step}" / SHARD)
     settings = SETTINGS | {"save_steps": 3, "max_steps": 4, "save_total_limit": 1}

@@ -211,7 +211,7 @@ def test_saving_over_an_older_checkpoint_leaves_only_the_new_one(tmp_path: Path)
 
 
 def test_files_with_similar_names_stay(tmp_path: Path) -> None:
-    """Every model*.safetensors was taken for an old shard and deleted."""
+    """Every model*.safetensors was treated as an old shard and deleted."""
     own = ["model_ema.safetensors", "model-ema-of-2.safetensors", "model-00001-of-00002.safetensors.bak"]
     for name in own:
         (tmp_path / name).touch()

@@ -1,4 +1,4 @@
-"""Resuming: equal to the last bit, on any number of stages, from checkpoints that are complete or absent."""
+"""Resuming: equal to the last bit, on any number of stages, and only from complete checkpoints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.training.toy import Recorder, Rows, Stream, trainer, weights
 
 
 class CrashError(Exception):
-    """What stands in for the end of a process."""
+    """Replaces the end of a process."""
 
 
 class CrashAt(TrainerCallback):
@@ -54,7 +54,7 @@ class CrashAt(TrainerCallback):
 
 
 def random_noise(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """A collator that draws from torch's generator, as masking does."""
+    """A collator that uses torch's generator, like one for masking."""
     ids = torch.tensor([row["input_ids"][:2] for row in rows])
     return {"input_ids": torch.where(torch.rand(ids.shape) < 0.3, 2, ids), "labels": ids}
 
@@ -200,7 +200,7 @@ def test_values_without_a_json_form_are_refused(tmp_path: Path) -> None:
 
 
 def test_state_round_trip_is_exact(tmp_path: Path) -> None:
-    """State that is a tensor, a Python number or nothing; options that are tuples."""
+    """State that is a tensor, a Python number or empty; options that are tuples."""
     pipe = Pipeline(tiny_config("marian"), 2, 2)
     parameters = dict(pipe.named_parameters())
 
@@ -310,7 +310,7 @@ def test_leftovers_of_a_killed_run_go(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_was_being_replaced_is_resumed_from(tmp_path: Path) -> None:
-    """The training looked for a checkpoint before it gave back the one that was moved aside."""
+    """The training looked for a checkpoint before it renamed the one that was moved aside."""
     trainer(tmp_path, **SAVE).train()
     (tmp_path / "checkpoint-9").rename(tmp_path / ".checkpoint-9.old-0a1b2c3d")
     recorder = Recorder()
@@ -385,7 +385,7 @@ def _save_with_a_full_disk(folder: str, broken_process: int, by_limit: bool) -> 
 
 
 class _LimitFiles(TrainerCallback):
-    """After the first checkpoint, the system refuses to write files of more than a few bytes in one process."""
+    """After the first checkpoint, one process cannot write files of more than a few bytes."""
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
@@ -393,7 +393,7 @@ class _LimitFiles(TrainerCallback):
 
 @pytest.mark.parametrize(("broken_process", "by_limit"), [(0, False), (1, True)])
 def test_a_full_disk_on_one_process_is_told_on_all(broken_process: int, by_limit: bool, tmp_path: Path) -> None:
-    """It was raised on one of them, and the others waited for its part of the checkpoint."""
+    """The error was raised on one process, and the others waited for its part of the checkpoint."""
     messages = run_gloo(_save_with_a_full_disk, 2, str(tmp_path), broken_process, by_limit)
     assert messages[0] == messages[1]
     assert f"process {broken_process} cannot write" in messages[0]
@@ -433,8 +433,8 @@ def test_a_directory_that_processes_do_not_share_is_told(tmp_path: Path) -> None
         (lambda state: state | {"progress": {}}, "no training state that can be read"),
         (lambda state: state | {"optimizer": None}, "optimizer is a NoneType"),
         (lambda state: with_optimizer(state, files="abc"), "optimizer.files is a str"),
-        (lambda state: with_optimizer(state, files=["../../weights.safetensors"]), "which is no file of"),
-        (lambda state: with_optimizer(state, files=[7]), "which is no file of"),
+        (lambda state: with_optimizer(state, files=["../../weights.safetensors"]), "which is not a file of"),
+        (lambda state: with_optimizer(state, files=[7]), "which is not a file of"),
         (lambda state: with_optimizer(state, groups=[1, 2]), "must be mappings"),
         (lambda state: with_optimizer(state, values={"a": 1}), "must be mappings"),
         (lambda state: state | {"scheduler": {"step": 1}}, "has no 'step'"),
@@ -462,7 +462,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def damaged(whole: Path, tmp_path: Path) -> Path:
-    """A checkpoint to spoil, without digests."""
+    """A checkpoint without digests that a test may damage."""
     checkpoint = Path(shutil.copytree(whole / "checkpoint-8", tmp_path / "checkpoint-8"))
     make_old(checkpoint)
     return checkpoint
