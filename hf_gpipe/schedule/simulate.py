@@ -34,7 +34,7 @@ Number = TypeVar("Number", float | Fraction, int)
 
 @dataclass(frozen=True)
 class Costs:
-    """What one micro-batch costs each stage. A scalar holds for all stages (or boundaries), a sequence names each."""
+    """The costs of one micro-batch: one value for all stages (or boundaries), or a sequence with one for each."""
 
     forward_seconds: Seconds | Sequence[Seconds]
     """Of each stage (K values), for one micro-batch, as the next two."""
@@ -52,7 +52,7 @@ class Costs:
 
 
 class Span(NamedTuple):
-    """One action that a process ran: it came to it at `start`, waited, computed, sent, and ended at `end` (seconds)."""
+    """One action that a process ran: it started, waited, computed and sent, between `start` and `end` (seconds)."""
 
     process: int
     action: Action
@@ -61,7 +61,7 @@ class Span(NamedTuple):
     waiting: Seconds = 0
     """The part of the span, at its beginning, in which the process was idle."""
     sending: Seconds = 0
-    """The part of the span, at its end, in which the process handed its message over."""
+    """The part of the span, at its end, in which the process sent its message."""
 
     @property
     def busy(self) -> Seconds:
@@ -81,7 +81,7 @@ class Timeline:
     spans: tuple[Span, ...]
     """Ordered by process, then by start."""
     costs: Costs | None = None
-    """What the bytes are counted with; None where no bytes are known."""
+    """The costs that bytes are counted with; None if no bytes are known."""
 
     @classmethod
     def from_spans(cls, schedule: Schedule, spans: Iterable[Span], costs: Costs | None = None) -> Timeline:
@@ -176,7 +176,7 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Predicts one step of a valid table.
+    """Predict one step of a valid table.
 
     Raises:
         ScheduleError: a sequence of costs that does not fit the stages, a negative cost, or a table that deadlocks.
