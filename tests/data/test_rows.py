@@ -206,7 +206,7 @@ def test_files_that_are_there_are_not_read(folder):
     [
         ({"languages": []}, "languages is empty, and a path, subset or field has {language} in it"),
         ({"languages": ["de"], "language_field": "lang"}, "only one of them can say"),
-        ({"direction": "both", "english": None}, "no field says which side is English"),
+        ({"direction": "both", "english": None}, "no field tells which side is English"),
         ({"streaming": True}, re.escape("counts: {de: 1000, fr: 1000, yo: 1000, ...}")),
         ({"source_field": "nothing"}, r"de\.csv, line 2: no field 'nothing'; the fields found are xx, en, lang"),
     ],
