@@ -1,8 +1,8 @@
-"""Every exception that hf_gpipe raises on purpose.
+"""The exceptions of hf_gpipe.
 
-A `UserError` is something the reader of the message can put right: a recipe, a file, a model we do not
-support. Commands print it as one message, without a traceback, and exit with code 2. A `StageError` is a fault
-of a run and says where in the pipeline it happened; commands exit with code 1.
+A `UserError` is something that the user can correct: a recipe, a file, a model that is not supported. Commands print it
+as one message, without a traceback, and exit with code 2. A `StageError` is a failure of a run and names the place in
+the pipeline; commands exit with code 1.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
-#: Exit codes of a command beside 0: a fault; an error that the user can correct; a signal stopped the training, and all
-#: of it is saved, so that the same command goes on with it (EX_TEMPFAIL of sysexits.h).
+#: Exit codes of a command other than 0: a failure; an error that the user can correct; a signal stopped the training
+#: after a checkpoint was saved, so that the same command resumes it (EX_TEMPFAIL of sysexits.h).
 EXIT_FAILURE, EXIT_USER_ERROR, EXIT_STOPPED = 1, 2, 75
 
 
@@ -32,14 +32,14 @@ class DataError(UserError):
 
 
 class PartitionError(UserError):
-    """A split of the layers that is impossible: names both numbers."""
+    """An impossible split of the layers: names both numbers."""
 
 
 class ScheduleError(UserError):
     """A table that is not a valid schedule: names the action and what it lacks.
 
     Attributes:
-        line: how the line of the table's text begins that is wrong, such as "process 1"; None: no single line is.
+        line: the beginning of the wrong line of the table's text, such as "process 1"; None: it is not a single line.
     """
 
     def __init__(self, message: str, line: str | None = None) -> None:
@@ -56,7 +56,7 @@ class CheckpointError(UserError):
 
 
 class MissingAttributeError(UserError, AttributeError):
-    """Something of transformers that does not exist here; it says what to use instead. `hasattr` gives False."""
+    """An attribute of transformers that does not exist here; the message says what to use. `hasattr` gives False."""
 
 
 class StageError(HfGpipeError):
@@ -64,11 +64,11 @@ class StageError(HfGpipeError):
 
 
 class NonFiniteError(HfGpipeError):
-    """A step whose loss or gradient is infinite or no number, where the training was told to stop; names the step."""
+    """A step's loss or gradient is inf or NaN, and training is set to stop in that case; names the step."""
 
 
 class PeerError(HfGpipeError):
-    """This process cannot go on because another one failed, whose own message says why."""
+    """This process cannot continue because another one failed; the other one's message has the cause."""
 
 
 def nearest(found: str, allowed: Iterable[str]) -> str:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from hf_gpipe.recipe import PipelineConfig
 
 DESCRIPTION = """\
-Says how the model of a recipe would be split, what each stage would hold and need, how long a step would take, and
-whether it fits; where it does not, the smallest change that makes it fit. Nothing is trained and no data is read: every
-row is taken to be as long as data.max_source_tokens and data.max_target_tokens allow.
+Predicts how the model of a recipe is split, the layers and the memory of each stage, how long a step takes, and whether
+it fits; if it does not, the smallest change that makes it fit. Nothing is trained and no data is read: every example is
+assumed to be as long as data.max_source_tokens and data.max_target_tokens allow.
 
 Exit code: 0 it fits, 1 it does not, 2 an error that you can correct.
 """
@@ -117,7 +117,7 @@ def _best(planner: Planner, config: PipelineConfig) -> Plan:
 
 
 def _on_devices(recipe: Recipe, overrides: Sequence[str], devices: int | None) -> Recipe:
-    """The recipe on that many devices, one process on each; a recipe with fewer stages gets one stage a device."""
+    """The recipe on that many devices, one process each; a recipe with fewer stages gets one stage per device."""
     if devices is None:
         return recipe
     pipeline = recipe.pipeline
@@ -176,7 +176,7 @@ def _planner(
 
     recipe = _with_vocabulary(recipe)
     if recipe.model.depth_scaled_feed_forward or recipe.data.kind == "text":
-        # What a run would refuse, and the planner cannot see.
+        # A run would raise these errors; the planner cannot find them.
         checked_adapter(recipe)
     config, training = model_config(recipe, None), recipe.training
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
@@ -247,12 +247,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("recipe", help="the recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a value of the recipe")
-    parser.add_argument("--devices", type=int, help="how many there are, one process on each; default: the recipe's")
-    parser.add_argument("--memory", help="what a process may use, with its unit, as 80GiB")
-    parser.add_argument("--device", help=f"what a process computes on: {', '.join(DEVICES)}")
-    parser.add_argument("--flops", help="a device of another kind: operations a second, as 312TFLOPS")
-    parser.add_argument("--bandwidth", help="and what its memory moves, as 2TB/s")
-    parser.add_argument("--link", help=f"what joins two devices: {', '.join(LINKS)}, or a rate, as 25GB/s")
+    parser.add_argument("--devices", type=int, help="number of devices, one process each; default: the recipe's")
+    parser.add_argument("--memory", help="memory limit of a process, with its unit, such as 80GiB")
+    parser.add_argument("--device", help=f"the device of each process: {', '.join(DEVICES)}")
+    parser.add_argument("--flops", help="for another device: operations per second, such as 312TFLOPS")
+    parser.add_argument("--bandwidth", help="for another device: memory bandwidth, such as 2TB/s")
+    parser.add_argument("--link", help=f"the link between devices: {', '.join(LINKS)}, or a rate, such as 25GB/s")
     parser.add_argument("--profile", action="store_true", help="measure the layers on this machine's device")
     parser.add_argument("--search", action="store_true", help="try other K, M, schedules, recomputation and splits")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -17,13 +17,13 @@ USAGE = """\
 usage: python -m hf_gpipe.train recipe.yaml [key=value ...]
        python -m hf_gpipe.train --help [section]
 
-Trains the model of a recipe over a pipeline, evaluates it, and leaves a checkpoint that plain transformers loads. It
-starts the pipeline's processes on this machine; started by torchrun or `accelerate launch` it joins their job. Started
-again with the same output directory, it goes on from the last checkpoint. On SIGTERM or SIGINT it ends its step, saves,
-and leaves with exit code 75; on a second one it ends at once.
+Trains the model of a recipe as a pipeline, evaluates it, and saves a checkpoint that plain transformers loads. It
+starts the pipeline's processes on this machine; under torchrun or `accelerate launch` it joins their job. Run again
+with the same output directory, it resumes from the last checkpoint. On SIGTERM or SIGINT it finishes its step, saves,
+and exits with code 75; on a second signal it exits at once.
 
-  recipe.yaml     a YAML file; `extends: base.yaml` at its top takes every other value from that file beside it
-  key=value       replaces a value of the recipe; the key has its section, the value is YAML
+  recipe.yaml     a YAML file; with `extends: base.yaml` at its top, that file beside it has all other values
+  key=value       replaces a value of the recipe; the key starts with its section, the value is YAML
   --help section  every key of a section, with what it allows, its default and its meaning
 
 {recipe}
@@ -43,9 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Returns:
-        Its exit code: 0; 1 for a fault; 2 for an error that the user can correct; 75 where SIGTERM or SIGINT stopped
-        the training and all of it is saved, so that the same command goes on; 128 and the number of a signal that
-        ended it without saving.
+        Its exit code: 0; 1 for a failure; 2 for an error that the user can correct; 75 if SIGTERM or SIGINT stopped
+        the training after a checkpoint was saved, so that the same command resumes it; 128 plus the number of a signal
+        that ended it without saving.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     if not args:
@@ -131,7 +131,7 @@ def _check(recipe: Recipe) -> None:
 
     check_files(recipe.data)
     make_directory(Path(recipe.training.output_dir))
-    # An earlier run's fault is not this one's.
+    # It may be left from an earlier run.
     _traceback_file(recipe).unlink(missing_ok=True)
     if recipe.pipeline.device == "cuda" and not torch.cuda.is_available():
         raise RecipeError("pipeline.device is cuda and torch finds no GPU; use auto or cpu")
@@ -142,8 +142,10 @@ def _check(recipe: Recipe) -> None:
 
 
 def _num_processes(recipe: Recipe) -> int:
-    """How many processes share the stages: what the recipe says, or one a stage, at most as many as GPUs where they
-    are used. Raises RecipeError where that cannot be."""
+    """The number of processes that share the stages: that of the recipe, or one per stage, but at most one per GPU.
+
+    Raises RecipeError if the launcher started another number, or there are not enough GPUs.
+    """
     import torch
 
     pipeline = recipe.pipeline
@@ -186,7 +188,7 @@ def _is_launched_here() -> bool:
 
 
 def _be_quiet() -> None:
-    """Leave the terminal to this command's own lines. Before torch and transformers are imported."""
+    """Silence other packages on the terminal. Must be called before torch and transformers are imported."""
     for name, value in {
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TRANSFORMERS_VERBOSITY": "error",

@@ -1,4 +1,4 @@
-"""What the executor itself loses, at depths that this machine cannot compute: K = 2 to 16 processes that wait.
+"""The executor's own overhead, at depths that this machine cannot compute: K = 2 to 16 processes that wait.
 
 Each stage waits instead of computing; tables, executor and messages (gloo) are the real ones. Speed-up is over one
 process that does the work of all without recomputation; the bound of a pipeline with one stage a process is
@@ -66,7 +66,7 @@ NAIVE_MICRO_BATCHES = 8
 
 @dataclass(frozen=True)
 class Target:
-    """What is to be reached at a pace, by every schedule without recomputation and with one stage a process."""
+    """The target at a pace, for every schedule without recomputation and with one stage per process."""
 
     processes: int
     micro_batches: int

@@ -33,7 +33,7 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class Kept:
-    """What the middle stage kept in a step."""
+    """The bytes that the middle stage kept in a step."""
 
     recompute: str
     work: Work

@@ -2,7 +2,7 @@
 
 Every run is in fresh processes with one thread each, and starts when the machine is quiet. Repetitions alternate: each
 takes every case once, every other one in reverse, and ratios are taken within a repetition. All cases of a setting must
-end at the same loss. "twin" is no trainer but two processes that share nothing: what two cores of the machine give.
+end at the same loss. "twin" is not a trainer but two processes that share nothing: what two cores of the machine give.
 
     python scripts/bench_peers.py                      all settings, 5 repetitions, about an hour
     python scripts/bench_peers.py --list

@@ -60,7 +60,7 @@ def work_of(micro_batches: int, quick: bool) -> Work:
 
 def measured(reps: int, quiet_seconds: float, *, quick: bool) -> RowsPerSecond:
     """Every case and every M, in turn."""
-    # Half of one micro-batch is another size: there is no twin of M = 1.
+    # Half of one micro-batch is another size: M = 1 has no twin.
     plan = [(case, m) for m in MICRO_BATCHES for case in (SINGLE, TWIN, *OURS) if case != TWIN or m > 1]
     result: RowsPerSecond = {(case.name, m): [] for case, m in plan}
     if quick:

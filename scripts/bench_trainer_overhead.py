@@ -1,4 +1,4 @@
-"""What `PipelineTrainer` costs beside the step itself: host work outside of `train_step` and the optimizer.
+"""The overhead of `PipelineTrainer` over the step itself: host work outside of `train_step` and the optimizer.
 
     torchrun --nproc-per-node 2 scripts/bench_trainer_overhead.py              the bench model, two processes
     python scripts/bench_trainer_overhead.py --hidden 64 --steps 10            anything smaller, in one process

@@ -131,7 +131,7 @@ WRITES = ("weights", "state", "publish")
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong, where."""
+    """The failure to inject, and where."""
 
     process: int
     phase: str
@@ -184,7 +184,7 @@ def some_faults() -> list[Fault]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a run.
+    """The outcome of a run.
 
     Attributes:
         fault: what was injected.
@@ -361,7 +361,7 @@ def _injected(folder: Path, otherwise: float) -> float:
 
 
 def _wrong_end(fault: Fault, exit_code: int | None, told: list[str], stderr: str) -> list[str]:
-    """What is wrong with the exit code and the message."""
+    """Problems with the exit code and the message."""
     problems = []
     is_stopped = fault.kind == "SIGTERM" and fault.phase != "generation"
     is_user_error = fault.kind == "disk full"
@@ -387,7 +387,7 @@ def _wrong_end(fault: Fault, exit_code: int | None, told: list[str], stderr: str
 def _what_was_lost(
     fault: Fault, words: list[str], folder: Path, output: Path, expected: dict[str, torch.Tensor]
 ) -> list[str]:
-    """What is wrong with the checkpoints and with the run that goes on from them."""
+    """Problems with the checkpoints and with the run that resumes from them."""
     newest = last_checkpoint(output, Topology.discover(1, "cpu"))
     steps = [int(path.name.rpartition("-")[2]) for path in checkpoints(output)]
     before = 0 if fault.phase == "evaluation" else 2

@@ -87,7 +87,7 @@ def _scale(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _results(options: argparse.Namespace, runs: Sequence[Run]) -> Results:
-    """What is finished of the runs; without any, all that the output folder has."""
+    """The finished ones of the runs; without any given, all in the output folder."""
     models = list(dict.fromkeys(run.name for run in runs)) or None
     found = finished_runs(
         options.output, models, options.seeds or ([1] if models and not options.report_only else None)
@@ -125,8 +125,8 @@ def write_report(
 
 
 def _list(runs: Sequence[Run]) -> None:
-    """What would be done, a line a run."""
-    words = {"finished": "is finished", "begun": "was begun", "new": "to be run", "other": "will perhaps be refused"}
+    """The work to be done, one line per run."""
+    words = {"finished": "is finished", "begun": "was begun", "new": "to be run", "other": "may raise an error"}
     for number, run in enumerate(runs, 1):
         progress, detail = run.progress()
         print(f"[{number}/{len(runs)}] {run.title}: {words[progress]}{', ' + detail if detail else ''}")

@@ -137,7 +137,7 @@ def inputs(rows: int) -> PlanInputs:
 
 
 def naive_text(model: Model) -> str:
-    """What Naive-1 with the paper's three layers needs here."""
+    """The memory that Naive-1 with the paper's three layers needs here."""
     settings = PipelineConfig(1, 1, "gpipe", "none").decided(partition=(6,))
     needs: dict[int, Plan] = {}
     for rows in range(1, ROWS + 1):

@@ -57,7 +57,7 @@ def _verdict(name: str) -> str:
 
 
 def _limit(name: str) -> str:
-    """What part of an argument is honoured; empty: all of it."""
+    """The part of an argument that is honoured; empty: all of it."""
     names = {"optimizers": OPTIMIZERS, "bitsandbytes": BITSANDBYTES_OPTIMIZERS}
     return LIMITS.get(name, "").format(**{key: ", ".join(value) for key, value in names.items()})
 

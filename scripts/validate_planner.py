@@ -160,7 +160,7 @@ def tiny(case: Case) -> Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one process of a run saw."""
+    """The measurements of one process of a run."""
 
     parameter_bytes: int
     peak_bytes: int

@@ -81,7 +81,7 @@ def test_a_streamed_run_goes_on_as_if_it_had_not_stopped(recipe, tmp_path, capsy
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["training.max_steps=null"], "data.streaming is true, and a stream has no end; say by training.max_steps"),
+        (["training.max_steps=null"], "data.streaming is true, and a stream has no end; set training.max_steps"),
         (["data.max_examples=5"], "data.max_examples is 5 and data.streaming is true"),
         (["data.kind=cldr"], "data.streaming is true and data.kind is cldr"),
         (["data.counts={de: many, yo: 1}"], "data.counts.de is 'many' (a string); give the number of its pairs"),

@@ -113,7 +113,7 @@ def test_the_planner_plans_with_a_table(tmp_path: Path) -> None:
         ({"num_micro_batches": 4}, "line 4: the table has 3 micro-batches"),
         ({"num_micro_batches": "auto"}, "line 4: the table has 3 micro-batches"),
         ({"accumulation": 2}, "line 4: the table has 3 micro-batches, .* is 6"),
-        ({"recompute": "none"}, "recompute is 'none', and the table 'odd, alone' says by its R"),
+        ({"recompute": "none"}, "recompute is 'none', and the table 'odd, alone' gives the recomputations by its R"),
         ({"recompute": "auto"}, "recompute is 'auto', and the table"),
         (
             {"schedule": "mine.tbl"},

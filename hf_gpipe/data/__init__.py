@@ -1,16 +1,16 @@
 """Corpora, tokenizers, and the mini-batches made of both.
 
-The words: a *row* stands in a file or a data set; a *pair* is a source and its translation, made of a row; an *example*
-is a pair, or a block of text, as token ids. The way from one to the next, in the order of reading:
+The words: a *row* is a record of a file or data set; a *pair* is a source and its translation, made from a row; an
+*example* is a pair, or a block of text, as token ids. The modules, in the order in which data passes through them:
 
     files, formats, hub    which files a path means; rows of files, and of data sets of the Hub
-    sources                parts of a corpus: a language's rows, which can be left and gone on with
+    sources                parts of a corpus: a language's rows, with a state to resume from
     fields, reader, pairs  rows to pairs; splits
     corpus, stream         all pairs at once, memory-mapped; or pairs read while they are trained on
-    cldr/, text            pairs that are made; documents
-    store                  the cache of what was prepared
+    cldr/, text            generated pairs; documents
+    store                  the cache of prepared data
     tokenizer, tokenized   training a tokenizer; pairs to examples
-    sampling, batches      which examples an epoch has, and which of them share a mini-batch
+    sampling, batches      the examples of an epoch, and of each mini-batch
     collate                examples to tensors
 """
 

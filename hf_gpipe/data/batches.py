@@ -1,6 +1,6 @@
-"""Which examples make up which mini-batch: a pure function of the seed and the epoch.
+"""The examples of each mini-batch: a pure function of the seed and the epoch.
 
-Every process and every resumed run can compute the plan for itself and finds the same one.
+So every process and every resumed run computes the same mini-batches.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from itertools import accumulate
 
 from hf_gpipe.data.deterministic import stable_random
 
-# Rows are sorted by length within pools of this many mini-batches: enough that neighbours are about equally long, few
-# enough that an epoch's mini-batches are made of other rows than the last one's.
+# Examples are sorted by length within pools of this many mini-batches: enough that neighbours are about equally long,
+# few enough that mini-batches differ from epoch to epoch.
 POOL_BATCHES = 50
 
 
@@ -24,24 +24,24 @@ def shuffled_batches(num_examples: int, batch_size: int, seed: int, epoch: int) 
 
 
 def length_bucketed_batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) -> list[list[int]]:
-    """Mini-batches of rows of similar length, in random order; every index exactly once, one batch may be smaller.
+    """Mini-batches of examples of similar length, in random order; every index exactly once, one batch may be smaller.
 
-    `lengths` are tokens. Inside a mini-batch the rows are sorted by length, so that micro-batches, which are
-    consecutive rows of it, hold rows of similar length as well and need little padding.
+    `lengths` are tokens. Inside a mini-batch the examples are sorted by length, so that micro-batches, which are
+    consecutive rows of it, have similar lengths as well and need little padding.
     """
     rng = stable_random("batches", seed, epoch)
     order = list(range(len(lengths)))
     rng.shuffle(order)
     batches = []
     for pool in _cut(order, batch_size * POOL_BATCHES):
-        # A stable sort: equally long rows stay shuffled.
+        # A stable sort: equally long examples stay shuffled.
         batches += _cut(sorted(pool, key=lengths.__getitem__), batch_size)
     rng.shuffle(batches)
     return batches
 
 
 def num_token_batches(tokens: Sequence[int], batch_tokens: int) -> int:
-    """How many mini-batches of about `batch_tokens` the rows make; `tokens` are each row's."""
+    """The number of mini-batches of about `batch_tokens`; `tokens` are those of each example."""
     return max(1, min(len(tokens), round(sum(tokens) / batch_tokens))) if tokens else 0
 
 
@@ -54,17 +54,18 @@ def token_batches(
     *,
     shuffled: bool = True,
 ) -> list[list[int]]:
-    """The indices of `tokens`, every one once, in mini-batches of about equal sums of tokens.
+    """The indices of `tokens`, each once, in mini-batches of about equal sums of tokens.
 
-    No sum is further from the mean than the tokens of the longest row.
+    No sum differs from the mean by more than the tokens of the longest example.
 
     Args:
-        tokens: of each row, what the sums count: target tokens.
-        num_batches: at most the number of rows, so that each has at least one.
-        seed: of the order.
-        epoch: for another order in each.
-        lengths: of each row; rows of similar length then share a mini-batch, sorted, as in `length_bucketed_batches`.
-        shuffled: False: rows keep their order; not with `lengths`.
+        tokens: the number of target tokens of each example.
+        num_batches: at most the number of examples, so that each mini-batch has at least one.
+        seed: seed of the order.
+        epoch: each epoch has another order.
+        lengths: the length of each example; if given, examples of similar length share a mini-batch, sorted, as in
+            `length_bucketed_batches`.
+        shuffled: False: examples keep their order; not with `lengths`.
     """
     rng = stable_random("batches", seed, epoch)
     order = list(range(len(tokens)))
@@ -84,17 +85,17 @@ def token_batches(
 
 
 def cut_evenly(order: Sequence[int], tokens: Sequence[int], count: int) -> list[list[int]]:
-    """`order` in `count` runs, none empty, whose sums of tokens differ from their mean by the longest row at most.
+    """Cut `order` into `count` non-empty runs whose sums of tokens differ from the mean by at most the longest example.
 
     Args:
-        order: indices of rows, at least `count`.
-        tokens: of each row, by index.
-        count: of the runs; 0 only where there are no rows.
+        order: indices of examples, at least `count`.
+        tokens: the tokens of each example, by index.
+        count: the number of runs; 0 only if there are no examples.
     """
     sums = [0, *accumulate(tokens[row] for row in order)]
     cuts = [0]
     for number in range(1, count):
-        # The border nearest to the ideal one, and a row for each run before and after it.
+        # The border nearest to the ideal one that leaves an example for each run before and after it.
         ideal = number * sums[-1] / count
         after = bisect_left(sums, ideal)
         nearest = after - 1 if after and ideal - sums[after - 1] <= sums[after] - ideal else after

@@ -13,9 +13,9 @@ BUCKETS = ("high", "middle", "low")
 def resource_buckets(training_pairs: Mapping[str, int]) -> dict[str, str]:
     """The bucket of every language of `training_pairs`, the languages with the most pairs first.
 
-    Equal numbers are ordered by the language's code, so that the same counts always give the same buckets. Where the
-    languages do not divide by three, the larger buckets are the first ones. Of two languages one is "high" and the
-    other "low"; one alone is "high".
+    Ties are ordered by language code, so that the same counts always give the same buckets. If the number of languages
+    is not a multiple of three, the first buckets are larger. Of two languages one is "high" and the other "low"; a
+    single one is "high".
     """
     ordered = sorted(training_pairs, key=lambda language: (-training_pairs[language], language))
     names = BUCKETS if len(ordered) > 2 else ("high", "low")
@@ -27,7 +27,7 @@ def resource_buckets(training_pairs: Mapping[str, int]) -> dict[str, str]:
 def training_pairs(corpus: Any) -> dict[str, int]:
     """How many training pairs each language of a corpus has, in the order of its languages.
 
-    A streamed corpus says what it knows of this; a language of which it does not know is left out.
+    A streamed corpus may not know it for all languages; those are left out.
     """
     known: Mapping[str, int] | None = getattr(corpus.train, "counts", None)
     if known is None:

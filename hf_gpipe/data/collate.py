@@ -1,4 +1,4 @@
-"""Rows of token ids to the tensors of a mini-batch."""
+"""Collates examples into the tensors of a mini-batch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hf_gpipe.data.tokenized import IGNORE_INDEX
 
 @dataclass(frozen=True)
 class PairCollator:
-    """Pads rows of {"input_ids", "labels"} to the longest row of the mini-batch.
+    """Pads examples of {"input_ids", "labels"} to the longest one of the mini-batch.
 
-    Returns input_ids and attention_mask of shape (B, T) and, where the rows have them, labels of shape (B, T'), all of
+    Returns input_ids and attention_mask of shape (B, T) and, if the examples have them, labels of shape (B, T'), all of
     torch.long. Padding goes to the right: `pad_token_id` in input_ids, 0 in attention_mask, -100 in labels.
     """
 
@@ -23,7 +23,7 @@ class PairCollator:
 
     @classmethod
     def for_tokenizer(cls, tokenizer: PreTrainedTokenizerBase) -> PairCollator:
-        """With the tokenizer's padding token, or another one where it has none: the mask leaves padding out."""
+        """A collator with the tokenizer's padding token; any token if it has none, as padding is masked."""
         tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         return cls(next(token for token in tokens if token is not None))
 

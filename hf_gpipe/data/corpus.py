@@ -1,4 +1,4 @@
-"""The corpus of pairs that a recipe asks for. One in memory is read once, and from then on memory-mapped."""
+"""The corpus of pairs of a recipe. Unless it is streamed, it is read once, cached, and memory-mapped from then on."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ from hf_gpipe.recipe import DataSection
 
 logger = logging.getLogger(__name__)
 
-#: Keys that decide how pairs are used, and not which ones there are.
+#: Keys that decide how pairs are used, but not which pairs the corpus has.
 _NOT_OF_THE_PAIRS = ("max_source_tokens", "max_target_tokens", "temperature", "streaming", "counts", "shuffle_buffer")
 
 
 def build_corpus(data: DataSection, order_seed: int = 0) -> Corpus | StreamedCorpus:
-    """The pairs of a recipe's data section.
+    """Build the corpus of a recipe's data section.
 
     Args:
-        data: any kind but "text".
-        order_seed: of the order of a stream.
+        data: the section, of any kind except "text".
+        order_seed: seed of the order of a stream.
 
     Raises:
-        DataError: whatever cannot be read or followed; names the file and the line, or the key.
+        DataError: data that cannot be read, or keys that do not fit; names the file and the line, or the key.
     """
     if data.kind == "cldr":
         return cldr_corpus(data)
@@ -62,7 +62,7 @@ def build_corpus(data: DataSection, order_seed: int = 0) -> Corpus | StreamedCor
         )
     fields = PairFields.of(data)
     if data.kind == "hub":
-        # Here, for the library takes half a second to load, in every process.
+        # Imported here, because it takes half a second in every process.
         from hf_gpipe.data.hub import hub_parts
 
         parts = hub_parts(data, fields)
@@ -72,13 +72,13 @@ def build_corpus(data: DataSection, order_seed: int = 0) -> Corpus | StreamedCor
 
 
 def read_corpus(parts: Sequence[Part], fields: PairFields, data: DataSection) -> Corpus:
-    """Reads all parts, or finds in the cache what was read before.
+    """Read all parts, or find them in the cache.
 
-    Validation and test pairs are those of a part's own splits, as they are; a part without such a split gives a share
-    of its training rows, chosen by the hash of their split key.
+    Validation and test pairs come from a part's own splits, unchanged; if a part has no such split, a share of its
+    training rows is held out, chosen by the hash of their split key.
 
     Raises:
-        DataError: rows that are not pairs, a language without any, or nothing to train on.
+        DataError: rows that are not pairs, a language without pairs, or no training pairs.
     """
     keys = {key: value for key, value in asdict(data).items() if key not in _NOT_OF_THE_PAIRS}
     key = fingerprint("pairs", keys, [[part.language, part.identity()] for part in parts])
@@ -96,9 +96,9 @@ def read_corpus(parts: Sequence[Part], fields: PairFields, data: DataSection) ->
 
 
 def _write(folder: Path, parts: Sequence[Part], fields: PairFields, data: DataSection) -> None:
-    """Write the splits, and what else there is to know of them."""
+    """Write the splits and their metadata."""
     tags = tags_of(parts, fields, data.languages)
-    # A data set's own splits do not show that a language is there to train on.
+    # A language in a data set's own splits may still have no training pairs.
     train, held_out = PairReader(fields, data.languages, tags), PairReader(fields, data.languages, tags)
     drawn = _drawn_places(parts, train, data)
     kept: Counter[tuple[str, str]] = Counter()
@@ -162,7 +162,7 @@ class _Writer:
 
 
 def _drawn_places(parts: Sequence[Part], read: PairReader, data: DataSection) -> list[list[Pair]] | None:
-    """Of each part, the `max_examples` pairs that are drawn of all of them, in their order; None: all are taken."""
+    """The `max_examples` pairs sampled from all parts, for each part in order; None: all pairs are taken."""
     if data.max_examples is None:
         return None
     every = ((place, pair) for place, part in enumerate(parts) for pair in _shown(part, read.pairs(part, part.train)))
@@ -173,9 +173,9 @@ def _drawn_places(parts: Sequence[Part], read: PairReader, data: DataSection) ->
 
 
 def _drawn(pairs: Iterator[tuple[int, Pair]], count: int, seed: int) -> list[tuple[int, Pair]]:
-    """`count` of the pairs, or all, in their order; only these are held in memory.
+    """Sample at most `count` of the pairs and keep their order; only these are held in memory.
 
-    A pair is drawn by its place alone: those whose places have the lowest hashes.
+    The sample is the pairs whose positions have the lowest hashes.
     """
     keyed = ((stable_fraction(f"max_examples\x1f{seed}\x1f{place}"), place, pair) for place, pair in enumerate(pairs))
     chosen = heapq.nsmallest(count, keyed, key=lambda entry: entry[:2])

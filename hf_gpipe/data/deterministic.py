@@ -7,11 +7,11 @@ import random
 
 
 def stable_random(*parts: object) -> random.Random:
-    """A generator of its own for `parts` (strings and integers), such as ("cldr", seed, language)."""
+    """A random generator that is seeded by `parts` (strings and integers), such as ("cldr", seed, language)."""
     # A string seed goes through SHA-512 inside random.Random; the built-in hash() would differ between processes.
     return random.Random("\x1f".join(map(str, parts)))
 
 
 def stable_fraction(text: str) -> float:
-    """Maps `text` to a number in [0, 1), evenly over texts; the same text always gives the same number."""
+    """Hash `text` to a number in [0, 1), uniformly; the same text always gives the same number."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big") / 2**48

@@ -11,36 +11,36 @@ from hf_gpipe.data.pairs import ENGLISH, Pair, tagged
 from hf_gpipe.errors import DataError, listed, nearest
 from hf_gpipe.recipe import DataSection
 
-#: What stands for the language in a field, a path or the name of a subset.
+#: Placeholder for the language in a field, a path or the name of a subset.
 PLACEHOLDER = "{language}"
-#: What `language` says of pairs whose data name no languages.
+#: The `language` of pairs whose data name no languages.
 ONE_LANGUAGE = "all"
 SIDES = ("source", "target")
-#: Kinds whose rows have no field that could say the language: one language may be named for all of them.
+#: Kinds whose rows have no field for the language: one language may be named for all rows.
 UNNAMED = ("parallel", "hub")
 _LONGEST_SHOWN = 60
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairFields:
-    """How a row becomes pairs.
+    """How a row is turned into pairs.
 
     Attributes:
         source_field: the field that holds the source; "translation.de" is the field "de" inside "translation", and
             "{language}" stands for the language of the row.
-        target_field: the same of the target.
-        language_field: the field that holds the code of the side that is not English; None: whoever reads the rows
+        target_field: the field that holds the target, in the same form.
+        language_field: the field that holds the code of the side that is not English; None: the reader of the rows
             knows it.
-        split_by: pairs that are equal on this side (of the fields, not of the direction) are never in two splits.
-        direction: None: from source_field to target_field, as they stand; "to_english", "from_english" or "both":
-            the sides are exchanged where that is needed.
-        english: the side that is English, "source" or "target"; None: the one whose field has no "{language}" where
-            the other's has.
-        target_tag: whether sources start with the tag of their target's language, always so where there are several.
-        skip_empty: whether a row without text on one side is left out; it is an error otherwise.
+        split_by: pairs that are equal on this side (of the fields, not of the direction) go to the same split.
+        direction: None: from source_field to target_field, unchanged; "to_english", "from_english" or "both": the
+            sides are swapped where needed.
+        english: the side that is English, "source" or "target"; None: if only one side's field has "{language}", the
+            other side.
+        target_tag: whether sources start with the tag of their target's language; always if there are several.
+        skip_empty: whether a row without text on one side is skipped; otherwise it is an error.
 
     Raises:
-        DataError: a direction where no side is known to be English.
+        DataError: a direction is given and no side is known to be English.
     """
 
     source_field: str
@@ -54,7 +54,7 @@ class PairFields:
 
     @classmethod
     def of(cls, data: DataSection) -> PairFields:
-        """As a recipe says; two line-aligned files have the fields "source" and "target" and no others."""
+        """The fields of a recipe; two line-aligned files have only the fields "source" and "target"."""
         is_parallel = data.kind == "parallel"
         return cls(
             source_field=SOURCE if is_parallel else data.source_field,
@@ -64,20 +64,20 @@ class PairFields:
             direction=data.direction,
             english=data.english,
             target_tag=data.target_tag,
-            # Makers of parallel text keep the place of a sentence that has no translation.
+            # Parallel text has an empty line where a sentence has no translation.
             skip_empty=data.kind in UNNAMED if data.skip_empty is None else data.skip_empty,
         )
 
     def __post_init__(self) -> None:
         if self.direction is not None and self.english_side is None:
             raise DataError(
-                f"direction is {self.direction!r} and no field says which side is English; say so by english: source "
+                f"direction is {self.direction!r} and no field tells which side is English; set english to source "
                 f"or target, or write {PLACEHOLDER} into the other side's field"
             )
 
     @property
     def english_side(self) -> str | None:
-        """The side that is English, where it is known."""
+        """The side that is English; None if it is not known."""
         if self.english is not None:
             return self.english
         has = [PLACEHOLDER in field for field in (self.source_field, self.target_field)]
@@ -89,7 +89,7 @@ class PairFields:
         return PLACEHOLDER in self.source_field or PLACEHOLDER in self.target_field
 
     def targets(self, languages: Sequence[str]) -> list[str]:
-        """The codes of the languages that pairs of `languages` are translated to, as far as they are known."""
+        """The codes of the target languages of pairs of `languages`, as far as they are known."""
         if self.direction == "both":
             return [ENGLISH, *languages]
         if self.direction is None:
@@ -97,23 +97,23 @@ class PairFields:
         return [ENGLISH] if self.direction == "to_english" else list(languages)
 
     def has_tags(self, languages: Sequence[str]) -> bool:
-        """Whether sources carry a tag; no `languages`: several, which only reading tells."""
+        """Whether sources have a tag; empty `languages`: there may be several, which are known after reading."""
         targets = self.targets(languages)
-        # Where no side is known to be English the target may be it: only the user can tell.
+        # If no side is known to be English, the target may be: only the user can tell.
         several = self.english_side is not None and (len(targets) > 1 or not targets)
         return self.target_tag or several
 
     def pairs(self, where: str, row: Mapping[str, Any], language: str | None, *, tags: bool) -> list[Pair]:
-        """The pairs of a row: one, two where the direction is "both", none where a side is empty and may be.
+        """The pairs of a row: one, two if the direction is "both", none if a side is empty and that is allowed.
 
         Args:
-            where: what messages call the row.
+            where: the row's name in messages.
             row: its values by name.
-            language: the row's, where its reader knows it.
-            tags: whether sources carry a tag.
+            language: the row's language, if its reader knows it.
+            tags: whether sources have a tag.
 
         Raises:
-            DataError: a field that the row lacks, or that holds no text; names the row and the field.
+            DataError: a field that is missing or does not hold text; names the row and the field.
         """
         if self.language_field is not None:
             language = _text(row, self.language_field, where)
@@ -142,7 +142,7 @@ class PairFields:
 
 
 def _text(row: Mapping[str, Any], field: str, where: str, *, may_be_empty: bool = False) -> Any:
-    """The text in a field; None where it is empty and may be."""
+    """The text in a field; None if it is empty and that is allowed."""
     value = _value(row, field, where)
     if may_be_empty and (value is None or (isinstance(value, str) and not value.strip())):
         return None
@@ -153,11 +153,11 @@ def _text(row: Mapping[str, Any], field: str, where: str, *, may_be_empty: bool 
 
 
 def check_characters(text: str, field: str, where: str) -> None:
-    """Raise DataError for what JSON can write and no file or tokenizer can hold."""
+    """Raise DataError for half of a surrogate pair, which JSON can write but no file or tokenizer can hold."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{where}: field {field!r} has half of a surrogate pair, which is no character") from error
+        raise DataError(f"{where}: field {field!r} has half of a surrogate pair, which is not a character") from error
 
 
 def _value(row: Mapping[str, Any], field: str, where: str) -> Any:

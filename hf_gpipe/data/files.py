@@ -1,4 +1,4 @@
-"""Which files a path of a recipe means."""
+"""Finds the files that a path of a recipe names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_gpipe.data.fields import PLACEHOLDER
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
 
-#: How names of files end, for each kind of local corpus.
+#: Suffixes of files, for each kind of local corpus.
 SUFFIXES = {
     "jsonl": (".jsonl", ".jsonl.gz"),
     "csv": (".csv", ".csv.gz", ".tsv", ".tsv.gz"),
@@ -22,9 +22,9 @@ SUFFIXES = {
 
 
 def files_of(path: str, kind: str, key: str = "data.path") -> list[Path]:
-    """The files that `path` names: itself, those that fit its wildcards, or all of the kind in a directory, sorted.
+    """The files that `path` names, sorted: itself, those that match its wildcards, or all of the kind in a directory.
 
-    Raises DataError where there are none.
+    Raises DataError if there are none.
     """
     try:
         expanded = Path(path).expanduser()
@@ -39,12 +39,12 @@ def files_of(path: str, kind: str, key: str = "data.path") -> list[Path]:
         )
     if not found:
         if is_directory:
-            why = "which of its files is meant is not known"
+            why = "it is not known which of its files to read"
             if SUFFIXES[kind]:
                 why = f"it has no files with names in {', '.join(SUFFIXES[kind])}"
-            raise DataError(f"{key}: the directory {path} cannot be read, for {why}; name the file")
+            raise DataError(f"{key}: the directory {path} cannot be read: {why}; name the file")
         if glob.has_magic(path):
-            raise DataError(f"{key}: no file fits {path} (looked in {Path.cwd()}); correct the path")
+            raise DataError(f"{key}: no file matches {path} (looked in {Path.cwd()}); correct the path")
         why = "is not a regular file" if Path(path).exists() else "does not exist"
         raise DataError(
             f"{key}: there is no file {path} ({Path(path).name} {why}; looked in {Path.cwd()}); correct the path"
@@ -53,14 +53,14 @@ def files_of(path: str, kind: str, key: str = "data.path") -> list[Path]:
 
 
 def held_out_beside_others(files: Sequence[Path]) -> list[Path]:
-    """The files of splits that are not for training, by the beginning of their names, where there are others too."""
+    """The files whose names begin like a validation or test split, if there are other files too."""
     held_out = [file for file in files if re.match(r"(validation|valid|val|dev|test)(?![a-zA-Z])", file.name)]
     return held_out if len(held_out) < len(files) else []
 
 
 def _found(path: Path, kind: str) -> list[Path]:
     if path.is_dir():
-        # Without endings of its own a kind's files cannot be told from others.
+        # Without a suffix the files of a kind cannot be told from others.
         return sorted(file for file in path.iterdir() if file.is_file() and file.name.endswith(SUFFIXES[kind]))
     if path.is_file():
         return [path]
@@ -68,7 +68,7 @@ def _found(path: Path, kind: str) -> list[Path]:
 
 
 def paired(sources: list[Path], targets: list[Path]) -> dict[Path, Path]:
-    """The target's file for each of the source's, in their sorted order. Raises DataError for unequal numbers."""
+    """The target file of each source file, in sorted order. Raises DataError if the numbers differ."""
     if len(sources) != len(targets):
         raise DataError(
             f"data.path names {len(sources)} files and data.target_path {len(targets)}; each needs its translation"
@@ -77,7 +77,7 @@ def paired(sources: list[Path], targets: list[Path]) -> dict[Path, Path]:
 
 
 def check_files(data: DataSection) -> None:
-    """Raise DataError where the files or the directory of pairs that are read do not exist; reads none of them."""
+    """Raise DataError if the files or the directory of pairs do not exist; reads none of them."""
     if data.kind in ("cldr", "text"):
         return
     path = check_paths(data)
@@ -94,7 +94,7 @@ def check_files(data: DataSection) -> None:
 
 
 def check_paths(data: DataSection) -> str:
-    """The path of the pairs. Raises DataError where it, or the path of the translations, is missing."""
+    """The path of the pairs. Raises DataError if it, or the path of the translations, is missing."""
     if not data.path:
         what = "data set" if data.kind == "hub" else "file"
         raise DataError(f"a {data.kind} corpus needs `path`, the {what} with its pairs")

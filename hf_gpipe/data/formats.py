@@ -1,9 +1,9 @@
-"""Readers of local files: each gives its rows with the file and the line, from any row on.
+"""Readers of local files: each yields its rows with the file and the line, starting at any row.
 
-The loaders of `datasets` are not used here, for they change text without a word: their JSON reader makes the text
-"2023-05-03" a date and the number 1 the text "1", their CSV reader fills a short line up and shifts the values of a
-file whose lines are all too long, and their text reader ends a line at a lone carriage return. These readers change
-nothing, and what is wrong is an error that names the file and the line.
+The loaders of `datasets` are not used here, because they change text silently: their JSON reader turns the text
+"2023-05-03" into a date and the number 1 into the text "1", their CSV reader pads a short line and shifts the values of
+a file whose lines are all too long, and their text reader ends a line at a lone carriage return. These readers change
+nothing, and raise an error that names the file and the line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import pyarrow.parquet  # type: ignore[import-untyped]
 from hf_gpipe.errors import DataError
 
 Row = tuple[str, Mapping[str, Any]]
-"""What messages call a row, such as "pairs.jsonl, line 7", and its values by name."""
+"""A row's name in messages, such as "pairs.jsonl, line 7", and its values by name."""
 
 #: The fields of a row of two line-aligned files.
 SOURCE, TARGET = "source", "target"
@@ -38,11 +38,11 @@ _BATCH_ROWS = 1000
 
 @contextmanager
 def text_of(path: Path, newline: str | None = None) -> Iterator[TextIO]:
-    """The open file, gzipped where its name ends in ".gz"; `newline` as for open().
+    """Context manager that opens a text file, gzipped if its name ends in ".gz"; `newline` as for open().
 
-    Raises DataError, for what is read inside the `with` too, where the file cannot be read.
+    Raises DataError if the file cannot be read, also for reads inside the `with`.
     """
-    # utf-8-sig: a byte order mark at the start is no part of the first line.
+    # utf-8-sig: a byte order mark at the start does not belong to the first line.
     try:
         if path.suffix == ".gz":
             with gzip.open(path, "rt", encoding="utf-8-sig", newline=newline) as opened:
@@ -57,7 +57,7 @@ def text_of(path: Path, newline: str | None = None) -> Iterator[TextIO]:
 
 
 def numbered_lines(path: Path, newline: str | None = None) -> Iterator[tuple[int, str]]:
-    """Every line with its number from 1. Raises DataError, for what is no UTF-8 too."""
+    """Every line with its number from 1. Raises DataError if the file cannot be read or is not UTF-8."""
     number = 0
     with text_of(path, newline) as lines:
         try:
@@ -68,7 +68,7 @@ def numbered_lines(path: Path, newline: str | None = None) -> Iterator[tuple[int
 
 
 def not_utf8(path: Path, last_line: int, error: UnicodeDecodeError) -> DataError:
-    """The error for bytes that are no text, somewhere after line `last_line`."""
+    """The error for bytes that are not UTF-8, somewhere after line `last_line`."""
     return DataError(f"{path}, after line {last_line}: not UTF-8 ({error.reason}); convert the file")
 
 
@@ -91,9 +91,11 @@ def _object(line: str, where: str) -> dict[str, Any]:
     try:
         found = json.loads(line.rstrip())
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}); write one object a line") from error
+        raise DataError(
+            f"{where}: not JSON ({error.msg} at column {error.colno}); write one object per line"
+        ) from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets by the thousand
-        raise DataError(f"{where}: JSON that cannot be read ({error}); write one object a line") from error
+        raise DataError(f"{where}: JSON that cannot be read ({error}); write one object per line") from error
     if not isinstance(found, dict):
         raise DataError(f"{where}: a JSON {type(found).__name__} where an object such as {{...}} is needed")
     return found
@@ -112,7 +114,7 @@ def read_csv(path: Path, start: int = 0, delimiter: str | None = None) -> Iterat
         try:
             yield from _csv_rows(reader, path, start)
         except csv.Error as error:
-            raise DataError(f"{path}, line {reader.line_num}: no CSV ({error}); correct the line") from error
+            raise DataError(f"{path}, line {reader.line_num}: not CSV ({error}); correct the line") from error
         except UnicodeDecodeError as error:
             raise not_utf8(path, reader.line_num, error) from error
 
@@ -121,7 +123,7 @@ def _csv_rows(reader: Any, path: Path, start: int) -> Iterator[Row]:
     columns: list[str] = next(reader, [])
     twice = sorted({name for name in columns if columns.count(name) > 1})
     if twice:
-        raise DataError(f"{path}, line 1: the column {twice[0]!r} stands twice; the first line names the columns")
+        raise DataError(f"{path}, line 1: the column {twice[0]!r} is given twice; the first line names the columns")
     row = 0
     for values in reader:
         if not values:
@@ -153,13 +155,13 @@ def read_parquet(path: Path, start: int = 0) -> Iterator[Row]:
 
 
 def count_parquet(path: Path) -> int:
-    """The rows, which the file's footer tells."""
+    """The number of rows, from the file's footer."""
     with _opened(path) as file:
         return int(file.metadata.num_rows)
 
 
 def _group_rows(path: Path, file: pyarrow.parquet.ParquetFile, group: int, first: int, start: int) -> Iterator[Row]:
-    """The rows of a row group, of which `first` stand before it in the file, from row `start` of the file on."""
+    """The rows of a row group from row `start` of the file on; `first` rows of the file come before the group."""
     batches = file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group])
     row = first
     while (batch := _guarded(path, lambda: next(batches, None))) is not None:
@@ -188,9 +190,9 @@ def _guarded(path: Path, read_some: Callable[[], T]) -> T:
 def read_parallel(path: Path, start: int = 0, *, target_path: Path) -> Iterator[Row]:
     """Each line with the target's line of the same number, as ("file, line 7", {"source": ..., "target": ...}).
 
-    Raises DataError at the end of the shorter file where the other one has more lines; the message has both numbers.
+    Raises DataError at the end of the shorter file if the other one has more lines; the message has both numbers.
     """
-    # A carriage return inside a line ends none: it would end it on one side only.
+    # A carriage return inside a line does not end it: it would do so on one side only.
     sources, targets = numbered_lines(path, "\n"), numbered_lines(target_path, "\n")
     for number, (source, target) in enumerate(zip_longest(sources, targets), start=1):
         if source is None or target is None:

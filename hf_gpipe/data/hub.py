@@ -19,17 +19,17 @@ from hf_gpipe.recipe import DataSection
 
 
 def hub_parts(data: DataSection, fields: PairFields) -> list[Part]:
-    """The parts of a data set; its own splits "validation" and "test" are those of each part.
+    """The parts of a data set; its own splits "validation" and "test" are used for each part.
 
     Args:
-        data: its path, subset and revision, and the languages to read: of a mapping, none means all of its languages.
-            Of several names of a subset, the first that the data set has is read, for data sets that order the
-            languages of a pair by the alphabet ("de-en" and "en-zh"). A stream reads rows from where they are;
+        data: its path, subset and revision, and the languages to read; with a mapping of subsets, an empty list means
+            all of its languages. Of several names of a subset, the first that the data set has is read, for data sets
+            that order the languages of a pair alphabetically ("de-en" and "en-zh"). A stream reads rows remotely;
             otherwise the data set is downloaded first.
-        fields: of a row.
+        fields: how a row is turned into pairs.
 
     Raises:
-        DataError: no such data set, subset or split to train on; names what there is.
+        DataError: the data set, the subset or the training split does not exist; names those that do.
     """
     path, subset, languages = str(data.path), data.subset, data.languages
     if isinstance(subset, Mapping) and not languages:
@@ -97,18 +97,18 @@ def _part(path: str, subset: str | None, language: str | None, revision: str | N
 
 def _opener(name: str, split: str, rows: Any) -> Callable[[], Rows]:
     where = f"{name}, split {split}"
-    # Iterating leaves marks in an IterableDataset, so that of two readings one would move the other.
+    # Iterating changes an IterableDataset, so two readers of one object would disturb each other.
     return lambda: HubRows(where, copy.deepcopy(rows) if isinstance(rows, datasets.IterableDataset) else rows)
 
 
 class HubRows:
     """The rows of a split, shard after shard; in epochs after 0 the shards are in another order.
 
-    The library would shuffle them too, but only together with a buffer, whose rows it loses on resuming.
+    The library can shuffle shards only together with a buffer, whose rows it loses on resuming.
 
     Args:
-        where: what messages call the rows.
-        rows: a `datasets.Dataset`, or an `IterableDataset` that nothing has shuffled: its state is then exact.
+        where: the name of the rows in messages.
+        rows: a `datasets.Dataset`, or an `IterableDataset` that is not shuffled, so that its state is exact.
     """
 
     def __init__(self, where: str, rows: Any) -> None:
@@ -136,26 +136,26 @@ class HubRows:
         """The next row; None at the end."""
         try:
             return next(rows, None)
-        except Exception as error:  # whatever the network, the file system or a file's format bring about
+        except Exception as error:  # the network, the file system and the file formats raise many classes
             raise DataError(f"{self._where} cannot be read: {_line(error)}") from error
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the shards; 0 is their own."""
+        """Choose the order of the shards; epoch 0 keeps the original order."""
         self._epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next row stands: how many shards are done, and the library's own state of the one being read."""
+        """The position of the next row: how many shards are done, and the library's state of the current one."""
         rows = self._state if self._shard is None else self._shard.state_dict()
         return {"done": self._done, "shards": self._num_shards, "rows": rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there. Raises CheckpointError where the data set had another number of shards then."""
+        """Resume from a state. Raises CheckpointError if the data set then had another number of shards."""
         check_count(state.get("shards"), self._num_shards, "shards", self._where)
         self._done, self._state = state["done"], state["rows"]
 
 
 def _asked(path: str, subset: str | None, ask: Callable[[], Any]) -> Any:
-    """What the library answers; DataError in place of whatever it raises."""
+    """Call the library and return its result; raise DataError in place of any of its errors."""
     name = f"{path}, subset {subset!r}" if subset else path
     were_disabled = datasets.are_progress_bars_disabled()
     try:

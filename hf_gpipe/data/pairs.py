@@ -20,10 +20,10 @@ SPLITS = ("train", "validation", "test")
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A source and its translation. `source` already carries its target tag, where there is one.
+    """A source and its translation. `source` includes its target tag, if there is one.
 
-    `language` is the side that is not English, the key of reports per language. Pairs with equal `split_key` always
-    land in the same split.
+    `language` is that of the side that is not English, the key of reports per language. Pairs with equal `split_key`
+    are always in the same split.
     """
 
     source: str
@@ -33,11 +33,11 @@ class Pair:
 
 
 class PairTable(Sequence[Pair]):
-    """Pairs in an Arrow table, which may be much larger than memory where it was read from a file.
+    """Pairs in an Arrow table, which may be much larger than memory if it is mapped from a file.
 
     Args:
-        table: with the columns of `SCHEMA`.
-        fingerprint: of the content; None: nothing that is made of the pairs is cached.
+        table: a table with the columns of `SCHEMA`.
+        fingerprint: a hash of the content; None: nothing that is computed from the pairs is cached.
     """
 
     SCHEMA = pyarrow.schema([(name, pyarrow.string()) for name in ("source", "target", "language", "split_key")])
@@ -74,7 +74,7 @@ class PairTable(Sequence[Pair]):
 
 
 def texts_in_blocks(pairs: Sequence[Pair]) -> Iterator[tuple[list[str], list[str]]]:
-    """Sources and targets of all pairs in their order, a block at a time."""
+    """Sources and targets of all pairs in order, a block at a time."""
     if isinstance(pairs, PairTable):
         for batch in pairs.table.to_batches(BATCH_ROWS):
             yield batch.column("source").to_pylist(), batch.column("target").to_pylist()
@@ -87,7 +87,7 @@ def languages_of(pairs: Sequence[Pair]) -> list[str]:
     """The language of each pair."""
     if not isinstance(pairs, PairTable):
         return [pair.language for pair in pairs]
-    # One object for each language, not for each pair.
+    # Share one string per language, instead of one per pair.
     known: dict[str, str] = {}
     batches = pairs.table.select(["language"]).to_batches(BATCH_ROWS)
     return [known.setdefault(name, name) for batch in batches for name in batch.column(0).to_pylist()]
@@ -103,7 +103,7 @@ def count_languages(pairs: Sequence[Pair]) -> Counter[str]:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The three splits, the languages in the order they were asked for, and the target tags the sources may carry."""
+    """The three splits, the languages in the order of the recipe, and the target tags that sources may have."""
 
     train: Sequence[Pair]
     validation: Sequence[Pair]
@@ -112,7 +112,7 @@ class Corpus:
     target_tags: list[str]
 
     def texts(self, max_pairs: int | None = None) -> Iterator[str]:
-        """The sources and targets of the training split, of so many drawn pairs: what a tokenizer may be trained on."""
+        """The sources and targets of at most `max_pairs` sampled training pairs, to train a tokenizer on."""
         if max_pairs is not None and max_pairs < len(self.train):
             drawn = stable_random("texts", max_pairs).sample(range(len(self.train)), max_pairs)
             for place in sorted(drawn):
@@ -127,17 +127,17 @@ class Corpus:
 
 
 def language_tag(language: str) -> str:
-    """The token in front of a source that asks for `language` as the target: "<2de>"."""
+    """The tag of a source whose target is in `language`: "<2de>"."""
     return f"<2{language}>"
 
 
 def tagged(source: str, language: str) -> str:
-    """`source` with the tag that asks for `language`: "<2de> in three days"."""
+    """`source` with the tag of its target `language`: "<2de> in three days"."""
     return f"{language_tag(language)} {source}"
 
 
 def check_fractions(validation_fraction: float, test_fraction: float) -> None:
-    """Raises DataError when the fractions leave nothing to train on."""
+    """Raise DataError if the fractions leave nothing to train on."""
     if validation_fraction + test_fraction >= 1:
         raise DataError(
             f"validation_fraction {validation_fraction} and test_fraction {test_fraction} leave nothing to train on; "
@@ -161,12 +161,12 @@ def split_pairs(
     test_fraction: float,
     target_tags: list[str] | None = None,
 ) -> Corpus:
-    """Distributes `pairs` over the splits by a hash of their split key alone.
+    """Distribute `pairs` over the splits by a hash of their split key alone.
 
-    Neither the seed nor the other pairs have a say, so an example keeps its split when the corpus grows, and a model
-    trained on one corpus has never seen the test keys of another. The fractions are therefore met only on average.
+    The split does not depend on the seed or on other pairs, so a pair keeps its split when the corpus grows, and a
+    model trained on one corpus has never seen the test keys of another. The fractions are met only on average.
 
-    Raises DataError when the fractions leave nothing to train on, or without training pairs.
+    Raises DataError if the fractions leave nothing to train on, or there are no training pairs.
     """
     check_fractions(validation_fraction, test_fraction)
     splits: dict[str, list[Pair]] = {split: [] for split in SPLITS}

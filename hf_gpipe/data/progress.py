@@ -1,4 +1,4 @@
-"""How far the preparation of data is: a bar on a terminal, elsewhere a line now and then."""
+"""Progress of data preparation: a bar on a terminal, otherwise a line now and then."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from tqdm import tqdm
 
 T = TypeVar("T")
 
-#: Shown once so many seconds have passed, and then every so many: on a terminal, and elsewhere.
+#: Seconds before progress is first shown, and between updates: on a terminal, and otherwise.
 _TERMINAL, _ELSEWHERE = (2.0, 0.1), (10.0, 10.0)
 
 
 def progress(
     items: Iterable[T] | None, what: str, unit: str = "", total: int | None = None, *, layout: str | None = None
 ) -> tqdm[T]:
-    """The items, while stderr shows how many there were; of short work it shows nothing.
+    """Iterate over items and show their number on stderr; short work shows nothing.
 
     Args:
-        items: None: the caller updates what is returned, as a context manager.
-        what: the work, as "reading pairs.jsonl".
-        unit: of the items.
-        total: how many there are; None: unknown.
-        layout: tqdm's bar_format; None: its own.
+        items: the items; None: the caller uses the result as a context manager and updates it.
+        what: the work, such as "reading pairs.jsonl".
+        unit: the unit of the items.
+        total: the number of items; None: unknown.
+        layout: tqdm's bar_format; None: its default.
     """
     is_terminal = sys.stderr.isatty()
     delay, interval = _TERMINAL if is_terminal else _ELSEWHERE

@@ -1,4 +1,4 @@
-"""Reads the pairs of parts: of the languages asked for, with or without tags, and counts what it left out."""
+"""Reads the pairs of parts: of the requested languages, with or without tags, and counts skipped rows."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ logger = logging.getLogger(__name__)
 
 
 class PairReader:
-    """Rows to pairs of the languages asked for; knows what it has seen."""
+    """Turns rows into pairs of the requested languages, and records languages and skipped rows."""
 
     def __init__(self, fields: PairFields, languages: Sequence[str], tags: bool) -> None:
         self.fields, self.tags = fields, tags
         self._asked = list(languages)
-        #: The languages of the rows read so far, asked for or not.
+        #: The languages of the rows read so far, requested or not.
         self.found: set[str] = set()
         #: Rows without text on one side, by the name of their part.
         self.num_empty: Counter[str] = Counter()
 
     def pairs(self, part: Part, open_rows: Callable[[], Rows]) -> Iterator[Pair]:
-        """The pairs of a part's rows, in their order, without those of languages that nobody asked for."""
+        """The pairs of a part's rows, in order, of the requested languages."""
         return self.pairs_of_rows(part, open_rows())
 
     def pairs_of_rows(self, part: Part, rows: Iterable[Row]) -> Iterator[Pair]:
-        """The same of some of its rows."""
+        """The same for some rows of the part."""
         for where, row in rows:
             made = self.fields.pairs(where, row, part.language, tags=self.tags)
             if not made:
@@ -43,7 +43,7 @@ class PairReader:
                     yield pair
 
     def check(self, name: str) -> None:
-        """Raise DataError where there are no pairs, or none of a language."""
+        """Raise DataError if there are no pairs, or none of a requested language."""
         if not self.found:
             raise DataError(f"{name} has no pairs; it is empty, or has no text in any of its rows")
         for language in self._asked:
@@ -55,14 +55,14 @@ class PairReader:
 
 
 def tags_of(parts: Sequence[Part], fields: PairFields, languages: Sequence[str]) -> bool:
-    """Whether sources carry tags."""
+    """Whether sources have tags."""
     if not languages and fields.language_field is None:
         languages = [part.language or ONE_LANGUAGE for part in parts]
     return fields.has_tags(languages)
 
 
 def held_out_of(part: Part, data: DataSection) -> tuple[float, float]:
-    """The shares of a part's training rows that are kept for validation and test: none where it has a split for it."""
+    """The shares of a part's training rows that are held out for validation and test: 0 if it has its own split."""
     return (0.0 if part.validation else data.validation_fraction, 0.0 if part.test else data.test_fraction)
 
 
@@ -70,9 +70,9 @@ def warn_of_few(counts: Mapping[str, Mapping[str, int]], languages: Sequence[str
     """Log the languages that have no pairs in a split where others have some.
 
     Args:
-        counts: of each split, the pairs of each language.
-        languages: of the corpus.
-        totals: the pairs of each language, where they are known.
+        counts: for each split, the number of pairs of each language.
+        languages: the languages of the corpus.
+        totals: the number of pairs of each language, where known.
     """
     for split, seen in counts.items():
         missing = [language for language in languages if not seen.get(language)]

@@ -1,7 +1,7 @@
-"""Which rows an epoch is made of, where small languages are to be seen more often: sampling by temperature.
+"""The examples of an epoch when small languages are sampled more often: sampling by temperature.
 
-A language with n_l of all N pairs is drawn with probability p_l ~ (n_l / N) ** (1 / T): T = 1 keeps its share, a large
-T brings all languages near the same one (Arivazhagan et al., 2019, section 4.2; that paper's models use T = 5).
+A language with n_l of all N pairs is sampled with probability p_l ~ (n_l / N) ** (1 / T): T = 1 keeps its share, a
+large T brings all languages near the same share (Arivazhagan et al., 2019, section 4.2; that paper's models use T = 5).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def language_probabilities(counts: Mapping[str, int], temperature: float) -> dic
         temperature: T, at least 1.
 
     Raises:
-        DataError: no language, one without pairs, or a temperature below 1.
+        DataError: no language, a language without pairs, or a temperature below 1.
     """
     if not temperature >= 1:
         raise DataError(f"temperature is {temperature}; it must be at least 1, which keeps the languages' own shares")
@@ -34,16 +34,16 @@ def language_probabilities(counts: Mapping[str, int], temperature: float) -> dic
 
 
 def draws_of(counts: Mapping[str, int], temperature: float) -> dict[str, int]:
-    """How many pairs of each language an epoch of N = sum(counts) draws has: N p_l, rounded.
+    """The number of pairs of each language in an epoch of N = sum(counts) draws: N p_l, rounded.
 
-    By largest remainders, so that they sum to N; a language that would get none gets one from the largest.
+    Rounded by largest remainders, so that the sum is N; a language that would get none takes one from the largest.
     Raises DataError as `language_probabilities` does.
     """
     total = sum(counts.values())
     shares = {language: total * p for language, p in language_probabilities(counts, temperature).items()}
     draws = {language: max(1, int(share)) for language, share in shares.items()}
     by_remainder = sorted(shares, key=lambda language: int(shares[language]) - shares[language])
-    # What rounding down has left is less than the number of languages.
+    # Rounding down leaves fewer draws than there are languages.
     for language in by_remainder[: max(0, total - sum(draws.values()))]:
         draws[language] += 1
     while sum(draws.values()) > total:
@@ -52,23 +52,23 @@ def draws_of(counts: Mapping[str, int], temperature: float) -> dict[str, int]:
 
 
 def epoch_rows(languages_of_rows: Sequence[str], temperature: float, seed: int, epoch: int) -> list[int]:
-    """The rows of an epoch: as many draws as there are rows, shared between the languages by temperature.
+    """The examples of an epoch: as many draws as there are examples, divided between the languages by temperature.
 
-    A language deals its rows from an endless sequence of permutations, each with a seed of its own, and an epoch goes
-    on where the last one stopped: no row comes again before all of its language have come, and a language with fewer
-    draws than rows shows other rows in each epoch. At T = 1 an epoch is every row once, in order.
+    A language draws from an endless sequence of permutations of its examples, each with its own seed, and an epoch
+    continues where the last one stopped: no example is repeated before all of its language were drawn, and a language
+    with fewer draws than examples has other ones in each epoch. At T = 1 an epoch is every example once, in order.
 
     Args:
-        languages_of_rows: the language of each row.
+        languages_of_rows: the language of each example.
         temperature: T, at least 1.
-        seed: of the permutations.
-        epoch: from 0.
+        seed: seed of the permutations.
+        epoch: counted from 0.
 
     Returns:
-        Indices of rows, language after language: a mini-batch's order is left to who cuts them.
+        Indices of examples, language after language; the caller orders them within mini-batches.
 
     Raises:
-        DataError: no rows, or a temperature below 1.
+        DataError: no examples, or a temperature below 1.
     """
     if temperature == 1:
         return list(range(len(languages_of_rows)))

@@ -1,4 +1,4 @@
-"""Where rows come from: the parts of a corpus, which are a language's files or subset each, or all languages in one."""
+"""The parts of a corpus: one per language (its files or its subset), or one for all languages."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from hf_gpipe.recipe import DataSection
 
 
 class Rows(Protocol):
-    """Rows that can be left and gone on with; one object is read through once."""
+    """Rows with a state to resume from; one object is read through once."""
 
     def __iter__(self) -> Iterator[Row]:
-        """The rows, from the state loaded on."""
+        """The rows, starting at the loaded state."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the files or shards; 0 is their own."""
+        """Choose the order of the files or shards; epoch 0 keeps the original order."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next row stands, in a form that JSON can hold."""
+        """The position of the next row, as JSON values."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; the epoch must be the same."""
+        """Resume from a state of the same epoch."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Part:
     """Rows of a corpus.
 
     Attributes:
-        name: what messages call it.
-        language: of all its rows; None: they say it themselves, or the corpus has one language without a name.
-        train: opens the rows to train on, and to hold out from where there is no split for it.
+        name: its name in messages.
+        language: the language of all its rows; None: each row has its own, or the corpus has one unnamed language.
+        train: opens the rows to train on; pairs are held out from them if there is no split for that.
         validation: opens the rows of the data set's own validation split; None: it has none.
-        test: the same of its test split.
-        num_rows: of `train`; None: only reading tells.
-        identity: of the content, without reading all of it, as JSON values: a cache is asked by it.
+        test: opens the rows of the data set's own test split; None: it has none.
+        num_rows: the number of rows of `train`; None: not known before reading.
+        identity: JSON values that identify the content without reading all of it, for the key of the cache.
     """
 
     name: str
@@ -59,17 +59,17 @@ class Part:
 def languages_of_parts(
     kind: str, languages: Sequence[str], fields: PairFields, *, in_names: bool, key: str = "data.path"
 ) -> list[str | None]:
-    """The language of each part to read; None: one part, whose rows say their languages, or have none.
+    """The language of each part to read; None: one part, whose rows have their own languages or none.
 
     Args:
-        kind: of the corpus.
-        languages: those asked for; none: all there are.
-        fields: of a row.
+        kind: the kind of the corpus.
+        languages: the requested languages; empty: all.
+        fields: how a row is turned into pairs.
         in_names: whether the files or subsets differ by language.
-        key: the key that may hold "{language}", for messages.
+        key: the key that may have "{language}" in it, for messages.
 
     Raises:
-        DataError: languages that are needed and not known, or named twice.
+        DataError: languages that are needed but not known, or named twice.
     """
     if len(set(languages)) < len(languages):
         raise DataError(f"languages names one twice: {', '.join(languages)}; name each language once")
@@ -101,11 +101,11 @@ def languages_of_parts(
 
 @dataclass
 class FileRows:
-    """The rows of some files, one after another; goes on where `state_dict` was taken.
+    """The rows of some files, one after another; resumes from a `state_dict`.
 
     Args:
-        files: in the order of epoch 0; other epochs have others.
-        read: (file, rows to pass over) -> rows.
+        files: the files in the order of epoch 0; later epochs have other orders.
+        read: (file, rows to skip) -> rows.
     """
 
     files: list[Path]
@@ -118,11 +118,11 @@ class FileRows:
         self._epoch = epoch
 
     def state_dict(self) -> dict[str, int]:
-        """Where the row after the last one read stands."""
+        """The position of the row after the last one that was read."""
         return {**self._position, "files": len(self.files)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from a state of the same epoch. Raises CheckpointError where there were more files or fewer then."""
+        """Resume from a state of the same epoch. Raises CheckpointError if the number of files was different then."""
         check_count(state.get("files"), len(self.files), "files", str(self.files[0].parent))
         self._position = {"file": state["file"], "row": state["row"]}
 
@@ -139,7 +139,7 @@ class FileRows:
 
 
 def check_count(before: int | None, now: int, what: str, where: str) -> None:
-    """Raise CheckpointError where a place is one among another number of files or shards: it would mean other rows."""
+    """Raise CheckpointError if the number of files or shards has changed: the position would mean other rows."""
     if before != now:
         raise CheckpointError(
             f"the place in the data was saved when {where} had {before} {what}, and now it has {now}; give the run the "
@@ -185,9 +185,9 @@ def _file_part(data: DataSection, name: str, language: str | None, files: list[P
 
 
 def counts_of(parts: Sequence[Part], languages: Sequence[str], given: Mapping[str, int]) -> dict[str, int]:
-    """The training rows of each language, where they are known; `given` ones before those that the data tell.
+    """The number of training rows of each language, where known; `given` numbers come before those of the data.
 
-    Raises DataError where one of several parts does not say, or a name is given that is none of the languages.
+    Raises DataError if one of several parts does not tell, or a given name is not one of the languages.
     """
     for name in given:
         if name not in languages:

@@ -1,7 +1,7 @@
-"""What is prepared once and found again: Arrow files in the cache of `datasets`, which are memory-mapped.
+"""The cache of prepared data: memory-mapped Arrow files in the cache of `datasets`.
 
-An entry's name is a hash of all that its content depends on, so an entry is never changed. It is written beside its
-place and moved there at the end: processes that prepare the same at once do not disturb each other.
+An entry's name is a hash of all that its content depends on, so an entry is never changed. It is written under another
+name and renamed at the end: processes that prepare the same entry at once do not disturb each other.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def fingerprint(*parts: Any) -> str:
 
 
 def identity_of(file: Path) -> list[Any]:
-    """What tells one content of a file from another one. Raises DataError for a file that cannot be read."""
+    """JSON values that identify the content of a file. Raises DataError if the file cannot be read."""
     try:
         found = file.stat()
         if found.st_size > _HASHED_BYTES:
@@ -52,10 +52,10 @@ def cached(name: str, key: str, write: Callable[[Path], None]) -> Path:
     Args:
         name: the first part of the folder's name, for people.
         key: a fingerprint of what the content depends on.
-        write: fills an empty folder, where there is no such entry yet.
+        write: fills an empty folder; called if the entry does not exist yet.
 
     Raises:
-        DataError: the cache cannot be written; and whatever `write` raises.
+        DataError: the cache cannot be written, or any error of `write`.
     """
     import datasets  # it takes half a second, and only the main process prepares data
 
@@ -92,11 +92,11 @@ def write_table(path: Path, schema: pyarrow.Schema, batches: Iterable[pyarrow.Re
 
 
 def read_table(path: Path) -> pyarrow.Table:
-    """The table in an Arrow file, which is memory-mapped: what is looked at is read."""
+    """The table in an Arrow file, memory-mapped: only what is accessed is read."""
     with pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))) as reader:
         return reader.read_all()
 
 
 def in_blocks(items: Sequence[T], size: int = BATCH_ROWS) -> Iterator[Sequence[T]]:
-    """The items, so many at a time."""
+    """The items in slices of `size`."""
     return (items[start : start + size] for start in range(0, len(items), size))

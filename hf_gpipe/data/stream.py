@@ -1,8 +1,9 @@
-"""A corpus that is read while it is trained on: pairs without an end, languages mixed by temperature.
+"""A corpus that is read during training: an endless stream of pairs, with languages mixed by temperature.
 
-The shuffle buffer of `datasets` is lost when a run resumes. Here the order is a function of seeds and places alone, so
-that a short state is enough to go on exactly: a language is read in blocks of so many rows; the pairs of a block are
-shuffled by (seed, language, pass, block); the state has where the block began and how many of its pairs were given.
+The shuffle buffer of `datasets` is lost when a run resumes. Here the order is a function of seeds and positions alone,
+so that a short state is enough to resume exactly: a language is read in blocks of a fixed number of rows; the pairs of
+a block are shuffled by (seed, language, pass, block); the state has the start of the block and how many of its pairs
+were yielded.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ SAMPLE = 100_000
 
 
 class PairStream:
-    """Pairs without an end: the n-th pair's language is a function of (seed, n), and each language goes on by itself.
+    """An endless stream of pairs: the n-th pair's language is a function of (seed, n); each has its own order.
 
-    There is one place in the stream: iterating goes on from it, whoever asks, and `load_state_dict` moves it. A
-    language that ends starts over in another order.
+    The stream has one position: every iterator continues from it, and `load_state_dict` sets it. A language that ends
+    starts over in another order.
 
     Args:
         readers: each language's pairs.
@@ -59,7 +60,7 @@ class PairStream:
         self._num_drawn = 0
 
     def __iter__(self) -> Iterator[Pair]:
-        """The pairs from here on. Raises DataError for a row that is no pair, or a language without any."""
+        """The next pairs. Raises DataError for a row that is not a pair, or a language without pairs."""
         while True:
             reader = self._readers[self._language_of(self._num_drawn)]
             pair = next(reader)
@@ -68,17 +69,17 @@ class PairStream:
             yield pair
 
     def fresh(self) -> PairStream:
-        """Another stream of the same pairs, from the first one on."""
+        """A new stream of the same pairs, from the start."""
         readers = {language: reader.fresh() for language, reader in self._readers.items()}
         return PairStream(readers, self.probabilities, self.counts, self._seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the stream, in a form that JSON can hold; a few hundred bytes a language."""
+        """The position in the stream, as JSON values; a few hundred bytes per language."""
         states = {language: reader.state_dict() for language, reader in self._readers.items()}
         return {"drawn": self._num_drawn, "languages": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a place. Raises CheckpointError for that of a stream with other languages."""
+        """Set the position. Raises CheckpointError if it is of a stream with other languages."""
         if set(state["languages"]) != set(self._languages):
             raise CheckpointError(
                 f"the place in the data is of a stream of {', '.join(state['languages'])}, and this one has "
@@ -117,7 +118,7 @@ class BlockReader:
         self._go_to(pass_=0, block=0, given=0, rows=None)
 
     def fresh(self) -> BlockReader:
-        """A reader of the same pairs from the first one on."""
+        """A new reader of the same pairs, from the start."""
         return BlockReader(self._part, self._reader, self._held_out, self._rows_of_block, self._seed)
 
     def state_dict(self) -> dict[str, Any]:
@@ -126,7 +127,7 @@ class BlockReader:
         return {"pass": self._pass, "block": self._block, "given": self._given, "rows": self._block_start}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go there. The block is read again when its next pair is asked for."""
+        """Resume from a state. The block is read again when its next pair is needed."""
         self._go_to(pass_=state["pass"], block=state["block"], given=state["given"], rows=state["rows"])
 
     def __next__(self) -> Pair:
@@ -184,7 +185,7 @@ class BlockReader:
 
 @dataclass(frozen=True)
 class StreamedCorpus:
-    """As `Corpus`, whose training pairs come from a stream without an end."""
+    """Like `Corpus`, but its training pairs come from an endless stream."""
 
     train: PairStream
     validation: list[Pair]

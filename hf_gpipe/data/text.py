@@ -34,7 +34,7 @@ class TextCorpus:
     target_tags: list[str] = field(default_factory=list)
 
     def texts(self, max_texts: int | None = None) -> list[str]:
-        """What a tokenizer may be trained on: the training documents, so many drawn ones where there are more."""
+        """The training documents, at most `max_texts` sampled ones, to train a tokenizer on."""
         return _drawn(self.train, max_texts, "texts", max_texts)
 
 
@@ -97,7 +97,7 @@ def _is_text(path: Path) -> bool:
 
 
 def _drawn(documents: list[str], count: int | None, *seed: object) -> list[str]:
-    """So many of them, in their order; all where there are no more."""
+    """Sample at most `count` of the documents and keep their order."""
     if count is None or count >= len(documents):
         return documents
     chosen = stable_random(*seed).sample(range(len(documents)), count)
@@ -113,7 +113,7 @@ def _documents(path: Path, text_field: str) -> Iterator[str]:
     elif name.endswith(".parquet"):
         yield from texts_of_rows(read_parquet(path), text_field)
     else:
-        raise DataError(f"data.path: {path} is no text file; names that end in .txt, .jsonl or .parquet are read")
+        raise DataError(f"data.path: {path} is not a text file; names that end in .txt, .jsonl or .parquet are read")
 
 
 def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
@@ -136,18 +136,18 @@ def texts_of_rows(rows: Iterable[tuple[str, Mapping[str, Any]]], text_field: str
             )
         text = row[text_field]
         if text is not None and not isinstance(text, str):
-            raise DataError(f"{where}: field {text_field!r} is no text but a {type(text).__name__}")
+            raise DataError(f"{where}: field {text_field!r} is not text but {type(text).__name__}")
         if text and text.strip():
             check_characters(text, text_field, where)
             yield text
 
 
 def split_documents(documents: Iterable[str], *, validation_fraction: float, test_fraction: float) -> TextCorpus:
-    """Distributes documents over the splits by a hash of each one's text, so that equal ones are in the same split.
+    """Distribute documents over the splits by a hash of their text, so that equal ones are in the same split.
 
-    The other documents have no say: one keeps its split when the corpus grows. The fractions are met on average.
+    The split does not depend on other documents, so it stays when the corpus grows. The fractions are met on average.
 
-    Raises DataError without a training document.
+    Raises DataError if there are no training documents.
     """
     splits: dict[str, list[str]] = {split: [] for split in SPLITS}
     for document in documents:

@@ -28,7 +28,7 @@ _PAIRS_AT_ONCE = 256
 
 _SCHEMA = pyarrow.schema([(name, pyarrow.list_(pyarrow.int32())) for name in ("source", "target")])
 
-# A label of this value is no target, in transformers' losses and in ours.
+# Labels of this value are ignored by the loss, in transformers and here.
 IGNORE_INDEX = -100
 
 
@@ -94,13 +94,13 @@ class TokenizedPairs:
 
     @property
     def lengths(self) -> list[int]:
-        """The tokens of each pair, source and target together: what batches are made by."""
+        """The number of tokens of each pair, source and target together, for length bucketing."""
         sources, targets = (_lengths(column) for column in self._table.columns)
         return pyarrow.compute.add(sources, targets).to_pylist()
 
     @property
     def target_tokens(self) -> list[int]:
-        """The labels of each pair that are learnt."""
+        """The number of labels of each pair that have a loss."""
         return _lengths(self._table.column("target")).to_pylist()
 
 
@@ -150,16 +150,16 @@ def _lengths(column: pyarrow.ChunkedArray) -> pyarrow.ChunkedArray:
 
 @runtime_checkable
 class PairsWithState(Protocol):
-    """Pairs that are read one after the other, and that can be left and gone on with."""
+    """An iterable of pairs with a state to resume from."""
 
     def __iter__(self) -> Iterator[Pair]:
-        """The pairs, from the state that was loaded on."""
+        """The pairs, starting at the loaded state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next pair stands, in a form that JSON can hold."""
+        """The position of the next pair, as JSON values."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Resume from a state."""
 
 
 class StreamedExamples:
@@ -190,15 +190,15 @@ class StreamedExamples:
         self._has_told = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next row of the last iteration stands, in a form that JSON can hold."""
+        """The position of the next example of the last iteration, as JSON values."""
         if self._loaded is not None:
             return self._loaded
         return {"stream": self._block, "rows": self._num_given}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin the next iteration there. Raises DataError for a state of something else."""
+        """Start the next iteration at a state. Raises DataError if the state is not one of a stream of pairs."""
         if not isinstance(state, dict) or state.keys() != self._begin.keys():
-            raise DataError("the state to resume from is no state of a stream of pairs; resume with the same data")
+            raise DataError("the state to resume from is not a state of a stream of pairs; resume with the same data")
         self._loaded = state
 
     def __iter__(self) -> Iterator[dict[str, list[int]]]:

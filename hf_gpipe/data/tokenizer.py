@@ -32,7 +32,7 @@ SPACE = "\u2581"  # SentencePiece's visible space
 
 
 class Trainable(Protocol):
-    """What a tokenizer can be trained on: a corpus."""
+    """A corpus that a tokenizer can be trained on."""
 
     @property
     def train(self) -> Any:
@@ -185,7 +185,7 @@ def _convert(processor: sentencepiece.SentencePieceProcessor, model: str, target
         )
     # Spaces become visible, and one more in front lets a word be the same piece at the start and after a space.
     converted.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
-    # A text that spells the name of a byte token, "<0x41>", is no such byte.
+    # Text that spells the name of a byte token, "<0x41>", is not that byte.
     converted.pre_tokenizer = pre_tokenizers.Split(Regex("<(?=0x[0-9A-F]{2}>)"), "isolated")
     converted.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -239,7 +239,7 @@ def _content(path: Path) -> Any:
         return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
     found = json.loads(path.read_text(encoding="utf-8"))
     if isinstance(found, dict):
-        # How the last texts were cut and padded, and where the tokenizer was loaded from, is not what it is.
+        # The last truncation and padding, and the path that it was loaded from, do not belong to its identity.
         for name in ("truncation", "padding", "name_or_path", "is_local", "local_files_only"):
             found.pop(name, None)
     return found

@@ -17,7 +17,7 @@ Strategy = Callable[[int, int], Sequence[int]]
 STRATEGIES: dict[str, Strategy] = {"count": by_count}
 
 COST_STRATEGIES = ("parameters", "flops", "profile")
-"""Names of what `by_cost` can make even; they need the model's costs, so the planner turns them into lists."""
+"""Strategies that need the model's costs; the planner turns them into lists with `by_cost`."""
 
 
 def partition(num_layers: int, num_stages: int, strategy: str | Sequence[int] = "count") -> tuple[range, ...]:
@@ -42,8 +42,8 @@ def partition(num_layers: int, num_stages: int, strategy: str | Sequence[int] = 
         return _ranges(_checked(strategy, num_layers, num_stages))
     if strategy in COST_STRATEGIES:
         raise PartitionError(
-            f"partition {strategy!r} needs what each layer costs, which hf_gpipe.planner.decide finds out; give the "
-            "strategy to Pipeline, or use count."
+            f"partition {strategy!r} needs the cost of each layer, which hf_gpipe.planner.decide finds out; give "
+            "the strategy to Pipeline, or use count."
         )
     if strategy not in STRATEGIES:
         names = (*STRATEGIES, *COST_STRATEGIES)
@@ -58,7 +58,7 @@ def _checked(counts: Sequence[int], num_layers: int, num_stages: int) -> Sequenc
     counts = list(counts)
     if len(counts) != num_stages:
         raise PartitionError(
-            f"partition {counts} has {len(counts)} entries and num_stages is {num_stages}; give one count a stage."
+            f"partition {counts} has {len(counts)} entries and num_stages is {num_stages}; give one count per stage."
         )
     for stage, count in enumerate(counts):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:

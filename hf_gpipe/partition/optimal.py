@@ -1,7 +1,8 @@
-"""Partition by cost: the consecutive stages whose costliest one is the least, under a memory cap a stage.
+"""Partition by cost: split layers into consecutive stages so that the most expensive stage is minimal, under a memory
+limit per stage.
 
-What a stage costs and what memory it needs are functions of its index and its layers, for the last stage may not
-recompute and an early one holds more micro-batches. The split is found in two dynamic programs over (stage, its end),
+The cost and the memory of a stage are functions of its index and its layers, because the last stage may not recompute
+and an early one holds more micro-batches. The split is found by two dynamic programs over (stage, its end),
 
     slowest[s][j]  = min over i of max(slowest[s-1][i], cost(s, i, j))            the least bottleneck
     squares[s][i]  = min over j of cost(s, i, j)^2 + squares[s+1][j]              the most even split that has it
@@ -23,8 +24,8 @@ from hf_gpipe.errors import PartitionError
 StageCost = Callable[[int, int, int], float]
 """(stage, its first layer, the layer after its last) -> what that stage would cost, at least 0."""
 
-#: Sums of floats in another order are a little off: costs that differ by less than this share of the bottleneck are
-#: equal, or the choice among equal splits would be the rounding's.
+#: Costs that differ by less than this share of the bottleneck are equal; otherwise rounding would decide among equal
+#: splits.
 _EQUAL = 1e-9
 _UNITS = 1 << 40
 
@@ -38,26 +39,26 @@ def by_cost(
     *,
     memory_dip_bytes: float = 0.0,
 ) -> tuple[int, ...]:
-    """The number of layers of each stage: the costliest stage costs the least that is possible.
+    """The number of layers of each stage such that the cost of the most expensive stage is minimal.
 
-    Of several such splits it is the one with the least sum of squared costs, and of these the one whose first stages
-    are the longer. Equal arguments give equal results.
+    Ties go to the split with the least sum of squared costs, then to the one with longer first stages. Equal arguments
+    give equal results.
 
     Args:
         num_layers: L.
         num_stages: K, at most L; every stage gets a layer.
-        cost: of a stage; a stage with more layers never costs less.
-        memory_bytes: what a stage would hold.
-        cap_bytes: the most that a stage may hold; None: memory does not matter.
-        memory_dip_bytes: by how much a stage may need less memory than a part of it alone, at most: a boundary inside
-            of it is not kept. Only the speed, and the least memory in the message, depend on it.
+        cost: the cost of a stage; a stage with more layers never costs less.
+        memory_bytes: the memory that a stage needs.
+        cap_bytes: the memory limit of a stage; None: no limit.
+        memory_dip_bytes: the most by which a stage may need less memory than a part of it alone, because a boundary
+            inside of it is not kept. Only the speed, and the least memory in the message, depend on it.
 
     Raises:
-        PartitionError: no split meets the cap; says which one the least demanding split would meet.
+        PartitionError: no split fits the limit; names the limit that the least demanding split would fit.
     """
     if memory_bytes is None or cap_bytes is None:
         return _least(num_layers, num_stages, cost)
-    # Most of the time the best split of all fits, and no other need be looked at.
+    # Usually the best split without a limit fits, and no search under the limit is needed.
     counts = _least(num_layers, num_stages, cost)
     if all(memory_bytes(*stage) <= cap_bytes for stage in stages_of(counts)):
         return counts
@@ -65,8 +66,8 @@ def by_cost(
     least_bytes = max(memory_bytes(*stage) for stage in stages_of(leanest))
     if least_bytes > cap_bytes:
         raise PartitionError(
-            f"no split of {num_layers} layers into {num_stages} stages fits {_gib(cap_bytes)} a stage: the fullest "
-            f"stage of the least demanding split needs {_gib(least_bytes)}; give it as much, or use more stages or "
+            f"no split of {num_layers} layers into {num_stages} stages fits {_gib(cap_bytes)} per stage: the fullest "
+            f"stage of the least demanding split needs {_gib(least_bytes)}; allow that much, or use more stages or "
             "smaller micro-batches."
         )
     return _least(

@@ -48,26 +48,26 @@ __all__ = [
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """The checked recipe of a YAML file and of those that it extends, after its overrides.
+    """Load a recipe from a YAML file and the files that it extends, apply the overrides, and check it.
 
     Args:
         path: the file.
         overrides: `key=value` each, the key dotted and the value YAML: "pipeline.num_stages=4".
 
     Raises:
-        RecipeError: a file is missing or no UTF-8 text, files extend each other in a circle, and whatever
-            `parse_recipe` refuses.
+        RecipeError: a file is missing or is not UTF-8 text, files extend each other in a circle, or any error of
+            `parse_recipe`.
     """
     data, locations = read_with_bases(path)
     return _recipe(data, locations, overrides)
 
 
 def parse_recipe(text: str, overrides: Iterable[str] = (), *, source: str = "recipe") -> Recipe:
-    """The checked recipe of a YAML text, after its overrides; `source` names the text in messages.
+    """Read a recipe from YAML text, apply the overrides, and check it; `source` names the text in messages.
 
     Raises:
-        RecipeError: text that is no YAML mapping, `extends` (a text lies in no directory), a malformed override, an
-            unknown or missing key, a value of the wrong type or out of range, a key that the kind of data does not
+        RecipeError: text that is not a YAML mapping, `extends` (its path is relative to a file), a malformed override,
+            an unknown or missing key, a value of the wrong type or out of range, a key that the kind of data does not
             use, or fields that contradict each other.
     """
     data, locations = read_mapping(text, source)
@@ -75,9 +75,9 @@ def parse_recipe(text: str, overrides: Iterable[str] = (), *, source: str = "rec
 
 
 def load_saved(path: str | Path) -> Recipe:
-    """The recipe that a run left in its output directory.
+    """Load the recipe that a run saved in its output directory.
 
-    An earlier version may have written keys that the kind of data does not use; they are left out.
+    An earlier version may have written keys that the kind of data does not use; they are dropped.
     """
     data, locations = read_with_bases(path)
     drop_unused(data, kind_of(data))

@@ -1,4 +1,4 @@
-"""A recipe from a mapping of sections: every key must exist and every value must fit."""
+"""Builds a recipe from a mapping of sections: every key must exist and every value must fit."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hf_gpipe.recipe.words import shorten, show
 
 
 def build(data: Mapping[Any, Any], locations: Locations) -> Recipe:
-    """The recipe that a mapping of sections describes; a section that is absent or null has its defaults.
+    """Build the recipe from a mapping of sections; a section that is absent or null gets its defaults.
 
     Raises:
         RecipeError: an unknown key, a required key that is missing, a value of the wrong type or out of range, or
-            values of a section that contradict each other; names the place, the key, what was found and what is
-            allowed.
+            values of a section that contradict each other; the message has the place, the key, what was found and
+            what is allowed.
     """
     for key in data:
         if key not in SECTIONS:
@@ -28,7 +28,7 @@ def build(data: Mapping[Any, Any], locations: Locations) -> Recipe:
 
 
 def drop_unused(data: Mapping[Any, Any], kind: object, keep: Iterable[KeyPath] = ()) -> None:
-    """Take out of the sections, in place, the keys that a kind of data does not use, except those in `keep`."""
+    """Remove from the sections, in place, the keys that a kind of data does not use, except those in `keep`."""
     kept = set(keep)
     for name, key in all_keys():
         section = data.get(name)
@@ -37,7 +37,7 @@ def drop_unused(data: Mapping[Any, Any], kind: object, keep: Iterable[KeyPath] =
 
 
 def kind_of(data: Mapping[Any, Any]) -> object:
-    """`data.kind` of a recipe that has not been checked yet; None where there is none."""
+    """`data.kind` of a recipe that has not been checked yet; None if it is missing."""
     section = data.get("data")
     return section.get("kind") if isinstance(section, dict) else None
 
@@ -45,13 +45,14 @@ def kind_of(data: Mapping[Any, Any]) -> object:
 def apply_overrides(data: object, overrides: Iterable[str], locations: Locations) -> list[KeyPath]:
     """Write each `key=value` into `data`, a mapping of mappings; the value is YAML, the key dotted.
 
-    An override replaces what stands at its key, and later overrides replace earlier ones.
+    An override replaces the value at its key, and later overrides replace earlier ones.
 
     Returns:
         The keys that were given.
 
     Raises:
-        RecipeError: no `key=value`, a value that is no YAML, or a key below a value that is no mapping.
+        RecipeError: text that is not `key=value`, a value that is not YAML, or a key below a value that is not a
+            mapping.
     """
     given: list[KeyPath] = []
     for override in overrides:
@@ -86,7 +87,7 @@ def _section(name: str, cls: type, values: object, locations: Locations) -> Any:
 
 
 def _set(data: object, path: KeyPath, value: Any, place: str) -> KeyPath:
-    """Write `value` at `path` and the missing mappings on the way; the path of the outermost thing written."""
+    """Write `value` at `path`, and mappings that are missing on the way; return the shortest path that was written."""
     written = path
     for depth, key in enumerate(path):
         if not isinstance(data, dict):
@@ -103,7 +104,7 @@ def _set(data: object, path: KeyPath, value: Any, place: str) -> KeyPath:
 
 
 def _hint(found: KeyPath) -> str:
-    """Names what was probably meant: the same key elsewhere, or the nearest section or key, its own section first."""
+    """A hint for an unknown key: the same key in another section, or the nearest name, of its own section first."""
     known = [(name, key.name) for name, key in all_keys()]
     section, name = found[:-1], str(found[-1])
     if name in {dotted(key) for key in known}:

@@ -1,4 +1,4 @@
-"""What must hold between the fields of a recipe."""
+"""Checks across the fields of a recipe."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hf_gpipe.recipe.strict_yaml import Locations
 from hf_gpipe.recipe.transformer import with_transformer
 from hf_gpipe.recipe.words import show
 
-#: Kinds of data that are read from somewhere, and what their path is.
+#: Kinds of data that need a path -> what it is the path of.
 _PATHS = {
-    "jsonl": "the file, one JSON object a line",
+    "jsonl": "the file, one JSON object per line",
     "csv": "the file, whose first line names the columns",
     "parquet": "the file",
     "parallel": "the file with a source on each line",
@@ -20,11 +20,11 @@ _PATHS = {
 
 
 def check(recipe: Recipe, locations: Locations | None = None) -> None:
-    """Raises RecipeError for fields that contradict each other; names the keys and both values.
+    """Raise RecipeError if fields contradict each other; the message has the keys and both values.
 
     Args:
-        recipe: from a file or made in Python.
-        locations: where its values were written.
+        recipe: read from a file, or made in Python.
+        locations: the line of each value in the file; None: made in Python.
     """
     _check_kind(recipe, locations)
     try:
@@ -34,7 +34,10 @@ def check(recipe: Recipe, locations: Locations | None = None) -> None:
 
 
 def _check_kind(recipe: Recipe, locations: Locations | None) -> None:
-    """A key that the kind of data does not use may have its default only, as in the recipe of an earlier version."""
+    """Raise RecipeError if a key that the kind of data does not use differs from its default.
+
+    The default is allowed because earlier versions wrote it for every key.
+    """
     kind = recipe.data.kind
     for section, key in all_keys():
         value = getattr(getattr(recipe, section), key.name)
@@ -66,8 +69,8 @@ def _check_model(model: ModelSection) -> None:
         )
     if model.path is not None and model.transformer is not None:
         raise RecipeError(
-            f"model.transformer is {model.transformer!r} and model.path is {model.path!r}, whose model has its size; "
-            "leave one of them out."
+            f"model.transformer is {model.transformer!r} and model.path is {model.path!r}, whose model has a size "
+            "already; leave one of them out."
         )
     if model.path is not None and model.depth_scaled_feed_forward:
         raise RecipeError(
@@ -113,7 +116,9 @@ def _check_rows(data: DataSection) -> None:
             "of data.path."
         )
     if data.kind == "text" and data.subset is not None and not isinstance(data.subset, str):
-        raise RecipeError(f"data.subset is {show(data.subset)} and data.kind is text, which reads one; name it.")
+        raise RecipeError(
+            f"data.subset is {show(data.subset)} and data.kind is text, which reads one subset; give its name."
+        )
     if isinstance(data.subset, dict):
         for language, name in data.subset.items():
             if not isinstance(name, str) or not name:
@@ -131,18 +136,18 @@ def _check_streaming(recipe: Recipe) -> None:
         for name in ("counts", "shuffle_buffer"):
             if getattr(data, name) != getattr(DataSection, name):
                 raise RecipeError(
-                    f"data.{name} is for data.streaming, which is false: pairs that are read as a whole are counted "
-                    "and shuffled; leave it out, or set data.streaming."
+                    f"data.{name} is for data.streaming, which is false: without it all pairs are counted and "
+                    "shuffled; leave it out, or set data.streaming."
                 )
         return
     if recipe.training.max_steps is None:
         raise RecipeError(
-            "data.streaming is true, and a stream has no end; say by training.max_steps how long to train."
+            "data.streaming is true, and a stream has no end; set training.max_steps to the number of updates."
         )
     if data.max_examples is not None:
         raise RecipeError(
-            f"data.max_examples is {data.max_examples} and data.streaming is true, which has no end to draw from; "
-            "leave one of them out."
+            f"data.max_examples is {data.max_examples} and data.streaming is true; a stream has no end to draw "
+            "from: leave one of them out."
         )
 
 
@@ -151,14 +156,14 @@ def _check_devices(pipeline: PipelineConfig) -> None:
     if pipeline.devices is not None and len(pipeline.devices) % processes:
         raise RecipeError(
             f"pipeline.devices {list(pipeline.devices)} cannot be shared out evenly between {processes} processes; "
-            "name as many devices for each."
+            "give the same number of devices to each."
         )
 
 
 def _check_precision(recipe: Recipe) -> None:
     training, dtype = recipe.training, recipe.model.dtype
     if training.bf16 and training.fp16:
-        raise RecipeError("training.bf16 and training.fp16 are both true; a forward computes in one of them.")
+        raise RecipeError("training.bf16 and training.fp16 are both true; set one of them to false.")
     if training.fp16 and dtype != "float32":
         raise RecipeError(f"training.fp16 needs model.dtype float32, and it is {dtype}; set it, or use training.bf16.")
     if training.fp32_master_weights and dtype not in ("bfloat16", "float16"):

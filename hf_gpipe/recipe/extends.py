@@ -1,8 +1,8 @@
 """A recipe's file with the files that it extends: `extends: base.yaml` at its top, a path relative to the file.
 
-The base is read first and the file's own keys replace its keys. A mapping within a mapping merges key by key, so that a
-derived recipe states its differences alone; a list or a single value replaces what stood there. Where the file changes
-data.kind, the base's keys that the new kind does not use are dropped.
+The base is read first and the file's own keys replace its keys. Nested mappings are merged key by key, so that a
+derived recipe states only its differences; a list or a single value replaces the base's. If the file changes data.kind,
+the base's keys that the new kind does not use are dropped.
 """
 
 from __future__ import annotations
@@ -18,30 +18,36 @@ from hf_gpipe.recipe.words import show
 
 EXTENDS = "extends"
 LONGEST_CHAIN = 8
-"""Files in a row, the recipe itself included; more is a mistake sooner than a plan."""
+"""The most files in a chain, the recipe itself included; a longer one is probably a mistake."""
 
 
 def read_with_bases(path: str | Path) -> tuple[dict[Any, Any], Locations]:
-    """What a recipe's file says together with the files that it extends, and the file and line of each value.
+    """Read a recipe's file merged with the files that it extends; also return the file and line of each value.
 
     Raises:
-        RecipeError: a file that is missing, is no UTF-8 text or no YAML mapping; files that extend each other in a
-            circle; more than LONGEST_CHAIN of them.
+        RecipeError: a file that is missing or is not UTF-8 text or a YAML mapping; files that extend each other in a
+            circle; a chain of more than LONGEST_CHAIN files.
     """
     return _read(Path(path), f"recipe {path}", ())
 
 
 def refuse_extends(data: dict[Any, Any], locations: Locations) -> None:
-    """Raise RecipeError where `extends` is left in a recipe that comes from no file, or came with an override."""
+    """Raise RecipeError if `extends` stands in an override, or in a recipe that was not read from a file."""
     if EXTENDS in data:
         raise RecipeError(
-            f"{locations.of((EXTENDS,))}: {EXTENDS} is understood at the top of a recipe's file only, for its path is "
-            "relative to that file; write it there, and read the recipe with load_recipe."
+            f"{locations.of((EXTENDS,))}: {EXTENDS} is allowed only at the top of a recipe's file, because its path "
+            "is relative to that file; write it there, and read the recipe with load_recipe."
         )
 
 
 def _read(path: Path, name: str, chain: Sequence[Path]) -> tuple[dict[Any, Any], Locations]:
-    """One file over its bases; `name` begins messages about the file itself, `chain` are the files that extend it."""
+    """Read one file merged over its bases.
+
+    Args:
+        path: the file.
+        name: the beginning of messages about the file itself.
+        chain: the files that extend it.
+    """
     data, locations = read_mapping(_text(path, name), str(path))
     chain = [*chain, path]
     if EXTENDS in data:
@@ -63,14 +69,14 @@ def _base(value: object, path: Path, locations: Locations, chain: Sequence[Path]
     try:
         circle = base.resolve() in {file.resolve() for file in chain}
     except (OSError, ValueError, RuntimeError) as error:
-        raise RecipeError(f"{place}: {value!r} is no path that can be followed: {error}.") from error
+        raise RecipeError(f"{place}: {value!r} is not a valid path: {error}.") from error
     files = " -> ".join(str(file) for file in [*chain, base])
     if circle:
-        raise RecipeError(f"{place}: the recipes extend each other in a circle, {files}; take out one of these.")
+        raise RecipeError(f"{place}: the recipes extend each other in a circle, {files}; remove one of these.")
     if len(chain) == LONGEST_CHAIN:
         raise RecipeError(
-            f"{place}: {len(chain) + 1} recipes extend each other in a row, {files}, and at most {LONGEST_CHAIN} "
-            "may; merge some of them."
+            f"{place}: {len(chain) + 1} recipes extend each other in a row, {files}; at most {LONGEST_CHAIN} are "
+            "allowed: merge some of them."
         )
     return base
 
@@ -89,10 +95,10 @@ def _text(path: Path, name: str) -> str:
 def _inherit(
     own: dict[Any, Any], places: Locations, base: dict[Any, Any], base_places: Locations, path: KeyPath
 ) -> None:
-    """Write into `own` what `base` has and it has not; `path` is where both stand in the recipe."""
+    """Copy into `own` the values that only `base` has; `path` is the path of both in the recipe."""
     for key, value in base.items():
         here = (*path, key)
-        # A section's heading without a key under it says nothing; deeper, null is a value.
+        # An empty section inherits everything; at a deeper level null is a value.
         if key not in own or (own[key] is None and not path):
             own[key] = value
             places.take(base_places, here)

@@ -1,4 +1,4 @@
-"""The sections of a recipe. The string under a field is its help; `hf_gpipe.recipe.section` says what else it has."""
+"""The sections of a recipe. The string under a field is its help; `hf_gpipe.recipe.section` explains the rest."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ class ModelSection:
     """`model_type` (marian, llama, ...) and the fields of its transformers config; with `path`, fields to override."""
 
     transformer: Text | None = None
-    """Size of a new t5, mt5 or umt5 model, as T(6, 8192, 16): encoder and decoder layers, feed-forward width, heads,
-    each 64 wide unless `config` gives d_kv. null: `config` says it all."""
+    """Size of a new t5, mt5 or umt5 model, such as T(6, 8192, 16): layers of the encoder and of the decoder, width of
+    feed-forward layers, number of heads, whose width is 64 unless `config` has d_kv. null: `config` has the size."""
 
     depth_scaled_feed_forward: bool = False
-    """Whether the last projection of each feed-forward block of a new model starts 1/L times as large, L being the
-    layers of its stack."""
+    """Whether a new model scales the initial weights of the last projection of each feed-forward block by 1/L, where L
+    is the number of layers of its stack."""
 
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """The type of the weights, of the arithmetic and of what crosses stage boundaries."""
+    """Data type of the weights, of the computation and of the tensors that stages exchange."""
 
     attn_implementation: Text | None = None
-    """transformers' attention: eager, sdpa, flash_attention_2, ...; null: the model's own choice."""
+    """Attention implementation of transformers: eager, sdpa, flash_attention_2, ...; null: the model's default."""
 
     trust_remote_code: bool = False
-    """Whether Python code that comes with the model at `path` may run on this machine."""
+    """Whether to run Python code that comes with the model at `path`."""
 
 
 @section()
@@ -69,183 +69,184 @@ class DataSection:
 
     kind: Literal["cldr", "jsonl", "csv", "parquet", "parallel", "hub", "text"]
     """Where the data come from. cldr: dates, units, prices and names generated offline from Unicode CLDR. Pairs from
-    local files: jsonl, one JSON object per line; csv, also with tabs; parquet; parallel, two text files with a
-    translation on each line. hub: pairs of a data set of the Hugging Face Hub, or of a directory of the same form.
-    These five are called rows below. text: documents for a decoder-only model, cut into blocks of
-    `max_target_tokens`."""
+    local files: jsonl, one JSON object per line; csv, also with tabs; parquet; parallel, two text files whose lines
+    translate each other. hub: pairs of a data set of the Hugging Face Hub, or of a directory of the same form. text:
+    documents for a decoder-only model, cut into blocks of `max_target_tokens`."""
 
     seed: int = 0
-    """Seed of what is generated or drawn; the order of training rows is `training.seed`'s."""
+    """Seed for generating and sampling the corpus; `training.seed` decides the order of training examples."""
 
     languages: Annotated[list[Text], PAIRS] = field(default_factory=list)
-    """The languages beside English. cldr: as CLDR codes, largest first; rows: those to keep, empty: all there are.
-    {language} in `path`, `target_path`, `subset` or a field stands for each of them."""
+    """The languages other than English. cldr: CLDR codes, the largest language first; other kinds: the languages to
+    keep, empty: all. {language} in `path`, `target_path`, `subset` or a field stands for each of them."""
 
     num_languages: Annotated[Count | None, CLDR] = None
-    """In place of `languages`: that many, those in which CLDR can say the most of `templates` first."""
+    """Number of languages, instead of `languages`: those for which CLDR supports most of `templates` come first."""
 
     rank_seed: Annotated[int | None, CLDR] = None
-    """The seed that shuffles which language gets which size; null: the sizes fall in the languages' own order."""
+    """Seed that shuffles which language gets which size; null: sizes fall in the order of the languages."""
 
     validation_fraction: Fraction = 0.05
-    """Share of the pairs kept for evaluation during training."""
+    """Share of the pairs or documents held out for evaluation during training."""
 
     test_fraction: Fraction = 0.05
-    """Share of the pairs kept for the evaluation at the end."""
+    """Share of the pairs or documents held out for evaluation at the end."""
 
     temperature: Annotated[float, Field(ge=1), PAIRS] = 1.0
-    """T: a language with a share s of the training pairs is drawn in proportion to s ** (1 / T); 1: as often as its
-    pairs, a larger T: small languages more often, large ones less."""
+    """T: a language with a share s of the training pairs is sampled in proportion to s ** (1 / T). 1: by its share;
+    larger: small languages more often, large ones less often."""
 
     target_tag: Annotated[bool, PAIRS] = False
-    """Whether sources start with a tag such as <2de> that asks for the target language; always so
-    with several, where one side is known to be English."""
+    """Whether sources start with a tag for the target language, such as <2de>; always if there are several languages
+    and one side is known to be English."""
 
     max_source_tokens: Annotated[int, Field(ge=2), PAIRS] = 128
-    """Longest source, its special tokens included; a longer one is cut."""
+    """Maximum length of a source, special tokens included; longer ones are truncated."""
 
     max_target_tokens: Annotated[int, Field(ge=2)] = 128
-    """Longest target, its special tokens included; a longer one is cut. text: the tokens of a block."""
+    """Maximum length of a target, special tokens included; longer ones are truncated. text: tokens per block."""
 
     templates: Annotated[list[Text], CLDR] = field(default_factory=list)
-    """The kinds of phrases; empty: all."""
+    """Templates of the phrases, such as date_long or price; empty: all."""
 
     direction: Annotated[Literal["to_english", "from_english", "both"] | None, PAIRS] = None
-    """The direction of translation; rows: the sides are exchanged where it asks for that. null: to_english (cldr), or
-    from `source_field` to `target_field` (rows)."""
+    """Direction of translation; the sides of a pair are swapped where it needs that. null: to_english for cldr, from
+    `source_field` to `target_field` for other kinds."""
 
     max_number: Annotated[Count, CLDR] = 999
-    """The largest number in a measure, price or relative time."""
+    """Largest number in a measure, price or relative time."""
 
     examples_per_language: Annotated[Count, CLDR] = 2000
-    """Pairs of the first language; of the n-th, this divided by n ** `power_law_exponent`."""
+    """Number of pairs of the first language; the n-th has this number divided by n ** `power_law_exponent`."""
 
     min_examples_per_language: Annotated[Count, CLDR] = 100
-    """The fewest pairs that the power law leaves a language."""
+    """Minimum number of pairs of a language under the power law."""
 
     power_law_exponent: Annotated[NotNegative, CLDR] = 0.0
-    """How steeply the languages' sizes fall; 0: all are equal."""
+    """Exponent of the power law by which the sizes of the languages fall; 0: all are equal."""
 
     path: Annotated[Text | None, READ] = None
-    """A file, a directory of them, or wildcards as data/*.jsonl.gz; jsonl, csv and lines of text may be
-    gzipped. hub, text: the data set's id or directory. Required."""
+    """A file, a directory of files, or a wildcard such as data/*.jsonl.gz; jsonl, csv and text files may be gzipped.
+    hub, text: id or directory of a data set. Required."""
 
     target_path: Annotated[Text | None, Kinds(("parallel",))] = None
-    """As `path`, the target's files; required."""
+    """Like `path`, for the files with the targets; required."""
 
     delimiter: Annotated[Annotated[str, Field(min_length=1, max_length=1)] | None, Kinds(("csv",))] = None
-    """The sign between values; null: a tab in files called .tsv, where nothing is quoted, else a comma."""
+    """Character between values; null: a tab in .tsv files, which are read without quoting, otherwise a comma."""
 
     subset: Annotated[Text | list[Text] | dict[str, Any] | None, OF_THE_HUB] = None
-    """The subset, as "{language}-en"; or several such names, of which the first that exists is used, as
-    ["{language}-en", "en-{language}"]; or the name for each language, as {de: de-en, zh: en-zh}. null: there is one."""
+    """Name of the subset, such as "{language}-en"; or a list of names, of which the first that exists is used, such as
+    ["{language}-en", "en-{language}"]; or the name for each language, such as {de: de-en, zh: en-zh}. null: the data
+    set has only one."""
 
     revision: Annotated[Text | None, OF_THE_HUB] = None
     """Branch, tag or commit; null: the main branch."""
 
     source_field: Annotated[Text, FIELDS] = "source"
-    """The field that holds the source; translation.de is the field de inside translation."""
+    """Field that holds the source; translation.de is the field de inside translation."""
 
     target_field: Annotated[Text, FIELDS] = "target"
-    """The field that holds the target."""
+    """Field that holds the target."""
 
     language_field: Annotated[Text | None, FIELDS] = None
-    """The field that holds the language; null: no field does."""
+    """Field that holds the language; null: none does."""
 
     english: Annotated[Literal["source", "target"] | None, ROWS] = None
-    """The side that is English, which `direction` needs to know; null: the one whose field has no {language} in
-    it where the other's has."""
+    """Which side is English; `direction` needs to know it. null: if only one side's field has {language} in it, the
+    other side."""
 
     text_field: Annotated[Text, TEXT] = "text"
-    """The field of a row that holds a document; of a .txt file, paragraphs are documents."""
+    """Field that holds a document; in a .txt file each paragraph is a document."""
 
     split_by: Annotated[Literal["source", "target"], ROWS] = "source"
-    """Pairs that are equal on this side are never in two splits, where the data set has none of its own."""
+    """Pairs that are equal on this side go to the same split; splits that a data set has already stay as they are."""
 
     skip_empty: Annotated[bool | None, ROWS] = None
-    """Whether those without text on one side are left out and counted; null: for parallel and hub only."""
+    """Whether pairs without text on one side are skipped and counted, instead of an error; null: for parallel and hub
+    only."""
 
     max_examples: Annotated[Count | None, READ] = None
-    """How many pairs or documents to draw from all of them, before they are split; null: all."""
+    """Number of pairs or documents to sample before they are split; null: all."""
 
     max_held_out: Annotated[Count | None, ROWS] = None
-    """The most pairs of a language kept in validation, and in test; null: all, 2000 of a stream."""
+    """Maximum number of pairs per language in validation, and in test; null: all, or 2000 with `streaming`."""
 
     streaming: Annotated[bool, ROWS] = False
-    """Whether pairs are read while they are trained on, over and over, instead of all at once before."""
+    """Whether pairs are read during training, over and over, instead of all at once before it."""
 
     counts: Annotated[dict[str, Any] | None, ROWS] = None
-    """With `streaming`: the training pairs of each language, as {de: 4500000, yo: 10000}, where the data do not say;
-    `temperature` draws by them."""
+    """With `streaming`: number of training pairs of each language, such as {de: 4500000, yo: 10000}, if the data do not
+    tell; `temperature` needs it."""
 
     shuffle_buffer: Annotated[Count, ROWS] = 1000
-    """With `streaming`: rows of a language that are held in memory and shuffled at a time."""
+    """With `streaming`: number of rows per language that are held in memory and shuffled at a time."""
 
 
 @section()
 class TokenizerSection:
-    """The tokenizer: loaded, or trained on the corpus."""
+    """The tokenizer, loaded or trained on the corpus."""
 
     path: Text | None = None
-    """Hub id or directory to load from; null: `model.path`'s, or one trained on the corpus where there is none."""
+    """Hub id or directory to load from; null: that of `model.path`, or, if it has none, one trained on the corpus."""
 
     vocab_size: Count = 8000
-    """Tokens of a trained tokenizer, the special tokens and the 256 bytes included."""
+    """Vocabulary size of a trained tokenizer, including the special tokens and the 256 bytes."""
 
     model: Literal["unigram", "bpe"] = "unigram"
-    """SentencePiece's model of a trained tokenizer."""
+    """SentencePiece model type of a trained tokenizer."""
 
     character_coverage: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the corpus's characters that get a token; the rest is spelt in bytes."""
+    """Share of the corpus's characters that are covered by tokens; the others are encoded as bytes."""
 
     training_pairs: Count | None = None
-    """Pairs or documents to train it on, drawn from those of the corpus; null: all, of a stream at most 100,000."""
+    """Number of pairs or documents to train it on, sampled from the corpus; null: all, or 100,000 of a stream."""
 
 
 @section()
 class TrainingSection:
-    """Optimization, logging and checkpoints; names mean what they mean in transformers.TrainingArguments."""
+    """Optimization, logging and checkpoints; names have their meaning in transformers.TrainingArguments."""
 
     output_dir: Annotated[Text, MAY_CHANGE]
-    """Directory for the trained model, its checkpoints, the metrics and the resolved recipe."""
+    """Directory for the trained model, checkpoints, metrics and the resolved recipe."""
 
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
-    """Seed of the initial weights, of dropout and of the order of rows; independent of the number of stages."""
+    """Seed of the initial weights, of dropout and of the order of examples; independent of the number of stages."""
 
     max_steps: Annotated[Count | None, MAY_CHANGE] = None
-    """Updates to make; null: `num_train_epochs` decides."""
+    """Number of updates; null: `num_train_epochs` decides."""
 
     num_train_epochs: Annotated[Positive, MAY_CHANGE] = 3.0
-    """Passes over the training pairs, where `max_steps` is null."""
+    """Number of passes over the training split, if `max_steps` is null."""
 
     batch_size: Count = 32
-    """Rows of a mini-batch: what one pass of the pipeline's schedule trains on, and evaluates."""
+    """Examples per mini-batch, in training and in evaluation during it; a mini-batch is one run of the schedule."""
 
     batch_tokens: Count | None = None
-    """Target tokens of a training mini-batch, about, in place of `batch_size`; null: `batch_size` rows."""
+    """Approximate number of target tokens per training mini-batch, instead of `batch_size`; null: use `batch_size`."""
 
     gradient_accumulation_steps: Count = 1
-    """Mini-batches whose gradients are added up before an update."""
+    """Number of mini-batches whose gradients are accumulated before an update."""
 
     length_bucketing: bool = True
-    """Whether rows of similar length share a mini-batch, and within it a micro-batch, which saves padding."""
+    """Whether examples of similar length share a mini-batch, and within it a micro-batch, which saves padding."""
 
     learning_rate: NotNegative = 5e-5
-    """The highest learning rate."""
+    """Peak learning rate."""
 
     lr_scheduler_type: Literal[
         "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
     ] = "linear"
-    """How the learning rate goes on after the warm-up."""
+    """Schedule of the learning rate after the warm-up."""
 
     warmup_steps: NotNegative = 0.0
-    """Updates over which the learning rate rises from 0; below 1: the share of all updates."""
+    """Number of updates over which the learning rate rises from 0; a value below 1 is a share of all updates."""
 
     optim: Literal["adamw_torch_fused", "adamw_torch", "adafactor", "sgd", "adagrad", "rmsprop"] = "adamw_torch_fused"
     """The optimizer."""
 
     weight_decay: NotNegative = 0.0
-    """Weight decay of all parameters but biases and norms; decoupled from the gradient with AdamW and Adafactor."""
+    """Weight decay of all parameters except biases and norms; AdamW and Adafactor decouple it from the gradient."""
 
     adam_beta1: Fraction = 0.9
     """Decay of Adam's first moment."""
@@ -254,75 +255,76 @@ class TrainingSection:
     """Decay of Adam's second moment."""
 
     adam_epsilon: NotNegative = 1e-8
-    """Added to the denominator of Adam's update."""
+    """Epsilon in the denominator of Adam's update."""
 
     bf16: bool = False
-    """Whether forwards compute in bfloat16 where that is safe (autocast); weights and gradients keep `model.dtype`."""
+    """Whether forwards run under autocast in bfloat16; weights and gradients keep `model.dtype`."""
 
     fp16: bool = False
-    """The same in float16, with a scale of the loss that all stages agree on; needs weights in float32."""
+    """Whether forwards run under autocast in float16, with one loss scale for all stages; needs float32 weights."""
 
     fp32_master_weights: bool = False
-    """Whether the optimizer updates float32 copies of weights that are in bfloat16 or float16."""
+    """Whether the optimizer updates float32 copies of bfloat16 or float16 weights."""
 
     on_nonfinite_loss: Literal["ignore", "skip", "stop"] = "stop"
-    """Where a step's loss or gradient is inf or NaN: update all the same, leave the step out, or fail."""
+    """What to do if a step's loss or gradient is inf or NaN. ignore: update anyway; skip: no update; stop: fail."""
 
     max_grad_norm: NotNegative = 1.0
-    """Largest global norm of the gradient, over all stages; a larger one is scaled down to it; 0: no clipping."""
+    """Maximum norm of the gradient over all stages; a larger gradient is scaled down to it; 0: no clipping."""
 
     label_smoothing_factor: Fraction = 0.0
-    """Share of the target's probability spread over the whole vocabulary."""
+    """Share of the target's probability that is spread over the whole vocabulary."""
 
     logit_clipping: Positive | None = None
-    """The loss sees no logit beyond this magnitude; evaluation and the saved model do not clip. null: no clipping."""
+    """Magnitude to which logits are clipped in the training loss, but not in evaluation or in the saved model; null: no
+    clipping."""
 
     logging_steps: Annotated[Count, MAY_CHANGE] = 10
-    """Updates between two lines of metrics."""
+    """Number of updates between two lines of metrics."""
 
     timeline_steps: Annotated[Count | None, MAY_CHANGE] = None
-    """Updates between two whose actions are timed, to log how much of them was idle (`bubble`); null: none is timed."""
+    """Number of updates between two that are timed to log their idle share (`bubble`); null: none is timed."""
 
     eval_steps: Annotated[Count | None, MAY_CHANGE] = None
-    """Updates between two evaluations of the validation loss; null: none during training."""
+    """Number of updates between two evaluations of the validation loss; null: none during training."""
 
     save_steps: Annotated[Count | None, MAY_CHANGE] = 500
-    """Updates between two checkpoints; null: none during training."""
+    """Number of updates between two checkpoints; null: none during training."""
 
     save_total_limit: Annotated[Count | None, MAY_CHANGE] = 2
-    """Checkpoints kept, the newest ones; null: all."""
+    """Number of checkpoints to keep, the newest ones; null: all."""
 
     stop_seconds: Annotated[Positive, MAY_CHANGE] = 30.0
-    """How long after SIGTERM or SIGINT the training may take to end its step and save, before it ends without."""
+    """Seconds that training has after SIGTERM or SIGINT to end its step and save; after that it ends without saving."""
 
     resume: Annotated[Literal["auto", "never"], MAY_CHANGE] = "auto"
-    """auto: continue from the last complete checkpoint in `output_dir`, where there is one; never: begin anew, and
-    delete the checkpoints that are there."""
+    """auto: resume from the last complete checkpoint in `output_dir`, if there is one; never: start from scratch and
+    delete the checkpoints in it."""
 
 
 @section()
 class EvaluationSection:
-    """After training: greedy translations, scored in each language; of text, loss and perplexity."""
+    """Evaluation after training: greedy translations, scored per language; text: loss and perplexity."""
 
     max_examples: Count | None = None
-    """Pairs translated in each language, or blocks of text; null: all of the split."""
+    """Number of pairs per language, or of blocks of text, to evaluate; null: the whole split."""
 
     batch_size: Count = 64
-    """Rows translated or predicted at a time."""
+    """Number of examples to translate or evaluate at a time."""
 
     max_new_tokens: Count = 64
-    """Longest translation, in tokens."""
+    """Maximum length of a translation, in tokens."""
 
     split: Literal["test", "validation"] = "test"
-    """The pairs to translate."""
+    """Split to evaluate."""
 
     samples: Annotated[CountOrZero, PAIRS] = 5
-    """Translations shown in the summary."""
+    """Number of translations shown in the summary."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that decides a run."""
+    """All settings of a run."""
 
     model: ModelSection
     data: DataSection
@@ -332,7 +334,7 @@ class Recipe:
     evaluation: Annotated[EvaluationSection, MAY_CHANGE] = field(default_factory=EvaluationSection)
 
     def to_yaml(self) -> str:
-        """The resolved recipe with the default of every key that its kind of data uses.
+        """The resolved recipe as YAML, with the defaults of the keys that its kind of data uses.
 
         `load_recipe` reads it back as an equal recipe.
         """

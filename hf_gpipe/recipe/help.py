@@ -1,4 +1,4 @@
-"""The help of recipes, from what their fields say of themselves: a page of the main keys, or every key of a section."""
+"""The help texts of recipes: a page of the main keys, or every key of a section."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAIN_KEYS = (
     *("pipeline.partition", "training.output_dir", "training.max_steps", "training.batch_size"),
     *("training.learning_rate", "training.save_steps"),
 )
-"""The keys that most recipes give."""
+"""The keys that most recipes set."""
 
 
 def recipe_help() -> str:
@@ -32,14 +32,14 @@ def recipe_help() -> str:
     named = {f"{section}.{key.name}": key for section, key in all_keys()}
     width = max(map(len, MAIN_KEYS))
     keys = [f"  {name:{width}}  {_shortened(named[name], 115 - width)}" for name in MAIN_KEYS]
-    return "\n".join(["sections of a recipe:", *sections, "", "the keys that most recipes give:", *keys])
+    return "\n".join(["sections of a recipe:", *sections, "", "the keys that most recipes set:", *keys])
 
 
 def section_help(name: str) -> str:
     """Every key of a section with what it allows, its default, its text and the kinds of data that use it.
 
     Raises:
-        UserError: there is no such section.
+        UserError: the section does not exist.
     """
     if name not in SECTIONS:
         raise UserError(f"{name!r} is not a section of a recipe{nearest(name, SECTIONS)}; {', '.join(SECTIONS)} are")

@@ -17,7 +17,7 @@ TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "forward_only")
 PARTITIONS = (*STRATEGIES, *COST_STRATEGIES, AUTO)
 
 RecomputeChoice: TypeAlias = str | tuple[str | int, ...]
-"""A decided `recompute`: "none", "block" or "stage", or for each stage one of these or its most live graphs."""
+"""A decided `recompute`: "none", "block" or "stage", or for each stage one of these or the most graphs to keep."""
 
 _MODES = ("none", "block", "stage")
 _Entries = tuple[Annotated[str, OneOf(_MODES)] | Count, ...]
@@ -26,57 +26,60 @@ _Listed = BeforeValidator(lambda value: tuple(value) if isinstance(value, list |
 
 @section(kw_only=False)
 class PipelineConfig:
-    """How the model is cut into stages, and how micro-batches go through them.
+    """How the model is split into stages, and how micro-batches go through them.
 
-    "auto" leaves a value to the planner; it is decided once none is left. Holds values that a file can hold.
+    The planner chooses the values that are "auto". All values can be written to a file.
     """
 
     num_stages: Count = 1
-    """K: consecutive stages the model's layers are cut into."""
+    """K: number of consecutive stages that the model's layers are split into."""
 
     num_micro_batches: Count | Annotated[str, OneOf((AUTO,))] = 1
-    """M: micro-batches a mini-batch is cut into; a smaller mini-batch gives one per row; auto: the planner's choice."""
+    """M: number of micro-batches that a mini-batch is split into; a mini-batch of fewer rows gives one per row; auto:
+    the planner chooses."""
 
     schedule: Annotated[str, OneOf((*TRAINING_SCHEDULES, AUTO), TABLE_SUFFIX)] = "gpipe"
-    """Order of work: gpipe, the paper's; gpipe_fused, its last stage's backwards at once; 1f1b, least memory;
-    interleaved_1f1b, several stages per process, dealt out in turn; naive; auto: the planner's choice; or the file of
-    a table of your own, as tables/mine.txt, whose R say what is recomputed (python -m hf_gpipe.plan RECIPE --table
-    writes one)."""
+    """Order of work. gpipe: as in the paper; gpipe_fused: the last stage runs each backward right after its forward;
+    1f1b: least memory; interleaved_1f1b: several stages per process, assigned in turn; naive: no pipelining; auto: the
+    planner chooses; or the file of a table of your own, such as tables/mine.txt, whose R actions are the recomputations
+    (python -m hf_gpipe.plan RECIPE --table writes one)."""
 
     recompute: Annotated[Annotated[str, OneOf((*_MODES, AUTO))] | _Entries, _Listed] = "stage"
-    """What backward computes again instead of keeping: nothing, each block's inside, or all but the stage's input;
-    auto: stage by stage as little as `memory` allows. Or a list with an entry for each stage, in which a number is the
-    most autograd graphs that the stage keeps alive."""
+    """What backward recomputes instead of keeping it. none: nothing; block: the inside of each block; stage: all but
+    the stage's input; auto: for each stage as little as `memory` allows. Or a list with one entry per stage, in which a
+    number is the most autograd graphs that the stage keeps alive."""
 
     partition: Annotated[Annotated[str, OneOf(PARTITIONS)] | tuple[Count, ...], _Listed] = "count"
-    """count: stages of equally many layers, give or take one; parameters, flops, profile: the largest or slowest stage
-    is the least, by size, by operations, or as measured before the training; auto: by the planner's estimate of time;
-    or the number of layers of each stage, as [3, 4, 2]."""
+    """How layers are divided among stages. count: equal numbers, give or take one; parameters, flops, profile: minimise
+    the largest stage by parameters, by operations, or by the time measured before training; auto: minimise the
+    planner's estimate of time; or the number of layers of each stage, such as [3, 4, 2]."""
 
     memory: Text | None = None
-    """What a process may use, with its unit, as 80GiB: the planner's limit for what it chooses; null: its device's."""
+    """The memory limit of each process that the planner plans for, with a unit, such as 80GiB; null: the memory of its
+    device."""
 
     num_processes: Count | None = None
-    """Processes that share the stages; null: one per stage, but at most one per GPU, or one for each of `devices`."""
+    """Number of processes that share the stages; null: one per stage, but at most one per GPU, or one for each of
+    `devices`."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where stages compute; auto: on GPUs where there are any."""
+    """The type of device that stages run on; auto: GPUs if there are any."""
 
     devices: Annotated[tuple[Text, ...] | None, _Listed] = None
-    """Devices of this machine that the processes share out evenly, as [cuda:0, cuda:1]; a process spreads its stages
-    over its own. null: one device per process, of the kind that `device` says."""
+    """Devices of this machine, divided evenly among the processes, such as [cuda:0, cuda:1]; a process spreads its
+    stages over its devices. null: one device per process, of the type of `device`."""
 
     torch_compile: bool = False
-    """Whether each block is compiled by torch.compile."""
+    """Whether to compile each block with torch.compile."""
 
     torch_compile_backend: Text | None = None
-    """torch.compile's backend; null: its default, inductor."""
+    """The backend of torch.compile; null: its default, inductor."""
 
     timeout_seconds: Positive = 600.0
-    """How long a process waits for another before the run fails."""
+    """How many seconds a process waits for another one before the run fails."""
 
     threads_per_process: Count | None = None
-    """CPU threads of each process; null: OMP_NUM_THREADS, or the machine's cores shared out evenly."""
+    """CPU threads per process; null: OMP_NUM_THREADS, or the machine's cores divided evenly."""
 
     def __post_init__(self) -> None:
         if self.num_processes is not None and self.num_processes > self.num_stages:
@@ -91,7 +94,7 @@ class PipelineConfig:
                     "entry for each stage."
                 )
         if self.devices == ():
-            raise UserError("devices [] names none; name some, or leave it out.")
+            raise UserError("devices [] is empty; name at least one device, or leave it out.")
         if self.torch_compile_backend is not None and not self.torch_compile:
             raise UserError(
                 f"torch_compile_backend is {self.torch_compile_backend!r} and torch_compile is false; set "
@@ -102,9 +105,9 @@ class PipelineConfig:
 
     @classmethod
     def of(cls, config: PipelineConfig | None, **given: Any) -> PipelineConfig:
-        """From what `Pipeline` is given: a configuration, or its fields.
+        """Make the configuration from the arguments of `Pipeline`: a configuration, or its fields.
 
-        None is a field that is not given. A text as `torch_compile` names the backend, a number as `memory` is bytes.
+        A field that is None is not given. A string as `torch_compile` is the backend, a number as `memory` is bytes.
 
         Raises:
             UserError: both are given, or a field does not fit.
@@ -132,7 +135,7 @@ class PipelineConfig:
 
     @property
     def processes(self) -> int:
-        """How many processes share the stages; without a number it is one per stage."""
+        """How many processes share the stages; one per stage if `num_processes` is None."""
         return self.num_processes or self.num_stages
 
     @property
@@ -141,13 +144,13 @@ class PipelineConfig:
         return None if self.memory is None else read_bytes(self.memory, "memory")
 
     def decided(self, **values: Any) -> DecidedConfig:
-        """The same with `values`, which decide all that is open."""
+        """A copy with `values`, which replace everything that is left to the planner."""
         return DecidedConfig(**{**vars(self), "num_processes": self.processes, **values})
 
 
 @section()
 class DecidedConfig(PipelineConfig):
-    """A `PipelineConfig` that leaves nothing to the planner: the type of what is run and planned."""
+    """A `PipelineConfig` that leaves nothing to the planner: what is run, and what a plan describes."""
 
     num_micro_batches: Count
     schedule: Annotated[str, OneOf(TRAINING_SCHEDULES, TABLE_SUFFIX)]
@@ -156,5 +159,5 @@ class DecidedConfig(PipelineConfig):
     num_processes: Count
 
     def reopened(self, **values: Any) -> PipelineConfig:
-        """The same with `values`, which may leave something to the planner again."""
+        """A copy with `values`, which may leave something to the planner again."""
         return PipelineConfig(**{**vars(self), **values})

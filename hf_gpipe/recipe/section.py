@@ -1,7 +1,7 @@
-"""A section of a recipe: a frozen dataclass that pydantic validates, and what its fields say of themselves.
+"""A section of a recipe: a frozen dataclass that pydantic validates, with metadata for each field.
 
-A field's annotation is its check, its default is its default, the string under it is its help, and `Annotated` adds
-which kinds of data use it and whether a resumed run may change it.
+A field's annotation is its check, the string under it is its help, and `Annotated` adds which kinds of data use it and
+whether a resumed run may change it.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-"""A part of a whole that is never all of it."""
+"""A share below 1."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class OneOf:
-    """A name out of a collection that another module owns; Literal is for names that stand in the annotation.
+    """A check that the value is one of `names`, which another module owns; for names in the annotation use Literal.
 
-    With `or_suffix`, such as ".txt", the path of a file that ends in it is allowed, too.
+    With `or_suffix`, such as ".txt", the path of a file that ends in it is also allowed.
     """
 
     names: tuple[str, ...]
@@ -49,7 +49,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Kinds:
-    """The kinds of data that use a key; with another kind it is an error."""
+    """The kinds of data that use a key; with another kind the key is an error."""
 
     names: tuple[str, ...]
 
@@ -64,12 +64,12 @@ MAY_CHANGE = _MayChange()
 
 @dataclass(frozen=True)
 class Key:
-    """What one field of a section says of itself.
+    """The metadata of one field of a section.
 
     Attributes:
         name: of the field.
         text: its help.
-        default: None where it is required, too.
+        default: its default; None if it is required.
         is_required: whether it has no default.
         kinds: the kinds of data that use it; None: all do.
         may_change: whether a resumed run may change it.
@@ -90,12 +90,12 @@ class Key:
         return found
 
     def is_used_by(self, kind: object) -> bool:
-        """Whether the kind of data uses it; a kind that does not exist uses everything."""
+        """Whether the kind of data uses it; an unknown kind uses every key."""
         return self.kinds is None or kind in self.kinds
 
 
 class MisfitError(UserError):
-    """A value that a section does not allow; says where in the section it stands, without the section's name.
+    """A value that a section does not allow; the message has the path within the section, without the section's name.
 
     Attributes:
         path: the key, and the index within a list.
@@ -119,7 +119,7 @@ def dotted(path: tuple[object, ...]) -> str:
 def section(*, kw_only: bool = True) -> Callable[[type[T]], type[T]]:
     """Decorator that makes a class a frozen dataclass whose values are checked strictly: nothing is converted.
 
-    What does not fit raises a `MisfitError`.
+    A value that does not fit raises a `MisfitError`.
     """
     config = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -143,7 +143,7 @@ def section(*, kw_only: bool = True) -> Callable[[type[T]], type[T]]:
 
 @functools.cache
 def keys_of(cls: type) -> dict[str, Key]:
-    """The fields of a section by their names."""
+    """The fields of a section by name."""
     found = {}
     for name, info in cls.__pydantic_fields__.items():  # type: ignore[attr-defined]  # pydantic's, of any section
         is_required = info.is_required()
@@ -160,7 +160,7 @@ def _schema(cls: type) -> dict[str, Any]:
 
 
 def _misfit(error: ValidationError, cls: type, values: Mapping[str, Any]) -> MisfitError:
-    """The first thing that is wrong, in our words."""
+    """The first error that pydantic found, as a `MisfitError`."""
     first = error.errors(include_url=False, include_context=False)[0]
     name, *within = first["loc"]
     keys = keys_of(cls)

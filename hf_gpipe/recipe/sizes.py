@@ -17,18 +17,18 @@ _BY_LOWER_CASE = {unit.lower(): size for unit, size in UNITS.items()}
 
 
 def read_bytes(text: str, name: str) -> int:
-    """The bytes of a size; a unit's letters may be large or small.
+    """Return the number of bytes of a size; the case of the unit does not matter.
 
     Args:
         text: for example "80GiB" or "1.5 TB".
         name: of the key or option, for the message.
 
     Raises:
-        UserError: no number, no unit, an unknown one, or no bytes at all.
+        UserError: no number, no unit, an unknown unit, or less than one byte.
     """
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise UserError(f"{name} is {text!r}, which is no size; write a number and a unit, such as 80GiB.")
+        raise UserError(f"{name} is {text!r}, which is not a size; write a number and a unit, such as 80GiB.")
     number, unit = match.groups()
     if not unit:
         raise UserError(f"{name} is {text!r}, without a unit; write for example {number}GiB.")
@@ -36,7 +36,7 @@ def read_bytes(text: str, name: str) -> int:
         raise UserError(f"{name} is {text!r}; the unit {unit!r} is not one of {', '.join(UNITS)}.")
     size = int(float(number) * _BY_LOWER_CASE[unit.lower()])
     if size < 1:
-        raise UserError(f"{name} is {text!r}; it must be more than nothing.")
+        raise UserError(f"{name} is {text!r}; it must be at least one byte.")
     return size
 
 

@@ -1,7 +1,7 @@
 """YAML read strictly, with the line of every value, and written back so that it reads the same.
 
-Stricter and plainer than YAML 1.1: only true and false are booleans (`no` is Norwegian), 2e-3 is a number, 010 is not
-eight, and dates are strings. A key may stand once in a mapping. Tags and aliases that contain themselves are refused.
+Stricter than YAML 1.1: only true and false are booleans (`no` is Norwegian), 2e-3 is a number, 010 is not eight, and
+dates are strings. A key may occur only once in a mapping. Tags, and aliases that contain themselves, are errors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hf_gpipe.errors import RecipeError
 from hf_gpipe.recipe.words import show
 
 KeyPath = tuple[object, ...]
-"""The keys from the top to a value; an entry of a list has its index in it."""
+"""The keys from the top to a value; for an entry of a list, its index."""
 
 _DEEPEST = 50
 
@@ -47,21 +47,21 @@ class Locations:
         return self.source
 
     def add_line(self, path: KeyPath, line: int) -> None:
-        """Note that the value at `path` stands on `line`, counted from 1."""
+        """Record that the value at `path` is on `line`, counted from 1."""
         self._places[path] = f"{self.source}, line {line}"
 
     def replace(self, path: KeyPath, place: str) -> None:
-        """Note that the value at `path`, with all below it, now comes from `place`."""
+        """Record that the value at `path`, with all below it, now comes from `place`."""
         self.forget(path)
         self._places[path] = place
 
     def take(self, other: Locations, path: KeyPath) -> None:
-        """Note that the value at `path`, with all below it, comes from where `other` has it."""
+        """Take the places of the value at `path`, and of all below it, from `other`."""
         self.forget(path)
         self._places |= {known: at for known, at in other._places.items() if known[: len(path)] == path}
 
     def forget(self, path: KeyPath) -> None:
-        """Know nothing more of the value at `path` and of all below it."""
+        """Forget the places of the value at `path` and of all below it."""
         self._places = {known: at for known, at in self._places.items() if known[: len(path)] != path}
 
 
@@ -72,7 +72,7 @@ class _Loader(yaml.SafeLoader):
         event = self.peek_event()
         tag = getattr(event, "tag", None)
         if tag is not None:
-            raise yaml.MarkedYAMLError(problem=f"tags such as {tag!r} are not read", problem_mark=event.start_mark)
+            raise yaml.MarkedYAMLError(problem=f"tags such as {tag!r} are not allowed", problem_mark=event.start_mark)
         if self._depth > _DEEPEST:
             raise yaml.MarkedYAMLError(problem=f"more than {_DEEPEST} levels", problem_mark=event.start_mark)
         self._depth += 1
@@ -82,7 +82,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every string that this module or another YAML 1.1 reader would take for something else."""
+    """Quotes every string that this module or another YAML 1.1 reader would not read as a string."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -100,11 +100,11 @@ for _name, _pattern, _first in _RESOLVERS:
 
 
 def read(text: str, source: str) -> tuple[Any, Locations]:
-    """The value of a YAML text, made of dict, list, str, bool, int, float and None, and the place of each part.
+    """Parse YAML text into dict, list, str, bool, int, float and None; also return the place of each value.
 
     Raises:
-        RecipeError: text that does not parse, a key that stands twice, a tag, an alias that contains itself, or more
-            than 50 levels; names the line and the column.
+        RecipeError: text that does not parse, a duplicate key, a tag, an alias that contains itself, or more than 50
+            levels; the message has the line and the column.
     """
     locations = Locations(source)
     try:
@@ -121,10 +121,10 @@ def read(text: str, source: str) -> tuple[Any, Locations]:
 
 
 def read_mapping(text: str, source: str) -> tuple[dict[Any, Any], Locations]:
-    """The mapping of sections that a recipe's text is, and the place of each part.
+    """Parse a recipe's text into a mapping of sections; also return the place of each value.
 
     Raises:
-        RecipeError: no mapping, or what `read` refuses.
+        RecipeError: the text is not a mapping, or any error of `read`.
     """
     data, locations = read(text, source)
     if not isinstance(data, dict):
@@ -133,7 +133,7 @@ def read_mapping(text: str, source: str) -> tuple[dict[Any, Any], Locations]:
 
 
 def write(value: Any) -> str:
-    """YAML text that `read` turns into an equal value; keys keep their order, lists are written in brackets."""
+    """Return YAML text that `read` turns into an equal value; keys keep their order, lists are written in brackets."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120)
 
 
@@ -153,7 +153,7 @@ def _value(
         line = key_node.start_mark.line + 1
         if key in mapping:
             raise yaml.MarkedYAMLError(
-                problem=f"the key {key!r} stands twice, first on line {lines[key]}", problem_mark=key_node.start_mark
+                problem=f"the key {key!r} is given twice, first on line {lines[key]}", problem_mark=key_node.start_mark
             )
         lines[key] = line
         locations.add_line((*path, key), line)
@@ -173,6 +173,6 @@ def _position(mark: yaml.Mark | None) -> str:
 
 
 def _sentence(error: yaml.MarkedYAMLError) -> str:
-    if type(error) is yaml.MarkedYAMLError:  # raised in this file: YAML, but not what a recipe may hold
+    if type(error) is yaml.MarkedYAMLError:  # raised in this file: valid YAML that a recipe may not contain
         return f"{error.problem}."
     return f"the YAML does not parse: {f'{error.context}, ' if error.context else ''}{error.problem}."

@@ -1,4 +1,4 @@
-"""The table that a configuration names as its schedule."""
+"""Reads the table that a configuration names as its schedule."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from hf_gpipe.schedule import Schedule, is_table_file, read_table, recompute_und
 
 
 def table_of(config: PipelineConfig, accumulation: int, num_processes: int) -> Schedule | None:
-    """The table in the file that `schedule` names, or None where it names one of the builders or "auto".
+    """Read the table from the file that `schedule` names; None if it names a builder or is "auto".
 
     Args:
-        config: what the table has to agree with.
-        accumulation: mini-batches of a step: the table has the micro-batches of all of them.
-        num_processes: of the job.
+        config: the configuration, which the table has to agree with.
+        accumulation: mini-batches per step; the table has the micro-batches of all of them.
+        num_processes: the number of processes of the job.
 
     Raises:
         ScheduleError: the file cannot be read, its table cannot be run, or it contradicts the configuration.

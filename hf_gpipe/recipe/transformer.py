@@ -1,8 +1,8 @@
-"""T(L, H, A): the size of a Transformer by one dial, as GPipe's translation experiments write it.
+"""T(L, H, A): the size of a Transformer, in the notation of GPipe's translation experiments.
 
 L encoder and L decoder layers, feed-forward layers of width H, and A attention heads of width 64 (arXiv 1811.06965,
-section 5). The width of attention is 64 A whatever the width of the model is, so the dial needs a family whose heads
-have a width of their own.
+section 5). The width of attention is 64 A whatever the width of the model is, so the notation needs a family that
+configures the width of a head separately.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hf_gpipe.errors import RecipeError
 HEAD_WIDTH = 64
 
 FAMILIES = ("t5", "mt5", "umt5")
-"""Families that have exactly the fields of T(L, H, A)."""
+"""Families whose configuration has all fields of T(L, H, A)."""
 
 _TIED = (
     *("bart", "blenderbot", "blenderbot-small", "bigbird_pegasus", "led", "m2m_100", "marian", "mbart", "mvp"),
@@ -37,7 +37,7 @@ class TransformerSize:
     """T(L, H, A).
 
     Attributes:
-        num_layers: L, of the encoder, and as many of the decoder.
+        num_layers: L, the layers of the encoder, and of the decoder.
         feed_forward_width: H.
         num_heads: A, each 64 wide.
     """
@@ -48,9 +48,9 @@ class TransformerSize:
 
     @classmethod
     def parse(cls, text: str, name: str = "model.transformer") -> TransformerSize:
-        """The size that a text such as "T(6, 8192, 16)" names; `name` is what the text was given as.
+        """Parse text such as "T(6, 8192, 16)"; `name` is the key that has it, for messages.
 
-        Raises RecipeError for anything else: three whole numbers of at least 1 are expected.
+        Raises RecipeError unless it has three whole numbers of at least 1.
         """
         match = _PATTERN.fullmatch(text)
         sizes = [int(number) for number in match.groups()] if match else []
@@ -66,7 +66,7 @@ class TransformerSize:
 
     @property
     def fields(self) -> dict[str, int]:
-        """The fields of the family's configuration that L, H and A decide."""
+        """The fields of the family's configuration that L, H and A set."""
         return {
             "num_layers": self.num_layers,
             "num_decoder_layers": self.num_layers,
@@ -75,8 +75,8 @@ class TransformerSize:
         }
 
 
-#: What goes with every T(L, H, A) unless it is given: the width of heads, and the paper's feed-forward layer, which
-#: is two matrices around a ReLU. mt5 and umt5 would have three.
+#: Defaults that go with T(L, H, A): the width of heads, and the paper's feed-forward layer, which is two matrices
+#: around a ReLU. mt5 and umt5 would have three matrices.
 _COMPANIONS = {"d_kv": HEAD_WIDTH, "feed_forward_proj": "relu"}
 
 #: Other names of the same fields, as T5's configuration reads them.
@@ -86,22 +86,22 @@ _ALIASES = {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads
 def with_transformer(
     config: dict[str, Any], transformer: str, name: str = "model.transformer", prefix: str = "model.config."
 ) -> dict[str, Any]:
-    """The fields of a configuration completed by those of a T(L, H, A).
+    """Return the fields of a configuration with those of a T(L, H, A) added.
 
     Args:
         config: `model_type`, one of FAMILIES, and further fields; `d_kv` and `feed_forward_proj` may be among them,
-            in place of 64 and relu.
+            to replace 64 and relu.
         transformer: the text, such as "T(6, 8192, 16)".
-        name: what the text was given as, for messages.
-        prefix: what stands before a field in messages.
+        name: the key that has the text, for messages.
+        prefix: the prefix of a field's name in messages.
 
     Raises:
-        RecipeError: a text that is no T(L, H, A), a family that cannot have it, or a field that it decides already.
+        RecipeError: text that is not T(L, H, A), a family that does not support it, or a field that it sets already.
     """
     size = TransformerSize.parse(transformer, name)
     family = str(config.get("model_type"))
     if family not in FAMILIES:
-        reason = _REASONS.get(family, "it is not known to have a head width of its own in an encoder and a decoder")
+        reason = _REASONS.get(family, "it is not known to be an encoder-decoder that sets its head width separately")
         raise RecipeError(
             f"{name} is {size}, and the family {family} cannot have it: {reason}. Use {prefix}model_type t5 (or "
             f"{', '.join(FAMILIES[1:])}), or leave {name} out and give the fields of {family} themselves."
@@ -110,7 +110,7 @@ def with_transformer(
     for given, field in canonical.items():
         if field in size.fields:
             raise RecipeError(
-                f"{prefix}{given} is {config[given]!r} and {name} is {size}, which makes it {size.fields[field]}; "
+                f"{prefix}{given} is {config[given]!r} and {name} is {size}, which sets it to {size.fields[field]}; "
                 "leave one of them out."
             )
     companions = {field: value for field, value in _COMPANIONS.items() if field not in canonical.values()}

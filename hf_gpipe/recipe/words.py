@@ -1,4 +1,4 @@
-"""Values and what is allowed in their place, in the words of a message."""
+"""Describes values, and which values are allowed, in the words of a message."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LONGEST_SHOWN = 60
 
 
 def show(value: Any) -> str:
-    """A value and its type as a message names them: "'two' (a string)"."""
+    """A value and its type, for a message: "'two' (a string)"."""
     if value is None:
         return "nothing (null)"
     if isinstance(value, bool):
@@ -40,7 +40,7 @@ def shorten(text: str) -> str:
 
 
 def describe(schema: Mapping[str, Any]) -> str:
-    """What a JSON schema allows: "a whole number of at least 1 or null"."""
+    """Describe the values that a JSON schema allows: "a whole number of at least 1 or null"."""
     *most, last = _alternatives(schema)
     return f"{', '.join(most)} or {last}" if most else last
 
@@ -71,7 +71,7 @@ def _one(schema: Mapping[str, Any]) -> str:
 
 
 def choices(schema: Mapping[str, Any]) -> list[str]:
-    """The names that a JSON schema allows, to find the nearest to a misspelt one; empty where any string will do."""
+    """The names that a JSON schema allows, for hints at misspelt ones; empty if any string is allowed."""
     if "anyOf" in schema:
         return [name for one in schema["anyOf"] for name in choices(one)]
     return [schema["const"]] if "const" in schema else schema.get("enum", [])

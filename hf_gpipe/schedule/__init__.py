@@ -1,6 +1,6 @@
 """Schedules as tables: what each process does, in which order, in one step. Pure Python, without torch.
 
-`build` writes a table and `read_table` reads one from a file, `Schedule` holds it, `check_table` says whether it can be
+`build` makes a table and `read_table` reads one from a file, `Schedule` holds it, `check_table` checks that it can be
 run, `simulate` predicts its time, `draw_text`, `draw_png`, `write_trace` and `breakdown` show it. The executor runs it.
 """
 

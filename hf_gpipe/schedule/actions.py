@@ -21,7 +21,7 @@ from hf_gpipe.errors import ScheduleError
 
 
 class ActionKind(StrEnum):
-    """What a process does with a stage."""
+    """The kind of work that a process does with a stage."""
 
     FORWARD = "F"
     RECOMPUTE = "R"
@@ -35,20 +35,20 @@ class ActionKind(StrEnum):
 
 
 TEXT_VERSION = 1
-"""Of the text of a table and its actions. Another kind of action, or another meaning of a word, gets another number."""
+"""Version of the text of a table and its actions. It changes with a new kind of action or a new meaning of a word."""
 
 _NUMBER = r"0|[1-9][0-9]{0,8}"
 _ACTION_TEXT = re.compile(rf"({_NUMBER})([A-Z])({_NUMBER})?")
 
 
 def parse_number(word: str) -> int | None:
-    """The number that a word of a table is, or None where it is something else."""
+    """Parse a word of a table as a number; None if it is not a number."""
     return int(word) if re.fullmatch(_NUMBER, word) else None
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """One thing that a process does with one stage and one micro-batch. Hashable, ordered and immutable.
+    """One step of work of a process on one stage and one micro-batch. Hashable, ordered and immutable.
 
     Raises:
         ScheduleError: a micro-batch is missing, or given to an update.
@@ -71,10 +71,10 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Reads what `str(action)` writes.
+        """Parse the text of `str(action)`.
 
         Raises:
-            ScheduleError: the text is no action.
+            ScheduleError: the text is not an action.
         """
         match = _ACTION_TEXT.fullmatch(text)
         if match is None:
@@ -91,7 +91,7 @@ class Action:
         return cls(ActionKind(kind), int(stage), None if micro_batch is None else int(micro_batch))
 
     def source(self, num_stages: int) -> Action | None:
-        """The neighbouring stage's action whose message this one receives, or None where it receives none."""
+        """The neighbouring stage's action whose message this one receives; None if it receives none."""
         if self.kind == ActionKind.FORWARD and self.stage > 0:
             return Action(ActionKind.FORWARD, self.stage - 1, self.micro_batch)
         if self.kind == ActionKind.BACKWARD and self.stage < num_stages - 1:
@@ -99,7 +99,7 @@ class Action:
         return None
 
     def consumer(self, num_stages: int) -> Action | None:
-        """The neighbouring stage's action that receives this one's message, or None where it sends none."""
+        """The neighbouring stage's action that receives this one's message; None if it sends none."""
         if self.kind == ActionKind.FORWARD and self.stage < num_stages - 1:
             return Action(ActionKind.FORWARD, self.stage + 1, self.micro_batch)
         if self.kind == ActionKind.BACKWARD and self.stage > 0:
@@ -133,11 +133,11 @@ class Placement:
             return
         if len(self.devices) != len(self.processes):
             raise ScheduleError(
-                f"placement: {len(self.devices)} devices for {len(self.processes)} stages; name one device a stage."
+                f"placement: {len(self.devices)} devices for {len(self.processes)} stages; name one device per stage."
             )
         for device in self.devices:
             if not device or device.split() != [device]:
-                raise ScheduleError(f"placement: {device!r} is no device; write for example 'cpu' or 'cuda:1'.")
+                raise ScheduleError(f"placement: {device!r} is not a device; write for example 'cpu' or 'cuda:1'.")
 
     @classmethod
     def one_stage_each(cls, num_stages: int) -> Placement:
@@ -161,10 +161,10 @@ class Placement:
 
     @classmethod
     def interleaved(cls, num_stages: int, num_processes: int) -> Placement:
-        """Stages dealt out in turn: stage s in process s % num_processes, the same number in each.
+        """Stages assigned in turn: stage s in process s % num_processes, the same number in each.
 
         Raises:
-            ScheduleError: no process, or a number of stages that is no multiple of the number of processes.
+            ScheduleError: no process, or a number of stages that is not a multiple of the number of processes.
         """
         if num_processes < 1 or num_stages < 1 or num_stages % num_processes:
             raise ScheduleError(

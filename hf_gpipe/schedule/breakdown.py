@@ -1,4 +1,4 @@
-"""Where the time of a step goes: a timeline added up by kind of work, as in GPipe's breakdown of a time step
+"""Breakdown of the time of a step by kind of work, as in GPipe's breakdown of a time step
 (arXiv 1811.06965): computing, recomputation, sending, waiting, the optimizer, for each process and each stage.
 """
 
@@ -21,7 +21,7 @@ class Parts:
     recompute: Seconds = 0
     backward: Seconds = 0
     send: Seconds = 0
-    """Handing messages over."""
+    """Sending messages."""
     wait: Seconds = 0
     """Idle: for a message, before the first action and after the last one. It is the bubble."""
     update: Seconds = 0
@@ -62,7 +62,7 @@ class Breakdown:
         }
 
     def text(self) -> str:
-        """The table: a row a process, the stages of a process that has several below it, and the mean last."""
+        """The table: one row per process, below it its stages if it has several, and the mean in the last row."""
         names = [field.name for field in fields(Parts)]
         rows = [["", *names]]
         for process, parts in enumerate(self.processes):
@@ -87,7 +87,7 @@ class Breakdown:
 
 
 def breakdown(timeline: Timeline) -> Breakdown:
-    """Adds a timeline up. With exact seconds (fractions) every sum is exact."""
+    """Sum up a timeline. With exact seconds (fractions) every sum is exact."""
     placement, total = timeline.schedule.placement, timeline.total_seconds
     processes: list[Parts] = []
     stages: dict[int, Parts] = {}

@@ -36,7 +36,7 @@ RECOMPUTE_MODES = ("stage", "none")
 
 
 def naive(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
-    """One micro-batch after another, through all stages and back. It is the pipeline without pipelining.
+    """One micro-batch after another, through all stages and back, without pipelining.
 
     K = 3, M = 2, without recomputation:
 
@@ -131,14 +131,14 @@ def one_forward_one_backward(
 def interleaved_1f1b(
     num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits
 ) -> list[list[Action]]:
-    """1F1B with v = K/P stages a process, dealt out in turn: stage s is on process s % P (Megatron-LM, Narayanan et al.
-    2021, arXiv 2104.04473, section 2.2 and figure 4).
+    """1F1B with v = K/P stages per process, assigned in turn: stage s is on process s % P (Megatron-LM, Narayanan et
+    al. 2021, arXiv 2104.04473, section 2.2 and figure 4).
 
     A micro-batch passes every process v times, each time through a v-th of its layers, so the pipeline fills and drains
     v times as fast: with equal stages and free transfers the bubble is (P-1)/(vM+P-1) where P divides M, against
     (P-1)/(M+P-1) in 1f1b. The price is v times the messages, and more micro-batches between forward and backward.
 
-    K must be a multiple of P. With one stage a process it is 1f1b, and one process alone has no bubble to shorten and
+    K must be a multiple of P. With one stage per process it is 1f1b, and one process alone has no bubble to shorten and
     takes one micro-batch after another. `hf_gpipe.schedule.interleaved` has the order.
 
     K = 4, M = 4 on P = 2 processes, without recomputation:
@@ -180,7 +180,7 @@ SCHEDULES: dict[str, Builder] = {
 
 
 def placement_for(name: str, num_stages: int, num_processes: int) -> Placement:
-    """Where a schedule wants its stages: dealt out in turn for interleaved_1f1b, consecutive for every other.
+    """The placement of a schedule's stages: assigned in turn for interleaved_1f1b, consecutive for every other.
 
     Raises:
         ScheduleError: an unknown name, or numbers of stages and processes that do not fit each other.
@@ -198,7 +198,7 @@ def build(
     placement: Placement | None = None,
     recompute: str | tuple[int | None, ...] = "stage",
 ) -> Schedule:
-    """The validated table of a schedule. Equal arguments give the same object.
+    """Build and check the table of a schedule. Equal arguments give the same object.
 
     Args:
         name: one of `SCHEDULES`.
@@ -254,7 +254,7 @@ def _limits(name: str, num_stages: int, recompute: str | tuple[int | None, ...])
         if recompute not in RECOMPUTE_MODES:
             raise ScheduleError(
                 f"recompute {recompute!r} is unknown to schedule {name!r}; use one of {', '.join(RECOMPUTE_MODES)}, or "
-                f"for each stage its most live graphs{nearest(recompute, RECOMPUTE_MODES)}"
+                f"for each stage the most graphs it keeps alive{nearest(recompute, RECOMPUTE_MODES)}"
             )
         return (0 if recompute == "stage" else None,) * num_stages
     if len(recompute) != num_stages:
@@ -271,7 +271,7 @@ def _limits(name: str, num_stages: int, recompute: str | tuple[int | None, ...])
 
 
 def _fused_last(limits: Limits) -> Limits:
-    """The last stage's gradient is at hand when its forward ends: under "stage" too it keeps that graph for it."""
+    """Let the last stage keep one graph under "stage" too: its gradient is available as soon as its forward ends."""
     return (*limits[:-1], 1 if limits[-1] == 0 else limits[-1])
 
 

@@ -1,6 +1,6 @@
 """A timeline as text, and as a picture.
 
-Text, for terminals and docstrings: a row a stage, from left to right in time, as in figure 2c of GPipe
+Text, for terminals and docstrings: one row per stage, from left to right in time, as in figure 2c of GPipe
 (arXiv 1811.06965). Picture (PNG, SVG): the same rows in seconds, and several timelines below each other on one scale,
 for example the predicted and the measured one.
 """
@@ -42,7 +42,7 @@ _SUFFIXES = (".png", ".svg")
 
 
 def draw_text(timeline: Timeline, width: int = 120) -> str:
-    """The timeline in ASCII, one row a stage and a last line with the time and the bubble.
+    """The timeline in ASCII, one row per stage and a last line with the time and the bubble.
 
     A column is as long as the shortest action (updates aside) and shows the action that fills most of it: "F0" where it
     starts, "--" where it goes on, ".." where the stage is idle. Where this is wider than `width` characters, a column
@@ -85,7 +85,7 @@ def _cell(columns: Sequence[Span | None], index: int, width: int) -> str:
 
 
 def _columns(spans: Sequence[Span], num_columns: int, column_seconds: Seconds) -> list[Span | None]:
-    """For each column the span that fills most of it, or None where the stage is mostly idle."""
+    """For each column the span that fills most of it, or None if the stage is mostly idle."""
     filled: list[Span | None] = []
     first = 0
     for column in range(num_columns):
@@ -128,7 +128,7 @@ def draw_png(path: str | Path, *timelines: Timeline, titles: Sequence[str] | Non
 
 def figure(timelines: Sequence[Timeline], titles: Sequence[str]) -> Figure:
     """The picture of `draw_png` as a matplotlib figure, which belongs to the caller alone (pyplot never sees it)."""
-    # Imported here, for whoever draws nothing should not wait for matplotlib.
+    # Imported here, because loading matplotlib takes time and few callers draw.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -155,7 +155,7 @@ def figure(timelines: Sequence[Timeline], titles: Sequence[str]) -> Figure:
     if any(t.schedule.placement.num_processes < t.schedule.num_stages for t in timelines):
         entries.append(Patch(facecolor=_ELSEWHERE_COLOUR, edgecolor=_IDLE_COLOUR, label="process at another stage"))
     picture.legend(handles=entries, loc="outside upper right", ncols=len(entries), frameon=False, fontsize=9)
-    # The layout is settled before the labels, for whether a label fits depends on the width of its bar on paper.
+    # The layout is computed before the labels, because whether a label fits depends on the width of its bar on paper.
     picture.draw_without_rendering()
     for panel, timeline in zip(panels, timelines, strict=True):
         _label_bars(panel, timeline, panel.bbox.width * 72 / picture.dpi / (longest or 1))
@@ -235,7 +235,7 @@ def _number(span: Span) -> str:
 
 
 def title_of(timeline: Timeline) -> str:
-    """What a timeline is called where nothing else is said: its schedule, K and M."""
+    """The default title of a timeline: its schedule, K and M."""
     schedule = timeline.schedule
     return f"{schedule.name}, K = {schedule.num_stages}, M = {schedule.num_micro_batches}"
 

@@ -1,4 +1,4 @@
-"""A table that someone wrote: read from a file, validated, and compared with what else is said about the pipeline."""
+"""Reads a user's table from a file, validates it, and compares it with the other options of the pipeline."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.validate import check_table
 
 TABLE_SUFFIX = ".txt"
-"""How the name of a table's file ends. A schedule without it is one of the builders."""
+"""The suffix of a table's file. A schedule without it is the name of a builder."""
 
 LARGEST_BYTES = 1 << 26
-"""No table is as large as this; a file of another kind may be."""
+"""A larger file is not a table."""
 
 
 def is_table_file(schedule: str) -> bool:
@@ -23,13 +23,13 @@ def is_table_file(schedule: str) -> bool:
 
 
 def read_table(path: str, num_stages: int, num_micro_batches: int | str, num_processes: int) -> Schedule:
-    """The valid table in a file, of a training step that fits these numbers.
+    """Read the table of a training step from a file, and check that it is valid and fits these numbers.
 
     Args:
-        path: of the file; ~ is the home directory.
+        path: path of the file; ~ is the home directory.
         num_stages: K.
-        num_micro_batches: of a step: M times the mini-batches that are accumulated. Any text is an error.
-        num_processes: of the job.
+        num_micro_batches: micro-batches per step: M times the accumulated mini-batches. A string is an error.
+        num_processes: the number of processes of the job.
 
     Raises:
         ScheduleError: the file and the line that is wrong, what was found, what is allowed and the next step.
@@ -47,7 +47,7 @@ def read_table(path: str, num_stages: int, num_micro_batches: int | str, num_pro
             )
         if table.placement.devices is not None:
             raise ScheduleError(
-                "the devices of stages are said by the argument device, or pipeline.devices; leave the line out.",
+                "the devices of stages are set by the argument device, or pipeline.devices; leave the line out.",
                 "devices",
             )
         if table.num_stages != num_stages:
@@ -73,13 +73,13 @@ def read_table(path: str, num_stages: int, num_micro_batches: int | str, num_pro
 
 
 def recompute_under(table: Schedule, recompute: str | Sequence[str | int]) -> str | tuple[str | int, ...]:
-    """What each stage recomputes under a table that someone wrote, in the words of `Pipeline`.
+    """Return what each stage recomputes under a user's table, in the form of `Pipeline`'s argument `recompute`.
 
-    The table says by its R which stages recompute what. "stage", the default, leaves it at that, and what the table has
-    may be said as well. "block", which is no action, goes with a table without R.
+    The R actions of the table are the recomputations. "stage", the default, accepts them, and so does the value that
+    describes them. "block" is not an action, and is allowed for a table without R.
 
     Raises:
-        ScheduleError: something else is asked for.
+        ScheduleError: `recompute` is anything else.
     """
     entries: list[str | int] = []
     for stage in range(table.num_stages):
@@ -93,7 +93,7 @@ def recompute_under(table: Schedule, recompute: str | Sequence[str | int]) -> st
     if asked == "block" and own == "none":
         return asked
     raise ScheduleError(
-        f"recompute is {recompute!r}, and the table {table.name!r} says by its R what is recomputed, which is {own!r}; "
+        f"recompute is {recompute!r}, and the table {table.name!r} gives the recomputations by its R actions, {own!r}; "
         "leave recompute out."
     )
 
@@ -102,7 +102,7 @@ def _text(path: str) -> str:
     file = Path(path).expanduser()
     try:
         if file.stat().st_size > LARGEST_BYTES:
-            raise ScheduleError(f"schedule: {path} has over {LARGEST_BYTES >> 20} MiB, which no table has.")
+            raise ScheduleError(f"schedule: {path} has over {LARGEST_BYTES >> 20} MiB; no table is that large.")
         return file.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         raise ScheduleError(

@@ -1,4 +1,4 @@
-"""The order of interleaved 1F1B: several stages a process, dealt out in turn (Megatron-LM, Narayanan et al. 2021,
+"""The order of interleaved 1F1B: several stages per process, assigned in turn (Megatron-LM, Narayanan et al. 2021,
 arXiv 2104.04473, section 2.2).
 
 The micro-batches go in groups. A process takes a whole group forward through its first stage, then through its second,
@@ -25,7 +25,7 @@ def interleaved_orders(num_stages: int, num_micro_batches: int, placement: Place
     """The forwards and backwards of each process.
 
     Raises:
-        ScheduleError: the stages are not dealt out in turn.
+        ScheduleError: the stages are not assigned in turn.
     """
     num_processes = placement.num_processes
     if placement.processes != Placement.interleaved(num_stages, num_processes).processes:

@@ -1,4 +1,4 @@
-"""Which micro-batches a stage recomputes, so that it never keeps more autograd graphs alive than a limit.
+"""Chooses the micro-batches that a stage recomputes, so that it never keeps more autograd graphs alive than a limit.
 
 A graph lives from the start of the forward that keeps it, or of the recomputation R that makes it anew, to the end of
 its backward B. Every backward needs its graph, so each one takes one place among those that the limit allows; a forward
@@ -23,7 +23,7 @@ Limits: TypeAlias = tuple[int | None, ...]
 
 
 def with_recomputations(order: Sequence[Action], limits: Limits) -> list[Action]:
-    """The order of a stage, or of a process with several stages, with each R that the stages' limits ask for.
+    """The order of a stage, or of a process with several stages, with the R that the stages' limits need.
 
     Args:
         order: forwards and backwards.
@@ -41,7 +41,7 @@ def with_recomputations(order: Sequence[Action], limits: Limits) -> list[Action]
 
 
 def _recomputed(order: Sequence[Action], limit: int | None) -> frozenset[int | None]:
-    """The micro-batches of one stage whose forward keeps no graph."""
+    """The micro-batches of one stage whose forward does not keep its graph."""
     backward_at = {action.micro_batch: at for at, action in enumerate(order) if action.kind == ActionKind.BACKWARD}
     if limit is None:
         return frozenset()

@@ -34,7 +34,7 @@ Number = TypeVar("Number", float | Fraction, int)
 
 @dataclass(frozen=True)
 class Costs:
-    """What one micro-batch costs each stage. A scalar holds for all stages (or boundaries), a sequence names each."""
+    """The costs of one micro-batch: one value for all stages (or boundaries), or a sequence with one for each."""
 
     forward_seconds: Seconds | Sequence[Seconds]
     """Of each stage (K values), for one micro-batch, as the next two."""
@@ -48,7 +48,7 @@ class Costs:
 
 
 class Span(NamedTuple):
-    """One action that a process ran: it came to it at `start`, waited, computed, sent, and ended at `end` (seconds)."""
+    """One action that a process ran: it started, waited, computed and sent, between `start` and `end` (seconds)."""
 
     process: int
     action: Action
@@ -57,7 +57,7 @@ class Span(NamedTuple):
     waiting: Seconds = 0
     """The part of the span, at its beginning, in which the process was idle."""
     sending: Seconds = 0
-    """The part of the span, at its end, in which the process handed its message over."""
+    """The part of the span, at its end, in which the process sent its message."""
 
     @property
     def computes(self) -> Seconds:
@@ -126,7 +126,7 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Predicts one step of a valid table.
+    """Predict one step of a valid table.
 
     Raises:
         ScheduleError: a sequence of costs that does not fit the stages, a negative cost, or a table that deadlocks.

@@ -40,7 +40,7 @@ class Schedule:
     num_micro_batches: int
     placement: Placement
     actions: tuple[tuple[Action, ...], ...]
-    """One ordered list a process."""
+    """One ordered list per process."""
 
     def __post_init__(self) -> None:
         if self.name.strip().splitlines() != [self.name]:
@@ -117,8 +117,8 @@ class Schedule:
 
     @classmethod
     def from_text(cls, text: str) -> Schedule:
-        """Reads the text form. Its lines stand in the order of `text`; blank lines and spaces between words do not
-        matter. Whether the table can be run is not looked at.
+        """Parse the text form. Its lines are in the order of `text`; blank lines and spaces between words do not
+        matter. It is not checked whether the table can be run.
 
         Raises:
             ScheduleError: begins with the number of the line that is wrong, or says which one is missing.

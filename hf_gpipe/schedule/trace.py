@@ -21,7 +21,7 @@ Event = dict[str, Any]
 
 
 def write_trace(path: str | Path, *timelines: Timeline, titles: Sequence[str] | None = None) -> None:
-    """Writes timelines, one or several, into a trace file.
+    """Write one or several timelines into a trace file.
 
     An event is named after its action ("2F0") and has its kind as category; the waiting before it and the sending at
     its end are events of their own. Counters show how many micro-batches each stage holds between F and B.

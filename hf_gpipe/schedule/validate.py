@@ -1,9 +1,9 @@
-"""Whether a table can be run: complete, in order, and free of deadlock.
+"""Checks that a table can be run: complete, in order, and free of deadlock.
 
-The checks go from the plain to the subtle, so that the first error is the one to mend first:
+The checks go from simple to subtle, so that the first error is the one to correct first:
 
 1. the table's shape fits its placement, and every action stands on its stage's process, once;
-2. nothing is missing: one F for every (stage, micro-batch), and in training one B, and one U a stage;
+2. nothing is missing: one F for every (stage, micro-batch), and in training one B, and one U per stage;
 3. within a process, an action comes after what it needs of its own stage, and updates come last: clipping and tied
    parameters need the gradients of all stages, so no update may stand before another stage's backward;
 4. between two processes, messages are received in the order in which they are sent, for an edge keeps no other order;
@@ -21,7 +21,7 @@ from hf_gpipe.schedule.table import Schedule
 
 
 def check_table(schedule: Schedule, rendezvous: bool = False) -> None:
-    """Checks that a table is a complete synchronous step which every process can run to its end.
+    """Check that a table is a complete synchronous step which every process can run to its end.
 
     Args:
         schedule: the table.

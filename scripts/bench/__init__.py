@@ -1,1 +1,1 @@
-"""What the benchmarks share: fresh processes, a quiet machine, memory, tables."""
+"""Shared parts of the benchmarks: fresh processes, a quiet machine, memory, tables."""

@@ -56,7 +56,7 @@ class Emulated:
     recomputes_late: bool = False
 
     def table(self) -> Schedule:
-        """What runs; a late recomputation is part of the backward."""
+        """The actions that run; a late recomputation is part of the backward."""
         table = self._early_table()
         if not self.recomputes_late:
             return table
@@ -86,7 +86,7 @@ class Emulated:
 
     @property
     def one_process_seconds(self) -> float:
-        """What one process would need for the work of all, recomputing nothing."""
+        """The time that one process would need for the work of all, without recomputation."""
         return self.processes * self.micro_batches * (self.forward_seconds + self.backward_seconds)
 
     @property
@@ -135,7 +135,7 @@ def wait(seconds: float) -> None:
 
 
 class Step(NamedTuple):
-    """What one step of all processes took.
+    """The times of one step of all processes.
 
     Attributes:
         seconds: from the first process's beginning to the last one's end.

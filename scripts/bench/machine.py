@@ -1,4 +1,4 @@
-"""What the measurements need of the machine: that it is quiet, and a process's own peak memory. Linux."""
+"""Checks that the machine is quiet, and reads a process's own peak memory. Linux."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def wake_up_on_time() -> None:
 
 
 def environment() -> dict[str, str | int]:
-    """What figures depend on besides the code."""
+    """The environment that figures depend on besides the code."""
     return {
         "cores": len(os.sched_getaffinity(0)),
         "machine": platform.machine(),

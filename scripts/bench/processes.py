@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 Job: TypeAlias = Mapping[str, Any]
-"""What a measurement is told: plain values, as in JSON."""
+"""The arguments of a measurement: plain values, as in JSON."""
 
 GRACE_SECONDS = 2
 

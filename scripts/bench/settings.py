@@ -1,4 +1,4 @@
-"""What is compared with what: the settings, their cases, and the ratios that hf_gpipe is to reach."""
+"""The comparisons: the settings, their cases, and the target ratios of hf_gpipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one process of a pipeline keeps during a step."""
+"""The memory that one process of a pipeline keeps during a step."""
 
 from __future__ import annotations
 

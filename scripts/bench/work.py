@@ -85,7 +85,7 @@ class Work:
 
 
 def loss_share(logits: torch.Tensor, targets: torch.Tensor, num_targets: int) -> torch.Tensor:
-    """What a micro-batch adds to the mini-batch's mean loss; logits (B, T, V), targets (B, T)."""
+    """A micro-batch's part of the mini-batch's mean loss; logits (B, T, V), targets (B, T)."""
     flat = logits.view(-1, logits.shape[-1])
     return F.cross_entropy(flat, targets.reshape(-1), ignore_index=IGNORED, reduction="sum") / num_targets
 

@@ -34,7 +34,7 @@ class Roles:
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """What is compared: the large ones with the base, and with each other."""
+        """The pairs of models to compare: the large ones with the base, and with each other."""
         found = [(name, self.base) for name in self.large if self.base is not None]
         if self.deep is not None and self.wide is not None:
             found.append((self.deep, self.wide))
@@ -69,7 +69,7 @@ def claims(results: Results, roles: Roles) -> list[Claim]:
 
 
 def outcome(difference: Difference) -> str:
-    """What an interval says of two models, in words."""
+    """Describe what an interval shows about two models."""
     if difference.interval is None:
         return f"{difference.num_languages} languages are too few for an interval"
     if not difference.interval.excludes_zero:
@@ -171,7 +171,7 @@ def _low_against_high(results: Results, roles: Roles) -> tuple[str, ...]:
 
 
 def contrast_outcome(found: Contrast, deep: str) -> str:
-    """What the interval of a contrast says, in words."""
+    """Describe what the interval of a contrast shows."""
     if found.interval is None:
         return "too few languages for an interval"
     if not found.interval.excludes_zero:

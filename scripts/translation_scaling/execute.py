@@ -202,7 +202,7 @@ class _Signals:
 
     @contextmanager
     def passed_to(self, child: subprocess.Popen[bytes]) -> Iterator[None]:
-        """A scope in which the child gets them."""
+        """Context manager that passes the signals on to the child."""
         self._child = child
         if self.received is not None:
             self._send(self.received)

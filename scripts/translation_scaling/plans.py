@@ -1,4 +1,4 @@
-"""What the planner says of recipes that no machine here could run."""
+"""The planner's predictions for recipes that are too large to run here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Predicted:
     """A recipe's plan.
 
     Attributes:
-        plan: what `python -m hf_gpipe.plan --json` printed; None: it refused.
+        plan: what `python -m hf_gpipe.plan --json` printed; None: it raised an error.
         error: why.
         accumulation: mini-batches of a step.
     """

@@ -37,7 +37,7 @@ class Measure:
 
     @property
     def sign(self) -> int:
-        """What makes a gain of a difference of scores: 1 or -1."""
+        """The sign that turns a difference of scores into a gain: 1 or -1."""
         return 1 if self.higher_is_better else -1
 
 
@@ -73,7 +73,7 @@ class Finished:
         try:
             metrics = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise DataError(f"{path} is no JSON: {error}; delete it and run again") from error
+            raise DataError(f"{path} is not JSON: {error}; delete it and run again") from error
         for key in ("per_language", "nll_per_character", "cost"):
             if key not in metrics:
                 raise DataError(f"{path} has no {key}: no translation, or of another version; delete it and run again")
@@ -116,7 +116,7 @@ class Finished:
         return wall_seconds(self.folder) or float(self.cost["wall_seconds"])
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row a language."""
+        """One row per language."""
         return [
             {"recipe": self.model, "seed": self.seed, "language": language}
             | {name: _with_margin(scores).get(name) for name in _OF_LANGUAGE}

@@ -75,7 +75,7 @@ def test_the_counts_are_of_the_model_in_memory() -> None:
     ("arguments", "message"),
     [
         ({"size": "T(2, 64)"}, r"the size is 'T\(2, 64\)'; it must be T\(L, H, A\)"),
-        ({"size": "T(2, 64, 4)", "d_ff": 32}, r"d_ff is 32 and the size is T\(2, 64, 4\), which makes it 64"),
+        ({"size": "T(2, 64, 4)", "d_ff": 32}, r"d_ff is 32 and the size is T\(2, 64, 4\), which sets it to 64"),
         ({"size": "T(2, 64, 4)", "model_type": "marian"}, "the family marian cannot have it"),
     ],
 )

@@ -91,8 +91,8 @@ def test_a_missing_field_is_named_with_those_found():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"direction": "both", "source_field": "a", "target_field": "b"}, "no field says which side is English"),
-        ({"direction": "both", "target_field": "translation.{language}"}, "no field says which side is English"),
+        ({"direction": "both", "source_field": "a", "target_field": "b"}, "no field tells which side is English"),
+        ({"direction": "both", "target_field": "translation.{language}"}, "no field tells which side is English"),
     ],
 )
 def test_what_cannot_be_followed_is_refused(options, message):

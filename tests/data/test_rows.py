@@ -91,7 +91,7 @@ def test_a_directory_and_wildcards_are_all_their_files(folder, tmp_path):
         assert build_corpus(kind="jsonl", path=str(path), **options) == whole
     with pytest.raises(DataError, match=r"no files with names in \.parquet"):
         build_corpus(kind="parquet", path=str(shards))
-    with pytest.raises(DataError, match=r"no file fits .*\.json0"):
+    with pytest.raises(DataError, match=r"no file matches .*\.json0"):
         build_corpus(kind="jsonl", path=str(shards / "*.json0"))
 
 
@@ -178,7 +178,7 @@ def test_a_stream_without_training_pairs_ends_with_a_word(tmp_path):
         ("jsonl", "{language}.jsonl.gz", None, r"xx\.jsonl\.gz does not exist"),
         ("parallel", "de-en.de", "missing", r"data\.target_path: there is no file .*missing"),
         ("parallel", "de-en.de", None, "needs `target_path`"),
-        ("parallel", ".", "de-en.en", "cannot be read, for which of its files is meant is not known; name the file"),
+        ("parallel", ".", "de-en.en", "cannot be read: it is not known which of its files to read; name the file"),
         ("hub", "missing", None, "there is no directory .*missing"),
     ],
 )
@@ -206,7 +206,7 @@ def test_files_that_are_there_are_not_read(folder):
     [
         ({"languages": []}, "languages is empty, and a path, subset or field has {language} in it"),
         ({"languages": ["de"], "language_field": "lang"}, "only one of them can say"),
-        ({"direction": "both", "english": None}, "no field says which side is English"),
+        ({"direction": "both", "english": None}, "no field tells which side is English"),
         ({"streaming": True}, re.escape("counts: {de: 1000, fr: 1000, yo: 1000, ...}")),
         ({"source_field": "nothing"}, r"de\.csv, line 2: no field 'nothing'; the fields found are xx, en, lang"),
     ],

@@ -71,7 +71,7 @@ def test_a_data_set_s_own_splits_are_kept(where: str, tmp_path: Path) -> None:
     [
         ("a.jsonl", '{"text": "\\ud800"}', "line 1: field 'text' has half of a surrogate pair"),
         ("a.jsonl", '{"txt": "a"}', "no field 'text'; did you mean 'txt'"),
-        ("a.jsonl", '{"text": 3}', "line 1: field 'text' is no text but a int"),
+        ("a.jsonl", '{"text": 3}', "line 1: field 'text' is not text but int"),
         ("a.txt", "", "no documents to train on"),
         ("a.doc", "text", "names that end in .txt, .jsonl or .parquet are read"),
     ],
@@ -96,7 +96,7 @@ def test_splits_in_one_directory_are_not_trained_on_together(tmp_path: Path, mon
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no file fits"):
+    with pytest.raises(DataError, match="no file matches"):
         of(str(tmp_path / "*.txt"))
     with pytest.raises(DataError, match="does not exist"):
         of(str(tmp_path / "absent.txt"))

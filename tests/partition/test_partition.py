@@ -44,7 +44,7 @@ def test_the_longer_stages_come_first() -> None:
         (4, 5, "count", "num_stages is 5, but the model has 4 layers .* at most 4"),
         (4, 5, [1, 1, 1, 1, 1], "num_stages is 5, but the model has 4 layers"),
         (4, 2, "cuont", ".*is unknown; use one of count, parameters.*did you mean .count.*"),
-        (4, 2, "flops", "partition .flops. needs what each layer costs.*"),
+        (4, 2, "flops", "partition .flops. needs the cost of each layer.*"),
         (4, 2, [4], "[4] has 1 entries and num_stages is 2"),
         (4, 2, [2, 3], "[2, 3] adds up to 5 layers, but the model has 4"),
         (4, 2, [4, 0], "gives stage 1 0 layers"),

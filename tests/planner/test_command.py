@@ -143,7 +143,7 @@ def test_layers_measured_here(recipe: str, capsys: pytest.CaptureFixture[str]) -
             ["model.config.model_type=olmo2", "model.depth_scaled_feed_forward=true"],
             "for the family 'olmo2' it is not known which weights to scale",
         ),
-        (["pipeline.memory=much"], "pipeline.memory is 'much', which is no size"),
+        (["pipeline.memory=much"], "pipeline.memory is 'much', which is not a size"),
     ],
 )
 def test_errors_are_one_line_and_exit_code_2(

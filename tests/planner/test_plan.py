@@ -90,7 +90,7 @@ def test_a_split_keeps_to_the_limit() -> None:
 
 
 def test_a_limit_that_no_split_meets_is_named_with_the_least_that_would_do() -> None:
-    with pytest.raises(PartitionError, match=r"fits 0\.009766 GiB a stage: .* needs 0\.\d+ GiB"):
+    with pytest.raises(PartitionError, match=r"fits 0\.009766 GiB per stage: .* needs 0\.\d+ GiB"):
         choose_partition(planner(blocks(4), memory_bytes=10 * MIB), settings((2, 2)), "flops")
 
 

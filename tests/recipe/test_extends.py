@@ -203,14 +203,14 @@ def test_a_chain_has_an_end(tmp_path: Path) -> None:
     assert load_recipe(tmp_path / f"r{LONGEST_CHAIN}.yaml") == parse_recipe(BASE)
     message = refused(tmp_path / f"r{LONGEST_CHAIN + 1}.yaml")
     assert f"{LONGEST_CHAIN + 1} recipes extend each other in a row" in message
-    assert f"at most {LONGEST_CHAIN} may" in message
+    assert f"at most {LONGEST_CHAIN} are allowed" in message
 
 
 def test_a_text_and_an_override_cannot_extend(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="text, line 1: extends is understood at the top of a recipe's file only"):
+    with pytest.raises(RecipeError, match="text, line 1: extends is allowed only at the top of a recipe's file"):
         parse_recipe("extends: base.yaml\n" + BASE, source="text")
     top = files(tmp_path, top=BASE)
-    assert refused(top, "extends=base.yaml").startswith("override 'extends=base.yaml': extends is understood at")
+    assert refused(top, "extends=base.yaml").startswith("override 'extends=base.yaml': extends is allowed only")
     assert "pipeline.extends is not a key" in refused(top, "pipeline.extends=base.yaml")
 
 

@@ -322,7 +322,7 @@ def test_reading_a_recipe_loads_no_torch() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["pipeline.devices=[]"], "pipeline.devices [] names none"),
+        (["pipeline.devices=[]"], "pipeline.devices [] is empty"),
         (["pipeline.devices=[cpu]", "pipeline.num_stages=2", "pipeline.num_processes=2"], "cannot be shared out"),
         (
             ["pipeline.torch_compile_backend=aot_eager"],

@@ -26,10 +26,10 @@ def test_sizes_that_are_understood(text: str, size: int) -> None:
     [
         ("80", "--memory is '80', without a unit; write for example 80GiB"),
         ("80G", "the unit 'G' is not one of B, kB"),
-        ("much", "is no size; write a number and a unit, such as 80GiB"),
-        ("", "is no size"),
-        ("-1GiB", "is no size"),
-        ("0GiB", "it must be more than nothing"),
+        ("much", "is not a size; write a number and a unit, such as 80GiB"),
+        ("", "is not a size"),
+        ("-1GiB", "is not a size"),
+        ("0GiB", "it must be at least one byte"),
     ],
 )
 def test_sizes_that_are_not(text: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""YAML read strictly: what is a number, what stands twice, and where a mistake is."""
+"""YAML read strictly: what is a number, what is given twice, and where a mistake is."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_a_string_that_looks_like_something_else_stays_a_string(text: str) -> No
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: 1\nb: 2\na: 3", "text, line 3, column 1: the key 'a' stands twice, first on line 1."),
-        ("x:\n  a: 1\n  a: 1", "text, line 3, column 3: the key 'a' stands twice, first on line 2."),
+        ("a: 1\nb: 2\na: 3", "text, line 3, column 1: the key 'a' is given twice, first on line 1."),
+        ("x:\n  a: 1\n  a: 1", "text, line 3, column 3: the key 'a' is given twice, first on line 2."),
         ("a: [1", "text, line 1, column 6: the YAML does not parse"),
         ("\ta: 1", "text, line 1, column 1: the YAML does not parse"),
         ("a: 1\n--- \nb: 2", "the YAML does not parse"),

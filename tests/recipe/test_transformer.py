@@ -53,7 +53,7 @@ def test_the_width_of_heads_and_the_activation_may_be_given(given: dict[str, Any
 
 @pytest.mark.parametrize("field", ["num_layers", "num_decoder_layers", "d_ff", "num_heads", "num_hidden_layers"])
 def test_a_field_in_both_places(field: str) -> None:
-    message = rf"model\.config\.{field} is 6 and model\.transformer is T\(6, 6, 6\), which makes it 6; leave one"
+    message = rf"model\.config\.{field} is 6 and model\.transformer is T\(6, 6, 6\), which sets it to 6; leave one"
     with pytest.raises(RecipeError, match=message):
         with_transformer({"model_type": "t5", field: 6}, "T(6, 6, 6)")
 
@@ -66,7 +66,7 @@ def test_a_field_in_both_places(field: str) -> None:
         ("bart", "heads are d_model / heads wide"),
         ("switch_transformers", "mixtures of experts"),
         ("longt5", "within a window"),
-        ("llama", "not known to have a head width of its own in an encoder and a decoder"),
+        ("llama", "not known to be an encoder-decoder that sets its head width separately"),
     ],
 )
 def test_families_that_cannot_have_it(family: str, reason: str) -> None:

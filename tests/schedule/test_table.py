@@ -105,7 +105,7 @@ def test_spread_is_contiguous_and_even(num_stages: int, data: st.DataObject) -> 
         (lambda: Placement((1, 2)), "from 0"),
         (lambda: Placement((0, -1)), "from 0"),
         (lambda: Placement((0, 0), ("cpu",)), "1 devices for 2 stages"),
-        (lambda: Placement((0,), ("cuda 0",)), "'cuda 0' is no device"),
+        (lambda: Placement((0,), ("cuda 0",)), "'cuda 0' is not a device"),
         (lambda: Placement.spread(2, 3), "2 stages cannot be spread over 3 processes"),
         (lambda: Placement.spread(2, 0), "0 processes"),
         (lambda: Placement.one_stage_each(0), "0 stages"),

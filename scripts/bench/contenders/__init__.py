@@ -53,7 +53,7 @@ class Entry:
     num_processes: int
     needs: str | None = None
     trains: bool = True
-    """False: it is no trainer but a ceiling, and has no loss to compare."""
+    """False: it is not a trainer but an upper bound, and has no loss to compare."""
 
     def load(self) -> Factory:
         factory: Factory = getattr(importlib.import_module(f"bench.contenders.{self.module}"), self.factory)
