@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from hf_gpipe.planner.settings import PlanInputs
 from hf_gpipe.recipe import ModelSection, PipelineConfig, TrainingSection, table_of
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.edges import connect
+from hf_gpipe.runtime.evaluation import Evaluation
 from hf_gpipe.runtime.executor import Executor, StepResult
 from hf_gpipe.runtime.generation import Generator
 from hf_gpipe.runtime.gradient_norm import gradient_norm
@@ -48,28 +49,6 @@ __all__ = ["Evaluation", "ModelSource", "Pipeline", "Update"]
 
 Update = Callable[[torch.Tensor], None]
 """(the loss of the mini-batch) -> None: uses the complete gradients in `.grad`."""
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The loss of a mini-batch in evaluation, the same on every process.
-
-    Attributes:
-        row_nll: negative log-likelihood summed over each row's target tokens, (N,), natural logarithm.
-        row_losses: the same with labels smoothed as in training, (N,); logits are never clipped here.
-        row_tokens: number of target tokens of each row, (N,).
-        auxiliary_loss: of a mixture of experts, the mean over micro-batches, times its coefficient; else 0.
-    """
-
-    row_nll: torch.Tensor
-    row_losses: torch.Tensor
-    row_tokens: torch.Tensor
-    auxiliary_loss: float = 0.0
-
-    @property
-    def loss(self) -> float:
-        """Mean loss per target token plus auxiliary loss, as `train_step` returns without dropout and clipping."""
-        return float(self.row_losses.sum() / self.row_tokens.sum().clamp(min=1)) + self.auxiliary_loss
 
 
 class Pipeline:
@@ -331,15 +310,7 @@ class Pipeline:
             table, options = self.schedule(len(micro_batches), "forward_only"), StepOptions(on_logits=on_logits)
             outputs = self._executor.run(table, micro_batches, options).outputs
         num_rows = next(iter(rows.values())).shape[0]
-        result, auxiliary = torch.zeros(3, num_rows, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-        if outputs:
-            kept = [outputs[i] for i in range(len(micro_batches))]
-            for row, name in zip(result, ("nll", "loss", "num_units"), strict=True):
-                row.copy_(torch.cat([one[name] for one in kept]))
-            auxiliary[0] = sum(float(one.get("auxiliary_loss", 0.0)) for one in kept) / len(kept)
-        everything = self._from_last_stage(torch.cat([result.flatten(), auxiliary]))
-        nll, losses, num_tokens = everything[:-1].view(3, num_rows)
-        return Evaluation(nll, losses, num_tokens.long(), float(everything[-1]))
+        return Evaluation.from_numbers(self._from_last_stage(Evaluation.numbers(outputs, num_rows)))
 
     def generate(self, **inputs: Any) -> Any:
         """Generate token ids like the plain model's `generate`: by search or sampling, with a cache.

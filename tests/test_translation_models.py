@@ -20,7 +20,8 @@ from hf_gpipe.planner.trace_costs import trace_costs
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import parse_recipe
 from hf_gpipe.runtime.loss import PLAIN, TokenLoss
-from hf_gpipe.training.from_recipe import arguments_of, check_model, model_config
+from hf_gpipe.training import job
+from hf_gpipe.training.from_recipe import check_model, model_config
 from tests.oracle import (
     VOCABULARY,
     Batch,
@@ -181,7 +182,8 @@ training: {output_dir: out, logit_clipping: 30}
     found = (config.num_layers, config.num_decoder_layers, config.d_ff, config.num_heads, config.d_kv, config.d_model)
     assert found == (3, 3, 24, 2, 4, 16)
     assert not config.is_gated_act
-    assert arguments_of(recipe).logit_clipping == 30.0
+    pipe = job._pipeline(recipe, config, None)
+    assert next(iter(pipe.stages.values())).loss.logit_clipping == 30.0
 
 
 def test_a_family_whose_feed_forward_layers_are_not_known_is_refused_before_anything_starts() -> None:

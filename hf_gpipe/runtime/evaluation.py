@@ -1,0 +1,52 @@
+"""The loss of a mini-batch in evaluation, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The loss of a mini-batch in evaluation, the same on every process.
+
+    Attributes:
+        row_nll: negative log-likelihood summed over each row's target tokens, (N,), natural logarithm.
+        row_losses: the same with labels smoothed as in training, (N,); logits are never clipped here.
+        row_tokens: number of target tokens of each row, (N,).
+        auxiliary_loss: of a mixture of experts, the mean over micro-batches, times its coefficient; else 0.
+    """
+
+    row_nll: torch.Tensor
+    row_losses: torch.Tensor
+    row_tokens: torch.Tensor
+    auxiliary_loss: float = 0.0
+
+    @property
+    def loss(self) -> float:
+        """Mean loss per target token plus auxiliary loss, as `train_step` returns without dropout and clipping."""
+        return float(self.row_losses.sum() / self.row_tokens.sum().clamp(min=1)) + self.auxiliary_loss
+
+    @staticmethod
+    def numbers(outputs: Mapping[int, Mapping[str, torch.Tensor]], num_rows: int) -> torch.Tensor:
+        """What the last stage computed, as one tensor that can be sent to the other processes.
+
+        Args:
+            outputs: of each micro-batch of the mini-batch on the last stage; empty in the other processes.
+            num_rows: of the mini-batch.
+        """
+        of_rows, auxiliary = torch.zeros(3, num_rows, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+        if outputs:
+            kept = [outputs[index] for index in range(len(outputs))]
+            for row, name in zip(of_rows, ("nll", "loss", "num_units"), strict=True):
+                row.copy_(torch.cat([one[name] for one in kept]))
+            auxiliary[0] = sum(float(one.get("auxiliary_loss", 0.0)) for one in kept) / len(kept)
+        return torch.cat([of_rows.flatten(), auxiliary])
+
+    @classmethod
+    def from_numbers(cls, numbers: torch.Tensor) -> Evaluation:
+        """The evaluation that `numbers` made a tensor of."""
+        nll, losses, num_tokens = numbers[:-1].view(3, -1)
+        return cls(nll, losses, num_tokens.long(), float(numbers[-1]))
