@@ -83,14 +83,14 @@ def test_a_streamed_run_goes_on_as_if_it_had_not_stopped(recipe, tmp_path, capsy
     [
         (["training.max_steps=null"], "data.streaming is true, and a stream has no end; set training.max_steps"),
         (["data.max_examples=5"], "data.max_examples is 5 and data.streaming is true"),
-        (["data.kind=cldr"], "data.streaming is true and data.kind is cldr"),
+        (["data.kind=cldr", "data.streaming=true"], "data.streaming is true (a boolean) and data.kind is cldr, which"),
         (["data.counts={de: many, yo: 1}"], "data.counts.de is 'many' (a string); give the number of its pairs"),
         (["data.streaming=false", "data.counts={de: 1, yo: 1}"], "data.counts is for data.streaming, which is false"),
         (["data.subset={de: 3}"], "data.subset.de is 3 (a whole number); give the name of a subset"),
         (["data.path=./nowhere"], "data.path: there is no directory ./nowhere"),
         (["data.kind=csv", "data.path=nowhere"], "data.path: there is no file nowhere (nowhere does not exist"),
         (["data.kind=parallel"], "data.target_path is missing"),
-        (["data.delimiter=ab"], "data.delimiter: found 'ab' (a string), expected null or a string of 1 character"),
+        (["data.delimiter=ab"], "data.delimiter: found 'ab' (a string), expected a string of 1 character or null"),
         (["data.languages=[de, xx]"], "no subset 'xx-en' or 'en-xx'"),
     ],
 )
