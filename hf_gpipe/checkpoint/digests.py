@@ -24,16 +24,17 @@ import torch
 import xxhash
 
 from hf_gpipe.errors import CheckpointError
+from hf_gpipe.runtime.job import available_cores
 
 DIGESTS_FILE = "hf_gpipe_digests.json"
 FORMAT = 1
 _TENSORS = ".safetensors"
 #: Files of a checkpoint that are not part of the model; an upload of the model does not have them.
 _TRAINING = ("training_state/", "trainer_state.json")
-#: Fits into the processor's cache, so the digest of a block that was just read costs little.
-_BLOCK_BYTES = 1 << 19
-#: As many as transformers uses to read weights. Reading and digests release Python's lock.
-_NUM_THREADS = 4
+#: Bytes that are read at a time: few calls, and the block is still in the processor's cache for its digest.
+_BLOCK_BYTES = 1 << 20
+#: A few threads are as fast as memory allows; reading and digests release Python's lock.
+_MOST_THREADS = 4
 
 Entry: TypeAlias = str | dict[str, Any]
 """The digest of a file, or the digests of the header and the tensors of a safetensors file."""
@@ -126,7 +127,7 @@ class Digests:
 
     def check(self, parts: Iterable[Part]) -> None:
         """Check parts of files. Raises CheckpointError for a part that has changed."""
-        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        with ThreadPoolExecutor(min(_MOST_THREADS, available_cores())) as pool:
             for _ in pool.map(self._check_part, parts):
                 pass
 
