@@ -22,7 +22,7 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
             measured or not), or a list.
 
     Raises:
-        PartitionError: no split meets the planner's limit of memory, or `partition` refuses.
+        PartitionError: no split meets the planner's limit of memory, or `partition` raises it.
     """
     num_micro_batches = settings.num_micro_batches
     costs = planner.costs(num_micro_batches)

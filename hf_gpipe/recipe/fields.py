@@ -267,7 +267,7 @@ class TrainingSection:
     """Whether the optimizer updates float32 copies of bfloat16 or float16 weights."""
 
     on_nonfinite_loss: Literal["ignore", "skip", "stop"] = "stop"
-    """What to do if a step's loss or gradient is inf or NaN. ignore: update anyway; skip: no update; stop: fail."""
+    """Action if a step's loss or gradient is inf or NaN. ignore: update anyway; skip: no update; stop: fail."""
 
     max_grad_norm: NotNegative = 1.0
     """Maximum norm of the gradient over all stages; a larger gradient is scaled down to it; 0: no clipping."""

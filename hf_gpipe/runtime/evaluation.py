@@ -31,7 +31,7 @@ class Evaluation:
 
     @staticmethod
     def numbers(outputs: Mapping[int, Mapping[str, torch.Tensor]], num_rows: int) -> torch.Tensor:
-        """What the last stage computed, as one tensor that can be sent to the other processes.
+        """Pack the results of the last stage into one tensor, which can be sent to the other processes.
 
         Args:
             outputs: of each micro-batch of the mini-batch on the last stage; empty in the other processes.
@@ -47,6 +47,6 @@ class Evaluation:
 
     @classmethod
     def from_numbers(cls, numbers: torch.Tensor) -> Evaluation:
-        """The evaluation that `numbers` made a tensor of."""
+        """Unpack a tensor that `numbers` made."""
         nll, losses, num_tokens = numbers[:-1].view(3, -1)
         return cls(nll, losses, num_tokens.long(), float(numbers[-1]))

@@ -138,7 +138,7 @@ def _is_consequence(error: BaseException) -> bool:
         if isinstance(cause, PeerError | dist.DistError):
             return True
         # gloo raises plain RuntimeErrors, each with the line of gloo that it comes from. The first process that waits
-        # for too long is where a run that hangs is noticed, so that is no consequence.
+        # for too long is where a hanging run is noticed, so a timeout is not a consequence.
         if isinstance(cause, RuntimeError) and "gloo/" in str(cause) and "Timed out" not in str(cause):
             return True
         cause = cause.__cause__

@@ -33,11 +33,11 @@ _TRAINING = {name: {"help": key.text} for name, key in keys_of(TrainingSection).
 
 @dataclass
 class PipelineTrainingArguments(TrainingArguments):
-    """What `PipelineTrainer` is told: the arguments of transformers' Trainer, and how the model is cut into stages.
+    """Arguments of `PipelineTrainer`: those of transformers' Trainer, and how the model is cut into stages.
 
     `per_device_train_batch_size` is the rows of a mini-batch of the whole pipeline, `gradient_accumulation_steps` the
     number of mini-batches in one step. hf_gpipe/training/supported.py says which of transformers' arguments are
-    honoured; one that cannot be is refused by name, never ignored.
+    honoured; any other raises an error that names it.
 
     Raises:
         UserError: an argument, or a setting of `accelerate launch`, that a pipeline cannot honour.
@@ -80,8 +80,8 @@ class PipelineTrainingArguments(TrainingArguments):
     on_nonfinite_loss: str = field(
         default="ignore",
         metadata={
-            "help": "What happens where the loss or the gradient of a step is infinite or no number: ignore (the "
-            "update is made, as in Trainer), skip (it is left out, on all stages), stop (the training fails)."
+            "help": "Action if the loss or gradient of a step is inf or NaN: ignore (update anyway, as Trainer does), skip "
+            "(no update, on all stages), stop (the training fails)."
         },
     )
     predict_with_generate: bool = field(

@@ -96,7 +96,7 @@ def _pipeline(model: Pipeline | ModelSource | None, args: PipelineTrainingArgume
 
 
 def _example(dataset: Any, args: PipelineTrainingArguments) -> Workload | None:
-    """What the planner reckons with."""
+    """The shape of the longest mini-batch to come, for the planner."""
     by_length = args.train_sampling_strategy == "group_by_length"
     return longest_mini_batch(dataset, args.per_device_train_batch_size, args.batch_tokens, by_length=by_length)
 
@@ -136,7 +136,7 @@ def loss_scaler(pipe: Pipeline) -> LossScaler | None:
 
 
 def default_collator(processing_class: Any) -> Callable[[list[Any]], Batch]:
-    """Trainer's: pad with the tokenizer where there is one."""
+    """Trainer's default collator: pad with the tokenizer, if there is one."""
     if isinstance(processing_class, PreTrainedTokenizerBase):
         collator: Callable[[list[Any]], Batch] = DataCollatorWithPadding(processing_class)
         return collator

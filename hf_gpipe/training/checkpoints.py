@@ -187,7 +187,7 @@ def write_model(directory: Path, pipe: Pipeline, tokenizer: Any) -> None:
 
 
 def _check_data(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where a place in the data means other rows now."""
+    """Raise CheckpointError if a position in the data stands for other rows now."""
     for name, value in now.items():
         before = saved.get(name, OLDER_DATA_FACTS.get(name))
         if before != value:

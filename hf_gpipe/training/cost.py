@@ -1,4 +1,4 @@
-"""What a run cost: how fast it trained, how much of that was idle, what it held, beside what the planner predicts."""
+"""Cost of a run: speed, idle time and memory, beside the planner's prediction."""
 
 from __future__ import annotations
 
@@ -98,11 +98,11 @@ class CostMeter:
 
 
 def _predicted(pipe: Pipeline, batches: Batches) -> dict[str, Any]:
-    """What the planner says of the measured step, on the rates of this machine, and of the longest mini-batch."""
+    """The planner's prediction for the measured step, on the rates of this machine, and for the longest mini-batch."""
     try:
         step, longest = pipe.plan(batches[0]), pipe.plan()
     except Exception as error:
-        # A training that is done must not fail for want of a prediction of it.
+        # A training that is done must not fail because it cannot be predicted.
         return {"error": f"{type(error).__name__}: {error}"}
     return {
         "step_seconds": step.step_seconds,

@@ -1,4 +1,4 @@
-"""What a recipe asks for: the corpus, the tokenizer, the model's configuration, the trainer's arguments."""
+"""From a recipe to its corpus, its tokenizer, the model's configuration and the trainer's arguments."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def _with_tokenizer(
     starts_with_padding = defaults.model_type in _STARTS_WITH_PADDING
     start = tokenizer.pad_token_id if starts_with_padding else tokenizer.eos_token_id
     tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, start)
-    # A decoder's start is no declared field of some families, and each of them reads it.
+    # Some families do not declare the decoder's start token, but all of them read it.
     fields = {*defaults.to_dict(), *(["decoder_start_token_id"] if defaults.is_encoder_decoder else [])}
     values = dict(given)
     for name, token in zip(_TOKENS, tokens, strict=True):

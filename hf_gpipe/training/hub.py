@@ -15,7 +15,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.runtime.topology import Topology
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 
-#: Of a checkpoint, what is no part of the model; of an output directory, its checkpoints.
+#: The files of a checkpoint that are not part of the model; the checkpoints of an output directory.
 _STATE = ("training_state/*", "trainer_state.json")
 _CHECKPOINTS = ("_*", "checkpoint-*")
 
@@ -37,7 +37,7 @@ class HubUploads:
         self._pending: list[Future[Any]] = []
 
     def create(self, token: str | None = None, private: bool | None = None) -> None:
-        """Make the repository, unless it exists. Raises UserError, in every process, where the Hub refuses."""
+        """Make the repository, unless it exists. Raises UserError, in every process, if the Hub does not accept it."""
         name = self._args.hub_model_id or Path(self._args.output_dir).absolute().name
         if private is None:
             private = self._args.hub_private_repo
@@ -111,7 +111,7 @@ class HubUploads:
 
 
 def _asking(ask: Callable[[], Any], repository: str) -> Any:
-    """What the Hub answers. Raises UserError where it refuses or is not there."""
+    """Return the Hub's answer. Raises UserError if it does not accept the request or cannot be reached."""
     try:
         return ask()
     except Exception as error:  # of the library, of its client for HTTP, or of the network

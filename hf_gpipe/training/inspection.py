@@ -295,7 +295,7 @@ class InspectedTrainer:
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Make the repository on the Hub, unless it exists. Every process calls it.
 
-        Raises UserError, in every process, where the Hub refuses.
+        Raises UserError, in every process, if the Hub does not accept it.
         """
         self.uploads.create(token, private)
 

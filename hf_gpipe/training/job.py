@@ -38,7 +38,7 @@ TABLE_FILE = "schedule.txt"
 
 
 class _Prepared(NamedTuple):
-    """What the main process makes before there is a model."""
+    """Everything that the main process makes before the model."""
 
     corpus: Corpus | StreamedCorpus | TextCorpus
     tokenizer: PreTrainedTokenizerBase
@@ -173,7 +173,7 @@ def _checkpoint_of(recipe: Recipe, output_dir: Path, topology: Topology, job: Jo
 
 
 def _num_micro_batches_of(checkpoint: Path | None) -> int | None:
-    """What a run was trained with so far; None where it is new, or its checkpoint too old to say."""
+    """The number of micro-batches of the run so far; None if it is new or its checkpoint does not say."""
     return None if checkpoint is None else read_state(checkpoint).run.num_micro_batches
 
 

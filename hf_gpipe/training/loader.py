@@ -1,4 +1,4 @@
-"""Mini-batches of a dataset: what is in one is a function of (seed, epoch, number), whoever asks, and whenever.
+"""Mini-batches of a dataset. The content of a mini-batch depends on (seed, epoch, number) only.
 
 Only the main process reads. Random transforms and collators (masking, sampling) draw from generators that are seeded
 for each mini-batch, so a run that resumes, or that loads with another number of workers, gets the same ones.
@@ -64,7 +64,7 @@ class MiniBatches:
         return self.epoch(0)
 
     def __len__(self) -> int:
-        """Mini-batches of an epoch. Raises TypeError where only reading them tells."""
+        """Mini-batches of an epoch. Raises TypeError if only reading the dataset tells."""
         if (count := self.count()) is None:
             raise TypeError("the number of mini-batches is not known before they are read")
         return count
@@ -76,11 +76,11 @@ class MiniBatches:
 
     @property
     def num_rows(self) -> int | None:
-        """Rows of an epoch; None where only reading them tells."""
+        """Rows of an epoch; None if only reading the dataset tells."""
         return len(self.dataset) if hasattr(self.dataset, "__len__") else None
 
     def count(self) -> int | None:
-        """Mini-batches of an epoch; None where only reading them tells."""
+        """Mini-batches of an epoch; None if only reading the dataset tells."""
         if self.num_rows is None:
             return None
         if self.batch_tokens is not None:

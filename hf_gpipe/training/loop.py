@@ -240,7 +240,7 @@ class TrainingLoop:
             self._stop(stop_signal)
 
     def _agree(self) -> int:
-        """Let what callbacks or a signal have asked of any process hold in all of them: one alone would hang.
+        """Agree on what callbacks or a signal asked for in any process: all processes must do it, or one would hang.
 
         Returns:
             The signal on which the training stops; 0: none.
@@ -261,7 +261,7 @@ class TrainingLoop:
             self._trainer.log(logs)
 
     def _evaluate(self) -> None:
-        """Evaluate, and draw the consequences."""
+        """Evaluate, and update the best metric and the learning rate."""
         with self._logs.meter.paused():
             metrics = self._evaluate_now()
         is_best = note_best(self._state, self._args, metrics)
@@ -277,7 +277,7 @@ class TrainingLoop:
         )
 
     def _make_up_for_evaluation(self) -> None:
-        """Do what the step that was resumed from has left undone, for the training was stopped there."""
+        """Run the evaluation that was due when the training was stopped."""
         self._run.evaluation_is_due = False
         self._evaluate()
         if self._state.best_global_step == self._state.global_step:
@@ -311,7 +311,7 @@ class TrainingLoop:
     # ------------------------------------------------------------------ the end
 
     def _stop(self, stop_signal: int) -> NoReturn:
-        """Save this step, where that is not done yet, and end the program."""
+        """Save this step, unless it is saved, and end the program."""
         step, steps = self._state.global_step, self._state.max_steps
         checkpoint = self._checkpoints.path(step)
         self._run.evaluation_is_due = self._control.should_evaluate

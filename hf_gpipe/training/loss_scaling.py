@@ -17,7 +17,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class LossScaler:
-    """What the loss is multiplied by.
+    """The factor that the loss is multiplied by.
 
     Attributes:
         scale: the present factor.
@@ -47,7 +47,7 @@ class LossScaler:
         """Adapt the scale after a step.
 
         Args:
-            has_overflowed: whether any gradient of the whole model was infinite or no number.
+            has_overflowed: whether any gradient of the whole model was inf or NaN.
         """
         if has_overflowed:
             self.scale *= self.backoff_factor

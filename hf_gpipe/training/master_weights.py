@@ -56,7 +56,7 @@ class MasterWeights:
 
     @contextmanager
     def in_state_of(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """A scope in which the optimizer's state holds the copies too, to be saved with it."""
+        """Context manager in which the optimizer's state also holds the copies, to be saved with it."""
         for copy in self.copies.values():
             optimizer.state[copy][SLOT] = copy.detach()
         try:

@@ -1,4 +1,4 @@
-"""What the logs of a training say about its speed: tokens per second, peak memory and, where asked for, the bubble."""
+"""Speed of a training for its logs: tokens per second, peak memory and, with `timeline_steps`, the bubble."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Evaluating and saving are no training."""
+        """Context manager for evaluating and saving, whose time does not count as training."""
         start = time.perf_counter()
         try:
             yield

@@ -1,4 +1,4 @@
-"""What the main process shows and keeps of a training: one progress bar, and every metric in metrics.jsonl."""
+"""Progress of a training in the main process: one progress bar, and a file metrics.jsonl with every metric."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHOWN = {
 
 
 class ProgressBar(ProgressCallback):
-    """One bar over all steps, with the last metrics beside it; plain lines where stderr is no terminal."""
+    """One bar over all steps, with the last metrics beside it; plain lines where stderr is not a terminal."""
 
     def __init__(self) -> None:
         super().__init__()

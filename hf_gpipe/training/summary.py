@@ -1,4 +1,4 @@
-"""What a newcomer reads before and after a training."""
+"""Texts that the command prints before and after a training."""
 
 from __future__ import annotations
 

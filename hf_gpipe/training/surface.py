@@ -1,7 +1,7 @@
 """Which methods and attributes of transformers' Trainer and Seq2SeqTrainer `PipelineTrainer` has.
 
-Each public one is in one of four tables; a private method is refused. To override what is never called would train
-with something else than its author thinks, so a trainer refuses it.
+Each public one is in one of the tables below. Overriding a method that is never called would train with something
+else than its author expects, so it raises an error; so does overriding a private method.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hf_gpipe.errors import MissingAttributeError, UserError
 
 #: Methods that are here and may be overridden: they are called where Trainer calls them. Name -> note.
 METHODS = {
-    "train": "`trial` is refused",
+    "train": "`trial` raises an error",
     "evaluate": "",
     "predict": "",
     "log": "",
@@ -227,7 +227,7 @@ def check_class(cls: type, base: type, own: dict[str, Any]) -> None:
 
 
 def own_attributes(base: type) -> dict[str, Any]:
-    """What a class has under the refused names."""
+    """The attributes of a class under the names that may not be overridden."""
     found = {name: inspect.getattr_static(base, name, _ABSENT) for name in refused_names()}
     return {name: value for name, value in found.items() if value is not _ABSENT}
 

@@ -1,4 +1,4 @@
-"""What a run learns: to translate, or to predict text. The kind of its data decides, once; the job then asks the task.
+"""Tasks: to translate, or to predict text. `data.kind` decides which one a run has; the job then asks the task.
 
 A task knows which corpus there is, what the rows of a mini-batch are, how the model is evaluated, what is said of it.
 """
@@ -22,11 +22,11 @@ from hf_gpipe.training.from_recipe import corpus_of, text_corpus_of
 
 
 class Task(Protocol):
-    """What depends on what is learnt; `corpus` is what its own method of this name returned."""
+    """Everything that depends on the task. The argument `corpus` is what the method of this name returned."""
 
     @property
     def evaluating(self) -> str:
-        """What the evaluation at the end does, in words."""
+        """A description of the evaluation at the end."""
 
     def corpus(self) -> Any:
         """The corpus that the recipe names, in three splits. Raises DataError."""
@@ -41,7 +41,7 @@ class Task(Protocol):
         """A report with `to_dict()`, the same in every process; those that are not the main one give None."""
 
     def report_text(self, report: Any) -> str:
-        """What people want to know of a report."""
+        """A report as text for people."""
 
 
 def task_of(recipe: Recipe) -> Task:
@@ -57,7 +57,7 @@ class Translation:
 
     @property
     def evaluating(self) -> str:
-        """What the evaluation at the end does, in words."""
+        """A description of the evaluation at the end."""
         return f"translating pairs of the {self.recipe.evaluation.split} split"
 
     def corpus(self) -> Corpus | StreamedCorpus:
@@ -123,7 +123,7 @@ class LanguageModelling:
 
     @property
     def evaluating(self) -> str:
-        """What the evaluation at the end does, in words."""
+        """A description of the evaluation at the end."""
         return f"predicting the text of the {self.recipe.evaluation.split} split"
 
     def corpus(self) -> TextCorpus:

@@ -195,7 +195,7 @@ class PipelineTrainer(InspectedTrainer):
         ignored_keys: list[str] | None = None,
         how_to_go_on: str = "start again",
     ) -> TrainingLoop:
-        """The loop, once everything is as it is before the first step."""
+        """Make the loop, with everything ready for the first step."""
         start_time = time.time()
         batches = self.train_batches()
         plan = Plan.make(self.args, self.topology.from_main(lambda: None if batches is None else batches.count()))
@@ -241,7 +241,7 @@ class PipelineTrainer(InspectedTrainer):
         self.job.leave()
 
     def call_model_init(self, trial: Any = None) -> Any:
-        """What `model_init` makes; it may take one argument, which is None here, for there are no trials."""
+        """Call `model_init`. If it takes an argument, it gets `trial`, which is None: there are no trials."""
         assert self.model_init is not None
         return self.model_init(*[trial] * len(inspect.signature(self.model_init).parameters))
 
@@ -413,7 +413,7 @@ class PipelineTrainer(InspectedTrainer):
         return None if batches is None else batches.epoch(0)
 
     def _evaluator(self) -> Evaluator:
-        """Made for each call: a script may have set another `compute_metrics` since the last one."""
+        """Make an evaluator for each call: a script may have set another `compute_metrics` since the last one."""
         pad_token_id = self.topology.from_main(lambda: getattr(self.processing_class, "pad_token_id", None))
         return Evaluator(
             self.pipe,
