@@ -80,8 +80,8 @@ class PipelineTrainingArguments(TrainingArguments):
     on_nonfinite_loss: str = field(
         default="ignore",
         metadata={
-            "help": "Action if the loss or gradient of a step is inf or NaN: ignore (update anyway, as Trainer does), skip "
-            "(no update, on all stages), stop (the training fails)."
+            "help": "Action if the loss or gradient of a step is inf or NaN: ignore (update anyway, as Trainer does), "
+            "skip (no update, on all stages), stop (the training fails)."
         },
     )
     predict_with_generate: bool = field(
