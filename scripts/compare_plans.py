@@ -67,7 +67,7 @@ def plans_of(checkout: Path, recipes: str, kept: Path | None) -> dict[str, Any]:
 
 
 def plans(recipes: str) -> dict[str, Any]:
-    """What the command prints, by its arguments."""
+    """The output of the command for its arguments."""
     from hf_gpipe.plan import main as plan
 
     found = {}

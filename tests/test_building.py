@@ -1,4 +1,4 @@
-"""What a Pipeline reads off what it is given, and that it leaves the caller's own things as they were."""
+"""A Pipeline reads dtypes from its arguments, and does not change the caller's objects."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def imports(name: str, path: Path) -> list[str]:
-    """What a module imports, at any depth and for type checkers too, as "package.module" or "package.module.name"."""
+    """The imports of a module, at any depth and for type checkers too, as "package.module" or "package.module.name"."""
     found = []
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
     tree = ast.parse(path.read_text(encoding="utf-8"))

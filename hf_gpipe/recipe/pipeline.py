@@ -45,9 +45,9 @@ class PipelineConfig:
     (python -m hf_gpipe.plan RECIPE --table writes one)."""
 
     recompute: Annotated[Annotated[str, OneOf((*_MODES, AUTO))] | _Entries, _Listed] = "stage"
-    """What backward recomputes instead of keeping it. none: nothing; block: the inside of each block; stage: all but
-    the stage's input; auto: for each stage as little as `memory` allows. Or a list with one entry per stage, in which a
-    number is the most autograd graphs that the stage keeps alive."""
+    """The activations that are recomputed in backward, not kept. none: nothing; block: the inside of each block; stage:
+    all but the stage's input; auto: for each stage as little as `memory` allows. Or a list with one entry per stage, in
+    which a number is the most autograd graphs that the stage keeps alive."""
 
     partition: Annotated[Annotated[str, OneOf(PARTITIONS)] | tuple[Count, ...], _Listed] = "count"
     """How layers are divided among stages. count: equal numbers, give or take one; parameters, flops, profile: minimise

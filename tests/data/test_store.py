@@ -1,4 +1,4 @@
-"""What was prepared is found again, as long as nothing that it depends on has changed."""
+"""Prepared data is found again as long as nothing that it depends on has changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stages hold over time: inputs, graphs and waiting gradients."""
+"""The tensors that stages hold over time: inputs, graphs and waiting gradients."""
 
 from __future__ import annotations
 
