@@ -94,6 +94,30 @@ def test_copies_of_a_tie_on_other_devices_follow_their_owner() -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
+def _tied_on_two_devices() -> tuple[Result, list[list[int]]]:
+    config = tiny_config("t5", num_layers=4, num_decoder_layers=4)
+    machine = ["cpu", "cpu:1"] * dist.get_world_size()
+    pipe = Pipeline(plain_model(config), 4, 2, partition=[2, 2, 2, 7], device=machine)
+    stages: dict[object, list[int]] = {}
+    for tie in pipe.ties._ties:
+        stage = min(s for s, model in pipe.models.items() if tie.parameter in set(model.parameters.values()))
+        stages.setdefault(tie.group, []).append(stage)
+    return run_pipeline(pipe, padded_batch(config)), list(stages.values())
+
+
+def test_a_group_of_ties_has_one_device_of_each_process() -> None:
+    """With the embedding on the first device of both processes, and the position bias on another, NCCL would number the
+    communicators of a group that they share differently on each process."""
+    config = tiny_config("t5", num_layers=4, num_decoder_layers=4)
+    expected = run_plain(plain_model(config), padded_batch(config), 2)
+    found = run_gloo(_tied_on_two_devices, 2)
+    for result, _ in found:
+        assert_same(result, expected)
+    groups = [stages for _, stages in found]
+    assert len(groups[0]) == len(groups[1]) > 1
+    assert all(len(set(stages)) == 1 for ours in groups for stages in ours)
+
+
 def test_devices_that_do_not_fit_the_stages() -> None:
     with pytest.raises(UserError, match="3 devices for the 2 stages of process 0"):
         Pipeline(tiny_config("llama"), 2, device=["cpu", "cpu:1", "cpu:2"])

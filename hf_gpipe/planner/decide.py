@@ -21,7 +21,7 @@ from hf_gpipe.planner.workload import largest_micro_batch
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.recipe.sizes import size_text
 from hf_gpipe.runtime.loss import TokenLoss
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.processes import Processes
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def decide(
     adapter: Adapter,
     peft: PeftAdapter | None,
     loss: TokenLoss,
-    topology: Topology,
+    topology: Processes,
 ) -> tuple[DecidedConfig, str | None]:
     """Decide what a configuration leaves open. Every process calls it; the main process decides for its own device.
 
@@ -73,7 +73,7 @@ def planner_of(
     adapter: Adapter,
     peft: PeftAdapter | None,
     loss: TokenLoss,
-    topology: Topology,
+    topology: Processes,
     measured: Mapping[int, ModelCosts] | None = None,
 ) -> Planner:
     """The planner of a pipeline, for the device of this process.
@@ -200,7 +200,7 @@ def _measure(
     adapter: Adapter,
     peft: PeftAdapter | None,
     loss: TokenLoss,
-    topology: Topology,
+    topology: Processes,
 ) -> dict[int, ModelCosts]:
     """The costs of each size of micro-batch that may be chosen, measured by all processes at once, as in a run."""
     mini_batch = topology.from_reader(inputs.mini_batch)
