@@ -7,27 +7,25 @@ The checks go from simple to subtle, so that the first error is the one to corre
 3. within a process, an action comes after what it needs of its own stage, and updates come last: clipping and tied
    parameters need the gradients of all stages, so no update may stand before another stage's backward;
 4. between two processes, messages are received in the order in which they are sent, for an edge keeps no other order;
-5. run one action after another, every process reaches its end.
+5. run one action after another, every process reaches its end. Then it does so too if every send and every receive
+   blocks, because of the points at which `messages` starts the receives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NoReturn
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action, ActionKind
+from hf_gpipe.schedule.messages import executable_order
 from hf_gpipe.schedule.table import Schedule
 
 
-def check_table(schedule: Schedule, rendezvous: bool = False) -> None:
+def check_table(schedule: Schedule) -> None:
     """Check that a table is a complete synchronous step which every process can run to its end.
 
     Args:
         schedule: the table.
-        rendezvous: False: a send never waits (what the executor does). True: a send between two processes ends only
-            when the receiver has reached the action that consumes it, as with blocking sends of tensors too large to
-            buffer. `hf_gpipe.schedule.builders` says which tables pass this stricter test.
 
     Raises:
         ScheduleError: names the first wrong action and what it lacks; its `line` is the line of that process.
@@ -37,62 +35,8 @@ def check_table(schedule: Schedule, rendezvous: bool = False) -> None:
     _check_complete(schedule, positions)
     _check_order_in_process(schedule, positions)
     _check_order_on_edges(schedule)
-    for _ in executable_order(schedule, rendezvous):
+    for _ in executable_order(schedule):
         pass
-
-
-def executable_order(schedule: Schedule, rendezvous: bool = False) -> Iterator[tuple[int, Action]]:
-    """All actions of a table as (process, action), in an order in which each finds the message that it receives.
-
-    Every process takes its actions in its own order and stops at one whose message has not been sent. Under
-    `rendezvous` it also stops after an action until the receiver of that action's message has reached its consumer.
-
-    Raises:
-        ScheduleError: the processes wait for each other; names the action at which the first of them stops.
-    """
-    num_stages = schedule.num_stages
-    position = {
-        action: (process, index)
-        for process, actions in enumerate(schedule.actions)
-        for index, action in enumerate(actions)
-    }
-    reached = [0] * len(schedule.actions)
-    done: set[Action] = set()
-
-    def message_is_taken(process: int, action: Action) -> bool:
-        consumer = action.consumer(num_stages)
-        if consumer is None:
-            return True
-        receiver, index = position[consumer]
-        return receiver == process or reached[receiver] >= index
-
-    progress = True
-    while progress:
-        progress = False
-        for process, actions in enumerate(schedule.actions):
-            while reached[process] < len(actions):
-                action = actions[reached[process]]
-                if action not in done:
-                    source = action.source(num_stages)
-                    if source is not None and source not in done:
-                        break
-                    done.add(action)
-                    yield process, action
-                if rendezvous and not message_is_taken(process, action):
-                    break
-                reached[process] += 1
-                progress = True
-
-    stopped: list[tuple[int, str]] = []
-    for process, actions in enumerate(schedule.actions):
-        if reached[process] < len(actions):
-            action = actions[reached[process]]
-            other = action.consumer(num_stages) if action in done else action.source(num_stages)
-            stopped.append((process, f"process {process} stops at {action}, waiting for {other}"))
-    if stopped:
-        how = "deadlock with blocking sends" if rendezvous else "deadlock"
-        words = "; ".join(text for _, text in stopped[:4])
-        _fail(schedule, f"{how}: {words}; let one of them come earlier or later.", stopped[0][0])
 
 
 def _fail(schedule: Schedule, problem: str, where: int | str) -> NoReturn:
