@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from hf_gpipe.adapters.autocast import Autocast
@@ -149,7 +148,7 @@ class Pipeline:
             )
         # Read before any weight is made: a table that cannot be run costs no time.
         accumulation, num_processes = self._plan_inputs.accumulation, self.topology.num_processes
-        table = self.topology.from_main(lambda: table_of(given, accumulation, num_processes))
+        table = self.topology.from_reader(lambda: table_of(given, accumulation, num_processes))
         if table is not None:
             given = replace(given, recompute=recompute_under(table, given.recompute))
             self._plan_inputs = replace(self._plan_inputs, tables={given.schedule: table})
@@ -474,8 +473,7 @@ class Pipeline:
 
     def _from_last_stage(self, value: torch.Tensor) -> torch.Tensor:
         """Broadcast the last stage's value to every process."""
-        if self.topology.num_processes > 1:
-            dist.broadcast(value, src=self.topology.process_of(self.num_stages - 1))
+        self.topology.broadcast(value, self.topology.process_of(self.num_stages - 1))
         return value
 
     @contextmanager

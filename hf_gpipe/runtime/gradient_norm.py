@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.processes import Processes
 
 
-def gradient_norm(parameters: Iterable[torch.nn.Parameter], topology: Topology) -> torch.Tensor:
+def gradient_norm(parameters: Iterable[torch.nn.Parameter], processes: Processes) -> torch.Tensor:
     """The 2-norm over all processes, a float64 tensor, the same on each. Every process must call it."""
     norms: dict[torch.device, list[torch.Tensor]] = {}
     for parameter in parameters:
@@ -21,11 +20,9 @@ def gradient_norm(parameters: Iterable[torch.nn.Parameter], topology: Topology) 
         (torch.stack(ones).square().sum().cpu() for ones in norms.values()), torch.zeros((), dtype=torch.float64)
     )
     # Summed in a fixed order, so that every process gets the same norm.
-    parts = torch.zeros(topology.num_processes, dtype=torch.float64)
-    parts[topology.rank] = squares
-    if topology.num_processes > 1:
-        dist.all_reduce(parts)
-    return parts.sum().sqrt()
+    parts = torch.zeros(processes.num_processes, dtype=torch.float64)
+    parts[processes.rank] = squares
+    return processes.all_reduce(parts).sum().sqrt()
 
 
 def _norm(gradient: torch.Tensor) -> torch.Tensor:

@@ -67,7 +67,7 @@ def predict(
     Raises:
         DataError: a mini-batch without labels.
     """
-    source = ([_with_labels(batch)] for batch in batches) if batches is not None and pipe.topology.is_main else None
+    source = ([_with_labels(batch)] for batch in batches) if batches is not None and pipe.topology.is_reader else None
     with pipe.holding_weights():
         for (batch,), is_last in _with_end(shared_stream(source, pipe.topology)):
             logits = _Logits(preprocess, pipe.adapter.autocast is not None) if with_logits else None
