@@ -33,8 +33,8 @@ from hf_gpipe.schedule.builders import build as build_schedule
 
 #: Largest difference between stages and plain model: of the global gradient norm, for the loss relative.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
-#: The same for float64 models that convert their logits to float32. The stages' loss, which is computed in place, rounds
-#: in another way than torch's; with the same code for the loss they agree within 1e-16.
+#: The same for float64 models that convert their logits to float32. The stages' loss, which is computed in place,
+#: rounds in another way than torch's; with the same code for the loss they agree within 1e-16.
 FLOAT32_LOGITS_TOLERANCE = 1e-6
 #: The same for the plain model with and without the columns of padding that a stage cuts off: parts of some models
 #: always compute in float32, and round in another way when shapes change.

@@ -133,8 +133,8 @@ def write_report(rows: Sequence[Row]) -> None:
         "3 stages and in one stage a layer, with 2 micro-batches. Its loss (relative) and every gradient (relative to",
         "the global gradient norm) are compared with the plain model's, in float64 with a tolerance of 1e-10. Some",
         "models convert their logits to float32 whatever the type of their weights is, so that the loss is computed in",
-        "float32. There the stages' loss, which is computed in place to save memory, rounds in another way than torch's,",
-        "and the tolerance is 1e-6; with the same code for the loss they agree within 1e-16.",
+        "float32. There the stages' loss, which is computed in place to save memory, rounds in another way than",
+        "torch's, and the tolerance is 1e-6; with the same code for the loss they agree within 1e-16.",
         "A family that is not listed as exact is compared in the same way before a pipeline of it is made, and refused",
         "with the reason if it is not exact. `python -m hf_gpipe.check` does this for a configuration of your own.",
     ]

@@ -18,7 +18,7 @@ from hf_gpipe.errors import DataError
 ENGLISH = "en"
 #: Pairs or documents that a tokenizer is trained on at most, unless told: with more, SentencePiece takes minutes and
 #: gigabytes, and finds nearly the same pieces.
-MAX_TOKENIZER_EXAMPLES = 500_000
+MAX_TOKENIZER_EXAMPLES = 250_000
 SPLITS = ("train", "validation", "test")
 
 
