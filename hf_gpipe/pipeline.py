@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from hf_gpipe.adapters.autocast import Autocast
+from hf_gpipe.adapters.autocast import Autocast, keeping_weights
 from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.adapters.whole import refresh, whole_model
 from hf_gpipe.building import ModelSource, Source, make_stages, trained_layers
@@ -151,7 +150,7 @@ class Pipeline:
             )
         # Read before any weight is made: a table that cannot be run costs no time.
         accumulation, num_processes = self._plan_inputs.accumulation, self.topology.num_processes
-        table = self.topology.from_main(lambda: table_of(given, accumulation, num_processes))
+        table = self.topology.from_reader(lambda: table_of(given, accumulation, num_processes))
         if table is not None:
             given = replace(given, recompute=recompute_under(table, given.recompute))
             self._plan_inputs = replace(self._plan_inputs, tables={given.schedule: table})
@@ -276,6 +275,7 @@ class Pipeline:
         loss, norm = numbers
 
         def reduce(result: StepResult) -> None:
+            converted.close()
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
             self.ties.reduce_gradients()
@@ -283,14 +283,16 @@ class Pipeline:
             if is_measured:  # the update after it starts in all processes at the same time
                 self.topology.barrier()
 
-        result = self._executor.run(
-            self.schedule(len(micro_batches)),
-            micro_batches,
-            StepOptions(loss_scale=self.loss_scale),
-            reduce=reduce,
-            update=None if update is None else partial(update, loss, norm),
-            is_measured=is_measured,
-        )
+        with ExitStack() as converted:
+            converted.enter_context(keeping_weights(self.adapter.autocast))
+            result = self._executor.run(
+                self.schedule(len(micro_batches)),
+                micro_batches,
+                StepOptions(loss_scale=self.loss_scale),
+                reduce=reduce,
+                update=None if update is None else partial(update, loss, norm),
+                is_measured=is_measured,
+            )
         return loss, result.times
 
     def eval_step(self, batch: Batch | None) -> Evaluation:
@@ -479,8 +481,7 @@ class Pipeline:
 
     def _from_last_stage(self, value: torch.Tensor) -> torch.Tensor:
         """Broadcast the last stage's value to every process."""
-        if self.topology.num_processes > 1:
-            dist.broadcast(value, src=self.topology.process_of(self.num_stages - 1))
+        self.topology.broadcast(value, self.topology.process_of(self.num_stages - 1))
         return value
 
     @contextmanager

@@ -50,7 +50,7 @@ def interleaved_result(recompute: str | Sequence[str | int]) -> Result:
     config = tiny_config("marian")
     pipe = Pipeline(plain_model(config), 4, 4, "interleaved_1f1b", recompute)
     assert pipe.topology.placement.processes == (0, 1, 0, 1)
-    return run_pipeline(pipe, padded_batch(config) if pipe.topology.is_main else None)
+    return run_pipeline(pipe, padded_batch(config) if pipe.topology.is_reader else None)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def measured() -> tuple[list[ActionTime], list[object]]:
     config = tiny_config("llama")
     pipe = Pipeline(plain_model(config), 2, 3)
     times: list[ActionTime] = []
-    pipe.train_step(padded_batch(config) if pipe.topology.is_main else None, times)
+    pipe.train_step(padded_batch(config) if pipe.topology.is_reader else None, times)
     return times, list(pipe.schedule(3).actions[pipe.topology.rank])
 
 
@@ -193,7 +193,7 @@ def test_the_update_runs_in_the_last_u_of_a_process() -> None:
 def updated() -> tuple[dict[str, float], dict[str, float], float, float, bool]:
     config = tiny_config("m2m_100")  # its embedding is tied over both processes
     pipe = Pipeline(plain_model(config), 4, 2, "interleaved_1f1b")
-    batch = padded_batch(config) if pipe.topology.is_main else None
+    batch = padded_batch(config) if pipe.topology.is_reader else None
     times: list[ActionTime] = []
     seen: list[tuple[float, float, dict[str, float]]] = []
     returned = float(

@@ -452,7 +452,6 @@ class StageModel:
         if micro_batch_seed is not None and self.model.training:
             self.port.seeds = DropoutSeeds(self._generator, self._layer_keys, micro_batch_seed)
         try:
-            # Autocast's cache of converted weights ends with the context, so it never holds old weights.
             with scope_of(self.adapter.autocast):
                 return self.adapter.run(self, inputs, carry)
         finally:

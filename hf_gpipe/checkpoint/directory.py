@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
@@ -21,9 +22,9 @@ from hf_gpipe.checkpoint.hub import read_weight_map
 from hf_gpipe.checkpoint.peft import WEIGHTS_NAME as ADAPTER_WEIGHTS_NAME
 from hf_gpipe.checkpoint.save import make_directory, replace_directory
 from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE, has_state, read_state
-from hf_gpipe.checkpoint.together import write_on_main, write_together
+from hf_gpipe.checkpoint.together import write_once, write_together
 from hf_gpipe.errors import CheckpointError
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.processes import Processes
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def checkpoints(output_dir: Path) -> list[Path]:
     return [path for _, path in sorted(found) if path.is_dir()]
 
 
-def last_checkpoint(output_dir: Path, topology: Topology) -> Path | None:
+def last_checkpoint(output_dir: Path, processes: Processes) -> Path | None:
     """Return the newest undamaged checkpoint, every byte of it checked. Every process must call it.
 
     A newer one that is damaged is named in a warning and stays. A directory that has only a model is skipped.
@@ -56,14 +57,14 @@ def last_checkpoint(output_dir: Path, topology: Topology) -> Path | None:
         CheckpointError: on every process, if there are checkpoints and all of them are damaged.
     """
     problems: list[str] = []
-    for path in topology.gather_objects(list(reversed(checkpoints(output_dir))))[0]:
-        if topology.gather_objects(_is_model_alone(path))[0]:
+    for path in processes.from_writer(lambda: list(reversed(checkpoints(output_dir)))):
+        if processes.from_writer(partial(_is_model_alone, path)):
             continue
-        problem = _find_damage(path, topology)
+        problem = _find_damage(path, processes)
         if problem:
             problems.append(problem)
             continue
-        for problem in problems if topology.is_main else []:
+        for problem in problems if processes.is_reporter else []:
             logger.warning("%s; the older %s is used", problem, path.name)
         return path
     if problems:
@@ -74,31 +75,31 @@ def last_checkpoint(output_dir: Path, topology: Topology) -> Path | None:
     return None
 
 
-def check_whole(checkpoint: Path, topology: Topology) -> None:
+def check_whole(checkpoint: Path, processes: Processes) -> None:
     """Check every byte of a checkpoint. Every process must call it, and checks its share.
 
     Raises:
         CheckpointError: on every process, if the checkpoint is damaged or no training can resume from it.
     """
-    problem = _find_damage(checkpoint, topology)
+    problem = _find_damage(checkpoint, processes)
     if problem:
         raise CheckpointError(f"{problem}; resume from another checkpoint")
 
 
-def _find_damage(checkpoint: Path, topology: Topology) -> str:
+def _find_damage(checkpoint: Path, processes: Processes) -> str:
     """Why no training can resume from a checkpoint, the same in every process; empty if one can."""
     problem, is_checked = "", True
     try:
         digests = _digests_of(checkpoint)
         is_checked = digests is not None
         if digests is not None:
-            digests.check_share(topology.rank, topology.num_processes)
+            digests.check_share(processes.rank, processes.num_processes)
         else:
             _check_files(checkpoint)
     except CheckpointError as error:
         problem = str(error)
-    found = next((problem for problem in topology.gather_objects(problem) if problem), "")
-    if not found and not is_checked and topology.is_main:
+    found = next((problem for problem in processes.gather_objects(problem) if problem), "")
+    if not found and not is_checked and processes.is_reporter:
         logger.warning("%s was written by an older version, without digests: its content is not checked", checkpoint)
     return found
 
@@ -130,7 +131,7 @@ def _is_model_alone(path: Path) -> bool:
 
 
 @contextmanager
-def written_whole(final: Path, topology: Topology) -> Iterator[Path]:
+def written_whole(final: Path, processes: Processes) -> Iterator[Path]:
     """Context manager for a new directory that all processes write into; it is renamed to `final` at the end.
 
     If a process is killed before that, `final` is as it was.
@@ -149,13 +150,13 @@ def written_whole(final: Path, topology: Topology) -> Iterator[Path]:
         replace_directory(temporary, final)
         _sync(final.parent)
 
-    topology.from_main(prepare)
+    processes.from_writer(prepare)
     try:
         yield temporary
-        write_on_main(final, topology, publish)
+        write_once(final, processes, publish)
     except BaseException:
         # Frees the space on a full disk.
-        if topology.is_main:
+        if processes.is_writer:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
 
@@ -208,25 +209,25 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def check_shared(output_dir: Path, topology: Topology) -> None:
+def check_shared(output_dir: Path, processes: Processes) -> None:
     """Check that all processes write into the same directory. Every process must call it.
 
     Raises:
         CheckpointError: on every process, if one of them cannot write, or does not see a file of another one.
     """
-    token = topology.gather_objects(uuid4().hex)[0]
-    files = [output_dir / f".seen-by-all-{token}-{rank}" for rank in range(topology.num_processes)]
+    token = processes.broadcast_object(uuid4().hex, processes.writer)
+    files = [output_dir / f".seen-by-all-{token}-{rank}" for rank in range(processes.num_processes)]
 
     def write() -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
-        files[topology.rank].touch()
+        files[processes.rank].touch()
 
     try:
-        write_together(output_dir, topology, write)
+        write_together(output_dir, processes, write)
         unseen = [rank for rank, file in enumerate(files) if not _appears(file)]
-        places = topology.gather_objects((socket.gethostname(), str(output_dir.resolve()), unseen))
+        places = processes.gather_objects((socket.gethostname(), str(output_dir.resolve()), unseen))
     finally:
-        files[topology.rank].unlink(missing_ok=True)
+        files[processes.rank].unlink(missing_ok=True)
     for rank, (host, path, others) in enumerate(places):
         if others:
             raise CheckpointError(

@@ -15,7 +15,7 @@ from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.checkpoint import digests
 from hf_gpipe.checkpoint.digests import Digests
 from hf_gpipe.checkpoint.save import make_directory, write_files
-from hf_gpipe.checkpoint.together import write_on_main
+from hf_gpipe.checkpoint.together import write_once
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.runtime.topology import Topology
 
@@ -35,7 +35,7 @@ def save_adapters(
 
     Raises CheckpointError, on every process, if the main one cannot write into the directory.
     """
-    topology.from_main(lambda: make_directory(directory))
+    topology.from_writer(lambda: make_directory(directory))
     mine: dict[str, torch.Tensor] = {}
     for stage, model in models.items():
         owned = {name: p.detach().cpu() for name, p in model.parameters.items() if owner_stage[name] == stage}
@@ -54,7 +54,7 @@ def save_adapters(
             entries |= write_files(directory, config.save_pretrained)
             temporary.replace(directory / WEIGHTS_NAME)
 
-    write_on_main(directory, topology, write)
+    write_once(directory, topology, write)
 
 
 def load_adapters(directory: Path, models: Mapping[int, StageModel], peft: PeftAdapter) -> None:

@@ -18,7 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.checkpoint import digests, hub
 from hf_gpipe.checkpoint.digests import Entry
-from hf_gpipe.checkpoint.together import write_on_main, write_together
+from hf_gpipe.checkpoint.together import write_once, write_together
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.runtime.topology import Topology
 
@@ -52,9 +52,9 @@ def save_model(
         CheckpointError: on every process, if one of them cannot write into the directory.
     """
     num_stages = topology.placement.num_stages
-    topology.from_main(lambda: make_directory(directory))
-    taken = topology.is_main and any(_SHARD.fullmatch(path.name) for path in directory.iterdir())
-    tag = topology.gather_objects(f"-{uuid4().hex[:8]}" if taken else "")[0]
+    topology.from_writer(lambda: make_directory(directory))
+    taken = topology.is_writer and any(_SHARD.fullmatch(path.name) for path in directory.iterdir())
+    tag = topology.gather_objects(f"-{uuid4().hex[:8]}" if taken else "")[topology.writer]
     shards: dict[str, _Shard] = {}
 
     def write() -> dict[str, _Shard]:
@@ -81,7 +81,7 @@ def save_model(
         with digests.updated(directory) as entries:
             _publish(directory, shards, next(iter(models.values())), entries)
 
-    write_on_main(directory, topology, publish)
+    write_once(directory, topology, publish)
 
 
 def write_files(directory: Path, write: Callable[[Path], Any]) -> dict[str, Entry]:

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from hf_gpipe.checkpoint import digests
 from hf_gpipe.checkpoint.digests import Digests, Entry
 from hf_gpipe.checkpoint.run_state import RunState
-from hf_gpipe.checkpoint.together import write_on_main, write_together
+from hf_gpipe.checkpoint.together import write_once, write_together
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.runtime.topology import Topology
 
@@ -130,7 +130,7 @@ def save_state(
         temporary.replace(folder / STATE_FILE)
 
     # Written last: a directory with this file is complete.
-    write_on_main(checkpoint, topology, publish)
+    write_once(checkpoint, topology, publish)
     files[STATE_FILE] = digests.digest(text.encode())
     return {f"{FOLDER}/{file}": entry for file, entry in files.items()}
 

@@ -9,17 +9,17 @@ from typing import TypeVar
 from safetensors import SafetensorError
 
 from hf_gpipe.errors import CheckpointError
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.processes import Processes
 
 Value = TypeVar("Value")
 
 
-def write_together(directory: Path, topology: Topology, write: Callable[[], Value]) -> list[Value]:
+def write_together(directory: Path, processes: Processes, write: Callable[[], Value]) -> list[Value]:
     """Call `write` in this process and wait for the others. Every process must call it.
 
     Args:
         directory: where `write` writes to, for the error message.
-        topology: the processes.
+        processes: the processes.
         write: returns a small value.
 
     Returns:
@@ -33,7 +33,7 @@ def write_together(directory: Path, topology: Topology, write: Callable[[], Valu
         value = write()
     except (OSError, SafetensorError) as error:
         problem = " ".join(str(error).split())
-    outcomes = topology.gather_objects((value, problem))
+    outcomes = processes.gather_objects((value, problem))
     for rank, (_, found) in enumerate(outcomes):
         if found:
             raise CheckpointError(
@@ -43,13 +43,13 @@ def write_together(directory: Path, topology: Topology, write: Callable[[], Valu
     return [value for value, _ in outcomes]  # type: ignore[misc]  # without a problem, there is a value
 
 
-def write_on_main(directory: Path, topology: Topology, write: Callable[[], None]) -> None:
-    """Call `write` in the main process, once every process has called this function.
+def write_once(directory: Path, processes: Processes, write: Callable[[], None]) -> None:
+    """Call `write` in the writer only, once every process has called this function.
 
-    Raises CheckpointError, on every process, if the main one cannot write into `directory`.
+    Raises CheckpointError, on every process, if the writer cannot write into `directory`.
     """
-    topology.barrier()
-    write_together(directory, topology, write if topology.is_main else _nothing)
+    processes.barrier()
+    write_together(directory, processes, write if processes.is_writer else _nothing)
 
 
 def _nothing() -> None:

@@ -65,7 +65,7 @@ def decide(
         logger.info(why)
         return plan.settings, why
 
-    return topology.from_main(best)
+    return topology.from_reader(best)
 
 
 def planner_of(
@@ -203,7 +203,7 @@ def _measure(
     topology: Topology,
 ) -> dict[int, ModelCosts]:
     """The costs of each size of micro-batch that may be chosen, measured by all processes at once, as in a run."""
-    mini_batch = topology.from_main(inputs.mini_batch)
+    mini_batch = topology.from_reader(inputs.mini_batch)
     measured = {}
     for count in micro_batch_counts(mini_batch.rows, config.num_micro_batches):
         rows = largest_micro_batch(mini_batch.rows, count)

@@ -7,14 +7,14 @@ in safetensors form, from which every process computes the shapes that it will r
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import safetensors.torch
 import torch
-import torch.distributed as dist
 
 from hf_gpipe.errors import DataError, PeerError
 from hf_gpipe.runtime.micro_batch import Batch
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.processes import Processes
 
 Batches = Sequence[Batch]
 
@@ -42,31 +42,31 @@ def unpack(data: torch.Tensor) -> list[dict[str, torch.Tensor]]:
     return [batches[number] for number in sorted(batches)]
 
 
-def share(batches: Batches | None, topology: Topology) -> list[dict[str, torch.Tensor]]:
+def share(batches: Batches | None, processes: Processes) -> list[dict[str, torch.Tensor]]:
     """The main process's mini-batches, on every process; what other processes pass is not read."""
-    if topology.num_processes == 1:
+    if processes.num_processes == 1:
         return [dict(batch) for batch in batches or ()]
-    message = _send(batches or ()) if topology.is_main else _receive()
+    message = _send(batches or (), processes) if processes.is_reader else _receive(processes)
     assert message is not None
     return message.wait()
 
 
-def shared_stream(source: Iterator[Batches] | None, topology: Topology) -> Iterator[list[dict[str, torch.Tensor]]]:
+def shared_stream(source: Iterator[Batches] | None, processes: Processes) -> Iterator[list[dict[str, torch.Tensor]]]:
     """The main process's stream of mini-batches, on every process, each sent while the one before it is in use.
 
     Args:
         source: read in the main process only.
-        topology: the processes.
+        processes: the processes.
 
     Raises:
         PeerError: reading `source` failed in the main process, which raises the error itself.
     """
-    if topology.num_processes == 1:
+    if processes.num_processes == 1:
         assert source is not None
         for batches in source:
             yield [dict(batch) for batch in batches]
         return
-    messages = _send_all(source) if topology.is_main else iter(_receive, None)
+    messages = _send_all(source, processes) if processes.is_reader else iter(partial(_receive, processes), None)
     pending = next(messages, None)
     while pending is not None:
         following = next(messages, None)
@@ -77,9 +77,9 @@ def shared_stream(source: Iterator[Batches] | None, topology: Topology) -> Itera
 class _Message:
     """Mini-batches that are being sent."""
 
-    def __init__(self, data: torch.Tensor) -> None:
+    def __init__(self, data: torch.Tensor, processes: Processes) -> None:
         self._data = data
-        self._work = dist.broadcast(data, src=0, async_op=True)
+        self._work = processes.broadcast(data, processes.reader, async_op=True)
 
     def wait(self) -> list[dict[str, torch.Tensor]]:
         assert self._work is not None
@@ -90,39 +90,41 @@ class _Message:
 _END, _FAILED = 0, -1
 
 
-def _send(batches: Batches) -> _Message:
+def _send(batches: Batches, processes: Processes) -> _Message:
     try:
         data = pack(batches)
     except Exception:
-        _announce(_FAILED)
+        _announce(_FAILED, processes)
         raise
-    _announce(data.numel())
-    return _Message(data)
+    _announce(data.numel(), processes)
+    return _Message(data, processes)
 
 
-def _send_all(source: Iterator[Batches] | None) -> Iterator[_Message]:
+def _send_all(source: Iterator[Batches] | None, processes: Processes) -> Iterator[_Message]:
     assert source is not None
     while True:
         try:
             batches = next(source, None)
         except Exception:
-            _announce(_FAILED)
+            _announce(_FAILED, processes)
             raise
         if batches is None:
-            _announce(_END)
+            _announce(_END, processes)
             return
-        yield _send(batches)
+        yield _send(batches, processes)
 
 
-def _announce(size: int) -> None:
+def _announce(size: int, processes: Processes) -> None:
     """Tell the other processes how many bytes follow."""
-    dist.broadcast(torch.tensor([size]), src=0)
+    processes.broadcast(torch.tensor([size]), processes.reader)
 
 
-def _receive() -> _Message | None:
+def _receive(processes: Processes) -> _Message | None:
     """The next message; None at the end of the stream."""
     size = torch.zeros(1, dtype=torch.int64)
-    dist.broadcast(size, src=0)
+    processes.broadcast(size, processes.reader)
     if size.item() == _FAILED:
         raise PeerError("the main process failed to read the data; its own message says why")
-    return _Message(torch.empty(int(size.item()), dtype=torch.uint8)) if size.item() != _END else None
+    if size.item() == _END:
+        return None
+    return _Message(torch.empty(int(size.item()), dtype=torch.uint8), processes)

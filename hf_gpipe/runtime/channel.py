@@ -118,7 +118,7 @@ class RemoteChannel(Channel):
     Args:
         peer: rank of the other process.
         tag: number of this channel, which on gloo separates channels between the same two processes.
-        group: the channel's own two-rank communicator on NCCL; None: the default group.
+        group: the channel's own two-rank communicator on NCCL; on gloo that of all processes.
         device: where tensors are received.
         dtype_of: type of a carried tensor by its name.
     """
@@ -127,7 +127,7 @@ class RemoteChannel(Channel):
         self,
         peer: int,
         tag: int,
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup,
         device: torch.device,
         dtype_of: Callable[[str], torch.dtype],
     ) -> None:

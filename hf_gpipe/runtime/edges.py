@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from hf_gpipe.runtime.channel import Channel, DeviceChannel, LocalChannel, RemoteChannel
-from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.topology import Topology
 
 
@@ -42,7 +41,7 @@ def connect(topology: Topology, dtype_of: Callable[[int, str], torch.dtype]) -> 
         is_sender = topology.rank == ends[0]
         device = topology.stage_devices.get(stage if is_sender else stage + 1, topology.device)
         # Opposing messages on one NCCL communicator wait for each other, so each direction has its own.
-        groups = [_communicator(topology.rank, sender, receiver, device) for sender, receiver in (ends, ends[::-1])]
+        groups = [_communicator(topology, sender, receiver, device) for sender, receiver in (ends, ends[::-1])]
         if topology.rank in ends:
             peer = ends[1] if is_sender else ends[0]
             dtypes = partial(dtype_of, stage + 1)
@@ -61,16 +60,16 @@ def _within(source: torch.device, target: torch.device) -> Channel:
     return LocalChannel(target)
 
 
-def _communicator(rank: int, sender: int, receiver: int, device: torch.device) -> dist.ProcessGroup | None:
-    """A communicator of two processes on NCCL, ready to use; None on gloo, where tags separate the channels."""
+def _communicator(topology: Topology, sender: int, receiver: int, device: torch.device) -> dist.ProcessGroup:
+    """A communicator of two processes on NCCL, ready to use; on gloo that of all, where tags separate the channels."""
     if device.type != "cuda":
-        return None
-    group = Job.current().new_group(sorted((sender, receiver)), backend="nccl")
-    if rank in (sender, receiver):
+        return topology.group_on(device)
+    group = topology.new_group(sorted((sender, receiver)), device)
+    if topology.rank in (sender, receiver):
         # The first message sets the communicator up and waits for the peer. In a step that would be a receive
         # announced ahead, and each of the two processes could wait for the other.
         token = torch.zeros(1, device=device)
-        if rank == sender:
+        if topology.rank == sender:
             dist.send(token, receiver, group=group)
         else:
             dist.recv(token, sender, group=group)

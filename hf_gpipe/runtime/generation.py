@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 from transformers.utils import ModelOutput
@@ -118,8 +117,8 @@ class Generator:
             UserError: on every process, if an argument is unknown or not supported.
             StageError: the forward of a stage failed.
         """
-        streamer = inputs.get("streamer") if self._topology.is_main else None
-        shared = self._topology.from_main(lambda: self._checked(inputs))
+        streamer = inputs.get("streamer") if self._topology.is_reader else None
+        shared = self._topology.from_reader(lambda: self._checked(inputs))
         arguments = {n: v.to(self.device) if isinstance(v, torch.Tensor) else v for n, v in shared.items()}
         self._share_random_state()
         if self._setting(arguments, "use_cache") is not False:
@@ -217,8 +216,7 @@ class Generator:
     def _from_last(self, stack: StackName, value: torch.Tensor) -> torch.Tensor:
         """Broadcast the value of the process with the stack's last stage to the first device of every process."""
         value = value.to(self.device)
-        if self._topology.num_processes > 1:
-            dist.broadcast(value, src=self._topology.process_of(self._last[stack]))
+        self._topology.broadcast(value, self._topology.process_of(self._last[stack]))
         return value
 
     # ------------------------------------------------------------------ arguments
@@ -265,7 +263,7 @@ class Generator:
         if self._topology.num_processes > 1:
             generator = default_generator(self.device)
             state = generator.get_state()
-            dist.broadcast(state, src=0)
+            self._topology.broadcast(state, self._topology.reader)
             generator.set_state(state)
 
 

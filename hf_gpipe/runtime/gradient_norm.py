@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
-import torch.distributed as dist
 
 from hf_gpipe.runtime.host import read
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.processes import Processes
 
 
 def loss_and_norm(
-    loss: torch.Tensor | None, parameters: Iterable[torch.nn.Parameter], topology: Topology
+    loss: torch.Tensor | None, parameters: Iterable[torch.nn.Parameter], processes: Processes
 ) -> torch.Tensor:
     """The loss and the 2-norm of the gradient of the whole model, for which a process waits once and sends once.
 
@@ -21,7 +20,7 @@ def loss_and_norm(
     Args:
         loss: in the process of the last stage, a scalar on any device; in the others None.
         parameters: of this process, a tied one in one process only; none where the norm is not needed.
-        topology: the processes.
+        processes: of the pipeline.
 
     Returns:
         Loss and norm, (2,) in float64 on the CPU, the same in every process.
@@ -29,17 +28,16 @@ def loss_and_norm(
     squares = sums_of_squares(parameters)
     values = read([*squares, *([] if loss is None else [loss])])
     # A place for each process, summed in a fixed order, so that every process gets the same norm.
-    parts = torch.zeros(topology.num_processes + 1, dtype=torch.float64)
-    parts[topology.rank] = values[: len(squares)].sum()
+    parts = torch.zeros(processes.num_processes + 1, dtype=torch.float64)
+    parts[processes.rank] = values[: len(squares)].sum()
     parts[-1] = 0.0 if loss is None else values[-1]
-    if topology.num_processes > 1:
-        dist.all_reduce(parts)
+    processes.all_reduce(parts)
     return torch.stack([parts[-1], parts[:-1].sum().sqrt()])
 
 
-def gradient_norm(parameters: Iterable[torch.nn.Parameter], topology: Topology) -> torch.Tensor:
+def gradient_norm(parameters: Iterable[torch.nn.Parameter], processes: Processes) -> torch.Tensor:
     """The 2-norm over all processes, a float64 tensor, the same on each. Every process must call it."""
-    return loss_and_norm(None, parameters, topology)[1]
+    return loss_and_norm(None, parameters, processes)[1]
 
 
 def sums_of_squares(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:

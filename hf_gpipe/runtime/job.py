@@ -47,7 +47,7 @@ class Job:
     """State of this process as a member of a job.
 
     Attributes:
-        timeout: how long a process waits for another one; None: torch's default, if `join` was not called.
+        timeout: how long a process waits for another one; None: as long as in the user's own default group.
         work: a short description of this process's current work; empty if nothing was noted.
         in_forked_child: functions that a forked child of this process calls first, such as a data loader's worker.
     """
@@ -59,6 +59,8 @@ class Job:
         self.work = ""
         self.in_forked_child: list[Callable[[], None]] = []
         self._store: dist.Store | None = None
+        self._world: dist.ProcessGroup | None = None
+        self._common_groups: dict[str, dist.ProcessGroup] = {}
         self._work_files: dict[str, int] = {}
 
     @classmethod
@@ -105,19 +107,28 @@ class Job:
         self._wait_for_all("started", rank, size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
-    def new_group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+    def new_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
         """Create a group of some processes with the job's time limit; torch's own default is 30 minutes."""
-        return dist.new_group(list(ranks), timeout=self.timeout, backend=backend)
+        return dist.new_group(list(ranks), timeout=self.timeout or _timeout_of_default_group(), backend=backend)
+
+    def common_group(self, backend: str) -> dist.ProcessGroup:
+        """Our group of all processes on this backend. The first call, which every process makes, creates it."""
+        if self._world is not dist.group.WORLD:  # the user has ended the one before, and joined another
+            self._world, self._common_groups = dist.group.WORLD, {}
+        if backend not in self._common_groups:
+            self._common_groups[backend] = self.new_group(range(dist.get_world_size()), backend)
+        return self._common_groups[backend]
 
     def leave(self) -> None:
         """Leave the job at the end, once every process is here."""
         if not dist.is_initialized():
             return
         if self._store is None:
-            dist.barrier()
+            dist.barrier(group=self.common_group("gloo"))
         else:
             self._wait_for_all("ended", dist.get_rank(), dist.get_world_size())
             self._store = None
+        self._world, self._common_groups = None, {}
         dist.destroy_process_group()
 
     def _wait_for_all(self, moment: str, rank: int, size: int) -> None:
@@ -157,6 +168,16 @@ class Job:
             if item is end:
                 return
             yield cast(Item, item)
+
+
+def _timeout_of_default_group() -> timedelta:
+    """The time limit of the default group, which torch does not give to later groups; torch's own if it has none."""
+    world = dist.group.WORLD
+    assert world is not None, "there is a default group"
+    try:
+        return world._get_backend(world._device_types[0]).options._timeout
+    except (AttributeError, RuntimeError):
+        return dist.default_pg_timeout
 
 
 def in_job() -> bool:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from hf_gpipe.adapters import StageModel
-from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.topology import Topology
 
 
@@ -66,7 +65,7 @@ class Ties:
             if len(ranks) == 1:
                 continue
             if ranks not in groups:
-                groups[ranks] = Job.current().new_group(ranks)
+                groups[ranks] = topology.new_group(ranks, topology.device)
             if topology.rank in ranks:
                 owner = topology.process_of(self.owner_stage[name])
                 self._ties.append(_Tie(local[name], owner, groups[ranks]))

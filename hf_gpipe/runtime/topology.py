@@ -5,29 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from hf_gpipe.errors import UserError
+from hf_gpipe.runtime.processes import Processes
 from hf_gpipe.schedule.actions import Placement
-
-Value = TypeVar("Value")
 
 DeviceChoice: TypeAlias = torch.device | str | Sequence[str] | None
 """Where a process computes: a device, a list of devices for its stages, or None to choose one."""
 
 
 @dataclass(frozen=True)
-class Topology:
-    """The processes of a pipeline, as seen by this process.
+class Topology(Processes):
+    """The processes of a pipeline, which stages each of them holds, and the devices of this one."""
 
-    Processes are numbered by their rank in torch.distributed; without it there is one process, number 0.
-    """
-
-    rank: int
-    num_processes: int
     placement: Placement
     device: torch.device
     """This process's first device, for computations outside of the stages."""
@@ -53,7 +47,8 @@ class Topology:
         Raises:
             UserError: the job has more processes than stages, or a device does not exist or has no stage.
         """
-        rank, num_processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        processes = Processes.of_job()
+        rank, num_processes = processes.rank, processes.num_processes
         if num_processes > num_stages:
             raise UserError(
                 f"{num_processes} processes were started for num_stages={num_stages}: a process holds at least one "
@@ -76,46 +71,11 @@ class Topology:
         return replace(topology, placement=replace(placement, devices=tuple(names[s] for s in range(num_stages))))
 
     @property
-    def is_main(self) -> bool:
-        """Whether this is the process that reads the data, shows progress and writes the shared files."""
-        return self.rank == 0
-
-    @property
     def local_stages(self) -> tuple[int, ...]:
         return tuple(self.placement.stages_of(self.rank))
 
     def process_of(self, stage: int) -> int:
         return self.placement.processes[stage]
-
-    def barrier(self) -> None:
-        """Wait until every process of the pipeline has called this method."""
-        if self.num_processes > 1:
-            dist.barrier()
-
-    def gather_objects(self, value: Value) -> list[Value]:
-        """Gather a small Python value of every process, in order of rank, on every process."""
-        if self.num_processes == 1:
-            return [value]
-        values: list[Any] = [None] * self.num_processes
-        dist.all_gather_object(values, value)
-        return values
-
-    def from_main(self, function: Callable[[], Value]) -> Value:
-        """Call `function` in the main process only and return its value on every process.
-
-        Raises:
-            UserError: on every process, if `function` raises it in the main process.
-        """
-        outcome: Any = None
-        if self.is_main:
-            try:
-                outcome = function()
-            except UserError as error:
-                outcome = error
-        outcome = self.gather_objects(outcome)[0]
-        if isinstance(outcome, UserError):
-            raise outcome
-        return outcome
 
 
 def _own_devices(choice: DeviceChoice) -> list[torch.device]:

@@ -26,7 +26,7 @@ from hf_gpipe.checkpoint.directory import (
 from hf_gpipe.checkpoint.run_state import Position, RunState
 from hf_gpipe.checkpoint.save import write_files
 from hf_gpipe.checkpoint.state import load_state, read_state, save_state
-from hf_gpipe.checkpoint.together import write_on_main
+from hf_gpipe.checkpoint.together import write_once
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import AUTO
@@ -77,11 +77,11 @@ class Checkpoints:
         """Make the output directory ready. Raises CheckpointError where checkpoints cannot be written there."""
         if self._args.save_strategy != "no" or self._args.enable_jit_checkpoint:
             check_shared(self._output_dir, self._topology)
-        self._topology.from_main(lambda: tidy(self._output_dir))
+        self._topology.from_writer(lambda: tidy(self._output_dir))
 
     def find(self, wanted: str | os.PathLike[str] | bool | None) -> Path | None:
         """The checkpoint that the main process asks for, found to be whole; with True the newest one, if any."""
-        asked = self._topology.from_main(lambda: wanted)
+        asked = self._topology.from_reader(lambda: wanted)
         if asked is None or asked is False:
             return None
         with Job.current().during("checking the checkpoint"):
@@ -115,7 +115,7 @@ class Checkpoints:
         if not self._args.ignore_data_skip:
             _check_data(checkpoint, saved.data, new.data)
         before, now = saved.num_micro_batches, new.num_micro_batches
-        if self._args.num_micro_batches == AUTO and before not in (None, now) and self._topology.is_main:
+        if self._args.num_micro_batches == AUTO and before not in (None, now) and self._topology.is_reporter:
             logger.warning(
                 f"num_micro_batches='auto' is {now} here, and {checkpoint} was trained with {before}: dropout will be "
                 f"another; give num_micro_batches={before} for the same run"
@@ -164,14 +164,14 @@ class Checkpoints:
                     state.save_to_json(directory / STATE_NAME)
                     entries |= written | {STATE_NAME: digests.entry_of_file(directory / STATE_NAME)}
 
-            write_on_main(directory, self._topology, complete)
+            write_once(directory, self._topology, complete)
         self.saved_step = state.global_step
         return final
 
     def rotate(self, *keep: str | os.PathLike[str]) -> None:
         """Delete the oldest checkpoints but `save_total_limit`; those in `keep` stay."""
         limit, paths = self._args.save_total_limit, [Path(path) for path in keep]
-        write_on_main(self._output_dir, self._topology, lambda: rotate(self._output_dir, limit, paths))
+        write_once(self._output_dir, self._topology, lambda: rotate(self._output_dir, limit, paths))
 
 
 def write_model(directory: Path, pipe: Pipeline, tokenizer: Any) -> None:
@@ -183,7 +183,7 @@ def write_model(directory: Path, pipe: Pipeline, tokenizer: Any) -> None:
             with digests.updated(directory) as entries:
                 entries |= write_files(directory, tokenizer.save_pretrained)
 
-    write_on_main(directory, pipe.topology, write)
+    write_once(directory, pipe.topology, write)
 
 
 def _check_data(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

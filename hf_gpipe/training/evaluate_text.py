@@ -78,7 +78,7 @@ def evaluate_text(
         made.append(TokenBlocks(documents, tokenizer, block_tokens))
         return min(len(made[0]), max_blocks or len(made[0]))
 
-    num_blocks = pipe.topology.from_main(prepare)
+    num_blocks = pipe.topology.from_reader(prepare)
 
     def mini_batches(blocks: TokenBlocks) -> Iterator[Batch]:
         # All blocks but the last are equally long, and the mask leaves padding out, so any token serves as padding.

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed as dist
 from transformers import EvalPrediction, TrainerState
 from transformers.trainer_utils import PredictionOutput, denumpify_detensorize, speed_metrics
 
@@ -108,7 +107,7 @@ class Evaluator:
         steps = math.ceil(sum(num_rows) / self.args.per_device_eval_batch_size)
         metrics |= speed_metrics(prefix, start_time, num_samples=sum(num_rows), num_steps=steps)
         # Every process measured the speed for itself.
-        return columns, self.pipe.topology.gather_objects(metrics)[0]
+        return columns, self.pipe.topology.broadcast_object(metrics, self.pipe.topology.reporter)
 
     def _generation(self, options: Mapping[str, Any]) -> Generation:
         return Generation(self.pipe, generation_options(self.args, options), self.pad_token_id)
@@ -136,11 +135,7 @@ class Evaluator:
     def _from_last(self, value: Any) -> Any:
         """The value of the last stage's process, in every process."""
         topology = self.pipe.topology
-        if topology.num_processes == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=topology.process_of(self.pipe.num_stages - 1))
-        return box[0]
+        return topology.broadcast_object(value, topology.process_of(self.pipe.num_stages - 1))
 
 
 @dataclass

@@ -12,7 +12,7 @@ from huggingface_hub import HfApi
 from transformers.trainer_utils import HubStrategy
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.processes import Processes
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 
 #: The files of a checkpoint that are not part of the model; the checkpoints of an output directory.
@@ -27,11 +27,11 @@ class HubUploads:
 
     Args:
         args: `hub_model_id` (by default the output directory's name), `hub_strategy` and their kin.
-        topology: the processes.
+        processes: the processes.
     """
 
-    def __init__(self, args: PipelineTrainingArguments, topology: Topology) -> None:
-        self._args, self._topology = args, topology
+    def __init__(self, args: PipelineTrainingArguments, processes: Processes) -> None:
+        self._args, self._processes = args, processes
         #: The repository; None before it is made.
         self.repo_id: str | None = None
         self._pending: list[Future[Any]] = []
@@ -46,7 +46,7 @@ class HubUploads:
             made = HfApi().create_repo(name, token=token or self._args.hub_token, private=private, exist_ok=True)
             return str(made.repo_id)
 
-        self.repo_id = self._topology.from_main(lambda: _asking(create, name))
+        self.repo_id = self._processes.from_writer(lambda: _asking(create, name))
 
     def push(
         self,
@@ -74,7 +74,7 @@ class HubUploads:
             }
             outcome.append(HfApi().upload_folder(**options))
 
-        self._topology.from_main(lambda: _asking(upload, str(self.repo_id)))
+        self._processes.from_writer(lambda: _asking(upload, str(self.repo_id)))
         return outcome[0] if outcome else None
 
     def push_checkpoint(self, checkpoint: Path, message: str) -> None:

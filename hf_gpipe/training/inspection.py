@@ -100,7 +100,7 @@ class InspectedTrainer:
 
     def is_world_process_zero(self) -> bool:
         """Whether this is the main process."""
-        return self.topology.is_main
+        return self.topology.is_reporter
 
     def get_total_train_batch_size(self, args: PipelineTrainingArguments) -> int:
         """Rows of one update. Raises UserError with `batch_tokens`, where it varies."""
@@ -335,7 +335,7 @@ class InspectedTrainer:
         self.fire("on_push_begin")
         if directory == self._output_dir:
             name = (self.args.hub_model_id or directory.absolute().name).rpartition("/")[2]
-            self.topology.from_main(lambda: self.create_model_card(**{"model_name": name, **card}))
+            self.topology.from_writer(lambda: self.create_model_card(**{"model_name": name, **card}))
         return self.uploads.push(directory, message, **options)
 
 

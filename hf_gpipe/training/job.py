@@ -134,7 +134,7 @@ def _prepared(
         mine.append(_prepare(recipe, task, output_dir, checkpoint, topology.num_processes))
         return mine[0].config
 
-    return topology.from_main(prepare), mine[0] if mine else None
+    return topology.from_reader(prepare), mine[0] if mine else None
 
 
 def _prepare(recipe: Recipe, task: Task, output_dir: Path, checkpoint: Path | None, num_processes: int) -> _Prepared:
@@ -168,7 +168,7 @@ def _checkpoint_of(recipe: Recipe, output_dir: Path, topology: Topology, job: Jo
         tidy(output_dir)
 
     job.note("checking the checkpoint")
-    topology.from_main(prepare)
+    topology.from_writer(prepare)
     return None if recipe.training.resume == "never" else last_checkpoint(output_dir, topology)
 
 

@@ -205,7 +205,7 @@ class TrainingLoop:
                 f"step {step}: the loss is {loss} and the gradient's norm {norm}; lower learning_rate or "
                 "max_grad_norm, look at the data, or set on_nonfinite_loss to skip"
             )
-        if reaction == "skip" and self._topology.is_main:
+        if reaction == "skip" and self._topology.is_reporter:
             logger.warning(f"step {step} is skipped: its loss is {loss}, its gradient's norm {norm}")
         return reaction == "ignore" and not has_overflowed
 
@@ -249,10 +249,7 @@ class TrainingLoop:
         """
         asked = [int(getattr(self._control, flag)) for flag in _FLAGS]
         asked.append(self._stop_request.signal if self._stop_request is not None else 0)
-        if self._topology.num_processes > 1:
-            agreed = torch.tensor(asked)
-            dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-            asked = agreed.tolist()
+        asked = self._topology.all_reduce(torch.tensor(asked), dist.ReduceOp.MAX).tolist()
         for flag, value in zip(_FLAGS, asked, strict=False):
             setattr(self._control, flag, bool(value))
         return asked[-1]
@@ -302,7 +299,7 @@ class TrainingLoop:
         written = self._checkpoints.write(self._run, state, trainer.optimizer, trainer.lr_scheduler, save_model)
         if self._args.push_to_hub:
             trainer.fire("on_push_begin")
-            if self._topology.is_main:
+            if self._topology.is_writer:
                 trainer.uploads.push_checkpoint(written, f"Training in progress, step {state.global_step}")
             if self._args.save_total_limit is not None:
                 # What is being uploaded must not be deleted.
@@ -323,7 +320,7 @@ class TrainingLoop:
         assert self._stop_request is not None
         self._stop_request.forget_peers()
         self._topology.barrier()
-        if self._topology.is_main:
+        if self._topology.is_reporter:
             print(
                 f"stopped by {signal.Signals(stop_signal).name} after step {step} of {steps}; all of it is saved in "
                 f"{checkpoint}: {self._how_to_go_on} to go on from there",
@@ -334,7 +331,7 @@ class TrainingLoop:
 
     def _finish(self) -> TrainOutput:
         mine = self._logs.summary(self._state)
-        metrics = self._topology.from_main(lambda: mine)
+        metrics = self._topology.broadcast_object(mine, self._topology.reporter)
         self._trainer.log(metrics)
         if self._args.load_best_model_at_end and self._state.best_model_checkpoint is not None:
             self._pipe.load_pretrained(self._state.best_model_checkpoint)

@@ -198,7 +198,7 @@ class PipelineTrainer(InspectedTrainer):
         """Make the loop, with everything ready for the first step."""
         start_time = time.time()
         batches = self.train_batches()
-        plan = Plan.make(self.args, self.topology.from_main(lambda: None if batches is None else batches.count()))
+        plan = Plan.make(self.args, self.topology.from_reader(lambda: None if batches is None else batches.count()))
         checkpoints = Checkpoints(self.args, self.pipe, self.master_weights, self.scaler)
         # First, for it gives back a checkpoint that was being replaced.
         checkpoints.tidy()
@@ -231,9 +231,9 @@ class PipelineTrainer(InspectedTrainer):
 
     def train_batches(self) -> MiniBatches | None:
         """The mini-batches of the training dataset; None in processes that do not read data."""
-        if not self.topology.from_main(lambda: self.train_dataset is not None):
+        if not self.topology.from_reader(lambda: self.train_dataset is not None):
             raise UserError("training requires a train_dataset")
-        return self.get_train_dataloader() if self.topology.is_main else None
+        return self.get_train_dataloader() if self.topology.is_reader else None
 
     def end(self) -> None:
         """Wait for uploads and leave the job. It is called last, by every process."""
@@ -323,7 +323,7 @@ class PipelineTrainer(InspectedTrainer):
         callbacks = [*self.callback_handler.callbacks, self.control]
         return TrainerState(
             is_local_process_zero=self.args.local_process_index == 0,
-            is_world_process_zero=self.topology.is_main,
+            is_world_process_zero=self.topology.is_reporter,
             stateful_callbacks=[one for one in callbacks if isinstance(one, ExportableState)],
             train_batch_size=self.args.per_device_train_batch_size,
         )
@@ -353,7 +353,7 @@ class PipelineTrainer(InspectedTrainer):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = {dataset: self.eval_dataset[dataset] if isinstance(self.eval_dataset, Mapping) else None}
-        names = self.topology.from_main(lambda: list(dataset) if isinstance(dataset, Mapping) else None)
+        names = self.topology.from_reader(lambda: list(dataset) if isinstance(dataset, Mapping) else None)
         if names is None:
             return self._evaluate_one(dataset, metric_key_prefix, generation)
         metrics: dict[str, float] = {}
@@ -402,7 +402,7 @@ class PipelineTrainer(InspectedTrainer):
 
         Raises UserError where no process has a dataset, or where options of generation are not used.
         """
-        if not self.topology.from_main(lambda: dataset is not None):
+        if not self.topology.from_reader(lambda: dataset is not None):
             raise UserError(required)
         if generation and not self.args.predict_with_generate:
             raise UserError(f"{next(iter(generation))}: generation needs predict_with_generate=True")
@@ -414,7 +414,7 @@ class PipelineTrainer(InspectedTrainer):
 
     def _evaluator(self) -> Evaluator:
         """Make an evaluator for each call: a script may have set another `compute_metrics` since the last one."""
-        pad_token_id = self.topology.from_main(lambda: getattr(self.processing_class, "pad_token_id", None))
+        pad_token_id = self.topology.from_reader(lambda: getattr(self.processing_class, "pad_token_id", None))
         return Evaluator(
             self.pipe,
             self.args,

@@ -105,12 +105,12 @@ def test_translations_and_likelihood_of_the_plain_model(family: str, tokenizer: 
 
 
 class _OneProcess:
-    is_main = True
+    is_reader = True
     num_processes = 1
     device = torch.device("cpu")
 
     @staticmethod
-    def from_main(function: Any) -> Any:
+    def from_reader(function: Any) -> Any:
         return function()
 
 
@@ -265,8 +265,8 @@ def test_no_pairs_are_an_error(tokenizer: PreTrainedTokenizerBase) -> None:
 def _on_two_processes(folder: Path) -> tuple[TranslationReport, str]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     pipe = Pipeline(random_model("marian"), 3)
-    pairs = some_pairs() if pipe.topology.is_main else None
-    counts = {"de": 3, "fr": 2} if pipe.topology.is_main else None
+    pairs = some_pairs() if pipe.topology.is_reader else None
+    counts = {"de": 3, "fr": 2} if pipe.topology.is_reader else None
     report = evaluate_translation(pipe, tokenizer, pairs, 4, 6, **LIMITS, training_pairs=counts)
     try:
         evaluate_translation(pipe, tokenizer, [], 4, 6, **LIMITS)

@@ -1,0 +1,146 @@
+"""The processes of a pipeline: their ranks, their roles, and all that they tell each other outside of a step's table.
+
+The default group of torch.distributed may be the user's, on any backend and with messages of its own. So the processes
+talk over groups of their own: gloo for CPU tensors and Python objects, NCCL for CUDA tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hf_gpipe.errors import UserError
+from hf_gpipe.runtime.job import Job
+
+Value = TypeVar("Value")
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of a pipeline, as seen by this process; they are numbered by their rank.
+
+    Three roles belong to one process each. Today all three are rank 0's, the main process.
+    """
+
+    rank: int
+    num_processes: int
+
+    @classmethod
+    def of_job(cls) -> Processes:
+        """The processes of the running job. Without torch.distributed there is one, number 0."""
+        return cls(*((dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)))
+
+    # ------------------------------------------------------------------ roles
+
+    @property
+    def reader(self) -> int:
+        """The rank that reads the data, and whose arguments and decisions count for all."""
+        return 0
+
+    @property
+    def writer(self) -> int:
+        """The rank that makes directories, and writes each file that is not of one stage alone."""
+        return 0
+
+    @property
+    def reporter(self) -> int:
+        """The rank that shows progress and prints messages."""
+        return 0
+
+    @property
+    def is_reader(self) -> bool:
+        return self.rank == self.reader
+
+    @property
+    def is_writer(self) -> bool:
+        return self.rank == self.writer
+
+    @property
+    def is_reporter(self) -> bool:
+        return self.rank == self.reporter
+
+    def from_reader(self, function: Callable[[], Value]) -> Value:
+        """Call `function` in the reader only and return its value on every process.
+
+        Raises:
+            UserError: on every process, if `function` raises it in the reader.
+        """
+        return self._from(self.reader, function)
+
+    def from_writer(self, function: Callable[[], Value]) -> Value:
+        """`from_reader` for the writer."""
+        return self._from(self.writer, function)
+
+    def _from(self, rank: int, function: Callable[[], Value]) -> Value:
+        outcome: Any = None
+        if self.rank == rank:
+            try:
+                outcome = function()
+            except UserError as error:
+                outcome = error
+        # Gathered, not broadcast: no process goes on before all are here.
+        outcome = self.gather_objects(outcome)[rank]
+        if isinstance(outcome, UserError):
+            raise outcome
+        return outcome
+
+    # ------------------------------------------------------------------ messages, which every process must take part in
+
+    def barrier(self) -> None:
+        """Wait until every process of the pipeline has called this method."""
+        if self.num_processes > 1:
+            dist.barrier(group=self.group_on(_CPU))
+
+    def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> dist.Work | None:
+        """Send the values of `tensor` in the process `src` into the tensor of every process.
+
+        Args:
+            tensor: of the same shape and type in every process; on the CPU, or on each process's first device.
+            src: a rank.
+            async_op: whether to return a handle at once, whose `wait` ends the operation; None with one process.
+        """
+        if self.num_processes == 1:
+            return None
+        return dist.broadcast(tensor, group_src=src, group=self.group_on(tensor.device), async_op=async_op)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Replace `tensor` by its sum over all processes, or by the result of another `op`, and return it."""
+        if self.num_processes > 1:
+            dist.all_reduce(tensor, op=op, group=self.group_on(tensor.device))
+        return tensor
+
+    def gather_objects(self, value: Value) -> list[Value]:
+        """Gather a small Python value of every process, in order of rank, on every process."""
+        if self.num_processes == 1:
+            return [value]
+        values: list[Any] = [None] * self.num_processes
+        dist.all_gather_object(values, value, group=self.group_on(_CPU))
+        return values
+
+    def broadcast_object(self, value: Value, src: int) -> Value:
+        """The Python value of the process `src`, on every process."""
+        if self.num_processes == 1:
+            return value
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, group_src=src, group=self.group_on(_CPU))
+        return box[0]
+
+    # ------------------------------------------------------------------ groups
+
+    def group_on(self, device: torch.device) -> dist.ProcessGroup:
+        """The group of all processes for tensors on a kind of device. The first call, by every process, creates it."""
+        return Job.current().common_group(_backend(device))
+
+    def new_group(self, ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
+        """Create a group of some processes for tensors on a kind of device. Every process must call it."""
+        return Job.current().new_group(ranks, _backend(device))
+
+
+def _backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
