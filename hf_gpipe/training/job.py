@@ -105,11 +105,11 @@ def _update_of(trainer: PipelineTrainer) -> Update:
     optimizer = trainer.optimizer
     assert optimizer is not None, "the trainer has trained"
 
-    def update(loss: torch.Tensor) -> None:
+    def update(loss: torch.Tensor, norm: torch.Tensor) -> None:
         rates = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["lr"] = 0.0
-        trainer.pipe.clip_grad_norm_(trainer.args.max_grad_norm)
+        trainer.pipe.clip_grad_norm_(trainer.args.max_grad_norm, norm)
         optimizer.step()
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
