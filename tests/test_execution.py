@@ -237,7 +237,7 @@ def updated() -> tuple[dict[str, float], dict[str, float], float, float, bool]:
     times: list[ActionTime] = []
     seen: list[tuple[float, float, dict[str, float]]] = []
     returned = float(
-        pipe.train_step(batch, times, lambda loss: seen.append((time.perf_counter(), float(loss), norms(pipe))))
+        pipe.train_step(batch, times, lambda loss, _: seen.append((time.perf_counter(), float(loss), norms(pipe))))
     )
     ((moment, loss, inside),) = seen
     last = times[-1]
@@ -256,7 +256,7 @@ def test_what_an_update_raises_is_raised_as_it_is() -> None:
     pipe = Pipeline(plain_model(config), 2, 2)
     expected = float(pipe.train_step(padded_batch(config)))
 
-    def update(loss: torch.Tensor) -> None:
+    def update(loss: torch.Tensor, norm: torch.Tensor) -> None:
         raise KeyError(float(loss))
 
     pipe.step = 0

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from hf_gpipe.errors import StageError
 from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.edges import Edge
-from hf_gpipe.runtime.micro_batch import PLAIN_STEP, Context, MicroBatch, StepOptions
+from hf_gpipe.runtime.micro_batch import PLAIN_STEP, Context, MicroBatch, StepOptions, on_devices
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.timing import ActionTime, Timer
 from hf_gpipe.schedule.actions import Action, ActionKind
@@ -89,7 +89,7 @@ class Executor:
             StageError: an action failed; names the process, the stage, the action and the micro-batch.
         """
         result = StepResult()
-        shares = self._on_devices(micro_batches)
+        shares = on_devices(micro_batches, self._devices)
         actions = schedule.actions[self._rank]
         last_update = next((one for one in reversed(actions) if one.kind == ActionKind.UPDATE), None)
         receives = self._receives_of(schedule)
@@ -208,10 +208,6 @@ class Executor:
             edge.down.flush()
             edge.up.flush()
 
-    def _on_devices(self, micro_batches: Sequence[MicroBatch]) -> dict[torch.device, list[MicroBatch]]:
-        """The micro-batches on each device that this process computes on."""
-        return {device: [_on_device(one, device) for one in micro_batches] for device in self._devices}
-
     def _reset(self) -> None:
         """Drop the messages and micro-batches of a failed step, so that the next one does not get them."""
         for stage in self._stages.values():
@@ -223,13 +219,6 @@ class Executor:
 
 def _not_measured(action: Action, device: torch.device) -> None:
     """Stands for `Timer.mark` in a step that is not measured."""
-
-
-def _on_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
-    if device.type == "cpu":
-        return micro_batch
-    inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in micro_batch.inputs.items()}
-    return replace(micro_batch, inputs=inputs)
 
 
 def _index(action: Action) -> int:

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule.actions import Action, Placement
+from hf_gpipe.schedule.actions import Action, ActionKind
 from hf_gpipe.schedule.clock import TICKS, way
 from hf_gpipe.schedule.table import Schedule
 
@@ -71,24 +71,33 @@ def messages(schedule: Schedule) -> tuple[Message, ...]:
 def executable_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     """All actions of a table as (process, action), in an order in which each finds the message that it receives.
 
-    Every process takes its actions in its own order and stops at one whose message has not been sent.
+    Every process takes its actions in its own order. It stops at one whose message has not been sent, and at the U of a
+    stage until all the stage's replicas have reached their G.
 
     Raises:
         ScheduleError: the processes wait for each other; names the action at which the first of them stops.
     """
-    num_stages = schedule.num_stages
+    num_stages, workers = schedule.num_stages, schedule.placement.workers
     reached = [0] * len(schedule.actions)
     done: set[Action] = set()
+    # F, R and B stand once in the table, G on each replica of its stage.
+    num_reduced = [0] * num_stages
+
+    def waits_for(action: Action) -> Action | None:
+        """What has to be done in other processes before an action can run."""
+        if action.kind == ActionKind.UPDATE:
+            is_reduced = len(workers[action.stage]) in (1, num_reduced[action.stage])
+            return None if is_reduced else Action(ActionKind.REDUCE, action.stage)
+        source = action.source(num_stages)
+        return None if source is None or source in done else source
+
     progress = True
     while progress:
         progress = False
         for process, actions in enumerate(schedule.actions):
-            while reached[process] < len(actions):
-                action = actions[reached[process]]
-                source = action.source(num_stages)
-                if source is not None and source not in done:
-                    break
+            while reached[process] < len(actions) and not waits_for(action := actions[reached[process]]):
                 done.add(action)
+                num_reduced[action.stage] += action.kind == ActionKind.REDUCE
                 yield process, action
                 reached[process] += 1
                 progress = True
@@ -97,7 +106,7 @@ def executable_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     for process, actions in enumerate(schedule.actions):
         if reached[process] < len(actions):
             action = actions[reached[process]]
-            stopped.append((process, f"process {process} stops at {action}, waiting for {action.source(num_stages)}"))
+            stopped.append((process, f"process {process} stops at {action}, waiting for {waits_for(action)}"))
     if stopped:
         words = "; ".join(text for _, text in stopped[:4])
         raise ScheduleError(
@@ -117,14 +126,10 @@ def _clock_order(schedule: Schedule) -> list[tuple[int, Action]]:
     ends: dict[Action, int] = {}
     order: list[tuple[int, int, int, Action]] = []
     for process, action in executable_order(schedule):
-        place = process, _device(schedule.placement, action)
+        place = process, schedule.placement.device_of(action.stage, process)
         source = action.source(num_stages)
         start = max(started[process] + 1, free_at.get(place, 0), ends[source] if source else 0)
         started[process] = start
         ends[action] = free_at[place] = start + _FINE * TICKS.get(action.kind, 1)
         order.append((start, way(action, num_stages), process, action))
     return [(process, action) for _, _, process, action in sorted(order)]
-
-
-def _device(placement: Placement, action: Action) -> str | None:
-    return None if placement.devices is None else placement.devices[action.stage]

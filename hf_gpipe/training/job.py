@@ -18,7 +18,7 @@ from hf_gpipe.data import Corpus, PairCollator, StreamedCorpus
 from hf_gpipe.data.text import TextCorpus
 from hf_gpipe.errors import RecipeError
 from hf_gpipe.pipeline import Pipeline, Update
-from hf_gpipe.planner.settings import PlanInputs
+from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import AUTO, Recipe, load_saved, may_change, table_of
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.device_choice import processes_for
@@ -106,11 +106,11 @@ def _update_of(trainer: PipelineTrainer) -> Update:
     optimizer = trainer.optimizer
     assert optimizer is not None, "the trainer has trained"
 
-    def update(loss: torch.Tensor) -> None:
+    def update(loss: torch.Tensor, norm: torch.Tensor) -> None:
         rates = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["lr"] = 0.0
-        trainer.pipe.clip_grad_norm_(trainer.args.max_grad_norm)
+        trainer.pipe.clip_grad_norm_(trainer.args.max_grad_norm, norm)
         optimizer.step()
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate

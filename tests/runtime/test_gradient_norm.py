@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_gpipe.runtime.gradient_norm import gradient_norm
+from hf_gpipe.runtime.gradient_norm import clip, gradient_norm, loss_and_norm
 from hf_gpipe.runtime.processes import Processes
 
 
@@ -30,3 +30,20 @@ def test_squares_that_float32_cannot_hold_count() -> None:
 
 def test_without_gradients_it_is_zero() -> None:
     assert gradient_norm([parameter(None)], Processes.of_job()) == 0
+
+
+def test_clipping_is_torchs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for max_norm, norm in ((0.5, 2.0), (2.0, 2.0), (2.5, 2.0), (0.5, float("inf")), (0.5, float("nan"))):
+        gradients = [torch.randn(4, generator=generator).to(dtype) for dtype in (torch.float32, torch.bfloat16)]
+        ours, theirs = ([parameter(one.clone()) for one in gradients] for _ in range(2))
+        clip(ours, max_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(theirs, max_norm, torch.tensor(norm, dtype=torch.float64))
+        for mine, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=0, equal_nan=True)
+
+
+def test_loss_and_norm_come_together() -> None:
+    found = loss_and_norm(torch.tensor(1.5), [parameter(torch.tensor([3.0, 4.0]))], Processes.of_job())
+    assert found.tolist() == [1.5, 5.0]
+    assert found.dtype == torch.float64
