@@ -153,7 +153,7 @@ def _allowed(planner: Planner, config: PipelineConfig) -> Iterator[PipelineConfi
     """The configuration with its schedule and M decided, in every way that is worth a try."""
     schedules = AUTO_SCHEDULES if config.schedule == AUTO else (config.schedule,)
     for schedule in schedules:
-        if schedule == "interleaved_1f1b" and config.schedule == AUTO and config.processes == config.num_stages:
+        if schedule == "interleaved_1f1b" and config.schedule == AUTO and config.processes == config.places:
             continue
         for num_micro_batches in micro_batch_counts(planner.rows, config.num_micro_batches):
             yield replace(config, schedule=schedule, num_micro_batches=num_micro_batches)

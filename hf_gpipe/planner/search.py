@@ -57,7 +57,11 @@ def search(planner: Planner, config: PipelineConfig) -> Found:
 
 
 def _configs(planner: Planner, config: PipelineConfig) -> Sequence[PipelineConfig]:
-    counts = {count * config.processes for count in _STAGES_A_PROCESS} | {config.num_stages}
+    counts = {config.num_stages}
+    # Replicas that are listed are of this many stages.
+    of_replica = config.processes // config.replicas if isinstance(config.replicas, int) else config.num_stages
+    if isinstance(config.replicas, int):
+        counts |= {count * of_replica for count in _STAGES_A_PROCESS}
     micro_batches = set(micro_batch_counts(planner.rows, AUTO))
     if isinstance(config.num_micro_batches, int):
         micro_batches.add(config.num_micro_batches)
@@ -66,7 +70,7 @@ def _configs(planner: Planner, config: PipelineConfig) -> Sequence[PipelineConfi
         is_given = num_stages == config.num_stages and not isinstance(config.partition, str)
         for partition in dict.fromkeys((AUTO, "count", config.partition if is_given else AUTO)):
             for schedule in AUTO_SCHEDULES:
-                if schedule == "interleaved_1f1b" and num_stages == config.processes:
+                if schedule == "interleaved_1f1b" and num_stages == of_replica:
                     continue
                 found += [
                     replace(
