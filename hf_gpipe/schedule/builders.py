@@ -8,14 +8,8 @@ by side, each with the schedule of its own micro-batches.
 In the drawings a row is a stage, in its own process where nothing else is said, a column one tick (forward 1,
 recomputation 1, backward 2 ticks, the second of them "--"), and ".." is idle.
 
-Every table can be run with sends that do not wait. With blocking sends (`check_table(table, rendezvous=True)`):
-
-    naive, gpipe, forward_only   run wherever stages are placed in ascending order (stage s+1 never on a lower process
-                                 than stage s); naive runs with any placement
-    gpipe_fused                  deadlocks for M > 1 wherever the last stage is alone in its process: it sends its
-                                 first gradient while the stage before it still sends forwards
-    1f1b, interleaved_1f1b       deadlock for M > 1 wherever there are several processes, for neighbours send to each
-                                 other at once (1f1b: wherever each stage is in a process of its own)
+Every table runs to its end if sends do not wait, and also if every send and every receive blocks its process:
+`hf_gpipe.schedule.messages` says why.
 """
 
 from __future__ import annotations

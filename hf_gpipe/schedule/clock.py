@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action, ActionKind, Placement
 
-_TICKS = {ActionKind.FORWARD: 1, ActionKind.RECOMPUTE: 1, ActionKind.BACKWARD: 2}
+TICKS = {ActionKind.FORWARD: 1, ActionKind.RECOMPUTE: 1, ActionKind.BACKWARD: 2}
 
 
 def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> list[list[Action]]:
@@ -56,7 +56,7 @@ def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> lis
             if source is not None and source not in finished_at:
                 continue
             start = max(free_at[placement.process_of(action)], finished_at[source] if source else 0)
-            fills, rank = False, -_way(action, num_stages)
+            fills, rank = False, -way(action, num_stages)
             if action.kind == ActionKind.RECOMPUTE:
                 gradient = Action(ActionKind.BACKWARD, action.stage, action.micro_batch).source(num_stages)
                 fills = gradient is not None and (gradient not in finished_at or finished_at[gradient] > start)
@@ -71,7 +71,7 @@ def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> lis
             raise ScheduleError(f"deadlock: {waiting} waits for {waiting.source(num_stages)}, and no stage can go on.")
         start, _, _, action, number = min(startable)
         process = placement.process_of(action)
-        free_at[process] = finished_at[action] = start + _TICKS[action.kind]
+        free_at[process] = finished_at[action] = start + TICKS[action.kind]
         next_index[number] += 1
         process_orders[process].append(action)
     return process_orders
@@ -85,6 +85,6 @@ def by_worker(order: Sequence[Action], placement: Placement) -> list[list[Action
     return list(queues.values())
 
 
-def _way(action: Action, num_stages: int) -> int:
+def way(action: Action, num_stages: int) -> int:
     """How far a micro-batch has come when it is at this action: down the stages, then up again."""
     return action.stage if action.kind == ActionKind.FORWARD else 2 * num_stages - 1 - action.stage

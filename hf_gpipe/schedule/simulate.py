@@ -30,8 +30,8 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action, ActionKind
+from hf_gpipe.schedule.messages import executable_order
 from hf_gpipe.schedule.table import Schedule
-from hf_gpipe.schedule.validate import executable_order
 
 Seconds: TypeAlias = float | Fraction
 Number = TypeVar("Number", float | Fraction, int)

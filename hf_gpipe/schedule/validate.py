@@ -9,28 +9,25 @@ The checks go from simple to subtle, so that the first error is the one to corre
 3. within a process, an action comes after what it needs of its own stage, and updates come last: clipping and tied
    parameters need the gradients of all stages, so no update may stand before another stage's backward or reduction;
 4. between two processes, messages are received in the order in which they are sent, for an edge keeps no other order;
-5. run one action after another, every process reaches its end.
+5. run one action after another, every process reaches its end. Then it does so too if every send and every receive
+   blocks, because of the points at which `messages` starts the receives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NoReturn
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action, ActionKind
+from hf_gpipe.schedule.messages import executable_order
 from hf_gpipe.schedule.table import Schedule
 
 
-def check_table(schedule: Schedule, rendezvous: bool = False) -> None:
+def check_table(schedule: Schedule) -> None:
     """Check that a table is a complete synchronous step which every process can run to its end.
 
     Args:
         schedule: the table.
-        rendezvous: False: a send never waits (what the executor does). True: a send between two processes ends only
-            when the receiver has reached the action that consumes it, as with blocking sends of tensors too large to
-            buffer, and a G when all replicas of its stage have reached theirs. `hf_gpipe.schedule.builders` says which
-            tables pass this stricter test.
 
     Raises:
         ScheduleError: names the first wrong action and what it lacks; its `line` is the line of that process.
@@ -40,83 +37,8 @@ def check_table(schedule: Schedule, rendezvous: bool = False) -> None:
     _check_complete(schedule, positions)
     _check_order_in_process(schedule, positions)
     _check_order_on_edges(schedule)
-    for _ in executable_order(schedule, rendezvous):
+    for _ in executable_order(schedule):
         pass
-
-
-def executable_order(schedule: Schedule, rendezvous: bool = False) -> Iterator[tuple[int, Action]]:
-    """All actions of a table as (process, action), in an order in which each finds the message that it receives.
-
-    Every process takes its actions in its own order and stops at one whose message has not been sent, and at the U of a
-    stage until all its replicas have reached their G. Under `rendezvous` it also stops after an action until the
-    receiver of that action's message has reached its consumer, or the other replicas their G.
-
-    Raises:
-        ScheduleError: the processes wait for each other; names the action at which the first of them stops.
-    """
-    num_stages, workers = schedule.num_stages, schedule.placement.workers
-    position = {
-        action: (process, index)
-        for process, actions in enumerate(schedule.actions)
-        for index, action in enumerate(actions)
-        if action.micro_batch is not None
-    }
-    reached = [0] * len(schedule.actions)
-    # F, R and B stand once in the table, G and U on each replica of their stage.
-    done: set[tuple[int, Action]] = set()
-
-    def waits_for(process: int, action: Action) -> Action | None:
-        """What has to be done before an action can run."""
-        source = action.source(num_stages)
-        if source is not None and (position[source][0], source) not in done:
-            return source
-        return unreduced(action.stage) if action.kind == ActionKind.UPDATE else None
-
-    def is_held_up_by(process: int, action: Action) -> Action | None:
-        """What has to be reached before a process goes on after an action, with blocking sends."""
-        if action.kind == ActionKind.REDUCE:
-            return unreduced(action.stage)
-        consumer = action.consumer(num_stages)
-        if consumer is None:
-            return None
-        receiver, index = position[consumer]
-        return None if receiver == process or reached[receiver] >= index else consumer
-
-    def unreduced(stage: int) -> Action | None:
-        """The G of a stage, if one of its replicas has not reached it."""
-        reduce = Action(ActionKind.REDUCE, stage)
-        own = workers[stage]
-        return reduce if len(own) > 1 and any((process, reduce) not in done for process in own) else None
-
-    progress = True
-    while progress:
-        progress = False
-        for process, actions in enumerate(schedule.actions):
-            while reached[process] < len(actions):
-                action = actions[reached[process]]
-                if (process, action) not in done:
-                    if waits_for(process, action):
-                        break
-                    done.add((process, action))
-                    # Who waits for this action alone can go on, though this process may not.
-                    progress = True
-                    yield process, action
-                if rendezvous and is_held_up_by(process, action):
-                    break
-                reached[process] += 1
-                progress = True
-
-    stopped: list[tuple[int, str]] = []
-    for process, actions in enumerate(schedule.actions):
-        if reached[process] < len(actions):
-            action = actions[reached[process]]
-            held_up = (process, action) in done
-            other = is_held_up_by(process, action) if held_up else waits_for(process, action)
-            stopped.append((process, f"process {process} stops at {action}, waiting for {other}"))
-    if stopped:
-        how = "deadlock with blocking sends" if rendezvous else "deadlock"
-        words = "; ".join(text for _, text in stopped[:4])
-        _fail(schedule, f"{how}: {words}; let one of them come earlier or later.", stopped[0][0])
 
 
 def _fail(schedule: Schedule, problem: str, where: int | str) -> NoReturn:
