@@ -189,6 +189,43 @@ def test_a_replica_without_a_micro_batch_still_reduces() -> None:
     assert simulate(table, Costs(1, 2)).total_seconds == simulate(build("gpipe", 2, 1), Costs(1, 2)).total_seconds
 
 
+def test_between_which_workers_micro_batches_pass() -> None:
+    assert Placement.one_stage_each(3, [2, 1, 2]).edges == ((0, 0, 2), (0, 1, 2), (1, 2, 3), (1, 2, 4))
+    assert Placement.one_stage_each(2, 2).edges == ((0, 0, 1), (0, 2, 3))
+    assert Placement.one_stage_each(2, [2, 3]).edges == tuple((0, p, q) for p in (0, 1) for q in (2, 3, 4))
+    assert Placement.spread(2, 1).edges == ((0, 0, 0),)
+
+
+@given(tables())
+@settings(deadline=None, max_examples=100)
+def test_every_message_has_an_edge(case: tuple[Schedule, Recompute]) -> None:
+    table, _ = case
+    placement = table.placement
+    crossed = set()
+    for stage in range(table.num_stages - 1):
+        for micro_batch in range(table.num_micro_batches):
+            ends = (placement.process_of(Action(F, s, micro_batch)) for s in (stage, stage + 1))
+            crossed.add((stage, *ends))
+    assert crossed <= set(placement.edges)
+    if table.num_micro_batches >= math.lcm(*placement.replicas):
+        assert crossed == set(placement.edges)
+
+
+def test_who_needs_which_micro_batches_and_who_reduces_together() -> None:
+    table = build("1f1b", 3, 5, replicas=[2, 1, 2])
+    assert [table.micro_batches_of(process) for process in range(5)] == [
+        (0, 2, 4),
+        (1, 3),
+        (0, 1, 2, 3, 4),
+        (0, 2, 4),
+        (1, 3),
+    ]
+    assert table.placement.groups == ((0, 1), (3, 4))
+    assert placement_for("gpipe", 4, 4, 2).groups == ((0, 2), (1, 3))
+    assert Placement.one_stage_each(3).groups == ()
+    assert build("gpipe", 2, 1, replicas=2).micro_batches_of(2) == ()
+
+
 def test_where_replicas_are() -> None:
     assert placement_for("1f1b", 2, 4, 2).workers == ((0, 2), (1, 3))
     assert placement_for("gpipe", 4, 4, 2).workers == ((0, 2), (0, 2), (1, 3), (1, 3))
@@ -262,18 +299,6 @@ def test_only_the_messages_between_two_workers_keep_an_order() -> None:
     check_table(Schedule.from_text(swapped))
 
 
-def test_a_reduction_with_blocking_sends_waits_for_the_other_replicas() -> None:
-    crossed = (
-        "table: 2\nschedule: crossed\nnum_stages: 2\nnum_micro_batches: 2\nplacement: 0,1 0,1\n"
-        "process 0: 0F0 1F0 1B0 0B0 1G 0G 0U 1U\nprocess 1: 0F1 1F1 1B1 0B1 0G 1G 0U 1U\n"
-    )
-    table = Schedule.from_text(crossed)
-    check_table(table)
-    with pytest.raises(ScheduleError, match="blocking sends: process 0 stops at 1G, waiting for 1G"):
-        check_table(table, rendezvous=True)
-    check_table(Schedule.from_text(crossed.replace("0G 1G", "1G 0G")), rendezvous=True)
-
-
 def test_a_reduction_overlaps_with_the_other_stages_and_delays_its_update() -> None:
     table = build("gpipe", 2, 2, placement_for("gpipe", 2, 2, 2), "none")
     timeline = simulate(table, Costs(1, 2, update_seconds=1, reduce_seconds=[3, 4]))
@@ -282,7 +307,8 @@ def test_a_reduction_overlaps_with_the_other_stages_and_delays_its_update() -> N
     assert [spans[p, "1G"] for p in (0, 1)] == [(4, 8), (4, 8)]
     assert [spans[p, "0G"] for p in (0, 1)] == [(8, 11), (8, 11)]
     assert [spans[0, text] for text in ("0B0", "0U", "1U")] == [(4, 6), (11, 12), (12, 13)]
-    assert timeline.bubble == Fraction(5, 13) == pytest.approx(breakdown(timeline).mean.wait / 13)
+    assert timeline.bubble == pytest.approx(5 / 13)
+    assert breakdown(timeline).mean.wait == 5
 
 
 def test_a_reduction_begins_when_the_last_replica_has_come() -> None:
@@ -306,4 +332,12 @@ def test_three_one_and_two() -> None:
     timeline = simulate(
         build("1f1b", 3, 6, recompute="none", replicas=[3, 1, 2]), Costs([3, 1, 2], [6, 2, 4], reduce_seconds=3)
     )
-    assert draw_text(timeline).splitlines() == []
+    assert draw_text(timeline).splitlines() == [
+        "stage 0 (process 0)  FFFFFF......BBBBBB...BBBBBB......GGG",
+        "stage 0 (process 1)  FFFFFF.........BBBBBB...BBBBBB...GGG",
+        "stage 0 (process 2)  FFFFFF............BBBBBB...BBBBBBGGG",
+        "stage 1 (process 3)  ...FFF....BBFBBFBBFBB.BB.BB.........",
+        "stage 2 (process 4)  ....FFBBBBFFBBBBFFBBBB...GGG........",
+        "stage 2 (process 5)  .....FFBBBB..FFBBBBFFBBBBGGG........",
+        "total 36 s, bubble 50.0%",
+    ]
