@@ -22,10 +22,10 @@ from hf_gpipe.checkpoint.peft import load_adapters, save_adapters
 from hf_gpipe.checkpoint.save import save_model
 from hf_gpipe.errors import UserError
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.planner import out_of_memory
-from hf_gpipe.planner.decide import decide, planner_of
+from hf_gpipe.planner.advice import advising
+from hf_gpipe.planner.decide import Planning
 from hf_gpipe.planner.plan import Plan
-from hf_gpipe.planner.settings import PlanInputs
+from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import ModelSection, PipelineConfig, TrainingSection, table_of
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.edges import connect
@@ -165,7 +165,8 @@ class Pipeline:
             depth_scaled_feed_forward=depth_scaled_feed_forward,
         )
         self.adapter, self.peft = self._source.adapter, self._source.peft
-        self.config, self.planned = decide(given, self._plan_inputs, self.adapter, self.peft, self._loss, self.topology)
+        self._planning = Planning(self._plan_inputs, self.adapter, self.peft, self._loss, self.topology)
+        self.config, self.planned = self._planning.decide(given)
         config = self.config
         self.num_stages = config.num_stages
         self.num_micro_batches = config.num_micro_batches
@@ -374,10 +375,7 @@ class Pipeline:
                 if config.recompute != "block":
                     config = replace(config, recompute=recompute_under(table, "stage"))
                 inputs = replace(inputs, tables={config.schedule: table})
-        planner = planner_of(inputs, self.adapter, self.peft, self._loss, self.topology)
-        if config.memory_bytes is not None:
-            planner = planner.within(config.memory_bytes)
-        return planner.plan(config)
+        return replace(self._planning, inputs=inputs).planner(config).plan(config)
 
     # ------------------------------------------------------------------ parameters and gradients
 
@@ -447,7 +445,7 @@ class Pipeline:
         Raises:
             StageError: in place of that error, with its message and the advice.
         """
-        return out_of_memory.advising(self.plan, self.topology.rank)
+        return advising(self.plan, self.topology.rank)
 
     @contextmanager
     def holding_weights(self) -> Iterator[None]:

@@ -38,7 +38,7 @@ from hf_gpipe.checkpoint import directory, save, state
 from hf_gpipe.checkpoint.directory import checkpoints, last_checkpoint
 from hf_gpipe.data import train_tokenizer
 from hf_gpipe.errors import EXIT_STOPPED
-from hf_gpipe.planner.this_machine import this_machine
+from hf_gpipe.planner.measure import this_machine
 from hf_gpipe.runtime import batches, generation, launch, stage
 from hf_gpipe.runtime.topology import Topology
 from hf_gpipe.train import main as train

@@ -1,13 +1,13 @@
 """The executor: interprets the table of any schedule for the stages of this process.
 
 It works the same for every schedule. For each action it receives the message that the action needs, calls the stage,
-and sends the result. Receives are announced a few actions ahead, so messages arrive while the process computes. Sends
-are waited for only at the end of the step.
+and sends the result. Receives are started ahead, at the points that `hf_gpipe.schedule.messages` derives from the
+table, so messages arrive while the process computes. Sends are waited for only at the end of the step.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,10 +20,8 @@ from hf_gpipe.runtime.micro_batch import PLAIN_STEP, Context, MicroBatch, StepOp
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.timing import ActionTime, Timer
 from hf_gpipe.schedule.actions import Action, ActionKind
+from hf_gpipe.schedule.messages import messages
 from hf_gpipe.schedule.table import Schedule
-
-#: How many messages are announced ahead of the action that reads them. Each costs one boundary's memory.
-MESSAGES_AHEAD = 2
 
 
 @dataclass
@@ -60,6 +58,8 @@ class Executor:
         self._edges = edges
         self._rank = rank
         self._devices = {stage.device for stage in stages.values()}
+        self._table: Schedule | None = None
+        self._receives: dict[int, list[Action]] = {}
 
     def run(
         self,
@@ -92,22 +92,19 @@ class Executor:
         shares = on_devices(micro_batches, self._devices)
         actions = schedule.actions[self._rank]
         last_update = next((one for one in reversed(actions) if one.kind == ActionKind.UPDATE), None)
-        messages = deque(action for action in actions if self._reads_message(action))
-        announced = 0
+        receives = self._receives_of(schedule)
         timer = Timer(self._devices) if is_measured else None
         mark = timer.mark if timer is not None else _not_measured
         action, is_updating = None, False
         try:
-            for action in actions:
+            for place, action in enumerate(actions):
                 stage = self._stages[action.stage]
                 mark(action, stage.device)
-                while messages and announced < MESSAGES_AHEAD:
-                    self._announce(messages.popleft(), micro_batches)
-                    announced += 1
+                for reader in receives.get(place, ()):
+                    self._announce(reader, micro_batches)
                 received: dict[str, torch.Tensor] = {}
                 if self._reads_message(action):
                     received = self._channel(action).receive(_index(action))
-                    announced -= 1
                 elif action is last_update:
                     self._complete(result, reduce, timer)
                 mark(action, stage.device)
@@ -180,6 +177,16 @@ class Executor:
         if action.kind == ActionKind.FORWARD:
             return not stage.is_first
         return action.kind == ActionKind.BACKWARD and any(stage.trainable_outputs.values())
+
+    def _receives_of(self, schedule: Schedule) -> Mapping[int, Sequence[Action]]:
+        """The actions whose messages from other processes are announced before each action of this process."""
+        if schedule is not self._table:
+            receives = defaultdict(list)
+            for message in messages(schedule):
+                if message.receiver == self._rank and self._reads_message(message.consumer):
+                    receives[message.before].append(message.consumer)
+            self._table, self._receives = schedule, dict(receives)
+        return self._receives
 
     def _channel(self, action: Action) -> Channel:
         """The channel that an action's message arrives on."""

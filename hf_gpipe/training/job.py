@@ -18,7 +18,7 @@ from hf_gpipe.data import Corpus, PairCollator, StreamedCorpus
 from hf_gpipe.data.text import TextCorpus
 from hf_gpipe.errors import RecipeError
 from hf_gpipe.pipeline import Pipeline, Update
-from hf_gpipe.planner.settings import PlanInputs
+from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import AUTO, Recipe, load_saved, may_change, table_of
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.job import Job

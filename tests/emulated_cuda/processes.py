@@ -1,0 +1,231 @@
+"""Tests on emulated CUDA devices: each runs in processes forked from one that has loaded the devices, torch and more.
+
+The process of pytest has torch without the devices, so it starts one server process, which forks for each test.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from tests.emulated_cuda.__main__ import ROOT, environment
+from tests.emulated_cuda.build import NoCompilerError, library
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+#: Seconds after which the processes of a test are ended.
+TIMEOUT = 60.0
+#: What the tests import. A forked process has it at once.
+PRELOADED = ("hf_gpipe.training.job", "hf_gpipe.training.trainer", "hf_gpipe.planner.decide", "tests.oracle", "peft")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A test to run: a function of a module with its arguments, in a number of processes.
+
+    Attributes:
+        environment: of the process of pytest, which a test may have changed.
+    """
+
+    module: str
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    num_processes: int
+    timeout: float
+    environment: dict[str, str]
+
+
+class EmulatedError(AssertionError):
+    """A test failed on the emulated devices; the message has its traceback."""
+
+
+def on_emulated_cuda(num_processes: int = 1, timeout: float = TIMEOUT) -> Callable[[Function], Function]:
+    """Decorator of a test: its body runs on emulated CUDA devices.
+
+    Its arguments must be picklable. In several processes, the body runs in each of them as one job of
+    torch.distributed, with gloo for the CPU and a stand-in for NCCL.
+
+    Args:
+        num_processes: number of processes of the job.
+        timeout: seconds after which they are ended and the test has failed.
+    """
+
+    def decorate(test: Function) -> Function:
+        @functools.wraps(test)
+        def run(*args: Any, **kwargs: Any) -> None:
+            if is_here():
+                test(*args, **kwargs)
+            else:
+                run_emulated(test, num_processes, *args, timeout=timeout, **kwargs)
+
+        return run  # type: ignore[return-value]
+
+    return decorate
+
+
+def run_emulated(
+    function: Callable[..., Any], num_processes: int, *args: Any, timeout: float = TIMEOUT, **kwargs: Any
+) -> list[Any]:
+    """Call a function of a test module on emulated CUDA devices; returns its results by rank.
+
+    Raises:
+        EmulatedError: it failed in one of the processes, or took too long.
+    """
+    request = Request(
+        function.__module__, function.__qualname__, args, kwargs, num_processes, timeout, dict(os.environ)
+    )
+    server = _server()
+    server.send_bytes(pickle.dumps(request))
+    results, output, failure = pickle.loads(server.recv_bytes())
+    print(output, end="")
+    if failure is not None:
+        raise EmulatedError(failure)
+    return [pickle.loads(result) for result in results]
+
+
+def is_here() -> bool:
+    """Whether this process has the devices."""
+    from tests.emulated_cuda.device import is_loaded
+
+    return is_loaded()
+
+
+def check_available() -> None:
+    """Build the device. Skips the test where there is no compiler; in CI, that is an error."""
+    try:
+        library()
+    except NoCompilerError as error:
+        if os.environ.get("CI") or os.environ.get("HF_GPIPE_CI"):
+            raise
+        pytest.skip(str(error))
+
+
+@cache
+def _server() -> Connection:
+    """The server of this process, started the first time."""
+    library()
+    here, there = multiprocessing.Pipe()
+    command = [sys.executable, "-m", "tests.emulated_cuda.processes", str(there.fileno())]
+    variables = environment(os.environ)
+    subprocess.Popen(command, cwd=ROOT, env=variables, pass_fds=[there.fileno()])
+    there.close()
+    return here
+
+
+# ---------------------------------------------------------------------- in the server and the processes that it forks
+
+
+def _serve(connection: Connection) -> None:
+    """Run tests until the process of pytest has ended."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    while True:
+        try:
+            request: Request = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        connection.send_bytes(pickle.dumps(_run(request)))
+
+
+def _run(request: Request) -> tuple[list[bytes], str, str | None]:
+    """The results of the processes, pickled, what they printed, and a failure."""
+    results: dict[int, bytes] = {}
+    failure = None
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as output:
+        processes: dict[Connection, tuple[int, int]] = {}
+        for rank in range(request.num_processes):
+            receiver, sender = multiprocessing.Pipe(duplex=False)
+            process = os.fork()
+            if not process:
+                receiver.close()
+                _work(request, rank, folder, output.fileno(), sender)
+            sender.close()
+            processes[receiver] = rank, process
+        end = time.monotonic() + request.timeout
+        while processes and failure is None:
+            ready = wait(list(processes), max(0.0, end - time.monotonic()))
+            if not ready:
+                ranks = sorted(rank for rank, _ in processes.values())
+                failure = f"processes {ranks} had not ended after {request.timeout:g} s"
+            for receiver in ready:
+                rank, process = processes.pop(receiver)  # type: ignore[index]
+                try:
+                    is_well, results[rank] = receiver.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    failure = f"process {rank} of {request.num_processes} died"
+                else:
+                    if not is_well:
+                        failure = f"process {rank} of {request.num_processes}:\n{results[rank].decode()}"
+                os.waitpid(process, 0)
+        for _, process in processes.values():
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+        output.seek(0)
+        printed = output.read()
+    return [results[rank] for rank in sorted(results)], printed, failure
+
+
+def _work(request: Request, rank: int, folder: str, output: int, sender: Connection) -> None:
+    """Run the function in a forked process, send its result, and end."""
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    try:
+        outcome = True, pickle.dumps(_call(request, rank, folder))
+    except BaseException:
+        outcome = False, traceback.format_exc().encode()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sender.send(outcome)
+    os._exit(0)
+
+
+def _call(request: Request, rank: int, folder: str) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.clear()
+    os.environ.update(environment(request.environment))
+    torch.set_num_threads(1)
+    if request.num_processes > 1:
+        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(request.num_processes)}
+        store = f"file://{Path(folder) / 'store'}"
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl",
+            init_method=store,
+            rank=rank,
+            world_size=request.num_processes,
+            timeout=timedelta(seconds=request.timeout),
+        )
+    function: Any = importlib.import_module(request.module)
+    for name in request.name.split("."):
+        function = getattr(function, name)
+    result = function(*request.args, **request.kwargs)
+    if request.num_processes > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+    return result
+
+
+if __name__ == "__main__":
+    # Pickles name this module, not __main__.
+    processes = importlib.import_module("tests.emulated_cuda.processes")
+    processes._serve(Connection(int(sys.argv[1])))
