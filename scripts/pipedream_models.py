@@ -82,7 +82,7 @@ def vgg16(batch: int = 64) -> Model:
 
 
 def resnet50(batch: int = 128) -> Model:
-    """The stem, 16 bottleneck blocks and the classifier on 224x224 images. A block is not cut: two tensors would cross."""
+    """The stem, 16 whole bottleneck blocks and the classifier on 224x224 images."""
 
     def convolution(inputs: int, outputs: int, kernel: int, size: int) -> tuple[float, float, int]:
         """With its batch norm, which reads twice and writes once; `size` is that of the output."""
