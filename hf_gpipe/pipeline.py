@@ -38,6 +38,7 @@ from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.micro_batch import Batch, LogitsCallback, StepOptions, make_micro_batches
 from hf_gpipe.runtime.recompute import Recompute
+from hf_gpipe.runtime.replicas import Replicas
 from hf_gpipe.runtime.ties import Ties
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.runtime.topology import Topology
@@ -139,8 +140,6 @@ class Pipeline:
             partition=partition,
             **settings,
         )
-        if given.places != given.num_stages:
-            raise UserError(f"replicas is {given.replicas}, and stages with replicas cannot be run yet; use 1")
         self._plan_inputs = plan_inputs or PlanInputs(**of_inputs)
         self._loss = TokenLoss(label_smoothing, logit_clipping)
         Job.join()
@@ -172,7 +171,7 @@ class Pipeline:
         self.partition = cut(len(self.adapter.layers), config.num_stages, config.partition)
         recomputed = Recompute.parse(config.recompute, config.num_stages)
         counts = config.num_stages, processes.num_processes
-        placement = placement_for(config.schedule, *counts) if table is None else table.placement
+        placement = placement_for(config.schedule, *counts, config.replicas) if table is None else table.placement
         self.topology = Topology.of(processes, placement)
         self._table = None if table is None else replace(table, placement=self.topology.placement)
         self._table_recompute = recomputed.of_table
@@ -192,12 +191,13 @@ class Pipeline:
             if config.torch_compile:
                 stage_model.compile_blocks(config.torch_compile_backend)
         self.ties = Ties(self.models, self.topology)
+        self._replicas = Replicas(self.models, self.ties, self.topology)
         self._trained = Trained.of(self.models, self.adapter, self.topology)
         self.stages = make_stages(self.models, self.adapter, self._trained.layers, self._loss)
         self._edges = connect(
             self.topology, lambda stage, name: self.adapter.carry_dtype(self.partition[stage][0], name)
         )
-        self._executor = Executor(self.stages, self._edges, self.topology.rank)
+        self._executor = Executor(self.stages, self._edges, self.topology.rank, self._replicas)
 
     # ------------------------------------------------------------------ training and evaluation
 
@@ -254,6 +254,7 @@ class Pipeline:
     ) -> tuple[torch.Tensor, list[ActionTime]]:
         self._trained.check(self.models)
         self.ties.refresh_copies()
+        self._replicas.begin()
         micro_batches = make_micro_batches(
             self.adapter,
             batches,
@@ -271,8 +272,10 @@ class Pipeline:
             converted.close()
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
+            self._replicas.finish()
             self.ties.reduce_gradients()
-            numbers.copy_(loss_and_norm(result.loss, () if update is None else self.parameters(), self.topology))
+            parameters = () if update is None else self._counted_parameters()
+            numbers.copy_(loss_and_norm(result.loss, parameters, self.topology))
             if is_measured:  # the update after it starts in all processes at the same time
                 self.topology.barrier()
 
@@ -298,16 +301,15 @@ class Pipeline:
 
         Args:
             rows: the mini-batch.
-            on_logits: called in the process of the last stage for each micro-batch, in order, with its logits (B, T, V)
-                and its inputs; columns of padding are cut off from both.
+            on_logits: called in the process that has the micro-batch on the last stage, in order, with its logits
+                (B, T, V) and its inputs; columns of padding are cut off from both.
         """
         self.ties.refresh_copies()
         micro_batches = make_micro_batches(self.adapter, [rows], self.num_micro_batches, self.seed, self.step)
         with self._in_evaluation():
             table, options = self.schedule(len(micro_batches), "forward_only"), StepOptions(on_logits=on_logits)
             outputs = self._executor.run(table, micro_batches, options).outputs
-        num_rows = next(iter(rows.values())).shape[0]
-        return Evaluation.from_numbers(self._from_last_stage(Evaluation.numbers(outputs, num_rows)))
+        return Evaluation.gathered(outputs, [one.num_rows for one in micro_batches], self.topology)
 
     def generate(self, **inputs: Any) -> Any:
         """Generate token ids like the plain model's `generate`: by search or sampling, with a cache.
@@ -427,7 +429,12 @@ class Pipeline:
 
     def grad_norm(self) -> torch.Tensor:
         """The 2-norm of the gradient of the whole model, a float64 tensor, the same on every process."""
-        return gradient_norm(self.parameters(), self.topology)
+        return gradient_norm(self._counted_parameters(), self.topology)
+
+    def _counted_parameters(self) -> list[torch.nn.Parameter]:
+        """Each parameter of the model once over all processes: those that this one owns and leads."""
+        owner_stage, leads = self.ties.owner_stage, self.topology.leads
+        return [parameter for name, parameter in self.named_parameters() if leads(owner_stage[name])]
 
     # ------------------------------------------------------------------ between steps
 
@@ -442,11 +449,6 @@ class Pipeline:
     def holding_weights(self) -> AbstractContextManager[None]:
         """Context manager in which no weight changes, as in an evaluation: copies of tied parameters are sent once."""
         return self.ties.holding_values()
-
-    def _from_last_stage(self, value: torch.Tensor) -> torch.Tensor:
-        """Broadcast the last stage's value to every process."""
-        self.topology.broadcast(value, self.topology.process_of(self.num_stages - 1))
-        return value
 
     @contextmanager
     def _in_evaluation(self) -> Iterator[None]:

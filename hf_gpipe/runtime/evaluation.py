@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from hf_gpipe.runtime.host import read
+from hf_gpipe.runtime.processes import Processes
+
+#: Results of each row on the last stage, in the order of the fields below.
+_NAMES = ("nll", "loss", "num_units")
 
 
 @dataclass(frozen=True)
@@ -31,26 +35,26 @@ class Evaluation:
         """Mean loss per target token plus auxiliary loss, as `train_step` returns without dropout and clipping."""
         return float(self.row_losses.sum() / self.row_tokens.sum().clamp(min=1)) + self.auxiliary_loss
 
-    @staticmethod
-    def numbers(outputs: Mapping[int, Mapping[str, torch.Tensor]], num_rows: int) -> torch.Tensor:
-        """Pack the results of the last stage into one tensor, which can be sent to the other processes.
+    @classmethod
+    def gathered(
+        cls, outputs: Mapping[int, Mapping[str, torch.Tensor]], row_counts: Sequence[int], processes: Processes
+    ) -> Evaluation:
+        """The evaluation of a mini-batch from the results of all processes, on every process. Every process must call it.
 
         Args:
-            outputs: of each micro-batch of the mini-batch on the last stage; empty in the other processes.
-            num_rows: of the mini-batch.
+            outputs: by its number, the result of each micro-batch that this process ran on the last stage.
+            row_counts: the number of rows of each micro-batch of the mini-batch.
+            processes: of the pipeline.
         """
-        if not outputs:
-            return torch.zeros(3 * num_rows + 1, dtype=torch.float64)
-        kept = [outputs[index] for index in range(len(outputs))]
-        names = ("nll", "loss", "num_units")
-        parts = [one[name] for name in names for one in kept]
+        kept = [outputs[index] for index in sorted(outputs)]
+        parts = [one[name] for name in _NAMES for one in kept]
         auxiliary = [one["auxiliary_loss"] for one in kept if "auxiliary_loss" in one]
-        numbers = read([*parts, *auxiliary])
-        mean = numbers[3 * num_rows :].sum() / len(kept)
-        return torch.cat([numbers[: 3 * num_rows], mean[None]])
-
-    @classmethod
-    def from_numbers(cls, numbers: torch.Tensor) -> Evaluation:
-        """Unpack a tensor that `numbers` made."""
-        nll, losses, num_tokens = numbers[:-1].view(3, -1)
-        return cls(nll, losses, num_tokens.long(), float(numbers[-1]))
+        values = read([*parts, *auxiliary])
+        # Rows of other processes' micro-batches stay 0 here.
+        is_own = torch.cat([torch.full((count,), index in outputs) for index, count in enumerate(row_counts)])
+        num_own = int(is_own.sum())
+        numbers = torch.zeros(len(_NAMES) * len(is_own) + 1, dtype=torch.float64)
+        numbers[:-1].view(len(_NAMES), -1)[:, is_own] = values[: len(_NAMES) * num_own].view(len(_NAMES), num_own)
+        numbers[-1] = values[len(_NAMES) * num_own :].sum()
+        nll, losses, num_tokens = processes.all_reduce(numbers)[:-1].view(len(_NAMES), -1)
+        return cls(nll, losses, num_tokens.long(), float(numbers[-1] / len(row_counts)))

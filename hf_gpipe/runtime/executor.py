@@ -17,6 +17,7 @@ from hf_gpipe.errors import StageError
 from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.edges import Edge
 from hf_gpipe.runtime.micro_batch import PLAIN_STEP, Context, MicroBatch, StepOptions, on_devices
+from hf_gpipe.runtime.replicas import Replicas
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.timing import ActionTime, Timer
 from hf_gpipe.schedule.actions import Action, ActionKind
@@ -51,11 +52,15 @@ class Executor:
         stages: the stages of this process, by number.
         edges: the edges at the ends of these stages; `edges[s]` lies between stage s and s + 1.
         rank: number of this process.
+        replicas: those that these stages have in other processes, if any.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], edges: Mapping[int, Edge], rank: int) -> None:
+    def __init__(
+        self, stages: Mapping[int, Stage], edges: Mapping[int, Edge], rank: int, replicas: Replicas | None = None
+    ) -> None:
         self._stages = stages
         self._edges = edges
+        self._replicas = replicas
         self._rank = rank
         self._devices = {stage.device for stage in stages.values()}
         self._table: Schedule | None = None
@@ -109,7 +114,10 @@ class Executor:
                     self._complete(result, reduce, timer)
                 mark(action, stage.device)
                 message: dict[str, torch.Tensor] = {}
-                if action.kind != ActionKind.UPDATE:
+                if action.kind == ActionKind.REDUCE:
+                    assert self._replicas is not None, "the stage has no replicas"
+                    self._replicas.start(action.stage)
+                elif action.kind != ActionKind.UPDATE:
                     micro_batch = shares[stage.device][_index(action)]
                     message = self._perform(schedule, action, micro_batch, received, options)
                 elif action is last_update and update is not None:

@@ -173,7 +173,8 @@ class Generator:
         """Run this process's stages of one stack; returns the last one's outputs if it is the stack's last."""
         outputs: dict[str, torch.Tensor] = {}
         for number, stage in self._stages.items():
-            if not stage.runs(stack):
+            # Of several replicas the first generates.
+            if not stage.runs(stack) or not self._topology.leads(number):
                 continue
             given = {n: v.to(stage.device) if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
             if cache is not None:
@@ -216,7 +217,7 @@ class Generator:
     def _from_last(self, stack: StackName, value: torch.Tensor) -> torch.Tensor:
         """Broadcast the value of the process with the stack's last stage to the first device of every process."""
         value = value.to(self.device)
-        self._topology.broadcast(value, self._topology.process_of(self._last[stack]))
+        self._topology.broadcast(value, self._topology.leader_of(self._last[stack]))
         return value
 
     # ------------------------------------------------------------------ arguments

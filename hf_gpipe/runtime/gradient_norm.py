@@ -18,8 +18,8 @@ def loss_and_norm(
     Every process must call it.
 
     Args:
-        loss: in the process of the last stage, a scalar on any device; in the others None.
-        parameters: of this process, a tied one in one process only; none where the norm is not needed.
+        loss: of this process's micro-batches on the last stage, a scalar on any device; None where it has none.
+        parameters: of this process, each of the model's in one process only; none where the norm is not needed.
         processes: of the pipeline.
 
     Returns:
@@ -27,12 +27,12 @@ def loss_and_norm(
     """
     squares = sums_of_squares(parameters)
     values = read([*squares, *([] if loss is None else [loss])])
-    # A place for each process, summed in a fixed order, so that every process gets the same norm.
-    parts = torch.zeros(processes.num_processes + 1, dtype=torch.float64)
-    parts[processes.rank] = values[: len(squares)].sum()
-    parts[-1] = 0.0 if loss is None else values[-1]
-    processes.all_reduce(parts)
-    return torch.stack([parts[-1], parts[:-1].sum().sqrt()])
+    # A place for each process, summed in a fixed order, so that every process gets the same numbers.
+    parts = torch.zeros(2, processes.num_processes, dtype=torch.float64)
+    parts[0, processes.rank] = 0.0 if loss is None else values[-1]
+    parts[1, processes.rank] = values[: len(squares)].sum()
+    loss_sum, square_sum = processes.all_reduce(parts).sum(dim=1)
+    return torch.stack([loss_sum, square_sum.sqrt()])
 
 
 def gradient_norm(parameters: Iterable[torch.nn.Parameter], processes: Processes) -> torch.Tensor:

@@ -35,6 +35,10 @@ class MicroBatch:
     num_units: int
     num_micro_batches: int
 
+    @property
+    def num_rows(self) -> int:
+        return self.inputs["input_ids"].shape[0]
+
 
 @dataclass(frozen=True)
 class StepOptions:

@@ -1,9 +1,9 @@
 """Parameters that several stages use: one owner, summed gradients, counted once.
 
 The stages on one device of a process share one tensor. Each other process or device has a copy, and the lowest stage
-is the owner. At the update the copies' gradients are summed into the owner's, so that
-clipping, the optimizer and checkpoints see the parameter once; before the next step the owner's new value goes to the
-copies.
+is the owner. At the update the copies' gradients are summed into the owner's, so that clipping, the optimizer and
+checkpoints see the parameter once; before the next step the owner's new value goes to the copies. Where stages have
+replicas, every replica has a copy, and those of the lowest stage are all owners, with the same gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class _Tie:
     """A parameter with copies in several processes; `parameter` is the one of this process's lowest stage."""
 
     parameter: torch.nn.Parameter
-    owner: int
+    owners: tuple[int, ...]
+    """The processes of the lowest stage, its leader first."""
     group: dist.ProcessGroup
 
 
@@ -48,34 +49,36 @@ class Ties:
         self._local_ties = [_LocalTie(*pair) for pair in share_within_process(models)]
         self._rank = topology.rank
         self._holds_values = self._copies_are_fresh = False
-        found: dict[int, tuple[str, tuple[str, ...]]] = {}
         mine = {stage: (str(model.device), tuple(model.parameters)) for stage, model in models.items()}
-        for part in topology.gather_objects(mine):
-            found.update(part)
+        found = topology.gather_objects(mine)
+        workers = topology.placement.workers
         holders: dict[str, list[int]] = {}
-        for stage in sorted(found):
-            for name in found[stage][1]:
+        for stage, own in enumerate(workers):
+            for name in found[own[0]][stage][1]:
                 holders.setdefault(name, []).append(stage)
         #: Stage that owns each parameter of the whole model.
         self.owner_stage = {name: stages[0] for name, stages in holders.items()}
+        #: Names of the parameters whose gradients this object sums over processes.
+        self.names: set[str] = set()
         self._ties: list[_Tie] = []
         groups: dict[tuple[tuple[int, str], ...], dist.ProcessGroup] = {}
         for name in sorted(holders):
-            lowest = {topology.process_of(stage): stage for stage in reversed(holders[name])}
-            if len(lowest) == 1:
+            lowest = {process: stage for stage in reversed(holders[name]) for process in workers[stage]}
+            if len(holders[name]) == 1 or len(lowest) == 1:
                 continue
+            self.names.add(name)
             # NCCL has a communicator for each group and device. With one device of a process in a group, all its
             # members number the communicators alike.
-            places = tuple((rank, found[stage][0]) for rank, stage in sorted(lowest.items()))
+            places = tuple((rank, found[rank][stage][0]) for rank, stage in sorted(lowest.items()))
             if places not in groups:
                 ranks = [rank for rank, _ in places]
                 groups[places] = topology.new_group(ranks, torch.device(places[0][1]))
             if topology.rank in lowest:
-                owner = topology.process_of(self.owner_stage[name])
-                self._ties.append(_Tie(models[lowest[topology.rank]].parameters[name], owner, groups[places]))
+                owners = workers[self.owner_stage[name]]
+                self._ties.append(_Tie(models[lowest[topology.rank]].parameters[name], owners, groups[places]))
 
     def reduce_gradients(self) -> None:
-        """Sum the gradients of each tied parameter into its owner's; the copies then have no gradient."""
+        """Sum the gradients of each tied parameter into its owners'; the copies then have no gradient."""
         for pair in self._local_ties:
             if pair.copy.grad is not None:
                 gradient = pair.copy.grad.to(pair.parameter.device)
@@ -86,8 +89,11 @@ class Ties:
                 continue
             if tie.parameter.grad is None:
                 tie.parameter.grad = torch.zeros_like(tie.parameter)
-            dist.reduce(tie.parameter.grad, dst=tie.owner, group=tie.group)
-            if tie.owner != self._rank:
+            if len(tie.owners) == 1:
+                dist.reduce(tie.parameter.grad, dst=tie.owners[0], group=tie.group)
+            else:
+                dist.all_reduce(tie.parameter.grad, group=tie.group)
+            if self._rank not in tie.owners:
                 tie.parameter.grad = None
 
     @contextmanager
@@ -105,7 +111,7 @@ class Ties:
             return
         self._copies_are_fresh = True
         for tie in self._ties:
-            dist.broadcast(tie.parameter.data, src=tie.owner, group=tie.group)
+            dist.broadcast(tie.parameter.data, src=tie.owners[0], group=tie.group)
         for pair in self._local_ties:
             pair.copy.data.copy_(pair.parameter.data)
 

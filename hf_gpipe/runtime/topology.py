@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -30,7 +30,7 @@ class Topology(Processes):
             UserError: on every process, if one has more devices than stages.
         """
         rank, devices = processes.rank, processes.devices
-        names: dict[int, str] = {}
+        names: dict[tuple[int, int], str] = {}
         has_several = False
         for process, given in enumerate(processes.gather_objects([str(device) for device in devices])):
             stages = placement.stages_of(process)
@@ -39,16 +39,21 @@ class Topology(Processes):
                     f"{len(given)} devices for the {len(stages)} stages of process {process}: {', '.join(given)}; "
                     "name at most one per stage"
                 )
-            names.update({stage: given[i * len(given) // len(stages)] for i, stage in enumerate(stages)})
+            names.update({(stage, process): given[i * len(given) // len(stages)] for i, stage in enumerate(stages)})
             has_several |= len(given) > 1
         if has_several:
-            placement = replace(placement, devices=tuple(names[stage] for stage in range(placement.num_stages)))
-        stage_devices = {stage: torch.device(names[stage]) for stage in placement.stages_of(rank)}
+            placement = Placement(placement.workers, [names[place] for place in placement.places])
+        stage_devices = {stage: torch.device(names[stage, rank]) for stage in placement.stages_of(rank)}
         return cls(rank, processes.num_processes, devices, placement, stage_devices)
 
     @property
     def local_stages(self) -> tuple[int, ...]:
         return tuple(self.placement.stages_of(self.rank))
 
-    def process_of(self, stage: int) -> int:
-        return self.placement.processes[stage]
+    def leader_of(self, stage: int) -> int:
+        """The process of the stage's first replica: it writes the stage's files, and its parameters count once."""
+        return self.placement.workers[stage][0]
+
+    def leads(self, stage: int) -> bool:
+        """Whether this process is the leader of a stage."""
+        return self.leader_of(stage) == self.rank

@@ -135,7 +135,7 @@ class Evaluator:
     def _from_last(self, value: Any) -> Any:
         """The value of the last stage's process, in every process."""
         topology = self.pipe.topology
-        return topology.broadcast_object(value, topology.process_of(self.pipe.num_stages - 1))
+        return topology.broadcast_object(value, topology.leader_of(self.pipe.num_stages - 1))
 
 
 @dataclass
