@@ -139,6 +139,8 @@ class Pipeline:
             partition=partition,
             **settings,
         )
+        if given.places != given.num_stages:
+            raise UserError(f"replicas is {given.replicas}, and stages with replicas cannot be run yet; use 1")
         self._plan_inputs = plan_inputs or PlanInputs(**of_inputs)
         self._loss = TokenLoss(label_smoothing, logit_clipping)
         Job.join()
