@@ -63,12 +63,23 @@ class Topology(Processes):
             )
         stage_devices = {stage: devices[i * len(devices) // len(own)] for i, stage in enumerate(own)}
         topology = cls(rank, num_processes, placement, devices[0], stage_devices)
+        topology._check_one_kind()
         if device is None or isinstance(device, str | torch.device):
             return topology
         names: dict[int, str] = {}
         for part in topology.gather_objects({stage: str(one) for stage, one in stage_devices.items()}):
             names.update(part)
         return replace(topology, placement=replace(placement, devices=tuple(names[s] for s in range(num_stages))))
+
+    def _check_one_kind(self) -> None:
+        """Messages between processes travel between CUDA devices, by NCCL, or between CPUs, by gloo."""
+        everyone = self.gather_objects(sorted({str(one) for one in (self.device, *self.stage_devices.values())}))
+        if self.num_processes > 1 and len({one.partition(":")[0] for own in everyone for one in own}) > 1:
+            found = "; ".join(f"process {rank}: {', '.join(own)}" for rank, own in enumerate(everyone))
+            raise UserError(
+                f"devices of several kinds ({found}): with several processes all stages are on CUDA devices, or all on "
+                "the CPU; name devices of one kind, or use one process"
+            )
 
     @property
     def local_stages(self) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from hf_gpipe.schedule.actions import ActionKind
+from hf_gpipe.schedule.clock import place_of
 from hf_gpipe.schedule.simulate import Seconds, Span, Timeline
 
 
@@ -36,7 +37,10 @@ class Parts:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """The parts of a step, for each process and for each stage, as the process or stage itself spent them."""
+    """The parts of a step, for each process and for each stage, as the process or stage itself spent them.
+
+    Those of a process with several devices are the mean of its devices.
+    """
 
     total_seconds: Seconds
     processes: tuple[Parts, ...]
@@ -47,9 +51,7 @@ class Breakdown:
     @property
     def mean(self) -> Parts:
         """The mean of all processes."""
-        names = [field.name for field in fields(Parts)]
-        share = Fraction(1, len(self.processes))  # Exact seconds stay exact.
-        return Parts(*(sum(getattr(parts, name) for parts in self.processes) * share for name in names))
+        return _mean(self.processes)
 
     def to_dict(self) -> dict[str, Any]:
         """For a JSON file: seconds as floats."""
@@ -92,13 +94,20 @@ def breakdown(timeline: Timeline) -> Breakdown:
     processes: list[Parts] = []
     stages: dict[int, Parts] = {}
     for process in range(placement.num_processes):
-        spans = [span for span in timeline.spans if span.process == process]
-        waits = _waits(spans, timeline.schedule.num_stages)
-        # Before its first action and after its last one the process waits for the others.
-        ends = spans[0].start + total - spans[-1].end if spans else total
-        processes.append(_parts(spans, sum(waits) + ends, total))
+        of_devices: dict[tuple[int, str | None], list[Span]] = {}
+        for span in timeline.spans:
+            if span.process == process:
+                of_devices.setdefault(place_of(span.action, placement), []).append(span)
+        parts = [] if of_devices else [Parts(wait=total)]
+        waited: list[tuple[Span, Seconds]] = []
+        for spans in of_devices.values():
+            waits = _waits(spans, timeline.schedule.num_stages)
+            waited += zip(spans, waits, strict=True)
+            # Before its first action and after its last one a device waits for the others.
+            parts.append(_parts(spans, sum(waits) + spans[0].start + total - spans[-1].end, total))
+        processes.append(_mean(parts))
         for stage in placement.stages_of(process):
-            own = [(span, wait) for span, wait in zip(spans, waits, strict=True) if span.action.stage == stage]
+            own = [(span, wait) for span, wait in waited if span.action.stage == stage]
             stages[stage] = _parts([span for span, _ in own], sum(wait for _, wait in own), total)
     return Breakdown(
         total,
@@ -109,7 +118,7 @@ def breakdown(timeline: Timeline) -> Breakdown:
 
 
 def _waits(spans: Sequence[Span], num_stages: int) -> list[Seconds]:
-    """How long each span of a process waited for its message: as noted, and the time since the span before it.
+    """How long each span of a device waited for its message: as noted, and the time since the span before it.
 
     A simulated span starts when its message is there, a measured one when the process came to it.
     """
@@ -118,6 +127,11 @@ def _waits(spans: Sequence[Span], num_stages: int) -> list[Seconds]:
         receives = index > 0 and span.action.source(num_stages) is not None
         waits.append(span.waiting + (span.start - spans[index - 1].end if receives else 0))
     return waits
+
+
+def _mean(rows: Sequence[Parts]) -> Parts:
+    share = Fraction(1, len(rows))  # Exact seconds stay exact.
+    return Parts(*(sum(getattr(parts, field.name) for parts in rows) * share for field in fields(Parts)))
 
 
 def _parts(spans: Sequence[Span], wait: Seconds, total: Seconds) -> Parts:

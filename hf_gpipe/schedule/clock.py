@@ -1,7 +1,11 @@
 """Several stages in one process: their orders are merged into one by running a clock over the pipeline.
 
+Its stages may be on several devices, which work at the same time. The process starts the actions of all of them, one
+after another, so it should start them in the order in which they can run: a host that waits for one device, or is slow,
+would otherwise keep the others waiting.
+
 A schedule says in which order each stage works. Where a process holds several stages, it also needs to know which of
-them is next. The clock assumes that a forward and a recomputation take one tick and a backward two. Whenever a process
+them is next. The clock assumes that a forward and a recomputation take one tick and a backward two. Whenever a device
 is free it starts, among its stages' next actions:
 
 1. one that has all it needs, and of these the one whose micro-batch is farthest on its way (down the stages, then up
@@ -35,7 +39,7 @@ def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> lis
 
     num_stages = len(stage_orders)
     next_index = [0] * num_stages
-    free_at = [0] * placement.num_processes
+    free_at: dict[tuple[int, str | None], int] = {}
     finished_at: dict[Action, int] = {}
     process_orders: list[list[Action]] = [[] for _ in range(placement.num_processes)]
 
@@ -49,7 +53,7 @@ def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> lis
             source = action.source(num_stages)
             if source is not None and source not in finished_at:
                 continue
-            start = max(free_at[placement.process_of(action)], finished_at[source] if source else 0)
+            start = max(free_at.get(place_of(action, placement), 0), finished_at[source] if source else 0)
             fills, rank = False, -way(action, num_stages)
             if action.kind == ActionKind.RECOMPUTE:
                 gradient = Action(ActionKind.BACKWARD, stage, action.micro_batch).source(num_stages)
@@ -66,11 +70,15 @@ def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> lis
             )
             raise ScheduleError(f"deadlock: {waiting} waits for {waiting.source(num_stages)}, and no stage can go on.")
         start, _, _, action = min(startable)
-        process = placement.process_of(action)
-        free_at[process] = finished_at[action] = start + TICKS[action.kind]
+        free_at[place_of(action, placement)] = finished_at[action] = start + TICKS[action.kind]
         next_index[action.stage] += 1
-        process_orders[process].append(action)
+        process_orders[placement.process_of(action)].append(action)
     return process_orders
+
+
+def place_of(action: Action, placement: Placement) -> tuple[int, str | None]:
+    """The process and the device that an action runs on."""
+    return placement.process_of(action), None if placement.devices is None else placement.devices[action.stage]
 
 
 def way(action: Action, num_stages: int) -> int:

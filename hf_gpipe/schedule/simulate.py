@@ -1,9 +1,9 @@
 """A clock over a table: how long a step takes, and how much of it is idle.
 
-The model is that of the executor. A process runs its actions one at a time and in order. A message leaves when its
-action ends and never holds up the sender; it travels `transfer_seconds`, after the messages before it on the same edge
-and in the same direction; the receiver waits for it at the action that uses it. Between two stages of one process on
-one device nothing travels.
+The model is that of the executor. A process starts its actions in order, and a device runs one at a time. A message
+leaves when its action ends and never holds up the sender; it travels `transfer_seconds`, after the messages before it
+on the same edge and in the same direction; the receiver waits for it at the action that uses it. Between two stages of
+one process on one device nothing travels.
 
 All arithmetic is that of the costs given: with `fractions.Fraction` every result is exact. With equal stages, free
 transfers and updates, and each stage in its own process, one step of `gpipe` on K stages and M micro-batches takes
@@ -25,6 +25,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action, ActionKind
+from hf_gpipe.schedule.clock import place_of
 from hf_gpipe.schedule.messages import executable_order
 from hf_gpipe.schedule.table import Schedule
 
@@ -97,24 +98,26 @@ class Timeline:
 
     @cached_property
     def bubble(self) -> Seconds:
-        """The idle fraction of all processes together, 0 to 1."""
-        return self._idle_fraction(sum(span.busy for span in self.spans), self.schedule.placement.num_processes)
+        """The idle fraction of all processes together, 0 to 1; of all their devices where they have several."""
+        return self._idle_fraction(self.spans)
 
     def process_bubble(self, process: int) -> Seconds:
-        """The idle fraction of one process."""
-        return self._idle_fraction(sum(span.busy for span in self.spans if span.process == process), 1)
+        """The idle fraction of one process, of all its devices together."""
+        return self._idle_fraction([span for span in self.spans if span.process == process])
 
     def stage_bubble(self, stage: int) -> Seconds:
         """The fraction of the time in which no action of this stage runs, though its process may run another's."""
-        return self._idle_fraction(self.busy_seconds(stage), 1)
+        return self._idle_fraction(list(self.spans_of[stage].values()))
 
     def busy_seconds(self, stage: int) -> Seconds:
         """How long the actions of a stage ran, without their waiting."""
         return sum(span.busy for span in self.spans_of[stage].values())
 
-    def _idle_fraction(self, busy_seconds: Seconds, num_processes: int) -> Seconds:
-        available = num_processes * self.total_seconds
-        return 1 - busy_seconds / available if available else 0
+    def _idle_fraction(self, spans: Sequence[Span]) -> Seconds:
+        """Of the devices on which these spans ran."""
+        places = {place_of(span.action, self.schedule.placement) for span in spans}
+        available = len(places) * self.total_seconds
+        return 1 - sum(span.busy for span in spans) / available if available else 0
 
     @cached_property
     def spans_of(self) -> tuple[dict[Action, Span], ...]:
@@ -142,15 +145,17 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     transfer_seconds = _each(costs.transfer_seconds, num_stages - 1, "transfer_seconds", "boundaries")
 
     spans: list[Span] = []
-    free_at: list[Seconds] = [0] * placement.num_processes
+    free_at: dict[tuple[int, str | None], Seconds] = {}
+    started: list[Seconds] = [0] * placement.num_processes
     arrives_at: dict[Action, Seconds] = {}
     edge_free_at: dict[tuple[ActionKind, int], Seconds] = {}
     for process, action in executable_order(schedule):
         source = action.source(num_stages)
-        start = max(free_at[process], arrives_at[source] if source else 0)
+        place = place_of(action, placement)
+        start = max(started[process], free_at.get(place, 0), arrives_at[source] if source else 0)
         end = start + seconds[action.kind][action.stage]
         spans.append(Span(process, action, start, end))
-        free_at[process] = end
+        started[process], free_at[place] = start, end
         if consumer := action.consumer(num_stages):
             arrives_at[action] = end
             if not placement.is_local(action, consumer):
