@@ -131,8 +131,9 @@ def _waits(spans: Sequence[Span], placement: Placement) -> list[Seconds]:
     waits: list[Seconds] = []
     for index, span in enumerate(spans):
         action = span.action
-        is_reduced = action.kind == ActionKind.UPDATE and placement.replicas[action.stage] > 1
-        receives = is_reduced or action.source(placement.num_stages) is not None
+        # An update waits for its stage's reduction, and for the actions that the process starts on other devices.
+        is_late = action.kind == ActionKind.UPDATE and (placement.has_replicas or placement.devices is not None)
+        receives = is_late or action.source(placement.num_stages) is not None
         waits.append(span.waiting + (span.start - spans[index - 1].end if index > 0 and receives else 0))
     return waits
 

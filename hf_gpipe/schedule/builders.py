@@ -284,22 +284,19 @@ def _build(name: str, num_stages: int, num_micro_batches: int, placement: Placem
 
 
 def _with_reductions(order: list[Action], process: int, placement: Placement) -> list[Action]:
-    """The order of a process, with a G directly after its last B of each stage that has replicas.
+    """The order of a process, with a G of each stage that has replicas.
 
-    There it overlaps with what the process still runs. A stage without a micro-batch here has its G at the end; the
-    deepest stage comes first, as in the backwards of the other replicas.
+    It stands directly after the process's last B of the stage, so that it overlaps with what the process still runs; at
+    the end if there is none. A G never stands before that of a deeper stage, so all processes have one order of them.
     """
-    missing = {stage for stage in placement.stages_of(process) if placement.replicas[stage] > 1}
-    reversed_order: list[Action] = [
-        Action(ActionKind.REDUCE, stage) for stage in sorted(missing - {a.stage for a in order})
-    ]
-    missing -= {action.stage for action in reversed_order}
-    for action in reversed(order):
-        if action.kind == ActionKind.BACKWARD and action.stage in missing:
-            missing.remove(action.stage)
-            reversed_order.append(Action(ActionKind.REDUCE, action.stage))
-        reversed_order.append(action)
-    return reversed_order[::-1]
+    last = {action.stage: index for index, action in enumerate(order) if action.kind == ActionKind.BACKWARD}
+    waiting = [stage for stage in placement.stages_of(process) if placement.replicas[stage] > 1]
+    result: list[Action] = []
+    for index, action in enumerate(order):
+        result.append(action)
+        while waiting and last.get(waiting[-1], len(order)) <= index:
+            result.append(Action(ActionKind.REDUCE, waiting.pop()))
+    return result + [Action(ActionKind.REDUCE, stage) for stage in reversed(waiting)]
 
 
 def _check_name(name: str) -> None:

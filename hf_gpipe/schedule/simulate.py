@@ -109,25 +109,28 @@ class Timeline:
     def bubble(self) -> Seconds:
         """The idle fraction of all processes together, 0 to 1; of all their devices where they have several. A
         reduction is not work of its process, as a message."""
-        return self._idle_fraction(self.spans)
+        return self._idle_fraction(self.spans, self.schedule.placement.places)
 
     def process_bubble(self, process: int) -> Seconds:
         """The idle fraction of one process, of all its devices together."""
-        return self._idle_fraction([span for span in self.spans if span.process == process])
+        own = [(stage, process) for stage in self.schedule.placement.stages_of(process)]
+        return self._idle_fraction([span for span in self.spans if span.process == process], own)
 
     def stage_bubble(self, stage: int) -> Seconds:
         """The fraction of the time in which no action of this stage runs, though its process may run another's."""
-        return self._idle_fraction([span for span in self.spans if span.action.stage == stage])
+        own = [(stage, process) for process in self.schedule.placement.workers[stage]]
+        return self._idle_fraction([span for span in self.spans if span.action.stage == stage], own)
 
     def busy_seconds(self, stage: int) -> Seconds:
         """How long the actions of a stage ran, without their waiting; the mean of its replicas."""
         spans = (span for span in self.spans if span.action.stage == stage)
         return _busy(spans) / len(self.schedule.placement.workers[stage])
 
-    def _idle_fraction(self, spans: Sequence[Span]) -> Seconds:
-        """Of the devices on which these spans ran."""
-        places = {self.schedule.placement.place_of(span.process, span.action) for span in spans}
-        available = len(places) * self.total_seconds
+    def _idle_fraction(self, spans: Sequence[Span], places: Sequence[tuple[int, int]]) -> Seconds:
+        """Of the devices of some (stage, process), on which these spans ran."""
+        placement = self.schedule.placement
+        devices = {(process, placement.device_of(stage, process)) for stage, process in places}
+        available = len(devices) * self.total_seconds
         return 1 - _busy(spans) / available if available else 0
 
     @cached_property
