@@ -6,7 +6,8 @@ the blocks next to it, and reduces their gradients alone.
 
 Layers are priced by the planner for one row of 2048 tokens a micro-batch, in bfloat16 autocast. Each replication of the
 devices gets the split with the least ceil(M/r) t + G on its slowest stage. Then its tables of 1f1b, gpipe and
-gpipe_fused are simulated, and the fastest counts. No memory limit, no recomputation, free updates; every edge has its own link.
+gpipe_fused are simulated, and the fastest counts. No memory limit, no recomputation, free updates; every edge has a
+link of its own.
 """
 
 from __future__ import annotations
