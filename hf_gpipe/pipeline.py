@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_gpipe.adapters.autocast import Autocast
+from hf_gpipe.adapters.autocast import Autocast, keeping_weights
 from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.adapters.whole import refresh, whole_model
 from hf_gpipe.building import ModelSource, Source, make_stages, trained_layers
@@ -22,32 +22,35 @@ from hf_gpipe.checkpoint.peft import load_adapters, save_adapters
 from hf_gpipe.checkpoint.save import save_model
 from hf_gpipe.errors import UserError
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.planner import out_of_memory
-from hf_gpipe.planner.decide import decide, planner_of
+from hf_gpipe.planner.advice import advising
+from hf_gpipe.planner.decide import Planning
 from hf_gpipe.planner.plan import Plan
-from hf_gpipe.planner.settings import PlanInputs
+from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import ModelSection, PipelineConfig, TrainingSection, table_of
 from hf_gpipe.runtime.batches import share
+from hf_gpipe.runtime.device_choice import DeviceChoice, processes_for
 from hf_gpipe.runtime.edges import connect
 from hf_gpipe.runtime.evaluation import Evaluation
 from hf_gpipe.runtime.executor import Executor, StepResult
 from hf_gpipe.runtime.generation import Generator
-from hf_gpipe.runtime.gradient_norm import gradient_norm
+from hf_gpipe.runtime.gradient_norm import clip, gradient_norm, loss_and_norm
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.micro_batch import Batch, LogitsCallback, StepOptions, make_micro_batches
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.runtime.ties import Ties
 from hf_gpipe.runtime.timing import ActionTime
-from hf_gpipe.runtime.topology import DeviceChoice, Topology
+from hf_gpipe.runtime.topology import Topology
 from hf_gpipe.schedule.builders import build, placement_for
 from hf_gpipe.schedule.file import recompute_under
 from hf_gpipe.schedule.table import Schedule
 
 __all__ = ["Evaluation", "ModelSource", "Pipeline", "Update"]
 
-Update = Callable[[torch.Tensor], None]
-"""(the loss of the mini-batch) -> None: uses the complete gradients in `.grad`."""
+Update = Callable[[torch.Tensor, torch.Tensor], None]
+"""(the loss of the mini-batch, the norm of the whole model's gradient) -> None: uses the complete gradients in `.grad`.
+
+Both are float64 scalars on the CPU, the same on every process; in the norm each tied parameter counts once."""
 
 
 class Pipeline:
@@ -139,16 +142,10 @@ class Pipeline:
         self._plan_inputs = plan_inputs or PlanInputs(**of_inputs)
         self._loss = TokenLoss(label_smoothing, logit_clipping)
         Job.join()
-        where = device if device is not None else given.devices or given.device
-        self.topology = Topology.discover(given.num_stages, where)
-        if given.num_processes not in (None, self.topology.num_processes):
-            raise UserError(
-                f"num_processes is {given.num_processes} and {self.topology.num_processes} are running; leave it out, "
-                f"or start {given.num_processes}"
-            )
+        processes = processes_for(given, device)
         # Read before any weight is made: a table that cannot be run costs no time.
-        accumulation, num_processes = self._plan_inputs.accumulation, self.topology.num_processes
-        table = self.topology.from_reader(lambda: table_of(given, accumulation, num_processes))
+        accumulation = self._plan_inputs.accumulation
+        table = processes.from_reader(lambda: table_of(given, accumulation, processes.num_processes))
         if table is not None:
             given = replace(given, recompute=recompute_under(table, given.recompute))
             self._plan_inputs = replace(self._plan_inputs, tables={given.schedule: table})
@@ -159,11 +156,12 @@ class Pipeline:
             trust_remote_code=trust_remote_code,
             config_overrides=config_overrides,
             peft_config=peft_config,
-            autocast=None if autocast is None else Autocast(autocast, self.topology.device),
+            autocast=None if autocast is None else Autocast(autocast, processes.device),
             depth_scaled_feed_forward=depth_scaled_feed_forward,
         )
         self.adapter, self.peft = self._source.adapter, self._source.peft
-        self.config, self.planned = decide(given, self._plan_inputs, self.adapter, self.peft, self._loss, self.topology)
+        self._planning = Planning(self._plan_inputs, self.adapter, self.peft, self._loss, processes)
+        self.config, self.planned = self._planning.decide(given)
         config = self.config
         self.num_stages = config.num_stages
         self.num_micro_batches = config.num_micro_batches
@@ -171,8 +169,8 @@ class Pipeline:
         self.recompute = config.recompute
         self.partition = cut(len(self.adapter.layers), config.num_stages, config.partition)
         recomputed = Recompute.parse(config.recompute, config.num_stages)
-        place = partial(placement_for, config.schedule) if table is None else lambda *_: table.placement
-        self.topology = Topology.discover(config.num_stages, where, place)
+        placement = placement_for(config.schedule, config.num_stages, processes.num_processes)
+        self.topology = Topology.of(processes, placement if table is None else table.placement)
         self._table = None if table is None else replace(table, placement=self.topology.placement)
         self._table_recompute = recomputed.of_table
         self.seed = seed
@@ -221,7 +219,8 @@ class Pipeline:
                 where there is no target; or a sequence of such mini-batches, accumulated in one pass.
             times: list to which the times of this process's actions are appended.
             update: the action U of the table, such as to clip and to step an optimizer. It is called in every process
-                with the loss, once the gradients are complete; its errors are raised here. None: the caller updates.
+                with the loss and the norm of the gradient, once the gradients are complete; its errors are raised here.
+                None: the caller updates.
 
         Returns:
             The mean loss per target token of the whole mini-batch, a float tensor on every process.
@@ -268,26 +267,28 @@ class Pipeline:
         )
         generators = [default_generator(device) for device in set(self.topology.stage_devices.values())]
         states = [generator.get_state() for generator in generators]
-        loss = torch.zeros((), dtype=torch.float64)
+        numbers = torch.zeros(2, dtype=torch.float64)
+        loss, norm = numbers
 
         def reduce(result: StepResult) -> None:
+            converted.close()
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
             self.ties.reduce_gradients()
-            if (mine := result.loss) is not None:
-                loss.copy_(mine)
-            self._from_last_stage(loss)
+            numbers.copy_(loss_and_norm(result.loss, () if update is None else self.parameters(), self.topology))
             if is_measured:  # the update after it starts in all processes at the same time
                 self.topology.barrier()
 
-        result = self._executor.run(
-            self.schedule(len(micro_batches)),
-            micro_batches,
-            StepOptions(loss_scale=self.loss_scale),
-            reduce=reduce,
-            update=None if update is None else partial(update, loss),
-            is_measured=is_measured,
-        )
+        with ExitStack() as converted:
+            converted.enter_context(keeping_weights(self.adapter.autocast))
+            result = self._executor.run(
+                self.schedule(len(micro_batches)),
+                micro_batches,
+                StepOptions(loss_scale=self.loss_scale),
+                reduce=reduce,
+                update=None if update is None else partial(update, loss, norm),
+                is_measured=is_measured,
+            )
         return loss, result.times
 
     def eval_step(self, batch: Batch | None) -> Evaluation:
@@ -369,10 +370,7 @@ class Pipeline:
                 if config.recompute != "block":
                     config = replace(config, recompute=recompute_under(table, "stage"))
                 inputs = replace(inputs, tables={config.schedule: table})
-        planner = planner_of(inputs, self.adapter, self.peft, self._loss, self.topology)
-        if config.memory_bytes is not None:
-            planner = planner.within(config.memory_bytes)
-        return planner.plan(config)
+        return replace(self._planning, inputs=inputs).planner(config).plan(config)
 
     # ------------------------------------------------------------------ parameters and gradients
 
@@ -416,16 +414,19 @@ class Pipeline:
         for parameter in self.parameters():
             parameter.grad = None
 
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm: torch.Tensor | float | None = None) -> torch.Tensor:
         """Scale all gradients so that their norm over the whole model is at most `max_norm`.
 
+        Args:
+            max_norm: the largest norm that stays as it is.
+            norm: of the gradients, where it is known, as `update` gets it; None: every process computes it.
+
         Returns:
-            The norm before, the same on every process; each tied parameter counts once.
+            The norm before, a float64 tensor, the same on every process; each tied parameter counts once.
         """
-        parameters = [p for p in self.parameters() if p.grad is not None]
-        norm = self.grad_norm()
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm.to(self.topology.device))
-        return norm
+        before = self.grad_norm() if norm is None else torch.as_tensor(norm, dtype=torch.float64)
+        clip(self.parameters(), max_norm, float(before))
+        return before
 
     def grad_norm(self) -> torch.Tensor:
         """The 2-norm of the gradient of the whole model, a float64 tensor, the same on every process."""
@@ -439,7 +440,7 @@ class Pipeline:
         Raises:
             StageError: in place of that error, with its message and the advice.
         """
-        return out_of_memory.advising(self.plan, self.topology.rank)
+        return advising(self.plan, self.topology.rank)
 
     @contextmanager
     def holding_weights(self) -> Iterator[None]:

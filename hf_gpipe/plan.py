@@ -65,9 +65,8 @@ def _plan(options: argparse.Namespace) -> int:
     config = replace(recipe.pipeline, memory=options.memory or recipe.pipeline.memory)
     device = _device(options)
 
-    from hf_gpipe.planner.picture import draw_plan
-    from hf_gpipe.planner.report import as_dict, overrides, report, search_report
-    from hf_gpipe.planner.search import search
+    from hf_gpipe.planner.choose import search
+    from hf_gpipe.planner.report import as_dict, draw_plan, overrides, report, search_report
 
     table = table_of(config, recipe.training.gradient_accumulation_steps, config.processes)
     if table is not None:
@@ -101,17 +100,17 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _best(planner: Planner, config: PipelineConfig) -> Plan:
-    from hf_gpipe.planner.decide import best_plan
+    from hf_gpipe.planner.choose import best_plan
 
     try:
         return best_plan(planner, config)
     except PartitionError as error:
         if planner.memory_bytes is None:
             raise
-        from hf_gpipe.planner.fix import smallest_fix
+        from hf_gpipe.planner.advice import smallest_fix
 
         # The same without a limit can be planned, and knows what would have to change.
-        unlimited = best_plan(planner.within(None), replace(config, memory=None))
+        unlimited = best_plan(planner.within(None), config)
         fix = smallest_fix(replace(unlimited, planner=planner))
         raise PartitionError(f"{error} {fix}") from None
 
@@ -144,7 +143,7 @@ def _device(options: argparse.Namespace) -> Device:
         if options.profile:
             import torch
 
-            from hf_gpipe.planner.this_machine import this_machine
+            from hf_gpipe.planner.measure import this_machine
 
             measured = this_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
             return measured if options.link is None else replace(measured, link=link_between(options.link))
@@ -168,9 +167,9 @@ def _planner(
 
     from hf_gpipe.adapters import adapter_for
     from hf_gpipe.adapters.autocast import Autocast
-    from hf_gpipe.planner.decide import micro_batch_counts
+    from hf_gpipe.planner.choose import micro_batch_counts
     from hf_gpipe.planner.plan import Planner
-    from hf_gpipe.planner.settings import PlanInputs
+    from hf_gpipe.planner.workload import PlanInputs
     from hf_gpipe.runtime.loss import TokenLoss
     from hf_gpipe.training.from_recipe import checked_adapter, model_config, model_dtype
 

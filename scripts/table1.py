@@ -35,13 +35,12 @@ from transformers import GPT2Config
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.errors import PartitionError
+from hf_gpipe.planner.choose import best_plan
 from hf_gpipe.planner.costs import ModelCosts
-from hf_gpipe.planner.decide import best_plan
 from hf_gpipe.planner.devices import device
+from hf_gpipe.planner.layers import LayerTracer
 from hf_gpipe.planner.plan import Plan, Planner
-from hf_gpipe.planner.settings import PlanInputs
-from hf_gpipe.planner.trace_costs import trace_costs
-from hf_gpipe.planner.workload import Workload
+from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import PipelineConfig
 
 WIDTH, VOCABULARY, LENGTH, ROWS, GIB = 2048, 32000, 1024, 32, 1 << 30
@@ -88,7 +87,8 @@ class Model:
             )
             workload = Workload(rows, LENGTH, LENGTH, has_padding=False)
             autocast = None if self._is_float32 else Autocast(torch.bfloat16, torch.device("cpu"))
-            self._shallow[rows] = trace_costs(adapter_for(config, autocast=autocast), workload, as_on_gpu=True)
+            tracer = LayerTracer(adapter_for(config, autocast=autocast), as_on_gpu=True)
+            self._shallow[rows] = tracer.costs(workload)
         shallow = self._shallow[rows]
         first, block, *_, norm, head = (layer for layer in shallow.layers)
         blocks = tuple(replace(block, name=f"transformer.h.{index}") for index in range(num_layers))

@@ -51,11 +51,9 @@ from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.partition import partition
 from hf_gpipe.planner.costs import ModelCosts, mean_costs
+from hf_gpipe.planner.measure import profile_layers, this_machine
 from hf_gpipe.planner.plan import Plan, Planner
-from hf_gpipe.planner.profile import profile_layers
-from hf_gpipe.planner.settings import PlanInputs
-from hf_gpipe.planner.this_machine import this_machine
-from hf_gpipe.planner.workload import Workload
+from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import DecidedConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "planner.md"

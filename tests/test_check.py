@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GraniteConfig, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, T5Config, ZambaConfig
+from transformers import (
+    GraniteConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    PreTrainedConfig,
+    T5Config,
+    ZambaConfig,
+)
 
 from hf_gpipe import Pipeline, check
 from hf_gpipe.adapters import families, stubs
@@ -126,3 +134,11 @@ def test_a_difference_of_float32_size_is_not_exact(monkeypatch: pytest.MonkeyPat
     comparison = compare(LlamaConfig())
     assert comparison.dtype == torch.float64
     assert not comparison.is_exact
+
+
+def test_logits_in_float32_have_a_tolerance_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    comparison = compare(MambaConfig())
+    assert (comparison.dtype, comparison.loss_dtype) == (torch.float64, torch.float32)
+    assert comparison.is_exact
+    monkeypatch.setattr(stubs.PassThrough, "forward", _loses_a_little)
+    assert not compare(MambaConfig()).is_exact

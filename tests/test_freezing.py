@@ -66,7 +66,7 @@ def in_stages(pipe: Pipeline, batch: Batch | None) -> Step:
     """A step of the pipeline, with the gradients of all processes."""
     found = oracle.run_pipeline(pipe, batch)
     pipe.zero_grad()
-    return Step(found.loss, found.gradients)
+    return Step(found.loss, found.gradients, torch.float64)
 
 
 def made_anew(pipe: Pipeline) -> Pipeline:

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from hf_gpipe import plan
 from hf_gpipe.data import train_tokenizer
-from hf_gpipe.planner.trace_costs import LayerTracer
+from hf_gpipe.planner.layers import LayerTracer
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import load_recipe
 from hf_gpipe.runtime.job import Job

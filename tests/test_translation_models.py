@@ -16,7 +16,7 @@ from transformers import MixtralConfig, PreTrainedConfig, PreTrainedModel
 from hf_gpipe import Pipeline, PipelineTrainer, transformer_config
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.errors import UserError
-from hf_gpipe.planner.trace_costs import trace_costs
+from hf_gpipe.planner.layers import LayerTracer
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import parse_recipe
 from hf_gpipe.runtime.loss import PLAIN, TokenLoss
@@ -201,7 +201,7 @@ training: {output_dir: out}
 def test_the_memory_estimate_has_the_mask_of_clipped_logits() -> None:
     adapter, workload = adapter_for(tiny_config("llama")), Workload(4, 30, 30)
     losses = (PLAIN, TokenLoss(0.1, 30.0))
-    plain, clipping = (trace_costs(adapter, workload, loss=loss).layers[-1] for loss in losses)
+    plain, clipping = (LayerTracer(adapter, loss=loss).costs(workload).layers[-1] for loss in losses)
     assert clipping.plain == plain.plain
     num_logits = 4 * 29 * VOCABULARY
     assert num_logits <= clipping.forward_working_bytes - plain.forward_working_bytes < 1.05 * num_logits

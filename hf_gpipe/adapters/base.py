@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters.autocast import Autocast, scope_of
 from hf_gpipe.adapters.dropout import DropoutSeeds, default_generator, key
+from hf_gpipe.adapters.known_mask import with_known_masks
 from hf_gpipe.adapters.layers import Layer, StackName, stacks_of
 from hf_gpipe.adapters.position_tables import hollow, lend_tables, shared_tables
 from hf_gpipe.adapters.probe import observe_family
@@ -134,6 +135,10 @@ class Adapter(ABC):
     @abstractmethod
     def _prepared(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Implement `prepare` for inputs that are text."""
+
+    def with_known_masks(self, inputs: Tensors) -> dict[str, torch.Tensor]:
+        """Prepared inputs on the CPU, with masks of which transformers need not ask the device whether they pad."""
+        return with_known_masks(inputs)
 
     @abstractmethod
     def row_lengths(self, batch: Tensors) -> torch.Tensor:
@@ -447,7 +452,6 @@ class StageModel:
         if micro_batch_seed is not None and self.model.training:
             self.port.seeds = DropoutSeeds(self._generator, self._layer_keys, micro_batch_seed)
         try:
-            # Autocast's cache of converted weights ends with the context, so it never holds old weights.
             with scope_of(self.adapter.autocast):
                 return self.adapter.run(self, inputs, carry)
         finally:

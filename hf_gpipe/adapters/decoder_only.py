@@ -22,6 +22,13 @@ class DecoderOnly(Adapter):
             return inputs
         return inputs | self._trimmed({n: t for n, t in inputs.items() if t.shape == mask.shape}, _is_used(inputs))
 
+    def with_known_masks(self, inputs: Tensors) -> dict[str, torch.Tensor]:
+        # Without a mask transformers looks at positions, and asks the device whether texts are packed into one row.
+        # Positions that the model makes itself never say so.
+        if not inputs.keys() & {"attention_mask", "position_ids"}:
+            inputs = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
+        return super().with_known_masks(inputs)
+
     def row_lengths(self, batch: Tensors) -> torch.Tensor:
         mask = batch.get("attention_mask")
         ids = batch["input_ids"]

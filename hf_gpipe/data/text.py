@@ -16,7 +16,7 @@ from hf_gpipe.data.deterministic import stable_random
 from hf_gpipe.data.fields import PairFields, check_characters
 from hf_gpipe.data.files import SUFFIXES, files_of, held_out_beside_others
 from hf_gpipe.data.formats import numbered_lines, read_jsonl, read_parquet
-from hf_gpipe.data.pairs import SPLITS, split_of
+from hf_gpipe.data.pairs import MAX_TOKENIZER_EXAMPLES, SPLITS, split_of
 from hf_gpipe.data.progress import progress
 from hf_gpipe.data.store import in_blocks
 from hf_gpipe.errors import DataError, nearest
@@ -34,8 +34,13 @@ class TextCorpus:
     target_tags: list[str] = field(default_factory=list)
 
     def texts(self, max_texts: int | None = None) -> list[str]:
-        """The training documents, at most `max_texts` sampled ones, to train a tokenizer on."""
-        return _drawn(self.train, max_texts, "texts", max_texts)
+        """Training documents to train a tokenizer on.
+
+        Args:
+            max_texts: how many are sampled where there are more; None: `MAX_TOKENIZER_EXAMPLES`.
+        """
+        most = max_texts or MAX_TOKENIZER_EXAMPLES
+        return _drawn(self.train, most, "texts", most)
 
 
 def text_corpus(data: DataSection) -> TextCorpus:

@@ -20,6 +20,7 @@ import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from hf_gpipe.data.pairs import MAX_TOKENIZER_EXAMPLES
 from hf_gpipe.data.progress import progress
 from hf_gpipe.data.store import cached, fingerprint
 from hf_gpipe.errors import DataError, nearest
@@ -43,7 +44,7 @@ class Trainable(Protocol):
         """The tags that sources may start with."""
 
     def texts(self, most: int | None = None, /) -> Iterable[str]:
-        """The texts, at most those of so many pairs or documents."""
+        """The texts, at most those of so many pairs or documents; None: the corpus's own limit."""
 
 
 def train_tokenizer(
@@ -103,7 +104,8 @@ def trained_tokenizer(corpus: Trainable, section: TokenizerSection, folder: Path
     if made_of is None:
         train(folder)
     else:
-        options = [section.training_pairs, section.vocab_size, section.model, section.character_coverage]
+        most = section.training_pairs or MAX_TOKENIZER_EXAMPLES
+        options = [most, section.vocab_size, section.model, section.character_coverage]
         versions = [sentencepiece.__version__, tokenizers.__version__, transformers.__version__]
         key = fingerprint("tokenizer", made_of, options, list(corpus.target_tags), versions)
         shutil.copytree(cached("tokenizer", key, train), folder)

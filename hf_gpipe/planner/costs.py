@@ -1,7 +1,7 @@
 """The costs of each layer of a model: parameters, arithmetic, memory and, once measured, time.
 
-`trace_costs` (trace_costs.py) computes the costs of a model without weights; `profile_layers` (profile.py) adds
-measured seconds. Every number is of ONE micro-batch (workload.py) and of one layer; `LayerSums` (prefix_sums.py) adds
+`LayerTracer` (layers.py) computes the costs of a model without weights; `profile_layers` (measure.py) adds measured
+seconds. Every number is of ONE micro-batch (workload.py) and of one layer; `LayerSums` (prefix_sums.py) adds
 them up.
 """
 
@@ -97,6 +97,14 @@ class Seconds:
             max(self.forward - other.forward, 0.0),
             max(self.backward - other.backward, 0.0),
         )
+
+    def first_forward(self, recomputed: float = 0.0) -> float:
+        """The forward F of one micro-batch, where a share of the micro-batches is recomputed."""
+        return recomputed * self.forward_only + (1 - recomputed) * self.forward
+
+    def of_micro_batch(self, recomputed: float = 0.0) -> float:
+        """F, the recomputation R of this share of the micro-batches, and B."""
+        return self.first_forward(recomputed) + recomputed * self.forward + self.backward
 
     def divided(self, number: int) -> Seconds:
         return Seconds(self.forward_only / number, self.forward / number, self.backward / number)

@@ -16,12 +16,11 @@ from hf_gpipe.partition import partition as cut
 from hf_gpipe.partition import stages_of
 from hf_gpipe.planner.costs import InnerRecompute, ModelCosts
 from hf_gpipe.planner.devices import Device
+from hf_gpipe.planner.layers import LayerTracer
+from hf_gpipe.planner.measure import profile_layers
 from hf_gpipe.planner.memory import MemoryBound, MemoryEstimate, StageLayers, estimate_memory
 from hf_gpipe.planner.prefix_sums import LayerSums
-from hf_gpipe.planner.profile import profile_layers
-from hf_gpipe.planner.settings import PlanInputs
-from hf_gpipe.planner.trace_costs import LayerTracer
-from hf_gpipe.planner.workload import largest_micro_batch
+from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch
 from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 from hf_gpipe.runtime.recompute import Recompute
@@ -325,19 +324,15 @@ def _entries(settings: DecidedConfig) -> tuple[str | int, ...]:
 
 def _table_costs(sums: LayerSums, stages: Sequence[StageLayers], table: Schedule, optimizer: str) -> Costs:
     """The costs for the simulation of a table."""
-    ranges = [(stage.start, stage.stop) for stage in stages]
-    forward = [
-        share * sums.forward_only_seconds(*layers) + (1 - share) * sums.forward_seconds(*layers)
-        for layers, share in zip(ranges, recompute_shares(table), strict=True)
-    ]
-    boundaries = [sums.costs.layers[start].input_bytes for start, _ in ranges[1:]]
+    seconds = [sums.seconds(stage.start, stage.stop, stage.inner) for stage in stages]
+    boundaries = [sums.costs.layers[stage.start].input_bytes for stage in stages[1:]]
     # One process has all stages on one device, between which nothing travels.
     is_local = table.placement.num_processes == 1
     return Costs(
-        forward_seconds=forward,
-        recompute_seconds=[sums.forward_seconds(*layers) for layers in ranges],
-        backward_seconds=[sums.backward_seconds(stage.start, stage.stop, stage.inner) for stage in stages],
-        update_seconds=[sums.update_seconds(*layers, optimizer) for layers in ranges],
+        forward_seconds=[one.first_forward(share) for one, share in zip(seconds, recompute_shares(table), strict=True)],
+        recompute_seconds=[one.forward for one in seconds],
+        backward_seconds=[one.backward for one in seconds],
+        update_seconds=[sums.update_seconds(stage.start, stage.stop, optimizer) for stage in stages],
         transfer_seconds=[0.0 if is_local else sums.device.link_seconds(size) for size in boundaries],
     )
 

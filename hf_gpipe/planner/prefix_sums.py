@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from hf_gpipe.planner.costs import InnerRecompute, LayerCost, ModelCosts, Parameters, Seconds, SharedParameter
 from hf_gpipe.planner.devices import Device
-from hf_gpipe.planner.settings import OPTIMIZER_SLOTS
+from hf_gpipe.planner.workload import OPTIMIZER_SLOTS
 
 #: Share of a device's peak rate that matrix products of a transformer reach, where nothing was measured.
 EFFICIENCY = 0.5
@@ -64,7 +64,6 @@ class LayerSums:
         self.device = device
         layers = costs.layers
         seconds = [layer.seconds or estimated_seconds(layer, costs.compute_dtype, device) for layer in layers]
-        # A stage makes masks and positions with a graph and without one alike.
         self._stage_seconds = costs.stage_seconds or Seconds(0.0, 0.0, 0.0)
         self._forward_only = RangeSum(one.forward_only for one in seconds)
         self._forward = RangeSum(one.forward for one in seconds)
@@ -98,18 +97,16 @@ class LayerSums:
         own = self._own[stop] - self._own[start]
         return sum((p.size for p, _ in self._shared if start <= p.first_layer < stop), start=own)
 
-    def forward_seconds(self, start: int, stop: int) -> float:
-        """Seconds of a forward that keeps its graph."""
-        return self._forward(start, stop) + self._stage_seconds.forward
-
-    def forward_only_seconds(self, start: int, stop: int) -> float:
-        """Seconds of a forward without a graph."""
-        return self._forward_only(start, stop) + self._stage_seconds.forward
-
-    def backward_seconds(self, start: int, stop: int, inner: InnerRecompute) -> float:
-        """Seconds of a backward, the recomputation of its blocks included."""
-        seconds = self._backward(start, stop) + self._stage_seconds.backward
-        return seconds + self._blocks_again(start, stop) if inner == "block" else seconds
+    def seconds(self, start: int, stop: int, inner: InnerRecompute) -> Seconds:
+        """Seconds of a stage's actions; the recomputation of its blocks is part of the backward."""
+        beyond = self._stage_seconds
+        blocks_again = self._blocks_again(start, stop) if inner == "block" else 0.0
+        return Seconds(
+            # A stage makes masks and positions with a graph and without one alike.
+            forward_only=self._forward_only(start, stop) + beyond.forward,
+            forward=self._forward(start, stop) + beyond.forward,
+            backward=self._backward(start, stop) + beyond.backward + blocks_again,
+        )
 
     def update_seconds(self, start: int, stop: int, optimizer: str) -> float:
         """Seconds of the optimizer's update of a stage."""

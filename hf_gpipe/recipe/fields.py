@@ -200,7 +200,7 @@ class TokenizerSection:
     """Share of the corpus's characters that are covered by tokens; the others are encoded as bytes."""
 
     training_pairs: Count | None = None
-    """Number of pairs or documents to train it on, sampled from the corpus; null: all, or 100,000 of a stream."""
+    """Number of pairs or documents to train it on, sampled from the corpus; null: 250,000, or 100,000 of a stream."""
 
 
 @section()

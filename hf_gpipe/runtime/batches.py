@@ -6,8 +6,7 @@ in safetensors form, from which every process computes the shapes that it will r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 
 import safetensors.torch
 import torch
@@ -46,9 +45,11 @@ def share(batches: Batches | None, processes: Processes) -> list[dict[str, torch
     """The main process's mini-batches, on every process; what other processes pass is not read."""
     if processes.num_processes == 1:
         return [dict(batch) for batch in batches or ()]
-    message = _send(batches or (), processes) if processes.is_reader else _receive(processes)
-    assert message is not None
-    return message.wait()
+    messages = _Messages(processes)
+    messages.begin(lambda: batches or ())
+    shared = messages.end()
+    assert shared is not None
+    return shared
 
 
 def shared_stream(source: Iterator[Batches] | None, processes: Processes) -> Iterator[list[dict[str, torch.Tensor]]]:
@@ -59,72 +60,78 @@ def shared_stream(source: Iterator[Batches] | None, processes: Processes) -> Ite
         processes: the processes.
 
     Raises:
-        PeerError: reading `source` failed in the main process, which raises the error itself.
+        PeerError: reading `source` failed in the main process, which raises the error itself; both after the
+            mini-batches before it.
     """
     if processes.num_processes == 1:
         assert source is not None
         for batches in source:
             yield [dict(batch) for batch in batches]
         return
-    messages = _send_all(source, processes) if processes.is_reader else iter(partial(_receive, processes), None)
-    pending = next(messages, None)
-    while pending is not None:
-        following = next(messages, None)
-        yield pending.wait()
-        pending = following
+
+    def read() -> Batches | None:
+        assert source is not None
+        return next(source, None)
+
+    messages = _Messages(processes)
+    messages.begin(read)
+    while (shared := messages.end()) is not None:
+        messages.begin(read)
+        yield shared
 
 
-class _Message:
-    """Mini-batches that are being sent."""
-
-    def __init__(self, data: torch.Tensor, processes: Processes) -> None:
-        self._data = data
-        self._work = processes.broadcast(data, processes.reader, async_op=True)
-
-    def wait(self) -> list[dict[str, torch.Tensor]]:
-        assert self._work is not None
-        self._work.wait()
-        return unpack(self._data)
-
-
+_HEADER_BYTES = 8
+#: Room for mini-batches in the first message.
+_FIRST_BYTES = 1 << 16
+#: In place of the number of bytes.
 _END, _FAILED = 0, -1
 
 
-def _send(batches: Batches, processes: Processes) -> _Message:
-    try:
-        data = pack(batches)
-    except Exception:
-        _announce(_FAILED, processes)
-        raise
-    _announce(data.numel(), processes)
-    return _Message(data, processes)
+class _Messages:
+    """Messages of mini-batches from the main process to all, one after the other.
 
+    All processes know the size of a message without being told: a header, and room for the longest mini-batches so
+    far. The rest of longer ones is sent when they are waited for.
+    """
 
-def _send_all(source: Iterator[Batches] | None, processes: Processes) -> Iterator[_Message]:
-    assert source is not None
-    while True:
-        try:
-            batches = next(source, None)
-        except Exception:
-            _announce(_FAILED, processes)
-            raise
-        if batches is None:
-            _announce(_END, processes)
-            return
-        yield _send(batches, processes)
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+        self._room = _FIRST_BYTES
 
+    def begin(self, read: Callable[[], Batches | None]) -> None:
+        """Begin to send what `read` returns in the main process, where alone it is called; None ends the messages."""
+        self._message = torch.zeros(_HEADER_BYTES + self._room, dtype=torch.uint8)
+        self._data: torch.Tensor | None = None
+        self._error: Exception | None = None
+        if self._processes.is_reader:
+            size = _FAILED
+            try:
+                batches = read()
+                self._data = None if batches is None else pack(batches)
+                size = _END if self._data is None else self._data.numel()
+            except Exception as error:
+                self._error = error
+            self._message[:_HEADER_BYTES] = torch.tensor([size]).view(torch.uint8)
+            if self._data is not None:
+                beginning = self._data[: self._room]
+                self._message[_HEADER_BYTES : _HEADER_BYTES + len(beginning)] = beginning
+        self._work = self._processes.broadcast(self._message, self._processes.reader, async_op=True)
 
-def _announce(size: int, processes: Processes) -> None:
-    """Tell the other processes how many bytes follow."""
-    processes.broadcast(torch.tensor([size]), processes.reader)
-
-
-def _receive(processes: Processes) -> _Message | None:
-    """The next message; None at the end of the stream."""
-    size = torch.zeros(1, dtype=torch.int64)
-    processes.broadcast(size, processes.reader)
-    if size.item() == _FAILED:
-        raise PeerError("the main process failed to read the data; its own message says why")
-    if size.item() == _END:
-        return None
-    return _Message(torch.empty(int(size.item()), dtype=torch.uint8), processes)
+    def end(self) -> list[dict[str, torch.Tensor]] | None:
+        """Wait for the mini-batches; None after the last."""
+        assert self._work is not None
+        self._work.wait()
+        size = int(self._message[:_HEADER_BYTES].view(torch.int64))
+        if self._error is not None:
+            raise self._error
+        if size == _FAILED:
+            raise PeerError("the main process failed to read the data; its own message says why")
+        if size == _END:
+            return None
+        body = self._message[_HEADER_BYTES:]
+        if size > self._room:
+            rest = torch.empty(size - self._room, dtype=torch.uint8) if self._data is None else self._data[self._room :]
+            self._processes.broadcast(rest, self._processes.reader)
+            body = torch.cat([body, rest])
+            self._room = size
+        return unpack(body[:size])

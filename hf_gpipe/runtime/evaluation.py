@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_gpipe.runtime.host import read
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -37,13 +39,15 @@ class Evaluation:
             outputs: of each micro-batch of the mini-batch on the last stage; empty in the other processes.
             num_rows: of the mini-batch.
         """
-        of_rows, auxiliary = torch.zeros(3, num_rows, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-        if outputs:
-            kept = [outputs[index] for index in range(len(outputs))]
-            for row, name in zip(of_rows, ("nll", "loss", "num_units"), strict=True):
-                row.copy_(torch.cat([one[name] for one in kept]))
-            auxiliary[0] = sum(float(one.get("auxiliary_loss", 0.0)) for one in kept) / len(kept)
-        return torch.cat([of_rows.flatten(), auxiliary])
+        if not outputs:
+            return torch.zeros(3 * num_rows + 1, dtype=torch.float64)
+        kept = [outputs[index] for index in range(len(outputs))]
+        names = ("nll", "loss", "num_units")
+        parts = [one[name] for name in names for one in kept]
+        auxiliary = [one["auxiliary_loss"] for one in kept if "auxiliary_loss" in one]
+        numbers = read([*parts, *auxiliary])
+        mean = numbers[3 * num_rows :].sum() / len(kept)
+        return torch.cat([numbers[: 3 * num_rows], mean[None]])
 
     @classmethod
     def from_numbers(cls, numbers: torch.Tensor) -> Evaluation:

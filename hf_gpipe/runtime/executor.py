@@ -1,29 +1,27 @@
 """The executor: interprets the table of any schedule for the stages of this process.
 
 It works the same for every schedule. For each action it receives the message that the action needs, calls the stage,
-and sends the result. Receives are announced a few actions ahead, so messages arrive while the process computes. Sends
-are waited for only at the end of the step.
+and sends the result. Receives are started ahead, at the points that `hf_gpipe.schedule.messages` derives from the
+table, so messages arrive while the process computes. Sends are waited for only at the end of the step.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from hf_gpipe.errors import StageError
 from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.edges import Edge
-from hf_gpipe.runtime.micro_batch import PLAIN_STEP, Context, MicroBatch, StepOptions
+from hf_gpipe.runtime.micro_batch import PLAIN_STEP, Context, MicroBatch, StepOptions, on_devices
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.timing import ActionTime, Timer
 from hf_gpipe.schedule.actions import Action, ActionKind
+from hf_gpipe.schedule.messages import messages
 from hf_gpipe.schedule.table import Schedule
-
-#: How many messages are announced ahead of the action that reads them. Each costs one boundary's memory.
-MESSAGES_AHEAD = 2
 
 
 @dataclass
@@ -60,6 +58,8 @@ class Executor:
         self._edges = edges
         self._rank = rank
         self._devices = {stage.device for stage in stages.values()}
+        self._table: Schedule | None = None
+        self._receives: dict[int, list[Action]] = {}
 
     def run(
         self,
@@ -89,25 +89,22 @@ class Executor:
             StageError: an action failed; names the process, the stage, the action and the micro-batch.
         """
         result = StepResult()
-        shares = self._on_devices(micro_batches)
+        shares = on_devices(micro_batches, self._devices)
         actions = schedule.actions[self._rank]
         last_update = next((one for one in reversed(actions) if one.kind == ActionKind.UPDATE), None)
-        messages = deque(action for action in actions if self._reads_message(action))
-        announced = 0
+        receives = self._receives_of(schedule)
         timer = Timer(self._devices) if is_measured else None
         mark = timer.mark if timer is not None else _not_measured
         action, is_updating = None, False
         try:
-            for action in actions:
+            for place, action in enumerate(actions):
                 stage = self._stages[action.stage]
                 mark(action, stage.device)
-                while messages and announced < MESSAGES_AHEAD:
-                    self._announce(messages.popleft(), micro_batches)
-                    announced += 1
+                for reader in receives.get(place, ()):
+                    self._announce(reader, micro_batches)
                 received: dict[str, torch.Tensor] = {}
                 if self._reads_message(action):
                     received = self._channel(action).receive(_index(action))
-                    announced -= 1
                 elif action is last_update:
                     self._complete(result, reduce, timer)
                 mark(action, stage.device)
@@ -181,6 +178,16 @@ class Executor:
             return not stage.is_first
         return action.kind == ActionKind.BACKWARD and any(stage.trainable_outputs.values())
 
+    def _receives_of(self, schedule: Schedule) -> Mapping[int, Sequence[Action]]:
+        """The actions whose messages from other processes are announced before each action of this process."""
+        if schedule is not self._table:
+            receives = defaultdict(list)
+            for message in messages(schedule):
+                if message.receiver == self._rank and self._reads_message(message.consumer):
+                    receives[message.before].append(message.consumer)
+            self._table, self._receives = schedule, dict(receives)
+        return self._receives
+
     def _channel(self, action: Action) -> Channel:
         """The channel that an action's message arrives on."""
         if action.kind == ActionKind.FORWARD:
@@ -201,10 +208,6 @@ class Executor:
             edge.down.flush()
             edge.up.flush()
 
-    def _on_devices(self, micro_batches: Sequence[MicroBatch]) -> dict[torch.device, list[MicroBatch]]:
-        """The micro-batches on each device that this process computes on."""
-        return {device: [_on_device(one, device) for one in micro_batches] for device in self._devices}
-
     def _reset(self) -> None:
         """Drop the messages and micro-batches of a failed step, so that the next one does not get them."""
         for stage in self._stages.values():
@@ -216,13 +219,6 @@ class Executor:
 
 def _not_measured(action: Action, device: torch.device) -> None:
     """Stands for `Timer.mark` in a step that is not measured."""
-
-
-def _on_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
-    if device.type == "cpu":
-        return micro_batch
-    inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in micro_batch.inputs.items()}
-    return replace(micro_batch, inputs=inputs)
 
 
 def _index(action: Action) -> int:

@@ -1,37 +1,86 @@
-"""The norm of the gradient of a model whose parameters lie in several processes."""
+"""The norm of the gradient of a model whose parameters lie in several processes, and clipping by it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
+from hf_gpipe.runtime.host import read
 from hf_gpipe.runtime.processes import Processes
+
+
+def loss_and_norm(
+    loss: torch.Tensor | None, parameters: Iterable[torch.nn.Parameter], processes: Processes
+) -> torch.Tensor:
+    """The loss and the 2-norm of the gradient of the whole model, for which a process waits once and sends once.
+
+    Every process must call it.
+
+    Args:
+        loss: in the process of the last stage, a scalar on any device; in the others None.
+        parameters: of this process, a tied one in one process only; none where the norm is not needed.
+        processes: of the pipeline.
+
+    Returns:
+        Loss and norm, (2,) in float64 on the CPU, the same in every process.
+    """
+    squares = sums_of_squares(parameters)
+    values = read([*squares, *([] if loss is None else [loss])])
+    # A place for each process, summed in a fixed order, so that every process gets the same norm.
+    parts = torch.zeros(processes.num_processes + 1, dtype=torch.float64)
+    parts[processes.rank] = values[: len(squares)].sum()
+    parts[-1] = 0.0 if loss is None else values[-1]
+    processes.all_reduce(parts)
+    return torch.stack([parts[-1], parts[:-1].sum().sqrt()])
 
 
 def gradient_norm(parameters: Iterable[torch.nn.Parameter], processes: Processes) -> torch.Tensor:
     """The 2-norm over all processes, a float64 tensor, the same on each. Every process must call it."""
-    norms: dict[torch.device, list[torch.Tensor]] = {}
+    return loss_and_norm(None, parameters, processes)[1]
+
+
+def sums_of_squares(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """For each device with gradients the sum of their squares, a float64 scalar on that device; nothing is read."""
+    return [torch.stack(_norms(gradients)).square().sum() for gradients in _groups(parameters)]
+
+
+def clip(parameters: Iterable[torch.nn.Parameter], max_norm: float, norm: float) -> None:
+    """Scale gradients as torch.nn.utils.clip_grads_with_norm_ does.
+
+    Args:
+        parameters: those of this process.
+        max_norm: the largest norm that stays as it is.
+        norm: of the whole model's gradient.
+    """
+    factor = max_norm / (norm + 1e-6)
+    if factor >= 1:  # not so if it is NaN, which goes into the gradients
+        return
+    for gradients in _groups(parameters):
+        torch._foreach_mul_(gradients, factor)
+
+
+def _groups(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.Tensor]]:
+    """The gradients of each device and type, for which torch has kernels that take many tensors at once."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for parameter in parameters:
-        if parameter.grad is not None:
-            norm = _norm(parameter.grad)
-            norms.setdefault(norm.device, []).append(norm)
-    squares = sum(
-        (torch.stack(ones).square().sum().cpu() for ones in norms.values()), torch.zeros((), dtype=torch.float64)
-    )
-    # Summed in a fixed order, so that every process gets the same norm.
-    parts = torch.zeros(processes.num_processes, dtype=torch.float64)
-    parts[processes.rank] = squares
-    return processes.all_reduce(parts).sum().sqrt()
+        if (gradient := parameter.grad) is not None:
+            groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    yield from groups.values()
+
+
+def _norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The 2-norm of each of several gradients on one device, accumulated in float64.
+
+    On CUDA by few kernels, which convert each value as they read it. On the CPU in pieces: torch would first copy all
+    of a gradient to float64, for an embedding the memory peak of a step.
+    """
+    if gradients[0].is_cuda:
+        return list(torch._foreach_norm(gradients, 2, torch.float64))
+    return [_norm(gradient) for gradient in gradients]
 
 
 def _norm(gradient: torch.Tensor) -> torch.Tensor:
-    """The 2-norm of one gradient in float64.
-
-    On the CPU in pieces: torch would first copy all of it to float64, for an embedding the memory peak of a step.
-    """
-    if gradient.device.type != "cpu":
-        return torch.linalg.vector_norm(gradient, dtype=torch.float64)
     pieces = gradient.flatten().split(1 << 16)
     norms = [float(torch.linalg.vector_norm(piece, dtype=torch.float64)) for piece in pieces]
     return torch.tensor(norms, dtype=torch.float64).norm()

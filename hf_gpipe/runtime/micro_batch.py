@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,7 +23,7 @@ class MicroBatch:
 
     Attributes:
         index: its number in the mini-batch, from 0.
-        inputs: its rows, as returned by `Adapter.prepare`.
+        inputs: its rows, as returned by `Adapter.prepare`, with masks as `KnownMask`.
         seed: its seed for dropout, from (seed, step, index).
         num_units: units of the loss in the whole mini-batch, by which its sum is divided; at least 1.
         num_micro_batches: of the step; an auxiliary loss is the mean over them.
@@ -159,9 +159,11 @@ def make_micro_batches(
     for batch in batches:
         if missing := [name for name in ("input_ids", "labels") if name not in batch]:
             raise DataError(f"a mini-batch needs input_ids and labels; {missing[0]!r} is missing, found {list(batch)}")
+    # On the CPU, where reading a value makes nobody wait.
+    on_cpu = [{name: tensor.cpu() for name, tensor in batch.items()} for batch in batches]
     inputs = [
-        adapter.prepare(rows)
-        for batch in batches
+        adapter.with_known_masks(adapter.prepare(rows))
+        for batch in on_cpu
         for rows in (
             split_tokens(batch, num_micro_batches, adapter)
             if length_bucketing
@@ -172,3 +174,27 @@ def make_micro_batches(
         adapter.check_lengths(one)
     count = sum(int(TokenLoss.units(adapter.targets(one)).sum()) for one in inputs)
     return [MicroBatch(i, one, mix(seed, step, i), max(count, 1), len(inputs)) for i, one in enumerate(inputs)]
+
+
+def on_devices(
+    micro_batches: Sequence[MicroBatch], devices: Collection[torch.device]
+) -> dict[torch.device, list[MicroBatch]]:
+    """The micro-batches on each device of this process; to CUDA they are copied once, and the host does not wait.
+
+    Such a copy needs pinned memory. Torch keeps its pinned blocks for reuse, and none is reused before its copies are
+    done (CachingHostAllocator).
+    """
+    on_host = micro_batches
+    if any(device.type == "cuda" for device in devices):
+        on_host = [_changed(one, lambda tensor: tensor.contiguous().pin_memory()) for one in micro_batches]
+    return {device: [_on_device(one, device) for one in on_host] for device in devices}
+
+
+def _on_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
+    if device.type == "cpu":
+        return micro_batch
+    return _changed(micro_batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def _changed(micro_batch: MicroBatch, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
+    return replace(micro_batch, inputs={name: change(tensor) for name, tensor in micro_batch.inputs.items()})

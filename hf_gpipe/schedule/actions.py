@@ -1,4 +1,4 @@
-"""The words of a schedule table: actions on (stage, micro-batch), and the placement of stages on processes.
+"""The words of a schedule table: actions on (stage, micro-batch), and the placement of stages on workers.
 
 An action's text is its stage, the letter of its kind and its micro-batch: "2F0" is the forward of micro-batch 0 on
 stage 2, "2U" the optimizer update of stage 2. What an action needs before it may run, for stage s and micro-batch m:
@@ -8,12 +8,16 @@ stage 2, "2U" the optimizer update of stage 2. What an action needs before it ma
        so a process may run it while it would otherwise wait.
     B  R of the same (s, m), or F where the table has no R; and the gradient that B of stage s+1 sent (the last stage
        starts from its own loss)
-    U  B of every micro-batch on the stage
+    G  B of every micro-batch that its worker runs on the stage. It sums the stage's gradients over its replicas: a
+       collective, which begins when all of them have reached it and runs while they go on. Only a stage with several
+       replicas has a G, one on each of them
+    U  G of the stage, or where it has none B of every micro-batch; one on each replica
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -21,11 +25,12 @@ from hf_gpipe.errors import ScheduleError
 
 
 class ActionKind(StrEnum):
-    """The kind of work that a process does with a stage."""
+    """The kind of work that a worker does with a stage."""
 
     FORWARD = "F"
     RECOMPUTE = "R"
     BACKWARD = "B"
+    REDUCE = "G"
     UPDATE = "U"
 
     @property
@@ -33,9 +38,15 @@ class ActionKind(StrEnum):
         """The kind in full, in lower case."""
         return self.name.lower()
 
+    @property
+    def is_of_mini_batch(self) -> bool:
+        """Whether an action of this kind concerns the whole mini-batch, and so has no micro-batch."""
+        return self in (ActionKind.REDUCE, ActionKind.UPDATE)
 
-TEXT_VERSION = 1
-"""Version of the text of a table and its actions. It changes with a new kind of action or a new meaning of a word."""
+
+TEXT_VERSION = 2
+"""Version of the text of a table and its actions. It changes with a new kind of action or a new meaning of a word.
+Version 2 has G and several workers per stage; every text of version 1 means the same in it."""
 
 _NUMBER = r"0|[1-9][0-9]{0,8}"
 _ACTION_TEXT = re.compile(rf"({_NUMBER})([A-Z])({_NUMBER})?")
@@ -48,22 +59,22 @@ def parse_number(word: str) -> int | None:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """One step of work of a process on one stage and one micro-batch. Hashable, ordered and immutable.
+    """One step of work of a worker on one stage and one micro-batch. Hashable, ordered and immutable.
 
     Raises:
-        ScheduleError: a micro-batch is missing, or given to an update.
+        ScheduleError: a micro-batch is missing, or given to a reduction or an update.
     """
 
     kind: ActionKind
     stage: int
     micro_batch: int | None = None
-    """None for an update only: it concerns the whole mini-batch."""
+    """None for a reduction and an update only: they concern the whole mini-batch."""
 
     def __post_init__(self) -> None:
-        if (self.kind == ActionKind.UPDATE) != (self.micro_batch is None):
+        if self.kind.is_of_mini_batch != (self.micro_batch is None):
             raise ScheduleError(
-                f"action {self}: an update (U) stands without a number after it, and every other kind with its "
-                f"micro-batch, in version {TEXT_VERSION} of the table's text; write for example 2F0 or 2U."
+                f"action {self}: a reduction (G) or update (U) stands without a number after it, and every other kind "
+                f"with its micro-batch, in version {TEXT_VERSION} of the table's text; write for example 2F0 or 2U."
             )
 
     def __str__(self) -> str:
@@ -80,7 +91,7 @@ class Action:
         if match is None:
             raise ScheduleError(
                 f"{text!r} is not an action: write the stage, one of F, R or B and the micro-batch, as in 2F0, "
-                "or the stage and U, as in 2U."
+                "or the stage and G or U, as in 2U."
             )
         stage, kind, micro_batch = match.groups()
         if kind not in list(ActionKind):
@@ -107,42 +118,78 @@ class Action:
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Placement:
-    """Which process, and which device of it, holds each stage. Several stages may share a process, in any order.
+    """Which workers, and which device of each, hold each stage.
+
+    A worker is a process, and has its number. The workers of a stage are its replicas: micro-batch m runs on the
+    stage's replica m % r, where r is their number (the round robin of PipeDream's 1F1B-RR, arXiv 1806.03377). Several
+    stages may share a worker, in any order.
+
+    Args:
+        workers: of each stage its worker, or the workers of its replicas in order.
+        devices: the device string of each stage on each of its workers, for example "cuda:1", in the order of `places`;
+            None: the process's default device.
 
     Raises:
-        ScheduleError: no stage, a process without a stage, or a list of devices that does not fit the stages.
+        ScheduleError: no stage, a worker without a stage or twice in one, or devices that do not fit the places.
     """
 
-    processes: tuple[int, ...]
-    """The process of each stage. The processes are numbered from 0, and each holds a stage."""
-    devices: tuple[str, ...] | None = None
-    """The device string of each stage, for example "cuda:1"; None: the process's default device."""
+    workers: tuple[tuple[int, ...], ...]
+    """Of each stage the workers of its replicas. The workers are numbered from 0, and each holds a stage."""
+    devices: tuple[str, ...] | None
 
-    def __post_init__(self) -> None:
-        if not self.processes:
+    def __init__(self, workers: Sequence[int | Sequence[int]], devices: Sequence[str] | None = None) -> None:
+        every = tuple((own,) if isinstance(own, int) else tuple(own) for own in workers)
+        object.__setattr__(self, "workers", every)
+        object.__setattr__(self, "devices", None if devices is None else tuple(devices))
+        if not every:
             raise ScheduleError("a placement has no stage: name the process of at least one.")
-        used = set(self.processes)
+        for stage, own in enumerate(every):
+            if not own or len(set(own)) < len(own):
+                raise ScheduleError(
+                    f"placement: the replicas of stage {stage} are on processes {list(own)}; name at least one, and "
+                    "none twice."
+                )
+        used = {process for own in every for process in own}
         if used != set(range(len(used))):
             raise ScheduleError(
-                f"placement {self.processes}: the processes must be numbered from 0 to {len(used) - 1} without a gap, "
-                "for each process holds at least one stage."
+                f"placement {self}: the processes must be numbered from 0 to {len(used) - 1} without a gap, for each "
+                "process holds at least one stage."
             )
         if self.devices is None:
             return
-        if len(self.devices) != len(self.processes):
+        if len(self.devices) != len(self.places):
             raise ScheduleError(
-                f"placement: {len(self.devices)} devices for {len(self.processes)} stages; name one device per stage."
+                f"placement: {len(self.devices)} devices for {len(every)} stages with {len(self.places)} replicas in "
+                "all; name one device per stage, or one for each of its replicas."
             )
         for device in self.devices:
             if not device or device.split() != [device]:
                 raise ScheduleError(f"placement: {device!r} is not a device; write for example 'cpu' or 'cuda:1'.")
 
+    def __str__(self) -> str:
+        """The text form: the worker of each stage, or its workers with commas, as in "0,1 2"."""
+        return " ".join(",".join(map(str, own)) for own in self.workers)
+
     @classmethod
-    def one_stage_each(cls, num_stages: int) -> Placement:
-        """Stage s in process s."""
-        return cls.spread(num_stages, num_stages)
+    def one_stage_each(cls, num_stages: int, replicas: int | Sequence[int] = 1) -> Placement:
+        """Every replica of a stage on a worker of its own.
+
+        Args:
+            num_stages: K.
+            replicas: the number of replicas. One number D for all stages gives D pipelines of K consecutive workers:
+                replica d of stage s is on worker d K + s. Different numbers, one for each stage, put the replicas of a
+                stage on consecutive workers, one stage after another.
+
+        Raises:
+            ScheduleError: no stage, or numbers of replicas that do not fit.
+        """
+        counts = replicas_of(num_stages, replicas)
+        if len(set(counts)) <= 1:
+            return cls.spread(num_stages, num_stages).replicated(counts[0] if counts else 1)
+        starts = [sum(counts[:stage]) for stage in range(num_stages)]
+        return cls([range(start, start + count) for start, count in zip(starts, counts, strict=True)])
 
     @classmethod
     def spread(cls, num_stages: int, num_processes: int) -> Placement:
@@ -173,23 +220,105 @@ class Placement:
             )
         return cls(tuple(stage % num_processes for stage in range(num_stages)))
 
+    def replicated(self, times: int) -> Placement:
+        """D copies of this placement: the workers of copy d follow those of copy d - 1, in the same order.
+
+        Neighbouring stages so keep neighbouring workers. With several replicas already, each has D copies.
+
+        Raises:
+            ScheduleError: `times` is below 1.
+        """
+        if times < 1:
+            raise ScheduleError(f"{times} replicas of a stage: every stage has at least one.")
+        starts = range(0, times * self.num_processes, self.num_processes)
+        workers = [[start + process for start in starts for process in own] for own in self.workers]
+        if self.devices is None:
+            return Placement(workers)
+        devices = dict(zip(self.places, self.devices, strict=True))
+        copied = [devices[stage, process] for stage, own in enumerate(self.workers) for _ in starts for process in own]
+        return Placement(workers, copied)
+
     @property
     def num_stages(self) -> int:
-        return len(self.processes)
+        return len(self.workers)
 
     @property
     def num_processes(self) -> int:
-        return max(self.processes) + 1
+        """The number of workers."""
+        return max(map(max, self.workers)) + 1
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """The number of replicas of each stage."""
+        return tuple(map(len, self.workers))
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether any stage has more than one."""
+        return max(self.replicas) > 1
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Every (stage, worker that holds it), by stage and then by replica."""
+        return tuple((stage, process) for stage, own in enumerate(self.workers) for process in own)
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """The process of each stage, in a placement without replicas.
+
+        Raises:
+            ScheduleError: a stage has several.
+        """
+        if self.has_replicas:
+            raise ScheduleError(f"placement {self}: a stage has several processes; ask for `workers`.")
+        return tuple(own[0] for own in self.workers)
 
     def process_of(self, action: Action) -> int:
-        """The process that runs an action, and so sends and receives its messages."""
-        return self.processes[action.stage]
+        """The worker that runs an action, and so sends and receives its messages.
+
+        Raises:
+            ScheduleError: a reduction or update of a stage with replicas, which stands on all of them.
+        """
+        own = self.workers[action.stage]
+        if len(own) == 1:
+            return own[0]
+        if action.micro_batch is None:
+            raise ScheduleError(f"{action} stands on each of the processes {list(own)}; ask for `workers`.")
+        return own[action.micro_batch % len(own)]
 
     def is_local(self, action: Action, other: Action) -> bool:
         """Whether two actions run in one process and on one device, so that no message travels between them."""
-        same_device = self.devices is None or self.devices[action.stage] == self.devices[other.stage]
-        return same_device and self.process_of(action) == self.process_of(other)
+        process = self.process_of(action)
+        if process != self.process_of(other):
+            return False
+        return self.device_of(action.stage, process) == self.device_of(other.stage, process)
+
+    def device_of(self, stage: int, process: int) -> str | None:
+        """The device string of a stage in one of its workers; None: the process's default device."""
+        return None if self.devices is None else self.devices[self.places.index((stage, process))]
 
     def stages_of(self, process: int) -> tuple[int, ...]:
-        """The stages that a process holds, ascending."""
-        return tuple(stage for stage, home in enumerate(self.processes) if home == process)
+        """The stages that a worker holds, ascending."""
+        return tuple(stage for stage, own in enumerate(self.workers) if process in own)
+
+    def micro_batches_of(self, stage: int, process: int, num_micro_batches: int) -> range:
+        """The micro-batches, of so many, that a stage runs in one of its workers; it may be none."""
+        own = self.workers[stage]
+        return range(own.index(process), num_micro_batches, len(own))
+
+
+def replicas_of(num_stages: int, replicas: int | Sequence[int]) -> tuple[int, ...]:
+    """The number of replicas of each stage, from one number for all or one for each.
+
+    Raises:
+        ScheduleError: a number below 1, or not one for each stage.
+    """
+    counts = (replicas,) * num_stages if isinstance(replicas, int) else tuple(replicas)
+    if len(counts) != num_stages:
+        raise ScheduleError(
+            f"replicas {list(counts)} has {len(counts)} entries for {num_stages} stages; give one for each, or one "
+            "number for all."
+        )
+    if any(count < 1 for count in counts):
+        raise ScheduleError(f"replicas is {replicas}: every stage has at least one replica.")
+    return counts

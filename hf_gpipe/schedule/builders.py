@@ -1,28 +1,25 @@
 """The schedules by name, each a small function that writes a table.
 
 A builder says in which order each stage works, `with_recomputations` puts the recomputations in, and `clock.merge`
-turns this into the order of each process, which is the same thing where a process holds one stage. In the drawings a
-row is a stage, in its own process where nothing else is said, a column one tick (forward 1, recomputation 1, backward 2
-ticks, the second of them "--"), and ".." is idle.
+turns this into the order of each process, which is the same thing where a process holds one stage. Where a stage has
+replicas, each takes its own micro-batches out of the stage's order. So D replicas of every stage are D pipelines side
+by side, each with the schedule of its own micro-batches.
 
-Every table can be run with sends that do not wait. With blocking sends (`check_table(table, rendezvous=True)`):
+In the drawings a row is a stage, in its own process where nothing else is said, a column one tick (forward 1,
+recomputation 1, backward 2 ticks, the second of them "--"), and ".." is idle.
 
-    naive, gpipe, forward_only   run wherever stages are placed in ascending order (stage s+1 never on a lower process
-                                 than stage s); naive runs with any placement
-    gpipe_fused                  deadlocks for M > 1 wherever the last stage is alone in its process: it sends its
-                                 first gradient while the stage before it still sends forwards
-    1f1b, interleaved_1f1b       deadlock for M > 1 wherever there are several processes, for neighbours send to each
-                                 other at once (1f1b: wherever each stage is in a process of its own)
+Every table runs to its end if sends do not wait, and also if every send and every receive blocks its process:
+`hf_gpipe.schedule.messages` says why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from hf_gpipe.errors import ScheduleError, nearest
-from hf_gpipe.schedule.actions import Action, ActionKind, Placement
-from hf_gpipe.schedule.clock import merge
+from hf_gpipe.schedule.actions import Action, ActionKind, Placement, replicas_of
+from hf_gpipe.schedule.clock import by_worker, merge
 from hf_gpipe.schedule.file import TABLE_SUFFIX
 from hf_gpipe.schedule.interleaved import interleaved_orders
 from hf_gpipe.schedule.recompute import Limits, with_recomputations
@@ -30,7 +27,7 @@ from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.validate import check_table
 
 Builder = Callable[[int, int, Placement, Limits], list[list[Action]]]
-"""(num_stages, num_micro_batches, placement, limits of live graphs) -> each process's actions, without the updates."""
+"""(num_stages, num_micro_batches, placement, limits of live graphs) -> each process's actions, without G and U."""
 
 RECOMPUTE_MODES = ("stage", "none")
 
@@ -106,6 +103,10 @@ def one_forward_one_backward(
     Stage s starts with K-s-1 forwards, so it holds at most K-s micro-batches, however many there are. The bubble is
     gpipe's. The last stage has its gradient at hand and recomputes nothing.
 
+    With replicas this is PipeDream's 1F1B-RR: a replica of stage s holds at most n / r micro-batches, rounded up, where
+    r is the number of the stage's replicas and n that of all replicas of stages s to K-1. It is K-s where all stages
+    have as many.
+
     K = 3, M = 4, without recomputation and with it:
 
         stage 0  F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- .. B2 -- .. B3 --
@@ -116,14 +117,18 @@ def one_forward_one_backward(
         stage 1  .. F0 F1 R0 .. B0 -- F2 R1 B1 -- F3 R2 B2 -- R3 B3 -- .. ..
         stage 2  .. .. F0 B0 -- F1 B1 -- F2 B2 -- .. F3 B3 -- .. .. .. .. ..
     """
-    orders = []
-    for s in range(num_stages):
-        ahead = min(num_stages - s - 1, num_micro_batches)
-        order = [_forward(s, m) for m in range(ahead)]
-        for m in range(num_micro_batches):
-            if m + ahead < num_micro_batches:
-                order.append(_forward(s, m + ahead))
-            order.append(_backward(s, m))
+    orders: list[list[Action]] = []
+    for s, workers in enumerate(placement.workers):
+        # Of all replicas from this stage on, the share of one replica of the stage, rounded up. Without replicas: K-s.
+        in_flight = -(-sum(placement.replicas[s:]) // len(workers))
+        order: list[Action] = []
+        for process in workers:
+            own = placement.micro_batches_of(s, process, num_micro_batches)
+            ahead = in_flight - 1
+            order += [_forward(s, m) for m in own[:ahead]]
+            for index, m in enumerate(own):
+                order += [_forward(s, later) for later in own[index + ahead : index + ahead + 1]]
+                order.append(_backward(s, m))
         orders.append(order)
     return _merge(orders, placement, _fused_last(limits))
 
@@ -148,9 +153,9 @@ def interleaved_1f1b(
         stage 2  .. .. F0 F1 .. .. B0 -- .. B1 -- F2 .. .. F3 .. .. .. B2 -- .. B3 -- .. .. .. ..
         stage 3  .. .. .. F0 B0 -- F1 B1 -- .. .. .. .. .. .. F2 B2 -- F3 B3 -- .. .. .. .. .. ..
     """
-    if placement.num_processes == 1:
+    if placement.replicas == (placement.num_processes,) * num_stages:
         return naive(num_stages, num_micro_batches, placement, _fused_last(limits))
-    if placement.num_processes == num_stages:
+    if len(placement.places) == placement.num_processes:
         return one_forward_one_backward(num_stages, num_micro_batches, placement, limits)
     orders = interleaved_orders(num_stages, num_micro_batches, placement)
     return [with_recomputations(order, _fused_last(limits)) for order in orders]
@@ -179,16 +184,36 @@ SCHEDULES: dict[str, Builder] = {
 }
 
 
-def placement_for(name: str, num_stages: int, num_processes: int) -> Placement:
+def placement_for(name: str, num_stages: int, num_processes: int, replicas: int | Sequence[int] = 1) -> Placement:
     """The placement of a schedule's stages: assigned in turn for interleaved_1f1b, consecutive for every other.
 
+    Args:
+        name: one of `SCHEDULES`.
+        num_stages: K.
+        num_processes: of all replicas together.
+        replicas: one number D for all stages: D pipelines of num_processes / D consecutive processes each. Or one
+            number for each stage: every replica in a process of its own, as in `Placement.one_stage_each`.
+
     Raises:
-        ScheduleError: an unknown name, or numbers of stages and processes that do not fit each other.
+        ScheduleError: an unknown name, or numbers of stages, replicas and processes that do not fit each other.
     """
     _check_name(name)
-    if name == "interleaved_1f1b":
-        return Placement.interleaved(num_stages, num_processes)
-    return Placement.spread(num_stages, num_processes)
+    counts = replicas_of(num_stages, replicas)
+    if len(set(counts)) > 1:
+        if num_processes != sum(counts):
+            raise ScheduleError(
+                f"replicas {list(counts)} are on {sum(counts)} processes, and there are {num_processes}: where the "
+                "numbers differ, each replica has a process of its own; use as many, or write a table, whose placement "
+                "is free."
+            )
+        return Placement.one_stage_each(num_stages, counts)
+    if num_processes % counts[0]:
+        raise ScheduleError(
+            f"{num_processes} processes cannot hold {counts[0]} replicas of {num_stages} stages: every replica of the "
+            "pipeline has equally many. Let the number of processes be a multiple of replicas."
+        )
+    place = Placement.interleaved if name == "interleaved_1f1b" else Placement.spread
+    return place(num_stages, num_processes // counts[0]).replicated(counts[0])
 
 
 def build(
@@ -197,22 +222,27 @@ def build(
     num_micro_batches: int,
     placement: Placement | None = None,
     recompute: str | tuple[int | None, ...] = "stage",
+    replicas: int | Sequence[int] | None = None,
 ) -> Schedule:
     """Build and check the table of a schedule. Equal arguments give the same object.
+
+    A replica may be left without a micro-batch, where M is smaller than the number of a stage's replicas: it then only
+    takes part in G and U. The last mini-batch of an epoch, which may have a single row, needs this.
 
     Args:
         name: one of `SCHEDULES`.
         num_stages: K, at least 1.
-        num_micro_batches: M, at least 1; it may be smaller than K.
-        placement: where the stages are; None: each in its own process.
+        num_micro_batches: M, at least 1, of the whole mini-batch; it may be smaller than K.
+        placement: where the stages are; None: each replica of a stage in its own process.
         recompute: "stage": a backward is preceded by a recomputation R of its stage, but for the last stage of
             gpipe_fused, 1f1b and interleaved_1f1b; "none": no R; or for each stage the most autograd graphs that it may
-            keep alive at once (at least 1; None: any number), with as few R as this allows: see
+            keep alive at once on each of its replicas (at least 1; None: any number), with as few R as this allows: see
             `hf_gpipe.schedule.recompute`.
+        replicas: the number of replicas of every stage, or of each; None: the placement's, without a placement 1.
 
     Raises:
-        ScheduleError: an unknown name or mode, K or M below 1, limits that do not fit the stages, or a placement of
-            another number of stages or that the schedule cannot use.
+        ScheduleError: an unknown name or mode, K or M below 1, limits that do not fit the stages, a placement of
+            another number of stages or replicas, or one that the schedule cannot use.
     """
     _check_name(name)
     if num_stages < 1 or num_micro_batches < 1:
@@ -220,10 +250,15 @@ def build(
             f"schedule {name!r}: num_stages is {num_stages} and num_micro_batches is {num_micro_batches}; "
             "both must be at least 1."
         )
-    placement = placement or Placement.one_stage_each(num_stages)
+    placement = placement or Placement.one_stage_each(num_stages, 1 if replicas is None else replicas)
     if placement.num_stages != num_stages:
         raise ScheduleError(
             f"schedule {name!r}: num_stages is {num_stages}, but the placement is of {placement.num_stages} stages."
+        )
+    if replicas is not None and placement.replicas != replicas_of(num_stages, replicas):
+        raise ScheduleError(
+            f"schedule {name!r}: replicas is {replicas}, but the stages of the placement {placement} have "
+            f"{list(placement.replicas)}; leave replicas out."
         )
     return _build(name, num_stages, num_micro_batches, placement, _limits(name, num_stages, recompute))
 
@@ -231,13 +266,33 @@ def build(
 @lru_cache(maxsize=256)
 def _build(name: str, num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> Schedule:
     orders = SCHEDULES[name](num_stages, num_micro_batches, placement, limits)
-    # The updates of a process stand at its end, where every gradient is complete: see `validate`.
     if any(action.kind == ActionKind.BACKWARD for order in orders for action in order):
         for process, order in enumerate(orders):
-            order.extend(Action(ActionKind.UPDATE, stage) for stage in placement.stages_of(process))
+            orders[process] = _with_reductions(order, process, placement)
+            # The updates of a process stand at its end, where every gradient is complete: see `validate`.
+            orders[process] += [Action(ActionKind.UPDATE, stage) for stage in placement.stages_of(process)]
     schedule = Schedule(name, num_stages, num_micro_batches, placement, tuple(tuple(order) for order in orders))
     check_table(schedule)
     return schedule
+
+
+def _with_reductions(order: list[Action], process: int, placement: Placement) -> list[Action]:
+    """The order of a process, with a G directly after its last B of each stage that has replicas.
+
+    There it overlaps with what the process still runs. A stage without a micro-batch here has its G at the end; the
+    deepest stage comes first, as in the backwards of the other replicas.
+    """
+    missing = {stage for stage in placement.stages_of(process) if placement.replicas[stage] > 1}
+    reversed_order: list[Action] = [
+        Action(ActionKind.REDUCE, stage) for stage in sorted(missing - {a.stage for a in order})
+    ]
+    missing -= {action.stage for action in reversed_order}
+    for action in reversed(order):
+        if action.kind == ActionKind.BACKWARD and action.stage in missing:
+            missing.remove(action.stage)
+            reversed_order.append(Action(ActionKind.REDUCE, action.stage))
+        reversed_order.append(action)
+    return reversed_order[::-1]
 
 
 def _check_name(name: str) -> None:
@@ -276,7 +331,9 @@ def _fused_last(limits: Limits) -> Limits:
 
 
 def _merge(orders: list[list[Action]], placement: Placement, limits: Limits) -> list[list[Action]]:
-    return merge([with_recomputations(order, limits) for order in orders], placement)
+    """The order of each process. The limits hold for each replica of a stage by itself."""
+    replicas = [replica for order in orders for replica in by_worker(order, placement)]
+    return merge([with_recomputations(replica, limits) for replica in replicas], placement)
 
 
 def _forward(stage: int, micro_batch: int) -> Action:

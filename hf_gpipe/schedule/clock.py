@@ -1,8 +1,9 @@
 """Several stages in one process: their orders are merged into one by running a clock over the pipeline.
 
-A schedule says in which order each stage works. Where a process holds several stages, it also needs to know which of
-them is next. The clock assumes that a forward and a recomputation take one tick and a backward two. Whenever a process
-is free it starts, among its stages' next actions:
+A schedule says in which order each stage works, and each replica of a stage takes its own micro-batches out of that
+order. Where a process holds several stages, it also needs to know which of them is next. The clock assumes that a
+forward and a recomputation take one tick and a backward two. Whenever a process is free it starts, among its stages'
+next actions:
 
 1. one that has all it needs, and of these the one whose micro-batch is farthest on its way (down the stages, then up
    again). So a boundary goes on to the next process early, and a gradient does not wait in memory. A recomputation
@@ -21,58 +22,69 @@ from collections.abc import Sequence
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action, ActionKind, Placement
 
-_TICKS = {ActionKind.FORWARD: 1, ActionKind.RECOMPUTE: 1, ActionKind.BACKWARD: 2}
+TICKS = {ActionKind.FORWARD: 1, ActionKind.RECOMPUTE: 1, ActionKind.BACKWARD: 2}
 
 
 def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> list[list[Action]]:
     """The order of each process, from the order of each stage (forwards, recomputations and backwards).
 
+    Of a stage with replicas only the order within each replica counts.
+
     Raises:
         ScheduleError: the stages wait for each other.
     """
-    if placement.num_processes == placement.num_stages:
-        return [list(stage_orders[placement.stages_of(process)[0]]) for process in range(placement.num_processes)]
+    queues = [queue for order in stage_orders for queue in by_worker(order, placement)]
+    process_orders: list[list[Action]] = [[] for _ in range(placement.num_processes)]
+    if len(placement.places) == placement.num_processes:
+        for queue in queues:
+            process_orders[placement.process_of(queue[0])] = queue
+        return process_orders
 
-    num_stages = len(stage_orders)
-    next_index = [0] * num_stages
+    num_stages = placement.num_stages
+    next_index = [0] * len(queues)
     free_at = [0] * placement.num_processes
     finished_at: dict[Action, int] = {}
-    process_orders: list[list[Action]] = [[] for _ in range(placement.num_processes)]
 
-    def choices() -> list[tuple[int, bool, int, Action]]:
-        """The next action of each stage that can start: (start, fills idle time, rank, action), the smallest first."""
+    def choices() -> list[tuple[int, bool, int, Action, int]]:
+        """The next action of each queue that can start: (start, fills idle time, rank, action, queue)."""
         found = []
-        for stage, order in enumerate(stage_orders):
-            if next_index[stage] == len(order):
+        for number, queue in enumerate(queues):
+            if next_index[number] == len(queue):
                 continue
-            action = order[next_index[stage]]
+            action = queue[next_index[number]]
             source = action.source(num_stages)
             if source is not None and source not in finished_at:
                 continue
             start = max(free_at[placement.process_of(action)], finished_at[source] if source else 0)
-            fills, rank = False, -_way(action, num_stages)
+            fills, rank = False, -way(action, num_stages)
             if action.kind == ActionKind.RECOMPUTE:
-                gradient = Action(ActionKind.BACKWARD, stage, action.micro_batch).source(num_stages)
+                gradient = Action(ActionKind.BACKWARD, action.stage, action.micro_batch).source(num_stages)
                 fills = gradient is not None and (gradient not in finished_at or finished_at[gradient] > start)
-                rank = -stage if fills else rank
-            found.append((start, fills, rank, action))
+                rank = -action.stage if fills else rank
+            found.append((start, fills, rank, action, number))
         return found
 
-    for _ in range(sum(len(order) for order in stage_orders)):
+    for _ in range(sum(map(len, queues))):
         startable = choices()
         if not startable:
-            waiting = next(
-                order[index] for order, index in zip(stage_orders, next_index, strict=True) if index < len(order)
-            )
+            waiting = next(queue[index] for queue, index in zip(queues, next_index, strict=True) if index < len(queue))
             raise ScheduleError(f"deadlock: {waiting} waits for {waiting.source(num_stages)}, and no stage can go on.")
-        start, _, _, action = min(startable)
+        start, _, _, action, number = min(startable)
         process = placement.process_of(action)
-        free_at[process] = finished_at[action] = start + _TICKS[action.kind]
-        next_index[action.stage] += 1
+        free_at[process] = finished_at[action] = start + TICKS[action.kind]
+        next_index[number] += 1
         process_orders[process].append(action)
     return process_orders
 
 
-def _way(action: Action, num_stages: int) -> int:
+def by_worker(order: Sequence[Action], placement: Placement) -> list[list[Action]]:
+    """The order of a stage apart for each of its workers that has a micro-batch."""
+    queues: dict[int, list[Action]] = {}
+    for action in order:
+        queues.setdefault(placement.process_of(action), []).append(action)
+    return list(queues.values())
+
+
+def way(action: Action, num_stages: int) -> int:
     """How far a micro-batch has come when it is at this action: down the stages, then up again."""
     return action.stage if action.kind == ActionKind.FORWARD else 2 * num_stages - 1 - action.stage

@@ -13,6 +13,8 @@ with forwards alone and then alternates one forward and one backward:
 The published order takes groups of P and so needs M to be a multiple of P. Here the M // P groups are of equal size or
 differ by one, none below P; M < P is one group. For a multiple of P this is the published order. The smaller groups
 come first, for a process that went over to smaller ones would run backwards while others wait for its forwards.
+
+Each replica of the pipeline does this with its own micro-batches, on its own P processes.
 """
 
 from __future__ import annotations
@@ -27,17 +29,39 @@ def interleaved_orders(num_stages: int, num_micro_batches: int, placement: Place
     Raises:
         ScheduleError: the stages are not assigned in turn.
     """
-    num_processes = placement.num_processes
-    if placement.processes != Placement.interleaved(num_stages, num_processes).processes:
+    num_replicas = placement.replicas[0]
+    num_processes = placement.num_processes // num_replicas
+    if not _is_in_turn(placement, num_processes):
         raise ScheduleError(
-            f"schedule 'interleaved_1f1b' wants stage s in process s % {num_processes}, but the placement is "
-            f"{' '.join(map(str, placement.processes))}; use Placement.interleaved({num_stages}, {num_processes})."
+            f"schedule 'interleaved_1f1b' wants all stages with as many replicas, and each replica's stages in turn in "
+            f"its own processes, but the placement is {placement}; use Placement.interleaved({num_stages}, P), and "
+            "replicated(D) of it, on D times P processes."
         )
+    orders: list[list[Action]] = [[] for _ in range(placement.num_processes)]
+    for replica in range(num_replicas):
+        own = range(replica, num_micro_batches, num_replicas)
+        for stage, order in enumerate(_orders_of_pipeline(num_stages, num_processes, own)):
+            orders[placement.workers[stage][replica]] = order
+    return orders
+
+
+def _is_in_turn(placement: Placement, num_processes: int) -> bool:
+    """Whether each replica of the pipeline has its stages in turn on so many processes of its own."""
+    return (
+        len(set(placement.replicas)) == 1
+        and num_processes * placement.replicas[0] == placement.num_processes
+        and placement.num_stages % num_processes == 0
+        and all(own == placement.workers[stage % num_processes] for stage, own in enumerate(placement.workers))
+    )
+
+
+def _orders_of_pipeline(num_stages: int, num_processes: int, micro_batches: range) -> list[list[Action]]:
+    """The forwards and backwards of each process of one replica of the pipeline."""
     stages_each = num_stages // num_processes
     forwards: list[tuple[int, int]] = []
     backwards: list[tuple[int, int]] = []
     ahead: list[int] = []
-    for group in _groups(num_micro_batches, num_processes):
+    for group in _groups(micro_batches, num_processes):
         forwards += [(turn, m) for turn in range(stages_each) for m in group]
         backwards += [(turn, m) for turn in reversed(range(stages_each)) for m in group]
         # Of all forwards of the group, those of its last turn alone may still be to come at its first backward.
@@ -59,12 +83,14 @@ def interleaved_orders(num_stages: int, num_micro_batches: int, placement: Place
     return orders
 
 
-def _groups(num_micro_batches: int, num_processes: int) -> list[range]:
+def _groups(micro_batches: range, num_processes: int) -> list[range]:
     """Consecutive micro-batches, at least `num_processes` in each group where M allows it; the smaller groups first."""
-    count = max(1, num_micro_batches // num_processes)
-    size, extra = divmod(num_micro_batches, count)
+    count = max(1, len(micro_batches) // num_processes)
+    size, extra = divmod(len(micro_batches), count)
     groups: list[range] = []
+    start = 0
     for index in range(count):
-        start = groups[-1].stop if groups else 0
-        groups.append(range(start, start + size + (index >= count - extra)))
+        stop = start + size + (index >= count - extra)
+        groups.append(micro_batches[start:stop])
+        start = stop
     return groups

@@ -39,12 +39,15 @@ class Held(StrEnum):
     """From the end of the first backward on."""
 
 
-def holdings(timeline: Timeline, stage: int) -> Iterator[tuple[Held, Seconds, Seconds]]:
-    """Yield the things that a stage holds for each micro-batch: (what, from, until)."""
-    num_stages, ran = timeline.schedule.num_stages, timeline.spans_of
-    backwards = [span for action, span in ran[stage].items() if action.kind == ActionKind.BACKWARD]
+def holdings(timeline: Timeline, stage: int, process: int) -> Iterator[tuple[Held, Seconds, Seconds]]:
+    """Yield the things that a stage holds in one of its workers for each micro-batch: (what, from, until)."""
+    schedule, ran = timeline.schedule, timeline.spans_of
+    num_stages = schedule.num_stages
+    backwards = [
+        span for action, span in ran[stage].items() if action.kind == ActionKind.BACKWARD and span.process == process
+    ]
     first_backward = min(backwards, key=lambda span: span.end, default=None)
-    for micro_batch in range(timeline.schedule.num_micro_batches):
+    for micro_batch in schedule.placement.micro_batches_of(stage, process, schedule.num_micro_batches):
         forward = ran[stage][Action(ActionKind.FORWARD, stage, micro_batch)]
         backward = ran[stage].get(Action(ActionKind.BACKWARD, stage, micro_batch))
         last = backward or forward
@@ -71,18 +74,25 @@ Amounts = Mapping[Held, Mapping[str, float]]
 """How much each thing that a stage holds adds to each item of a sum."""
 
 
-def occupancy(timeline: Timeline, amounts: Mapping[int, Amounts]) -> Iterator[tuple[Seconds, dict[str, float]]]:
-    """How much some stages hold over time, as steps: (from this time on, so much of each item).
+def occupancy(
+    timeline: Timeline, amounts: Mapping[int, Amounts], process: int | None = None
+) -> Iterator[tuple[Seconds, dict[str, float]]]:
+    """How much some stages hold over time in a worker, as steps: (from this time on, so much of each item).
 
     What ends makes room for what begins at the same time.
 
     Args:
         timeline: simulated or measured.
         amounts: of each stage that counts.
+        process: the worker; None: of each stage its only one.
+
+    Raises:
+        ScheduleError: no worker is given, and a stage has several.
     """
     changes: defaultdict[Seconds, list[tuple[str, float]]] = defaultdict(list)
     for stage, of_stage in amounts.items():
-        for held, start, end in holdings(timeline, stage):
+        worker = timeline.schedule.placement.processes[stage] if process is None else process
+        for held, start, end in holdings(timeline, stage, worker):
             if end <= start:
                 continue
             for item, amount in of_stage.get(held, {}).items():
@@ -99,11 +109,12 @@ def occupancy(timeline: Timeline, amounts: Mapping[int, Amounts]) -> Iterator[tu
 
 
 def most_held(timeline: Timeline, stage: int) -> dict[Held, int]:
-    """The most of each thing that a stage holds at once, as a number of micro-batches."""
+    """The most of each thing that a stage holds at once in any one of its workers, as a number of micro-batches."""
     most = dict.fromkeys(Held, 0)
-    for _, level in occupancy(timeline, {stage: {held: {held: 1} for held in Held}}):
-        for held in Held:
-            most[held] = max(most[held], int(level.get(held, 0)))
+    for process in timeline.schedule.placement.workers[stage]:
+        for _, level in occupancy(timeline, {stage: {held: {held: 1} for held in Held}}, process):
+            for held in Held:
+                most[held] = max(most[held], int(level.get(held, 0)))
     return most
 
 

@@ -2,8 +2,13 @@
 
 The model is that of the executor. A process runs its actions one at a time and in order. A message leaves when its
 action ends and never holds up the sender; it travels `transfer_seconds`, after the messages before it on the same edge
-and in the same direction; the receiver waits for it at the action that uses it. Between two stages of one process on
-one device nothing travels.
+and in the same direction; the receiver waits for it at the action that uses it. An edge lies between two stages and two
+of their workers. Between two stages of one process on one device nothing travels.
+
+A reduction (G) takes no time of the worker where it stands. It begins when all replicas of its stage have reached their
+G and none of them is in another reduction, takes `reduce_seconds`, and goes on beside the workers' next actions; the
+stage's U waits for it. Nothing is assumed of messages and reductions that share a link, nor of reductions that begin
+inside the last B.
 
 All arithmetic is that of the costs given: with `fractions.Fraction` every result is exact. With equal stages, free
 transfers and updates, and each stage in its own process, one step of `gpipe` on K stages and M micro-batches takes
@@ -25,8 +30,8 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action, ActionKind
+from hf_gpipe.schedule.messages import executable_order
 from hf_gpipe.schedule.table import Schedule
-from hf_gpipe.schedule.validate import executable_order
 
 Seconds: TypeAlias = float | Fraction
 Number = TypeVar("Number", float | Fraction, int)
@@ -45,10 +50,15 @@ class Costs:
     """Of each stage, for the whole mini-batch."""
     transfer_seconds: Seconds | Sequence[Seconds] = 0
     """Of each boundary (K-1 values, boundary s lies between stages s and s+1), in either direction."""
+    reduce_seconds: Seconds | Sequence[Seconds] = 0
+    """Of each stage, for the reduction of its gradients over its replicas; a stage without replicas has none."""
 
 
 class Span(NamedTuple):
-    """One action that a process ran: it started, waited, computed and sent, between `start` and `end` (seconds)."""
+    """One action that a process ran: it started, waited, computed and sent, between `start` and `end` (seconds).
+
+    A reduction (G) runs from `start` to `end` beside the actions that follow it.
+    """
 
     process: int
     action: Action
@@ -97,20 +107,21 @@ class Timeline:
 
     @cached_property
     def bubble(self) -> Seconds:
-        """The idle fraction of all processes together, 0 to 1."""
-        return self._idle_fraction(sum(span.busy for span in self.spans), self.schedule.placement.num_processes)
+        """The idle fraction of all processes together, 0 to 1. A reduction is not work of its process, as a message."""
+        return self._idle_fraction(_busy(self.spans), self.schedule.placement.num_processes)
 
     def process_bubble(self, process: int) -> Seconds:
         """The idle fraction of one process."""
-        return self._idle_fraction(sum(span.busy for span in self.spans if span.process == process), 1)
+        return self._idle_fraction(_busy(span for span in self.spans if span.process == process), 1)
 
     def stage_bubble(self, stage: int) -> Seconds:
-        """The fraction of the time in which no action of this stage runs, though its process may run another's."""
-        return self._idle_fraction(self.busy_seconds(stage), 1)
+        """The fraction of the time in which no action of this stage runs, though its process may run another's; the
+        mean of its replicas."""
+        return self._idle_fraction(self.busy_seconds(stage), len(self.schedule.placement.workers[stage]))
 
     def busy_seconds(self, stage: int) -> Seconds:
-        """How long the actions of a stage ran, without their waiting."""
-        return sum(span.busy for span in self.spans_of[stage].values())
+        """How long the actions of a stage ran, without their waiting, on all its replicas together."""
+        return _busy(span for span in self.spans if span.action.stage == stage)
 
     def _idle_fraction(self, busy_seconds: Seconds, num_processes: int) -> Seconds:
         available = num_processes * self.total_seconds
@@ -118,11 +129,16 @@ class Timeline:
 
     @cached_property
     def spans_of(self) -> tuple[dict[Action, Span], ...]:
-        """For each stage the spans of its actions."""
+        """For each stage the spans of its actions on micro-batches, each of which runs on one of its replicas."""
         stages: tuple[dict[Action, Span], ...] = tuple({} for _ in range(self.schedule.num_stages))
         for span in self.spans:
-            stages[span.action.stage][span.action] = span
+            if span.action.micro_batch is not None:
+                stages[span.action.stage][span.action] = span
         return stages
+
+
+def _busy(spans: Iterable[Span]) -> Seconds:
+    return sum(span.busy for span in spans if span.action.kind != ActionKind.REDUCE)
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -141,11 +157,21 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     }
     transfer_seconds = _each(costs.transfer_seconds, num_stages - 1, "transfer_seconds", "boundaries")
 
+    reduce_seconds = _each(costs.reduce_seconds, num_stages, "reduce_seconds", "stages")
+
     spans: list[Span] = []
     free_at: list[Seconds] = [0] * placement.num_processes
     arrives_at: dict[Action, Seconds] = {}
-    edge_free_at: dict[tuple[ActionKind, int], Seconds] = {}
+    edge_free_at: dict[tuple[ActionKind, int, int, int], Seconds] = {}
+    reached_at: dict[int, Seconds] = {}
+    updates: list[tuple[int, Action]] = []
     for process, action in executable_order(schedule):
+        if action.kind == ActionKind.UPDATE:
+            updates.append((process, action))
+            continue
+        if action.kind == ActionKind.REDUCE:
+            reached_at[action.stage] = max(reached_at.get(action.stage, 0), free_at[process])
+            continue
         source = action.source(num_stages)
         start = max(free_at[process], arrives_at[source] if source else 0)
         end = start + seconds[action.kind][action.stage]
@@ -154,12 +180,27 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         if consumer := action.consumer(num_stages):
             arrives_at[action] = end
             if not placement.is_local(action, consumer):
-                edge = (action.kind, action.stage)
+                edge = (action.kind, action.stage, process, placement.process_of(consumer))
                 travels_from = max(end, edge_free_at.get(edge, 0))
                 edge_free_at[edge] = travels_from + transfer_seconds[min(action.stage, consumer.stage)]
                 arrives_at[action] = edge_free_at[edge]
-    # The order of execution keeps each process's order, so a stable sort leaves each process sorted by start.
-    return Timeline(schedule, tuple(sorted(spans, key=lambda span: span.process)))
+
+    reduced_at: dict[int, Seconds] = {}
+    reducing_until: list[Seconds] = [0] * placement.num_processes
+    for stage in sorted(reached_at, key=lambda stage: (reached_at[stage], -stage)):
+        start = max(reached_at[stage], *(reducing_until[process] for process in placement.workers[stage]))
+        reduced_at[stage] = start + reduce_seconds[stage]
+        for process in placement.workers[stage]:
+            reducing_until[process] = reduced_at[stage]
+            spans.append(Span(process, Action(ActionKind.REDUCE, stage), start, reduced_at[stage]))
+
+    # Every process's updates come last, so all reductions are known by now.
+    for process, action in updates:
+        start = max(free_at[process], reduced_at.get(action.stage, 0))
+        free_at[process] = start + seconds[action.kind][action.stage]
+        spans.append(Span(process, action, start, free_at[process]))
+    # A stable sort: what starts at the same time stays in the order of its process.
+    return Timeline(schedule, tuple(sorted(spans, key=lambda span: (span.process, span.start))))
 
 
 def _each(value: Number | Sequence[Number], count: int, name: str, of_what: str) -> tuple[Number, ...]:

@@ -1,9 +1,9 @@
-"""The schedule table: for every process, the ordered list of actions that it runs in one step.
+"""The schedule table: for every worker, the ordered list of actions that it runs in one step. A worker is a process.
 
 A table is plain data. The same object is validated, simulated, drawn and executed, and it has a text form that can be
 read, compared and edited. GPipe with two stages and two micro-batches, recomputation on:
 
-    table: 1
+    table: 2
     schedule: gpipe
     num_stages: 2
     num_micro_batches: 2
@@ -11,15 +11,19 @@ read, compared and edited. GPipe with two stages and two micro-batches, recomput
     process 0: 0F0 0F1 0R1 0B1 0R0 0B0 0U
     process 1: 1F0 1F1 1R1 1B1 1R0 1B0 1U
 
-The first line has the version of this text, so that a later one can say more. `schedule` is a name for people.
-`placement` gives the process of each stage; a line `devices: cuda:0 cuda:1` follows it where devices are given. Each
-process runs its line from left to right and waits, at an action, for the message which that action receives.
+The first line has the version of this text, so that a later one can say more; texts of version 1 are read too.
+`schedule` is a name for people. `placement` gives the process of each stage, or the processes of its replicas with
+commas: in `placement: 0,1 2` stage 0 has two replicas, on processes 0 and 1, and micro-batch m runs on replica m % 2. A
+line `devices: cuda:0 cuda:1 cuda:0` follows where devices are given: one for each replica of each stage, in the order
+of the placement. Each process runs its line from left to right and waits, at an action, for the message which that
+action receives. A reduction (G) is not waited for where it stands: it goes on beside the next actions until U needs it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NoReturn
 
 from hf_gpipe.errors import ScheduleError, nearest
 from hf_gpipe.schedule.actions import TEXT_VERSION, Action, ActionKind, Placement, parse_number
@@ -40,7 +44,7 @@ class Schedule:
     num_micro_batches: int
     placement: Placement
     actions: tuple[tuple[Action, ...], ...]
-    """One ordered list per process."""
+    """One ordered list per worker."""
 
     def __post_init__(self) -> None:
         if self.name.strip().splitlines() != [self.name]:
@@ -74,15 +78,16 @@ class Schedule:
         return frozenset(keeping)
 
     def num_recomputations(self, stage: int) -> int:
-        """How many micro-batches a stage recomputes."""
-        actions = self.actions[self.placement.processes[stage]]
-        return sum(action.stage == stage and action.kind == ActionKind.RECOMPUTE for action in actions)
+        """How many micro-batches a stage recomputes, on all its replicas together."""
+        rows = (self.actions[process] for process in self.placement.workers[stage])
+        return sum(a.stage == stage and a.kind == ActionKind.RECOMPUTE for actions in rows for a in actions)
 
     def of_first(self, num_micro_batches: int) -> Schedule:
         """The same table for its first n micro-batches: the actions of the others are left out.
 
         A valid table stays valid, for an action needs no other micro-batch's actions: run what is left in the order in
-        which the whole table can be run, and each action finds its message where it did.
+        which the whole table can be run, and each action finds its message where it did. A replica without a
+        micro-batch keeps its G and U, for the others reduce with it.
 
         Raises:
             ScheduleError: the table has fewer micro-batches, or none is asked for.
@@ -107,7 +112,7 @@ class Schedule:
             f"schedule: {self.name}",
             f"num_stages: {self.num_stages}",
             f"num_micro_batches: {self.num_micro_batches}",
-            f"placement: {' '.join(map(str, self.placement.processes))}",
+            f"placement: {self.placement}",
         ]
         if self.placement.devices is not None:
             lines.append(f"devices: {' '.join(self.placement.devices)}")
@@ -148,22 +153,33 @@ class Schedule:
         if missing := [key for key in _HEADER_KEYS if key not in header and key != "devices"]:
             raise ScheduleError(f"the line '{missing[0]}:' is missing; a table has it after the lines above it.")
 
-        def read(key: str, count: int | None = None) -> tuple[int, ...]:
-            numbers = [parse_number(word) for word in header[key].split()]
-            found = tuple(number for number in numbers if number is not None)
-            if len(found) < len(numbers) or (count is not None and len(found) != count):
-                what = "one number" if count else "the number of one process for each stage, as in 0 0 1"
-                raise ScheduleError(
-                    f"line {places[key]}: {key}: found {_shown(header[key])}, expected {what} (version {TEXT_VERSION} "
-                    "of the text has no more).",
-                    key,
-                )
-            return found
+        def fail(key: str, expected: str) -> NoReturn:
+            raise ScheduleError(
+                f"line {places[key]}: {key}: found {_shown(header[key])}, expected {expected} (version {TEXT_VERSION} "
+                "of the text has no more).",
+                key,
+            )
 
-        (num_stages,), (num_micro_batches,) = read("num_stages", 1), read("num_micro_batches", 1)
+        def read(key: str) -> int:
+            if (number := parse_number(header[key])) is None:
+                fail(key, "one number")
+            return number
+
+        def read_workers() -> list[tuple[int, ...]]:
+            every = []
+            for word in header["placement"].split():
+                own = [parse_number(one) for one in word.split(",")]
+                every.append(tuple(number for number in own if number is not None))
+                if len(every[-1]) < len(own):
+                    fail(
+                        "placement", "one process for each stage, as in 0 0 1, or its replicas with commas, as in 0,1 2"
+                    )
+            return every
+
+        num_stages, num_micro_batches = read("num_stages"), read("num_micro_batches")
         devices = tuple(header["devices"].split()) if "devices" in header else None
         try:
-            placement = Placement(read("placement"), devices)
+            placement = Placement(read_workers(), devices)
         except ScheduleError as error:
             raise error if error.line else ScheduleError(f"line {places['placement']}: {error}", "placement") from None
         try:
@@ -183,10 +199,11 @@ def _expected(header: dict[str, str], num_processes: int) -> list[str]:
 
 
 def _check_version(header: dict[str, str]) -> None:
-    if header["table"] != str(TEXT_VERSION):
+    versions = [str(version) for version in range(1, TEXT_VERSION + 1)]
+    if header["table"] not in versions:
         raise ScheduleError(
-            f"the table's text is of version {_shown(header['table'])}, and this version of hf_gpipe reads version "
-            f"{TEXT_VERSION}; write table: {TEXT_VERSION}, and what that version has."
+            f"the table's text is of version {_shown(header['table'])}, and this version of hf_gpipe reads versions "
+            f"{' and '.join(versions)}; write table: {TEXT_VERSION}, and what that version has."
         )
 
 

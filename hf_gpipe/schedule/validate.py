@@ -2,32 +2,32 @@
 
 The checks go from simple to subtle, so that the first error is the one to correct first:
 
-1. the table's shape fits its placement, and every action stands on its stage's process, once;
-2. nothing is missing: one F for every (stage, micro-batch), and in training one B, and one U per stage;
+1. the table's shape fits its placement, and every action stands once, on the process that holds its stage and, of the
+   stage's replicas, the one that its micro-batch belongs to;
+2. nothing is missing: one F for every (stage, micro-batch), and in training one B, one U for each replica of a stage,
+   and where a stage has several, one G for each;
 3. within a process, an action comes after what it needs of its own stage, and updates come last: clipping and tied
-   parameters need the gradients of all stages, so no update may stand before another stage's backward;
+   parameters need the gradients of all stages, so no update may stand before another stage's backward or reduction;
 4. between two processes, messages are received in the order in which they are sent, for an edge keeps no other order;
-5. run one action after another, every process reaches its end.
+5. run one action after another, every process reaches its end. Then it does so too if every send and every receive
+   blocks, because of the points at which `messages` starts the receives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NoReturn
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action, ActionKind
+from hf_gpipe.schedule.messages import executable_order
 from hf_gpipe.schedule.table import Schedule
 
 
-def check_table(schedule: Schedule, rendezvous: bool = False) -> None:
+def check_table(schedule: Schedule) -> None:
     """Check that a table is a complete synchronous step which every process can run to its end.
 
     Args:
         schedule: the table.
-        rendezvous: False: a send never waits (what the executor does). True: a send between two processes ends only
-            when the receiver has reached the action that consumes it, as with blocking sends of tensors too large to
-            buffer. `hf_gpipe.schedule.builders` says which tables pass this stricter test.
 
     Raises:
         ScheduleError: names the first wrong action and what it lacks; its `line` is the line of that process.
@@ -37,62 +37,8 @@ def check_table(schedule: Schedule, rendezvous: bool = False) -> None:
     _check_complete(schedule, positions)
     _check_order_in_process(schedule, positions)
     _check_order_on_edges(schedule)
-    for _ in executable_order(schedule, rendezvous):
+    for _ in executable_order(schedule):
         pass
-
-
-def executable_order(schedule: Schedule, rendezvous: bool = False) -> Iterator[tuple[int, Action]]:
-    """All actions of a table as (process, action), in an order in which each finds the message that it receives.
-
-    Every process takes its actions in its own order and stops at one whose message has not been sent. Under
-    `rendezvous` it also stops after an action until the receiver of that action's message has reached its consumer.
-
-    Raises:
-        ScheduleError: the processes wait for each other; names the action at which the first of them stops.
-    """
-    num_stages = schedule.num_stages
-    position = {
-        action: (process, index)
-        for process, actions in enumerate(schedule.actions)
-        for index, action in enumerate(actions)
-    }
-    reached = [0] * len(schedule.actions)
-    done: set[Action] = set()
-
-    def message_is_taken(process: int, action: Action) -> bool:
-        consumer = action.consumer(num_stages)
-        if consumer is None:
-            return True
-        receiver, index = position[consumer]
-        return receiver == process or reached[receiver] >= index
-
-    progress = True
-    while progress:
-        progress = False
-        for process, actions in enumerate(schedule.actions):
-            while reached[process] < len(actions):
-                action = actions[reached[process]]
-                if action not in done:
-                    source = action.source(num_stages)
-                    if source is not None and source not in done:
-                        break
-                    done.add(action)
-                    yield process, action
-                if rendezvous and not message_is_taken(process, action):
-                    break
-                reached[process] += 1
-                progress = True
-
-    stopped: list[tuple[int, str]] = []
-    for process, actions in enumerate(schedule.actions):
-        if reached[process] < len(actions):
-            action = actions[reached[process]]
-            other = action.consumer(num_stages) if action in done else action.source(num_stages)
-            stopped.append((process, f"process {process} stops at {action}, waiting for {other}"))
-    if stopped:
-        how = "deadlock with blocking sends" if rendezvous else "deadlock"
-        words = "; ".join(text for _, text in stopped[:4])
-        _fail(schedule, f"{how}: {words}; let one of them come earlier or later.", stopped[0][0])
 
 
 def _fail(schedule: Schedule, problem: str, where: int | str) -> NoReturn:
@@ -114,7 +60,7 @@ def _check_shape(schedule: Schedule) -> None:
         _fail(
             schedule,
             f"the placement is of {placement.num_stages} stages and the table of {num_stages}; name one process for "
-            "each stage.",
+            "each stage, or for each of its replicas.",
             "placement",
         )
     if placement.num_processes != len(schedule.actions):
@@ -126,10 +72,11 @@ def _check_shape(schedule: Schedule) -> None:
         )
 
 
-def _check_places(schedule: Schedule) -> dict[Action, int]:
-    """The place of each action in its process's list."""
-    positions: dict[Action, int] = {}
+def _check_places(schedule: Schedule) -> list[dict[Action, int]]:
+    """The place of each action in the list of each process."""
+    every: list[dict[Action, int]] = []
     for process, actions in enumerate(schedule.actions):
+        positions: dict[Action, int] = {}
         for index, action in enumerate(actions):
             if not 0 <= action.stage < schedule.num_stages:
                 _fail(
@@ -141,51 +88,69 @@ def _check_places(schedule: Schedule) -> dict[Action, int]:
                     f"{action} on process {process}: the micro-batches are 0 to {schedule.num_micro_batches - 1}.",
                     process,
                 )
-            home = schedule.placement.process_of(action)
-            if home != process:
-                _fail(
-                    schedule,
-                    f"{action} is on process {process}, but stage {action.stage} is placed on {home}; move it there.",
-                    process,
-                )
+            if process not in _homes(schedule, action):
+                own = schedule.placement.workers[action.stage]
+                if process in own:
+                    problem = (
+                        f"micro-batch {action.micro_batch} belongs to replica {action.micro_batch} % {len(own)} of "
+                        f"stage {action.stage}, on {_homes(schedule, action)[0]}"
+                    )
+                else:
+                    problem = f"stage {action.stage} is placed on {' and '.join(map(str, own))}"
+                _fail(schedule, f"{action} is on process {process}, but {problem}; move it there.", process)
             if action in positions:
                 _fail(schedule, f"{action} occurs twice on process {process}; keep one of them.", process)
+            if action.kind == ActionKind.REDUCE and len(schedule.placement.workers[action.stage]) == 1:
+                _fail(
+                    schedule,
+                    f"{action} on process {process}: stage {action.stage} has no other replica to reduce its gradients "
+                    "with; leave it out.",
+                    process,
+                )
             positions[action] = index
-    return positions
+        every.append(positions)
+    return every
 
 
-def _check_complete(schedule: Schedule, positions: dict[Action, int]) -> None:
+def _homes(schedule: Schedule, action: Action) -> tuple[int, ...]:
+    """The processes on which an action stands: one, or for G and U every replica of its stage."""
+    own = schedule.placement.workers[action.stage]
+    return own if action.micro_batch is None else (own[action.micro_batch % len(own)],)
+
+
+def _check_complete(schedule: Schedule, positions: list[dict[Action, int]]) -> None:
+    def check(action: Action, rule: str) -> None:
+        for home in _homes(schedule, action):
+            if action not in positions[home]:
+                _fail(schedule, f"{action} is missing from process {home}; {rule}", home)
+
     required = [ActionKind.FORWARD, ActionKind.BACKWARD] if schedule.is_training else [ActionKind.FORWARD]
     for kind in required:
         for stage in range(schedule.num_stages):
             for micro_batch in range(schedule.num_micro_batches):
-                action = Action(kind, stage, micro_batch)
-                if action not in positions:
-                    home = schedule.placement.process_of(action)
-                    _fail(schedule, f"{action} is missing from process {home}; it must occur exactly once.", home)
+                check(Action(kind, stage, micro_batch), "it must occur exactly once.")
     if schedule.is_training:
-        for stage in range(schedule.num_stages):
-            if (update := Action(ActionKind.UPDATE, stage)) not in positions:
-                home = schedule.placement.process_of(update)
-                _fail(
-                    schedule, f"{update} is missing from process {home}; a training step updates each stage once.", home
-                )
-    else:
-        for action in positions:
+        for stage, count in enumerate(schedule.placement.replicas):
+            if count > 1:
+                check(Action(ActionKind.REDUCE, stage), "every replica of a stage reduces its gradients once.")
+            check(Action(ActionKind.UPDATE, stage), "a training step updates each stage once.")
+        return
+    for process, actions in enumerate(schedule.actions):
+        for action in actions:
             if action.kind != ActionKind.FORWARD:
                 _fail(
                     schedule,
                     f"{action} without any backward: a table without backwards has forwards only.",
-                    schedule.placement.process_of(action),
+                    process,
                 )
 
 
-def _check_order_in_process(schedule: Schedule, positions: dict[Action, int]) -> None:
+def _check_order_in_process(schedule: Schedule, positions: list[dict[Action, int]]) -> None:
     for process, actions in enumerate(schedule.actions):
         first_update: Action | None = None
         for index, action in enumerate(actions):
-            for needed in _needs_of_own_stage(action, positions, schedule.num_micro_batches):
-                if positions[needed] > index:
+            for needed in _needs_of_own_stage(schedule, process, action):
+                if positions[process].get(needed, -1) > index:
                     _fail(
                         schedule,
                         f"{action} comes before {needed}, which it needs, on process {process}; move it behind.",
@@ -199,15 +164,17 @@ def _check_order_in_process(schedule: Schedule, positions: dict[Action, int]) ->
                 )
 
 
-def _needs_of_own_stage(action: Action, positions: dict[Action, int], num_micro_batches: int) -> list[Action]:
+def _needs_of_own_stage(schedule: Schedule, process: int, action: Action) -> list[Action]:
+    """What an action needs that stands in the same process. A table without it is complete all the same."""
     stage, micro_batch = action.stage, action.micro_batch
     if action.kind == ActionKind.RECOMPUTE:
         return [Action(ActionKind.FORWARD, stage, micro_batch)]
     if action.kind == ActionKind.BACKWARD:
-        recompute = Action(ActionKind.RECOMPUTE, stage, micro_batch)
-        return [recompute if recompute in positions else Action(ActionKind.FORWARD, stage, micro_batch)]
-    if action.kind == ActionKind.UPDATE:
-        return [Action(ActionKind.BACKWARD, stage, m) for m in range(num_micro_batches)]
+        return [Action(ActionKind.FORWARD, stage, micro_batch), Action(ActionKind.RECOMPUTE, stage, micro_batch)]
+    if action.kind.is_of_mini_batch:
+        own = schedule.placement.micro_batches_of(stage, process, schedule.num_micro_batches)
+        needs = [Action(ActionKind.BACKWARD, stage, m) for m in own]
+        return [*needs, Action(ActionKind.REDUCE, stage)] if action.kind == ActionKind.UPDATE else needs
     return []
 
 

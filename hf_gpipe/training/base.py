@@ -20,8 +20,7 @@ from transformers.trainer_callback import ExportableState
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
-from hf_gpipe.planner.settings import PlanInputs
-from hf_gpipe.planner.workload import Workload
+from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.generating import generation_config_of
 from hf_gpipe.training.loader import Batch

@@ -157,11 +157,11 @@ class TrainingLoop:
         """One update from one or more mini-batches; the norm of the gradient and the learning rate it was made with."""
         norm = rate = 0.0
 
-        def update(loss: torch.Tensor) -> None:
+        def update(loss: torch.Tensor, gradient_norm: torch.Tensor) -> None:
             nonlocal norm, rate
             for _ in group[1:]:
                 self._trainer.fire("on_substep_end")
-            norm, rate = self._update(float(loss))
+            norm, rate = self._update(float(loss), float(gradient_norm))
 
         self._pipe.loss_scale = 1.0 if self._trainer.scaler is None else self._trainer.scaler.scale
         self._pipe.train_on(group, self._logs.meter.times(self._state.global_step + 1), update)
@@ -170,14 +170,16 @@ class TrainingLoop:
         self._logs.count(group)
         return norm, rate
 
-    def _update(self, loss: float) -> tuple[float, float]:
+    def _update(self, loss: float, norm: float) -> tuple[float, float]:
         """The update in the table's U, once all processes' gradients are complete: clip, step, schedule the rate."""
         optimizer, scheduler, scaler = self._trainer.optimizer, self._trainer.lr_scheduler, self._trainer.scaler
         assert optimizer is not None
         if scaler is not None:
             scaler.unscale_(self._pipe.parameters())
+            norm /= scaler.scale
         limit = self._args.max_grad_norm
-        norm = float(self._pipe.clip_grad_norm_(limit) if limit is not None and limit > 0 else self._pipe.grad_norm())
+        if limit is not None and limit > 0:
+            self._pipe.clip_grad_norm_(limit, norm)
         is_applied = self._is_applied(loss, norm, scaler)
         self._logs.add_loss(loss, self._state.global_step)
         self._trainer.fire("on_pre_optimizer_step")

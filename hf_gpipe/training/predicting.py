@@ -61,7 +61,7 @@ def predict(
         pipe: the pipeline; its weights must not change meanwhile.
         batches: read in the main process; the others may pass None.
         with_logits: whether logits are kept.
-        preprocess: reduces a micro-batch's logits as soon as they exist.
+        preprocess: reduces a micro-batch's logits as soon as they exist; what it leaves goes to the host.
         generation: generates for each row.
 
     Raises:
@@ -118,20 +118,28 @@ class _Logits:
         # As transformers' Trainer hands them over under autocast, whatever type the head gave them.
         logits = logits.float() if self._is_autocast else logits
         kept = logits if self._preprocess is None else self._preprocess(logits, labels)
-        self.parts.append((kept, labels.shape[1]))
+        # At once: the logits of a whole mini-batch need not fit on the device.
+        self.parts.append((_on_host(kept), labels.shape[1]))
 
     def concatenated(self, num_columns: int) -> Any:
         """All rows as numpy arrays; those that have the labels' columns get back the ones cut off as padding."""
         return concatenated([_as_arrays(kept, columns, num_columns) for kept, columns in self.parts])
 
 
-def _as_arrays(kept: Any, columns: int, num_columns: int) -> Any:
+def _on_host(kept: Any) -> Any:
+    """A tensor as an array, and a list or tuple of tensors as a tuple of arrays."""
     if isinstance(kept, list | tuple):
-        return tuple(_as_arrays(one, columns, num_columns) for one in kept)
+        return tuple(_on_host(one) for one in kept)
     tensor = kept.detach().cpu()
-    array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
-    has_columns = array.ndim > 1 and array.shape[1] == columns
-    return _padded(array, num_columns, IGNORED_LABEL) if has_columns else array
+    array: np.ndarray = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return array
+
+
+def _as_arrays(kept: Any, columns: int, num_columns: int) -> Any:
+    if isinstance(kept, tuple):
+        return tuple(_as_arrays(one, columns, num_columns) for one in kept)
+    has_columns = kept.ndim > 1 and kept.shape[1] == columns
+    return _padded(kept, num_columns, IGNORED_LABEL) if has_columns else kept
 
 
 def _with_labels(batch: Batch) -> Batch:

@@ -67,7 +67,7 @@ def in_stages(model: PreTrainedModel, num_stages: int | None, recompute: str, ba
     for part in pipe.topology.gather_objects(mine):
         assert not gradients.keys() & part.keys(), "a parameter has two owners"
         gradients |= part
-    return Step(loss, gradients)
+    return Step(loss, gradients, torch.float64)
 
 
 def expected_of(model: PreTrainedModel) -> Step:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_gpipe.data import pairs
 from hf_gpipe.data.deterministic import stable_fraction, stable_random
 from hf_gpipe.data.pairs import Pair, split_pairs, tagged
 from hf_gpipe.errors import DataError
@@ -77,6 +78,19 @@ def test_texts_are_of_the_training_split_only():
     texts = list(corpus.texts())
     assert len(texts) == 2 * len(corpus.train)
     assert not {pair.target for pair in corpus.test} & set(texts)
+
+
+def test_texts_of_a_large_corpus_are_sampled(monkeypatch):
+    corpus = split([str(n) for n in range(3000)])
+    everything = list(corpus.texts())
+    sampled = list(corpus.texts(1500))
+    assert len(sampled) == 2 * 1500
+    assert set(zip(sampled[::2], sampled[1::2], strict=True)) < set(
+        zip(everything[::2], everything[1::2], strict=True)
+    ), "whole pairs"
+    assert sampled == [text for text in everything if text in set(sampled)], "in the corpus's order"
+    monkeypatch.setattr(pairs, "MAX_TOKENIZER_EXAMPLES", 1500)
+    assert list(corpus.texts()) == sampled
 
 
 def test_a_tag_goes_before_the_source():

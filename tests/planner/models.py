@@ -7,8 +7,7 @@ from typing import Any
 from hf_gpipe.planner.costs import GraphCost, LayerCost, ModelCosts, Parameters, Seconds, SharedParameter
 from hf_gpipe.planner.devices import LINKS, Device
 from hf_gpipe.planner.plan import Planner
-from hf_gpipe.planner.settings import PlanInputs
-from hf_gpipe.planner.workload import Workload
+from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import DecidedConfig
 
 DEVICE = Device("toy", None, {"float32": 2.0}, 1e30, LINKS["nvlink4"])

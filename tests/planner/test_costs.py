@@ -12,11 +12,10 @@ from hf_gpipe import Pipeline
 from hf_gpipe.adapters import StageModel, adapter_for
 from hf_gpipe.adapters.peft import make_peft
 from hf_gpipe.adapters.tiny import tiny_config
-from hf_gpipe.planner import layer_classes
+from hf_gpipe.planner import layers as planner_layers
 from hf_gpipe.planner.costs import InnerRecompute, ModelCosts
-from hf_gpipe.planner.layer_classes import ModelLayers, to_run
+from hf_gpipe.planner.layers import LayerTracer, ModelLayers, to_run
 from hf_gpipe.planner.prefix_sums import LayerSums
-from hf_gpipe.planner.trace_costs import trace_costs
 from hf_gpipe.planner.tracing import Trace, trace_stage
 from hf_gpipe.planner.workload import Workload
 from scripts.families import default_config
@@ -37,7 +36,7 @@ def clone(family: str) -> PreTrainedConfig:
 
 
 def costs_of(config: PreTrainedConfig) -> ModelCosts:
-    return trace_costs(adapter_for(config), WORKLOAD)
+    return LayerTracer(adapter_for(config)).costs(WORKLOAD)
 
 
 def numbers(parameters: dict[str, torch.nn.Parameter]) -> tuple[int, int, int]:
@@ -163,13 +162,13 @@ def test_a_short_model_tells_all_of_a_long_one(family: str, monkeypatch: pytest.
         if isinstance(vars(config).get(name), int):
             setattr(config, name, 5)
     adapter = adapter_for(config)
-    monkeypatch.setattr(layer_classes, "FEW_BLOCKS", 3)
+    monkeypatch.setattr(planner_layers, "FEW_BLOCKS", 3)
     few, like = to_run(ModelLayers(adapter))
     assert len(few.adapter.layers) < len(like) == len(adapter.layers)
-    short = trace_costs(adapter, WORKLOAD)
-    monkeypatch.setattr(layer_classes, "FEW_BLOCKS", 99)
+    short = LayerTracer(adapter).costs(WORKLOAD)
+    monkeypatch.setattr(planner_layers, "FEW_BLOCKS", 99)
     assert to_run(ModelLayers(adapter))[0].adapter is adapter
-    assert short == trace_costs(adapter, WORKLOAD)
+    assert short == LayerTracer(adapter).costs(WORKLOAD)
 
 
 def test_a_class_of_layers_that_a_short_model_lacks_is_run_in_the_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +176,7 @@ def test_a_class_of_layers_that_a_short_model_lacks_is_run_in_the_whole_one(monk
     config = clone("gemma3_text")
     config.num_hidden_layers = 4
     config.layer_types = ["full_attention"] * 3 + ["sliding_attention"]
-    monkeypatch.setattr(layer_classes, "FEW_BLOCKS", 2)
+    monkeypatch.setattr(planner_layers, "FEW_BLOCKS", 2)
     adapter = adapter_for(config)
     few, like = to_run(ModelLayers(adapter))
     assert few.adapter is adapter
@@ -199,7 +198,7 @@ def test_gpipes_largest_transformer_has_its_parameters() -> None:
     config = GPT2Config(
         vocab_size=32000, n_positions=1024, n_embd=2048, n_layer=1663, n_head=32, tie_word_embeddings=False
     )
-    costs = trace_costs(adapter_for(config), Workload(1, 1024, 1024))
+    costs = LayerTracer(adapter_for(config)).costs(Workload(1, 1024, 1024))
     width = 2048
     blocks = 1663 * (12 * width**2 + 13 * width)
     assert costs.total.count == 2 * 32000 * width + 1024 * width + blocks + 2 * width
@@ -209,9 +208,8 @@ def test_gpipes_largest_transformer_has_its_parameters() -> None:
 def test_lora_trains_and_returns_only_what_it_must() -> None:
     peft = pytest.importorskip("peft")
     adapter = adapter_for(clone("llama"))
-    costs = trace_costs(
-        adapter, WORKLOAD, peft=make_peft(adapter, "default", peft.LoraConfig(target_modules=["q_proj"], r=2))
-    )
+    adapters = make_peft(adapter, "default", peft.LoraConfig(target_modules=["q_proj"], r=2))
+    costs = LayerTracer(adapter, peft=adapters).costs(WORKLOAD)
     assert 0 < costs.total.trainable_count == 4 * 2 * (32 + 32)
     # Below the first adapted block nothing wants a gradient.
     assert costs.layers[1].gradient_input_bytes == 0
@@ -222,5 +220,7 @@ def test_a_gpus_attention_keeps_no_dropout() -> None:
     config = clone("bart")
     config.attention_dropout = 0.1
     adapter = adapter_for(config)
-    on_cpu, on_gpu = (trace_costs(adapter, WORKLOAD, as_on_gpu=as_on_gpu).layers[1] for as_on_gpu in (False, True))
+    on_cpu, on_gpu = (
+        LayerTracer(adapter, as_on_gpu=as_on_gpu).costs(WORKLOAD).layers[1] for as_on_gpu in (False, True)
+    )
     assert on_gpu.plain.saved_bytes < on_cpu.plain.saved_bytes

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from hf_gpipe.errors import UserError
+from hf_gpipe.planner import measure
 from hf_gpipe.planner.devices import DEVICES, LINKS, custom, device, link_between, read_bandwidth, read_flops
-from hf_gpipe.planner.this_machine import this_machine
+from hf_gpipe.planner.measure import this_machine
 
 
 def test_a_device_by_its_name() -> None:
@@ -80,3 +81,13 @@ def test_this_machine() -> None:
     assert found.flops_for("float32") > 1e8
     assert found.bytes_per_second > 1e8
     assert found.link.bytes_per_second > 1e7
+
+
+def test_the_memory_of_a_gpu_is_what_is_free_and_what_this_process_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_matrix_rate", "_memory_rate"):
+        monkeypatch.setattr(measure, name, lambda *_: 1e9)
+    gpu = torch.device("cuda", 7)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (30 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 10 << 30)
+    assert this_machine(gpu).memory_bytes == 40 << 30

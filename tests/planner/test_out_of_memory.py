@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_gpipe.errors import StageError
-from hf_gpipe.planner.out_of_memory import advising
+from hf_gpipe.planner.advice import advising
 
 
 def no_plan() -> Any:

@@ -8,12 +8,9 @@ from dataclasses import replace
 import pytest
 
 from hf_gpipe.errors import PartitionError, UserError
-from hf_gpipe.planner.decide import best_plan
-from hf_gpipe.planner.fix import smallest_fix
+from hf_gpipe.planner.advice import smallest_fix
+from hf_gpipe.planner.choose import best_plan, choose_partition, choose_recompute, search
 from hf_gpipe.planner.plan import Plan
-from hf_gpipe.planner.recompute import choose_recompute
-from hf_gpipe.planner.search import search
-from hf_gpipe.planner.split import choose_partition
 from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime.recompute import Recompute
 from tests.planner.models import MIB, blocks, layer, model, planner, settings
@@ -136,18 +133,18 @@ def test_without_a_limit_nothing_is_recomputed() -> None:
 
 def test_auto_values_are_the_fastest_that_fits() -> None:
     costs = blocks(8, weights=MIB, saved=10 * MIB)
-    asked = PipelineConfig(2, "auto", "auto", "auto", "auto", memory="150MiB")
+    asked = PipelineConfig(2, "auto", "auto", "auto", "auto")
+    within = planner(costs, rows=8, memory_bytes=150 * MIB)
     assert not asked.is_decided
-    plan = best_plan(planner(costs, rows=8), asked)
+    plan = best_plan(within, asked)
     assert plan.settings.is_decided
-    assert plan.settings == best_plan(planner(costs, rows=8), asked).settings
-    again = best_plan(planner(costs, rows=8), plan.settings)
+    assert plan.settings == best_plan(within, asked).settings
+    again = best_plan(within, plan.settings)
     assert again.settings == plan.settings
     assert plan.fits
     for schedule in ("gpipe", "1f1b"):
         for num_micro_batches in (1, 2, 4, 8):
-            other = PipelineConfig(2, num_micro_batches, schedule, "stage", memory="150MiB")
-            rival = best_plan(planner(costs, rows=8), other)
+            rival = best_plan(within, PipelineConfig(2, num_micro_batches, schedule, "stage"))
             assert not rival.fits or plan.step_seconds <= rival.step_seconds * 1.01
 
 
@@ -192,7 +189,7 @@ def test_a_plan_that_should_have_fitted_is_mended_by_less() -> None:
 
 def test_a_search_is_no_slower_than_what_was_asked_for_and_knows_the_leanest() -> None:
     costs = blocks(8, weights=MIB, saved=10 * MIB)
-    asked = PipelineConfig(2, 2, "gpipe", "stage", memory="150MiB")
+    asked = PipelineConfig(2, 2, "gpipe", "stage")
     within = planner(costs, rows=8, memory_bytes=150 * MIB)
     found = search(within, asked)
     given = best_plan(within, asked)

@@ -9,8 +9,8 @@ from transformers import LlamaConfig
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.planner.costs import ModelCosts, Seconds
-from hf_gpipe.planner.profile import profile_layers
-from hf_gpipe.planner.trace_costs import trace_costs
+from hf_gpipe.planner.layers import LayerTracer
+from hf_gpipe.planner.measure import profile_layers
 from hf_gpipe.planner.workload import Workload
 from scripts.families import default_config
 from tests.gloo import run_gloo
@@ -38,7 +38,7 @@ def seconds_of(costs: ModelCosts, index: int) -> Seconds:
 
 def test_every_layer_gets_its_seconds_and_keeps_its_costs() -> None:
     adapter = adapter_for(llama())
-    computed, measured = trace_costs(adapter, WORKLOAD), profile_layers(adapter, WORKLOAD, CPU, repeats=7)
+    computed, measured = LayerTracer(adapter).costs(WORKLOAD), profile_layers(adapter, WORKLOAD, CPU, repeats=7)
     assert measured.is_measured
     assert not computed.is_measured
     assert measured.update_seconds_per_parameter is None

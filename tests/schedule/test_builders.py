@@ -87,28 +87,6 @@ def test_messages_are_received_in_the_order_in_which_they_are_sent(case: tuple[S
         assert order(B, stage) == order(B, stage + 1)
 
 
-@given(schedules(names=("naive", "gpipe", "forward_only")))
-@settings(deadline=None, max_examples=200)
-def test_tables_that_run_with_blocking_sends(case: tuple[Schedule, Recompute]) -> None:
-    schedule, _ = case
-    places = list(schedule.placement.processes)
-    if places == sorted(places) or schedule.name == "naive":
-        check_table(schedule, rendezvous=True)
-
-
-@given(st.integers(2, 6), st.integers(1, 6), st.data())
-@settings(deadline=None, max_examples=60)
-def test_gpipe_fused_with_blocking_sends(num_stages: int, num_micro_batches: int, data: st.DataObject) -> None:
-    placement = Placement.spread(num_stages, data.draw(st.integers(2, num_stages)))
-    schedule = build("gpipe_fused", num_stages, num_micro_batches, placement)
-    last_is_alone = len(placement.stages_of(placement.num_processes - 1)) == 1
-    if last_is_alone and num_micro_batches > 1:
-        with pytest.raises(ScheduleError, match="deadlock with blocking sends"):
-            check_table(schedule, rendezvous=True)
-    else:
-        check_table(schedule, rendezvous=True)
-
-
 @pytest.mark.parametrize("name", ["naive", "gpipe", "gpipe_fused"])
 @pytest.mark.parametrize("num_micro_batches", [1, 3, 5])
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
@@ -127,13 +105,6 @@ def test_1f1b_holds_few_micro_batches_and_has_the_bubble_of_gpipe(num_stages: in
     assert timeline.bubble == Fraction(num_stages - 1, num_micro_batches + num_stages - 1)
     for stage in range(num_stages):
         assert peak(schedule, stage, Held.MICRO_BATCH) == min(num_stages - stage, num_micro_batches)
-
-
-@given(st.integers(2, 6), st.integers(2, 6))
-@settings(deadline=None, max_examples=30)
-def test_1f1b_deadlocks_with_blocking_sends(num_stages: int, num_micro_batches: int) -> None:
-    with pytest.raises(ScheduleError, match="deadlock with blocking sends"):
-        check_table(build("1f1b", num_stages, num_micro_batches), rendezvous=True)
 
 
 @given(placements(), st.integers(1, 5))

@@ -23,6 +23,7 @@ from hf_gpipe.adapters.dropout import mix
 from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.training.generating import left_padded_prompts
+from hf_gpipe.training.predicting import _Logits
 from tests.gloo import run_gloo
 from tests.oracle import plain_model, tiny_config
 from tests.training.test_precision import config_of
@@ -219,3 +220,13 @@ def test_generation_in_an_evaluation_while_training(tmp_path: Path) -> None:
         PipelineTrainer(
             tiny_config("llama"), args=made.args.__class__(str(tmp_path), use_cpu=True, generation_config="nowhere")
         )
+
+
+def test_logits_leave_the_device_one_micro_batch_at_a_time() -> None:
+    logits = _Logits(lambda logits, labels: (logits.argmax(-1), [logits]), is_autocast=False)
+    for _ in range(2):
+        logits.add(torch.zeros(2, 3, 5, dtype=torch.bfloat16), {"labels": torch.zeros(2, 3)})
+    assert all(isinstance(kept, np.ndarray) for (ids, (full,)), _ in logits.parts for kept in (ids, full))
+    tokens, (full,) = logits.concatenated(4)
+    assert tokens.tolist() == [[0, 0, 0, -100]] * 4
+    assert full.shape == (4, 4, 5)

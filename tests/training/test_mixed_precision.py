@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_gpipe import Pipeline
@@ -15,7 +16,7 @@ from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import NonFiniteError, UserError
 from hf_gpipe.training.loss_scaling import LossScaler
 from tests.gloo import run_gloo
-from tests.oracle import plain_model, tiny_config
+from tests.oracle import padded_batch, plain_model, tiny_config
 from tests.training.toy import CausalRows, Recorder, arguments, trainer, weights
 
 
@@ -53,6 +54,41 @@ def test_the_plain_trainer_s_losses_in_bf16(tmp_path: Path) -> None:
         tmp_path, model=copy, train_dataset=rows, num_stages=3, num_micro_batches=1, callbacks=[found], **common
     ).train()
     assert found.losses == pytest.approx(expected.losses, abs=1e-4)
+
+
+class Conversions(TorchDispatchMode):
+    """Counts how often each of some tensors is converted to bfloat16."""
+
+    def __init__(self, tensors: Any) -> None:
+        super().__init__()
+        self.counts = {tensor.data_ptr(): 0 for tensor in tensors}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ == "_to_copy" and kwargs.get("dtype") == torch.bfloat16:
+            self.counts[args[0].data_ptr()] = self.counts.get(args[0].data_ptr(), 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("block", 1), (["stage", "none"], 4 + 1)])
+def test_a_weight_is_converted_once_for_all_forwards_with_a_graph(recompute: Any, times: int) -> None:
+    """And in each forward without one, of which the first stage has four here; the next step takes the new weights."""
+    config = tiny_config("llama", tied=False)
+    batch = padded_batch(config)
+    pipe = Pipeline(plain_model(config, dtype=torch.float32), 2, 4, recompute=recompute, autocast=torch.bfloat16)
+    weights_of = {name: p for name, p in pipe.models[0].parameters.items() if name.endswith("proj.weight")}
+    with Conversions(weights_of.values()) as conversions:
+        pipe.train_step(batch)
+    assert {conversions.counts[p.data_ptr()] for p in weights_of.values()} == {times}
+    fresh = Pipeline(plain_model(config, dtype=torch.float32), 2, 4, recompute=recompute, autocast=torch.bfloat16)
+    for one in (pipe, fresh):
+        with torch.no_grad():
+            for parameter in one.parameters():
+                parameter.mul_(1.5)
+    pipe.zero_grad()
+    assert float(pipe.train_step(batch)) == float(fresh.train_step(batch))
+    for mine, other in zip(pipe.parameters(), fresh.parameters(), strict=True):
+        assert mine.grad is not None
+        assert torch.equal(mine.grad, other.grad)  # type: ignore[arg-type]
 
 
 def test_a_pipeline_of_one_s_own_keeps_its_precision(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ UPDATE_SECONDS = 0.05
 def _measure(update_seconds: float | None) -> tuple[Timeline, Timeline, bool]:
     pipe = Pipeline(tiny_config("marian"), 3, 2, "1f1b", "stage", device="cpu")
     before = [parameter.detach().clone() for parameter in pipe.parameters()]
-    update = None if update_seconds is None else lambda loss: time.sleep(update_seconds)
+    update = None if update_seconds is None else lambda loss, norm: time.sleep(update_seconds)
     measured, predicted = measure_step(pipe, [padded_batch(pipe.adapter.config)], repeats=3, update=update)
     unchanged = all(map(torch.equal, before, pipe.parameters())) and pipe.step == 0
     return measured, predicted, unchanged and all(parameter.grad is None for parameter in pipe.parameters())

@@ -1,15 +1,19 @@
-"""The seconds of a model's layers, measured on the device that will compute them.
+"""The seconds of a model's layers, and the memory and the rates of this process's device, measured.
 
-One layer of each class gets real memory and initial weights, and runs as a stage of its own. Blocks run alone and as
-several in a row: what one more adds is the block's, what is left is the stage's, which every stage spends once per
-micro-batch on masks, positions and calls.
+`profile_layers` gives one layer of each class real memory and initial weights, and runs it as a stage of its own.
+Blocks run alone and as several in a row: what one more adds is the block's, what is left is the stage's, which every
+stage spends once per micro-batch on masks, positions and calls. `this_machine` measures a device in about a second.
 """
 
 from __future__ import annotations
 
+import os
+import socket
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from statistics import median
 
 import torch
@@ -19,8 +23,8 @@ from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.checkpoint import hub
 from hf_gpipe.planner.costs import ModelCosts, Seconds
-from hf_gpipe.planner.layer_classes import ModelLayers
-from hf_gpipe.planner.trace_costs import LayerTracer
+from hf_gpipe.planner.devices import LINKS, Device, Link
+from hf_gpipe.planner.layers import LayerTracer, ModelLayers
 from hf_gpipe.planner.tracing import context_of
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.loss import PLAIN, TokenLoss
@@ -28,6 +32,10 @@ from hf_gpipe.runtime.stage import Stage
 
 #: Blocks that run in a row, where as many of one kind follow each other.
 _BLOCKS_IN_A_ROW = 3
+_DTYPES = ("float32", "bfloat16", "float16")
+_REPEATS = 3
+#: What glibc's allocator keeps of what comes and goes: from a third to a half in eight runs.
+_RESERVED_SHARE = 0.45
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -44,7 +52,7 @@ def profile_layers(
     barrier: Callable[[], None] | None = None,
     make_optimizer: MakeOptimizer | None = None,
 ) -> ModelCosts:
-    """`trace_costs` with the seconds filled in, medians of several runs after one that is not counted.
+    """The costs of `LayerTracer` with the seconds filled in, medians of several runs after one that is not counted.
 
     Args:
         adapter: the model's.
@@ -162,25 +170,19 @@ class _Clock:
         self._barrier()
         begin = time.perf_counter()
         while len(runs) < 3 or (len(runs) <= self._repeats and time.perf_counter() - begin < self._budget_seconds):
-            marks = [self.now()]
+            marks = [_now(self._device)]
             stage.forward(context, keep_graph=False)
-            marks.append(self.now())
+            marks.append(_now(self._device))
             stage.reset()
             outputs = stage.forward(context, keep_graph=True)
-            marks.append(self.now())
+            marks.append(_now(self._device))
             wanted = [name for name, is_wanted in stage.trainable_outputs.items() if is_wanted]
             gradients = {name: torch.randn_like(outputs[name]) for name in wanted}
             del outputs
-            begun = self.now()
+            begun = _now(self._device)
             stage.backward(0, gradients)
-            runs.append(Seconds(marks[1] - marks[0], marks[2] - marks[1], self.now() - begun))
+            runs.append(Seconds(marks[1] - marks[0], marks[2] - marks[1], _now(self._device) - begun))
         return _median(runs[1:])
-
-    def now(self) -> float:
-        """The time at which the device has done all that it was given."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
 
     def update(self, stage: Stage, make_optimizer: MakeOptimizer) -> float:
         """The median of several updates of a stage's parameters, the norm and the clipping of gradients included."""
@@ -191,11 +193,11 @@ class _Clock:
         runs = []
         self._barrier()
         for _ in range(self._repeats + 1):
-            start = self.now()
+            start = _now(self._device)
             norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
             torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
             optimizer.step()
-            runs.append(self.now() - start)
+            runs.append(_now(self._device) - start)
         return median(runs[1:])
 
 
@@ -209,3 +211,74 @@ def _update_seconds(tracer: LayerTracer, clock: _Clock, make_optimizer: MakeOpti
 
 def _alone() -> None:
     """Stands for the barrier of a process that measures alone."""
+
+
+@cache
+def this_machine(device: torch.device, num_processes: int = 1) -> Device:
+    """Memory, rate of matrix products by type and bandwidths of a device of this machine.
+
+    They are measured once in a process. A GPU's memory is what is free, with what this process holds of it. A CPU is
+    shared: its memory is divided by the number of processes, and the rate is that of this process's threads.
+
+    Args:
+        device: a CUDA device or the CPU.
+        num_processes: processes that will share a CPU's memory.
+    """
+    rates = {dtype: _matrix_rate(getattr(torch, dtype), device) for dtype in _DTYPES}
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        memory = free + torch.cuda.memory_reserved(device)
+        return Device(torch.cuda.get_device_name(device), memory, rates, _memory_rate(device), LINKS["pcie4"])
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_processes
+    return Device("this machine", memory, rates, _memory_rate(device), _loopback(), _RESERVED_SHARE)
+
+
+def _matrix_rate(dtype: torch.dtype, device: torch.device) -> float:
+    """Operations a second of a product that is large enough, and on a CPU still quick."""
+    size = 4096 if device.type == "cuda" else 512
+    left, right = torch.ones(size, size, dtype=dtype, device=device), torch.ones(size, size, dtype=dtype, device=device)
+    return 2 * size**3 / _seconds(lambda: left @ right, device)
+
+
+def _memory_rate(device: torch.device) -> float:
+    """Bytes a second that a copy reads and writes."""
+    source = torch.ones(1 << 24, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _seconds(lambda: target.copy_(source), device)
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    """The median time of a call, after one that is not counted."""
+    times = []
+    for _ in range(_REPEATS + 1):
+        start = _now(device)
+        call()
+        times.append(_now(device) - start)
+    return median(times[1:])
+
+
+def _now(device: torch.device) -> float:
+    """The time at which the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _loopback(size_bytes: int = 1 << 25) -> Link:
+    """Measure the link between two processes of this machine through a socket, as gloo uses it."""
+    sender, receiver = socket.socketpair()
+    data, buffer = bytes(size_bytes), bytearray(1 << 20)
+
+    def drain() -> None:
+        left = size_bytes
+        while left:
+            left -= receiver.recv_into(buffer)
+
+    with sender, receiver:
+        reader = threading.Thread(target=drain)
+        start = time.perf_counter()
+        reader.start()
+        sender.sendall(data)
+        reader.join()
+        seconds = time.perf_counter() - start
+    return Link("loopback", size_bytes / seconds, 1e-4)

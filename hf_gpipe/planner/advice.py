@@ -1,15 +1,19 @@
-"""The smallest change that makes a plan fit, in the words of a recipe."""
+"""The smallest change that makes a plan fit, in the words of a recipe; also for a run that is out of memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
-from hf_gpipe.errors import UserError
-from hf_gpipe.planner.decide import best_plan, micro_batch_counts
+import torch
+
+from hf_gpipe.errors import StageError, UserError
+from hf_gpipe.planner.choose import best_plan, micro_batch_counts
 from hf_gpipe.planner.plan import Plan, Planner, seconds_text
 from hf_gpipe.recipe import AUTO, PipelineConfig
 from hf_gpipe.recipe.sizes import size_text
+from hf_gpipe.runtime import failures
 
 #: A plan that was to fit and did not is mended by one that needs this share of it at most.
 _SAFE_SHARE = 0.9
@@ -47,7 +51,7 @@ def smallest_fix(plan: Plan) -> str:
 def _changes(planner: Planner, plan: Plan) -> Iterator[tuple[str, PipelineConfig]]:
     """Each change in words and as a configuration, the smallest first."""
     settings = plan.settings
-    now = settings.reopened(memory=None)  # the planner's limit holds
+    now = settings.reopened()
     if settings.recompute != "stage":
         yield "pipeline.recompute=auto", replace(now, recompute=AUTO)
     if settings.schedule != "1f1b":
@@ -86,3 +90,46 @@ def _more_stages(num_stages: int, num_layers: int) -> Iterator[int]:
 def _words(plan: Plan) -> str:
     settings = plan.settings
     return f"{settings.num_stages} stages, {settings.num_micro_batches} micro-batches, {settings.schedule}"
+
+
+@contextmanager
+def advising(plan: Callable[[], Plan], rank: int) -> Iterator[None]:
+    """Context manager that adds to an out-of-memory error what would need less memory.
+
+    Args:
+        plan: makes the plan of the run; it may fail, for an optimizer that is not known.
+        rank: of this process.
+
+    Raises:
+        StageError: in place of the failure, whose message it has.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not any(_is_want_of_memory(one) for one in _causes(error)):
+            raise
+        failures.note(error)  # planning takes seconds
+        what = str(error) if isinstance(error, StageError) else f"process {rank}: {error!r}"
+        raise StageError(f"{what.rstrip('.')}. {_advice(plan)}") from error
+
+
+def _advice(plan: Callable[[], Plan]) -> str:
+    """In one sentence."""
+    try:
+        return f"By the planner, {smallest_fix(plan())}"
+    except Exception:
+        # Whatever hinders the planner now, the failure to report is the run's.
+        return "More micro-batches, recompute 'stage', the schedule 1f1b or more stages need less."
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An exception, what caused it, and so on."""
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__cause__
+
+
+def _is_want_of_memory(error: BaseException) -> bool:
+    # On the CPU torch has no class of its own for it.
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

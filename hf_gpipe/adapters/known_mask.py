@@ -1,0 +1,99 @@
+"""An attention mask of which the CPU knows whether it hides anything, so that transformers need not ask the device.
+
+Before transformers makes a mask for attention it asks whether anything is padded: where nothing is, scaled dot-product
+attention needs no mask and can take its fast kernels. The question reads a value of the 2-D mask, in every forward of
+every stage, and on CUDA the host then waits for the device. Here the answer travels with the mask.
+
+The mask functions of transformers are looked up by the name of the attention implementation
+(`transformers.masking_utils.AttentionMaskInterface`). Each gets the answer in the form of its own arguments: no mask
+where nothing is padded, and no search for a shortcut where something is. They return what they would have returned.
+
+A mask that the model makes itself, from token ids say, is no `KnownMask`, and about it transformers still asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+_MASKS = ("attention_mask", "decoder_attention_mask")
+#: Operations whose result has 0 where the mask that they are called with has it; `==` only when compared with 1.
+_EQUAL = {torch.Tensor.eq, torch.Tensor.__eq__}
+_KEEPING = {torch.Tensor.to, torch.Tensor.contiguous, torch.Tensor.pin_memory} | _EQUAL
+_ALL = {torch.all, torch.Tensor.all}
+
+
+class KnownMask(torch.Tensor):
+    """A mask (B, T) with 0 for padding, else 1, which knows whether it has any 0.
+
+    `all` gives the answer on the CPU. Copies, and whether the mask is 1, are masks that know it too; every other
+    operation gives a plain tensor.
+
+    Attributes:
+        is_padded: whether any entry is not 1.
+    """
+
+    is_padded: bool
+
+    @classmethod
+    def of(cls, mask: torch.Tensor) -> KnownMask:
+        """The same memory, with the answer; reads the values, so `mask` should be on the CPU."""
+        return cls._with(mask, not bool((mask == 1).all()))
+
+    @classmethod
+    def _with(cls, mask: torch.Tensor, is_padded: bool) -> KnownMask:
+        known = mask.as_subclass(cls)
+        known.is_padded = is_padded
+        return known
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        mask, *others = args
+        if func in _ALL and isinstance(mask, KnownMask) and not others and not kwargs:
+            return torch.tensor(not mask.is_padded)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if func in _KEEPING and isinstance(mask, KnownMask) and (func not in _EQUAL or others == [1]):
+            return result if result is mask else cls._with(result, mask.is_padded)
+        return result
+
+
+def with_known_masks(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inputs of a micro-batch with their 2-D masks as `KnownMask`."""
+    return {
+        name: KnownMask.of(value) if name in _MASKS and value.dim() == 2 else value for name, value in inputs.items()
+    }
+
+
+def _answering(make_mask: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a mask function of transformers take the answer of a `KnownMask`."""
+
+    @wraps(make_mask)
+    def make(*args: Any, attention_mask: torch.Tensor | None = None, **options: Any) -> Any:
+        if isinstance(attention_mask, KnownMask):
+            if attention_mask.is_padded:
+                options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+                attention_mask = attention_mask.as_subclass(torch.Tensor)
+            else:
+                attention_mask = None
+        return make_mask(*args, attention_mask=attention_mask, **options)
+
+    return make
+
+
+def _install() -> None:
+    for name in ("sdpa", "eager", *(n for n in ALL_MASK_ATTENTION_FUNCTIONS if n.startswith(("flash", "flex")))):
+        ALL_MASK_ATTENTION_FUNCTIONS[name] = _answering(ALL_MASK_ATTENTION_FUNCTIONS[name])
+
+
+_install()

@@ -1,0 +1,135 @@
+"""The messages between the processes of a table: one order in which all of them travel, on both ends.
+
+An NCCL receive occupies the device until its message has come, and a send until it is received. Whatever makes the host
+wait for the whole device meanwhile (the first launch of a kernel, a `cudaFree`, CUDA_LAUNCH_BLOCKING=1) waits for them
+too. So a table must also run to its end if every send and every receive blocks its process.
+
+It does if each message travels right after the action that sends it, in one order of all actions of all processes in
+which every action comes after the ones that it needs. A process then starts a receive between those two of its own
+actions between which the source stands in that order:
+
+- the receive is never started before an own action on which its message depends;
+- no two processes wait for each other, also where both send at once;
+- all messages from one process to another are sent and received in one order, whichever stages they belong to, so
+  they can share a communicator.
+
+The order is that of the starts on a clock with equal stages, so that a receive is started while its source is computed
+and the transfer overlaps with the receiver's own work. Of actions that start together the one nearer to the beginning
+of its micro-batch's way (down the stages, then up again) comes first, for its receiver is at work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from hf_gpipe.errors import ScheduleError
+from hf_gpipe.schedule.actions import Action, ActionKind
+from hf_gpipe.schedule.clock import TICKS, way
+from hf_gpipe.schedule.table import Schedule
+
+#: Fine ticks per tick of `TICKS`. A process starts its actions one after another, at least one fine tick apart.
+_FINE = 1000
+
+
+class Message(NamedTuple):
+    """A message between two processes."""
+
+    source: Action
+    """Its result is the message; the sender sends it right after this action."""
+    consumer: Action
+    """The action that needs the message."""
+    sender: int
+    receiver: int
+    before: int
+    """Index in the receiver's list of the action before which the receive is started."""
+
+
+def messages(schedule: Schedule) -> tuple[Message, ...]:
+    """Return all messages between processes, in the order in which they travel.
+
+    A process starts the receives with the same `before` in this order.
+
+    Raises:
+        ScheduleError: the processes wait for each other.
+    """
+    if len(schedule.actions) == 1:
+        return ()
+    passed = [0] * len(schedule.actions)
+    found = []
+    for process, action in _clock_order(schedule):
+        passed[process] += 1
+        consumer = action.consumer(schedule.num_stages)
+        if consumer is None:
+            continue
+        receiver = schedule.placement.process_of(consumer)
+        if receiver != process:
+            found.append(Message(action, consumer, process, receiver, passed[receiver]))
+    return tuple(found)
+
+
+def executable_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+    """All actions of a table as (process, action), in an order in which each finds the message that it receives.
+
+    Every process takes its actions in its own order. It stops at one whose message has not been sent, and at the U of a
+    stage until all the stage's replicas have reached their G.
+
+    Raises:
+        ScheduleError: the processes wait for each other; names the action at which the first of them stops.
+    """
+    num_stages, workers = schedule.num_stages, schedule.placement.workers
+    reached = [0] * len(schedule.actions)
+    done: set[Action] = set()
+    # F, R and B stand once in the table, G on each replica of its stage.
+    num_reduced = [0] * num_stages
+
+    def waits_for(action: Action) -> Action | None:
+        """What has to be done in other processes before an action can run."""
+        if action.kind == ActionKind.UPDATE:
+            is_reduced = len(workers[action.stage]) in (1, num_reduced[action.stage])
+            return None if is_reduced else Action(ActionKind.REDUCE, action.stage)
+        source = action.source(num_stages)
+        return None if source is None or source in done else source
+
+    progress = True
+    while progress:
+        progress = False
+        for process, actions in enumerate(schedule.actions):
+            while reached[process] < len(actions) and not waits_for(action := actions[reached[process]]):
+                done.add(action)
+                num_reduced[action.stage] += action.kind == ActionKind.REDUCE
+                yield process, action
+                reached[process] += 1
+                progress = True
+
+    stopped = []
+    for process, actions in enumerate(schedule.actions):
+        if reached[process] < len(actions):
+            action = actions[reached[process]]
+            stopped.append((process, f"process {process} stops at {action}, waiting for {waits_for(action)}"))
+    if stopped:
+        words = "; ".join(text for _, text in stopped[:4])
+        raise ScheduleError(
+            f"schedule {schedule.name!r}: deadlock: {words}; let one of them come earlier or later.",
+            f"process {stopped[0][0]}",
+        )
+
+
+def _clock_order(schedule: Schedule) -> list[tuple[int, Action]]:
+    """All actions as (process, action), in the order of their starts on the clock.
+
+    An action starts after the one before it in its list, and after the end of its source, so both come before it.
+    """
+    num_stages = schedule.num_stages
+    started = [-1] * len(schedule.actions)
+    free_at: dict[tuple[int, str | None], int] = {}
+    ends: dict[Action, int] = {}
+    order: list[tuple[int, int, int, Action]] = []
+    for process, action in executable_order(schedule):
+        place = process, schedule.placement.device_of(action.stage, process)
+        source = action.source(num_stages)
+        start = max(started[process] + 1, free_at.get(place, 0), ends[source] if source else 0)
+        started[process] = start
+        ends[action] = free_at[place] = start + _FINE * TICKS.get(action.kind, 1)
+        order.append((start, way(action, num_stages), process, action))
+    return [(process, action) for _, _, process, action in sorted(order)]

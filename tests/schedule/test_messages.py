@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+
+from hf_gpipe.schedule import Action, Costs, Placement, Schedule, build, placement_for, simulate
+from hf_gpipe.schedule.messages import executable_order, messages
+from tests.schedule.cases import Recompute, schedules
+
+Operations = list[list[tuple[str, Action]]]
+"""For each process: ("run", action), ("send", source of a message), ("receive", source of a message)."""
+
+
+def operations(table: Schedule) -> Operations:
+    """The operations of each process in the order in which the executor calls them."""
+    found: Operations = []
+    for process, actions in enumerate(table.actions):
+        receives = defaultdict(list)
+        for message in messages(table):
+            if message.receiver == process:
+                receives[message.before].append(message.source)
+        sent = {message.source for message in messages(table) if message.sender == process}
+        found.append([])
+        for index, action in enumerate(actions):
+            found[-1] += [("receive", source) for source in receives[index]]
+            found[-1].append(("run", action))
+            found[-1] += [("send", action)] * (action in sent)
+    return found
+
+
+def runs_with_blocking_messages(table: Schedule, ahead: Operations) -> bool:
+    """Whether every process gets to its end if a send and a receive last until the other one has begun too."""
+    reached = [0] * len(ahead)
+    at: dict[tuple[str, Action], int] = {}
+    done: set[Action] = set()
+    progress = True
+    while progress:
+        progress = False
+        for process, own in enumerate(ahead):
+            while reached[process] < len(own):
+                what, action = own[reached[process]]
+                if what == "run":
+                    source = action.source(table.num_stages)
+                    if source is not None and source not in done:
+                        break
+                    done.add(action)
+                else:
+                    at[what, action] = process
+                    if ("receive" if what == "send" else "send", action) not in at:
+                        break
+                reached[process] += 1
+                progress = True
+    return all(count == len(own) for count, own in zip(reached, ahead, strict=True))
+
+
+def last_own_needs(table: Schedule) -> dict[Action, list[int]]:
+    """For each action and process the index of the last action there that it depends on, or that it is; -1: none."""
+    latest = [[-1] * len(table.actions) for _ in table.actions]
+    needs: dict[Action, list[int]] = {}
+    for process, action in executable_order(table):
+        now = list(latest[process])
+        if source := action.source(table.num_stages):
+            now = [max(pair) for pair in zip(now, needs[source], strict=True)]
+        now[process] = latest[process][process] + 1
+        needs[action] = latest[process] = now
+    return needs
+
+
+@given(schedules())
+@settings(deadline=None, max_examples=100)
+def test_every_table_runs_if_each_message_blocks(case: tuple[Schedule, Recompute]) -> None:
+    table, _ = case
+    assert runs_with_blocking_messages(table, operations(table))
+
+
+@given(schedules())
+@settings(deadline=None, max_examples=100)
+def test_a_receive_starts_after_what_it_depends_on_and_before_its_use(case: tuple[Schedule, Recompute]) -> None:
+    table, _ = case
+    needs = last_own_needs(table)
+    for message in messages(table):
+        assert needs[message.source][message.receiver] < message.before
+        assert message.before <= table.actions[message.receiver].index(message.consumer)
+
+
+@given(schedules())
+@settings(deadline=None, max_examples=100)
+def test_there_is_one_message_for_each_pair_of_actions_on_two_processes(case: tuple[Schedule, Recompute]) -> None:
+    table, _ = case
+    home = {action: process for process, actions in enumerate(table.actions) for action in actions}
+    expected = {
+        (action, consumer, process, home[consumer])
+        for action, process in home.items()
+        if (consumer := action.consumer(table.num_stages)) and home[consumer] != process
+    }
+    found = [message[:4] for message in messages(table)]
+    assert set(found) == expected
+    assert len(found) == len(expected)
+
+
+@given(schedules())
+@settings(deadline=None, max_examples=100)
+def test_two_processes_send_and_receive_in_one_order(case: tuple[Schedule, Recompute]) -> None:
+    """So the messages of all stages can share one first-in-first-out communicator per direction."""
+    table, _ = case
+    done = operations(table)
+    ends = {message.source: (message.sender, message.receiver) for message in messages(table)}
+
+    def order(process: int, what: str, pair: tuple[int, int]) -> list[Action]:
+        return [action for kind, action in done[process] if kind == what and ends[action] == pair]
+
+    for pair in set(ends.values()):
+        assert order(pair[0], "send", pair) == order(pair[1], "receive", pair)
+
+
+@given(schedules())
+@settings(deadline=None, max_examples=100)
+def test_a_receive_is_started_when_its_source_starts(case: tuple[Schedule, Recompute]) -> None:
+    """With equal stages. So of each other process at most one message is announced and not yet sent."""
+    table, _ = case
+    spans = {span.action: span for span in simulate(table, Costs(1, 2)).spans}
+    for message in messages(table):
+        own = table.actions[message.receiver]
+        start = spans[message.source].start
+        assert start <= spans[own[message.before]].start
+        if message.before:
+            assert spans[own[message.before - 1]].start <= start
+
+
+@pytest.mark.parametrize("name", ["gpipe", "gpipe_fused", "1f1b", "interleaved_1f1b"])
+def test_two_receives_ahead_of_use_do_wait_for_each_other(name: str) -> None:
+    """The check above bites: this is the rule of thumb that does not work."""
+    num_stages = 8 if name == "interleaved_1f1b" else 4
+    table = build(name, num_stages, 8, placement_for(name, num_stages, 4))
+    ahead = operations(table)
+    for process, actions in enumerate(table.actions):
+        consumers = [a for a in actions if (s := a.source(num_stages)) and table.placement.process_of(s) != process]
+        kept = [operation for operation in ahead[process] if operation[0] != "receive"]
+        for place, consumer in enumerate(consumers):
+            use = 0 if place < 2 else kept.index(("run", consumers[place - 2])) + 1
+            kept.insert(use + (place == 1), ("receive", consumer.source(num_stages) or consumer))
+        ahead[process] = kept
+    assert not runs_with_blocking_messages(table, ahead)
+
+
+def test_the_receives_of_a_small_table() -> None:
+    table = build("1f1b", 2, 3, recompute="none")
+    assert [list(map(str, actions)) for actions in table.actions] == [
+        ["0F0", "0F1", "0B0", "0F2", "0B1", "0B2", "0U"],
+        ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2", "1U"],
+    ]
+    assert [f"{m.source} before {table.actions[m.receiver][m.before]}" for m in messages(table)] == [
+        "0F0 before 1F0",
+        "0F1 before 1F0",
+        "1B0 before 0B0",
+        "1B1 before 0F2",
+        "0F2 before 1F2",
+        "1B2 before 0B2",
+    ]
+
+
+def test_one_process_has_no_messages() -> None:
+    assert messages(build("1f1b", 4, 3, Placement.spread(4, 1))) == ()
