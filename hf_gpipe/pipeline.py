@@ -28,6 +28,7 @@ from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import ModelSection, PipelineConfig, TrainingSection, table_of
 from hf_gpipe.runtime.batches import share
+from hf_gpipe.runtime.device_choice import DeviceChoice, processes_for
 from hf_gpipe.runtime.edges import connect
 from hf_gpipe.runtime.evaluation import Evaluation
 from hf_gpipe.runtime.executor import Executor, StepResult
@@ -39,7 +40,7 @@ from hf_gpipe.runtime.micro_batch import Batch, LogitsCallback, StepOptions, mak
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.runtime.ties import Ties
 from hf_gpipe.runtime.timing import ActionTime
-from hf_gpipe.runtime.topology import DeviceChoice, Topology
+from hf_gpipe.runtime.topology import Topology
 from hf_gpipe.schedule.builders import build, placement_for
 from hf_gpipe.schedule.file import recompute_under
 from hf_gpipe.schedule.table import Schedule
@@ -138,19 +139,15 @@ class Pipeline:
             partition=partition,
             **settings,
         )
+        if given.places != given.num_stages:
+            raise UserError(f"replicas is {given.replicas}, and stages with replicas cannot be run yet; use 1")
         self._plan_inputs = plan_inputs or PlanInputs(**of_inputs)
         self._loss = TokenLoss(label_smoothing, logit_clipping)
         Job.join()
-        where = device if device is not None else given.devices or given.device
-        self.topology = Topology.discover(given.num_stages, where)
-        if given.num_processes not in (None, self.topology.num_processes):
-            raise UserError(
-                f"num_processes is {given.num_processes} and {self.topology.num_processes} are running; leave it out, "
-                f"or start {given.num_processes}"
-            )
+        processes = processes_for(given, device)
         # Read before any weight is made: a table that cannot be run costs no time.
-        accumulation, num_processes = self._plan_inputs.accumulation, self.topology.num_processes
-        table = self.topology.from_reader(lambda: table_of(given, accumulation, num_processes))
+        accumulation = self._plan_inputs.accumulation
+        table = processes.from_reader(lambda: table_of(given, accumulation, processes.num_processes))
         if table is not None:
             given = replace(given, recompute=recompute_under(table, given.recompute))
             self._plan_inputs = replace(self._plan_inputs, tables={given.schedule: table})
@@ -161,11 +158,11 @@ class Pipeline:
             trust_remote_code=trust_remote_code,
             config_overrides=config_overrides,
             peft_config=peft_config,
-            autocast=None if autocast is None else Autocast(autocast, self.topology.device),
+            autocast=None if autocast is None else Autocast(autocast, processes.device),
             depth_scaled_feed_forward=depth_scaled_feed_forward,
         )
         self.adapter, self.peft = self._source.adapter, self._source.peft
-        self._planning = Planning(self._plan_inputs, self.adapter, self.peft, self._loss, self.topology)
+        self._planning = Planning(self._plan_inputs, self.adapter, self.peft, self._loss, processes)
         self.config, self.planned = self._planning.decide(given)
         config = self.config
         self.num_stages = config.num_stages
@@ -174,8 +171,8 @@ class Pipeline:
         self.recompute = config.recompute
         self.partition = cut(len(self.adapter.layers), config.num_stages, config.partition)
         recomputed = Recompute.parse(config.recompute, config.num_stages)
-        place = partial(placement_for, config.schedule) if table is None else lambda *_: table.placement
-        self.topology = Topology.discover(config.num_stages, where, place)
+        placement = placement_for(config.schedule, config.num_stages, processes.num_processes)
+        self.topology = Topology.of(processes, placement if table is None else table.placement)
         self._table = None if table is None else replace(table, placement=self.topology.placement)
         self._table_recompute = recomputed.of_table
         self.seed = seed

@@ -121,7 +121,7 @@ def _on_devices(recipe: Recipe, overrides: Sequence[str], devices: int | None) -
         return recipe
     pipeline = recipe.pipeline
     num_stages = pipeline.num_stages
-    if devices > num_stages:
+    if devices > num_stages and pipeline.places == num_stages:
         if any(text.replace(" ", "").startswith("pipeline.num_stages=") for text in overrides):
             raise UserError(
                 f"--devices is {devices} and pipeline.num_stages is {num_stages}: each device holds at least one "

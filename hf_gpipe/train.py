@@ -158,16 +158,16 @@ def _num_processes(recipe: Recipe) -> int:
             )
         return started
     if pipeline.devices is not None:
-        return asked or min(pipeline.num_stages, len(pipeline.devices))
+        return asked or min(pipeline.processes, len(pipeline.devices))
     if pipeline.device == "cpu" or not torch.cuda.is_available():
-        return asked or pipeline.num_stages
+        return pipeline.processes
     num_gpus = torch.cuda.device_count()
     if asked is not None and asked > num_gpus:
         raise RecipeError(
             f"pipeline.num_processes is {asked} and this machine has {num_gpus} GPUs, one for each process at most; "
             f"use {num_gpus} or fewer (several stages share a process), or pipeline.device=cpu"
         )
-    return asked or min(pipeline.num_stages, num_gpus)
+    return asked or min(pipeline.processes, num_gpus)
 
 
 def _fail(error: UserError) -> int:

@@ -40,7 +40,7 @@ from hf_gpipe.data import train_tokenizer
 from hf_gpipe.errors import EXIT_STOPPED
 from hf_gpipe.planner.measure import this_machine
 from hf_gpipe.runtime import batches, generation, launch, stage
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.processes import Processes
 from hf_gpipe.train import main as train
 from hf_gpipe.training import loader
 
@@ -388,7 +388,7 @@ def _what_was_lost(
     fault: Fault, words: list[str], folder: Path, output: Path, expected: dict[str, torch.Tensor]
 ) -> list[str]:
     """Problems with the checkpoints and with the run that resumes from them."""
-    newest = last_checkpoint(output, Topology.discover(1, "cpu"))
+    newest = last_checkpoint(output, Processes.of_job())
     steps = [int(path.name.rpartition("-")[2]) for path in checkpoints(output)]
     before = 0 if fault.phase == "evaluation" else 2
     if not steps or max(steps) < before:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo import register_backend
+from transformers import T5Config
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for
@@ -22,7 +23,17 @@ from hf_gpipe.runtime.micro_batch import split_rows, split_tokens
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule.actions import ActionKind
 from tests.gloo import run_gloo
-from tests.oracle import Batch, Result, assert_same, padded_batch, plain_model, run_pipeline, run_plain, tiny_config
+from tests.oracle import (
+    VOCABULARY,
+    Batch,
+    Result,
+    assert_same,
+    padded_batch,
+    plain_model,
+    run_pipeline,
+    run_plain,
+    tiny_config,
+)
 
 TRAINING_SCHEDULES = ("naive", "gpipe", "gpipe_fused", "1f1b", "interleaved_1f1b")
 
@@ -92,6 +103,35 @@ def test_copies_of_a_tie_on_other_devices_follow_their_owner() -> None:
                 parameter.mul_(0.9)
         losses.append(pipe.eval_step(padded_batch(config)).loss)
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+def _t5() -> T5Config:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2, "num_layers": 4, "dropout_rate": 0.0}
+    return T5Config(VOCABULARY, decoder_start_token_id=0, **sizes)
+
+
+def _tied_on_two_devices() -> tuple[Result, list[list[int]]]:
+    config = _t5()
+    machine = ["cpu", "cpu:1"] * dist.get_world_size()
+    pipe = Pipeline(plain_model(config), 4, 2, partition=[2, 2, 2, 7], device=machine)
+    stages: dict[object, list[int]] = {}
+    for tie in pipe.ties._ties:
+        stage = min(s for s, model in pipe.models.items() if tie.parameter in set(model.parameters.values()))
+        stages.setdefault(tie.group, []).append(stage)
+    return run_pipeline(pipe, padded_batch(config)), list(stages.values())
+
+
+def test_a_group_of_ties_has_one_device_of_each_process() -> None:
+    """With the embedding on the first device of both processes, and the position bias on another, NCCL would number the
+    communicators of a group that they share differently on each process."""
+    config = _t5()
+    expected = run_plain(plain_model(config), padded_batch(config), 2)
+    found = run_gloo(_tied_on_two_devices, 2)
+    for result, _ in found:
+        assert_same(result, expected)
+    groups = [stages for _, stages in found]
+    assert len(groups[0]) == len(groups[1]) > 1
+    assert all(len(set(stages)) == 1 for ours in groups for stages in ours)
 
 
 def test_devices_that_do_not_fit_the_stages() -> None:

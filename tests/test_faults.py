@@ -104,9 +104,9 @@ def test_torchrun_passes_the_signal_on(prepared: Path, tmp_path: Path) -> None:
 
 STUCK = """
 import ctypes, os, signal, sys, threading, time
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.processes import Processes
 from hf_gpipe.training.stopping import StopRequest
-with StopRequest(Topology.discover(1, "cpu"), float(sys.argv[2])):
+with StopRequest(Processes.of_job(), float(sys.argv[2])):
     print("ready", flush=True)
     if sys.argv[1] == "python":
         while True:
@@ -142,10 +142,10 @@ def test_a_step_that_does_not_end_is_not_waited_for(where: str, why: str) -> Non
 def test_the_handlers_are_given_back() -> None:
     program = """
 import os, signal
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.processes import Processes
 from hf_gpipe.training.stopping import StopRequest
 before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-with StopRequest(Topology.discover(1, "cpu"), 5.0) as request:
+with StopRequest(Processes.of_job(), 5.0) as request:
     is_there, say = os.pipe()
     child = os.fork()
     if child == 0:

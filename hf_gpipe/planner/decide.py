@@ -17,7 +17,7 @@ from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.recipe.sizes import size_text
 from hf_gpipe.runtime.loss import TokenLoss
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.processes import Processes
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +31,14 @@ class Planning:
         adapter: the model's.
         peft: PEFT layers that alone are trained.
         loss: of the target tokens.
-        topology: the processes, and their devices.
+        processes: the processes, and their devices.
     """
 
     inputs: PlanInputs
     adapter: Adapter
     peft: PeftAdapter | None
     loss: TokenLoss
-    topology: Topology
+    processes: Processes
 
     def decide(self, config: PipelineConfig) -> tuple[DecidedConfig, str | None]:
         """Decide what a configuration leaves open. Every process calls it; the main process decides for its own device.
@@ -49,7 +49,7 @@ class Planning:
         Raises:
             UserError: on every process: there is no example, or nothing that could be run.
         """
-        config = replace(config, num_processes=self.topology.num_processes)
+        config = replace(config, num_processes=self.processes.num_processes)
         if config.is_decided:
             stages = cut(len(self.adapter.layers), config.num_stages, config.partition)
             return config.decided(partition=tuple(map(len, stages))), None
@@ -61,7 +61,7 @@ class Planning:
             logger.info(why)
             return plan.settings, why
 
-        return self.topology.from_reader(best)
+        return self.processes.from_reader(best)
 
     def planner(self, config: PipelineConfig, measured: Mapping[int, ModelCosts] | None = None) -> Planner:
         """The planner for the device of this process and the configuration's limit of memory.
@@ -73,11 +73,11 @@ class Planning:
         Raises:
             UserError: there is no example.
         """
-        device = self.topology.device
+        device = self.processes.device
         return Planner.of(
             self.adapter,
             self.inputs,
-            this_machine(device, self.topology.num_processes),
+            this_machine(device, self.processes.num_processes),
             peft=self.peft,
             loss=self.loss,
             as_on_gpu=device.type == "cuda",
@@ -87,20 +87,20 @@ class Planning:
 
     def _measure(self, config: PipelineConfig) -> dict[int, ModelCosts]:
         """The costs of each size of micro-batch that may be chosen, measured by all processes at once, as in a run."""
-        topology = self.topology
-        mini_batch = topology.from_reader(self.inputs.mini_batch)
+        processes = self.processes
+        mini_batch = processes.from_reader(self.inputs.mini_batch)
         measured = {}
         for count in micro_batch_counts(mini_batch.rows, config.num_micro_batches):
             rows = largest_micro_batch(mini_batch.rows, count)
             own = profile_layers(
                 self.adapter,
                 replace(mini_batch, rows=rows),
-                topology.device,
+                processes.device,
                 peft=self.peft,
                 loss=self.loss,
-                barrier=topology.barrier,
+                barrier=processes.barrier,
             )
-            measured[rows] = mean_costs(topology.gather_objects(own))
+            measured[rows] = mean_costs(processes.gather_objects(own))
         return measured
 
 

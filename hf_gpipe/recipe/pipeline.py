@@ -10,7 +10,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.partition import COST_STRATEGIES, STRATEGIES
 from hf_gpipe.recipe.section import Count, OneOf, Positive, Text, section
 from hf_gpipe.recipe.sizes import read_bytes
-from hf_gpipe.schedule import SCHEDULES, TABLE_SUFFIX
+from hf_gpipe.schedule import SCHEDULES, TABLE_SUFFIX, is_table_file, placement_for, replicas_of
 
 AUTO = "auto"
 TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "forward_only")
@@ -58,9 +58,13 @@ class PipelineConfig:
     """The memory limit of each process that the planner plans for, with a unit, such as 80GiB; null: the memory of its
     device."""
 
+    replicas: Annotated[Count | tuple[Count, ...], _Listed] = 1
+    """Number of replicas of each stage, which take the micro-batches in turn and add up their gradients: 2 is two
+    pipelines side by side. Or a list with one number per stage, such as [2, 1]."""
+
     num_processes: Count | None = None
-    """Number of processes that share the stages; null: one per stage, but at most one per GPU, or one for each of
-    `devices`."""
+    """Number of processes that share the stages; null: one per replica of a stage, but at most one per GPU, or one for
+    each of `devices`."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The type of device that stages run on; auto: GPUs if there are any."""
@@ -82,11 +86,14 @@ class PipelineConfig:
     """CPU threads per process; null: OMP_NUM_THREADS, or the machine's cores divided evenly."""
 
     def __post_init__(self) -> None:
-        if self.num_processes is not None and self.num_processes > self.num_stages:
+        counts = replicas_of(self.num_stages, self.replicas)
+        if self.num_processes is not None and self.num_processes > sum(counts):
             raise UserError(
                 f"num_processes is {self.num_processes} and num_stages is {self.num_stages}; a process without a stage "
-                "has nothing to do: use at most as many processes as stages."
+                "has nothing to do: use at most as many processes as stages, or more replicas."
             )
+        if not is_table_file(self.schedule):
+            placement_for("gpipe", self.num_stages, self.processes, self.replicas)
         for name, value in (("partition", self.partition), ("recompute", self.recompute)):
             if isinstance(value, tuple) and len(value) != self.num_stages:
                 raise UserError(
@@ -135,8 +142,13 @@ class PipelineConfig:
 
     @property
     def processes(self) -> int:
-        """How many processes share the stages; one per stage if `num_processes` is None."""
-        return self.num_processes or self.num_stages
+        """How many processes share the stages; one per replica of a stage if `num_processes` is None."""
+        return self.num_processes or self.places
+
+    @property
+    def places(self) -> int:
+        """How many replicas all stages have together."""
+        return sum(replicas_of(self.num_stages, self.replicas))
 
     @property
     def memory_bytes(self) -> int | None:

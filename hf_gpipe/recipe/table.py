@@ -22,6 +22,6 @@ def table_of(config: PipelineConfig, accumulation: int, num_processes: int) -> S
     step: int | str = config.num_micro_batches
     if isinstance(step, int):
         step *= accumulation
-    table = read_table(config.schedule, config.num_stages, step, num_processes)
+    table = read_table(config.schedule, config.num_stages, step, num_processes, config.replicas)
     recompute_under(table, config.recompute)
     return table

@@ -22,7 +22,11 @@ import torch.distributed as dist
 from hf_gpipe.errors import EXIT_FAILURE, EXIT_USER_ERROR, HfGpipeError, PeerError, StageError, UserError
 from hf_gpipe.runtime.job import LAUNCHER_PID, Job
 
-_TIMED_OUT = re.compile(r"\[\S*gloo\S*\] Timed out waiting (\d+)ms for (\w+) operation to complete")
+_TIMED_OUT = re.compile(
+    r"\[\S*gloo\S*\] Timed out waiting (?P<gloo_ms>\d+)ms for (?P<gloo>\w+) operation to complete"
+    r"|(\[Rank \d+\] )?Watchdog caught collective operation timeout: WorkNCCL\(.*?OpType=(?P<nccl>\w+)"
+    r".*?Timeout\(ms\)=(?P<nccl_ms>\d+)\) ran for \d+ milliseconds before timing out\.?"
+)
 
 
 @dataclass(frozen=True)
@@ -127,19 +131,27 @@ def _write_error_file(path: Path, failure: Failure) -> None:
 
 
 def _waited(match: re.Match[str]) -> str:
-    what = {"recv": "a message from", "send": "a message to be taken by"}.get(match[2], f"{match[2]} with")
-    return f"waited {int(match[1]) / 1000:g} seconds in vain for {what} another process"
+    operation = (match["gloo"] or match["nccl"]).lower()
+    what = {"recv": "a message from", "send": "a message to be taken by"}.get(operation, f"{operation} with")
+    return waited(int(match["gloo_ms"] or match["nccl_ms"]) / 1000, what)
+
+
+def waited(seconds: float, what: str = "a message from") -> str:
+    """Text that says that a process gave up waiting for another one."""
+    return f"waited {seconds:g} seconds in vain for {what} another process"
 
 
 def _is_consequence(error: BaseException) -> bool:
     """Whether an exception or its cause is a lost connection to another process, or a message that one failed."""
     cause: BaseException | None = error
     while cause is not None:
+        # The first process that waits for too long is where a hanging run is noticed: it is no consequence.
+        if isinstance(cause, RuntimeError) and ("Timed out" in str(cause) or _TIMED_OUT.search(str(cause))):
+            return False
         if isinstance(cause, PeerError | dist.DistError):
             return True
-        # gloo raises plain RuntimeErrors, each with the line of gloo that it comes from. The first process that waits
-        # for too long is where a hanging run is noticed, so a timeout is not a consequence.
-        if isinstance(cause, RuntimeError) and "gloo/" in str(cause) and "Timed out" not in str(cause):
+        # gloo raises plain RuntimeErrors, each with the line of gloo that it comes from.
+        if isinstance(cause, RuntimeError) and "gloo/" in str(cause):
             return True
         cause = cause.__cause__
     return False

@@ -32,6 +32,8 @@ WORK_VARIABLE = "HF_GPIPE_WORK_FILE"
 #: On this signal a process writes the stack of its main thread to the file that STACK_VARIABLE names.
 STACK_SIGNAL = signal.SIGUSR1
 STACK_VARIABLE = "HF_GPIPE_STACK_FILE"
+#: The first line of that file in a job with NCCL, followed by its time limit in seconds.
+NCCL_LIMIT = "NCCL's time limit in seconds: "
 
 #: Seconds between two checks of a process that its launcher still runs.
 WATCH_SECONDS = 0.5
@@ -62,6 +64,7 @@ class Job:
         self._world: dist.ProcessGroup | None = None
         self._common_groups: dict[str, dist.ProcessGroup] = {}
         self._work_files: dict[str, int] = {}
+        self._abort_file: int | None = None
 
     @classmethod
     def current(cls) -> Job:
@@ -109,7 +112,23 @@ class Job:
 
     def new_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
         """Create a group of some processes with the job's time limit; torch's own default is 30 minutes."""
-        return dist.new_group(list(ranks), timeout=self.timeout or _timeout_of_default_group(), backend=backend)
+        timeout = self.timeout or _timeout_of_default_group()
+        if backend == "nccl":
+            self.note_abort(timeout)
+        return dist.new_group(list(ranks), timeout=timeout, backend=backend)
+
+    def note_abort(self, limit: timedelta) -> None:
+        """Note for the launcher the time limit of NCCL, and the stack of every thread if this process is aborted.
+
+        NCCL's watchdog, a thread of torch's, ends a process by SIGABRT when a message does not come in time: no
+        exception is raised that could be reported.
+        """
+        path = os.environ.get(STACK_VARIABLE)
+        if path is None or self._abort_file is not None:
+            return
+        self._abort_file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.write(self._abort_file, f"{NCCL_LIMIT}{limit.total_seconds():g}\n".encode())
+        faulthandler.enable(file=self._abort_file)
 
     def common_group(self, backend: str) -> dist.ProcessGroup:
         """Our group of all processes on this backend. The first call, which every process makes, creates it."""
@@ -213,7 +232,8 @@ def _show_stack_on_demand() -> None:
     """Write the stack of this process on STACK_SIGNAL, even while it is stuck in a call outside of Python."""
     if path := os.environ.get(STACK_VARIABLE):
         # Open for as long as the process runs.
-        faulthandler.register(STACK_SIGNAL, file=os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), all_threads=False)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        faulthandler.register(STACK_SIGNAL, file=file, all_threads=False)
 
 
 def _after_fork() -> None:

@@ -30,11 +30,19 @@ class Processes:
 
     rank: int
     num_processes: int
+    devices: tuple[torch.device, ...]
+    """The devices of this process, in order."""
 
     @classmethod
     def of_job(cls) -> Processes:
-        """The processes of the running job. Without torch.distributed there is one, number 0."""
-        return cls(*((dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)))
+        """The processes of the running job, on the CPU. Without torch.distributed there is one, number 0."""
+        rank, count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        return cls(rank, count, (_CPU,))
+
+    @property
+    def device(self) -> torch.device:
+        """This process's first device, for computations outside of the stages."""
+        return self.devices[0]
 
     # ------------------------------------------------------------------ roles
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hf_gpipe.errors import EXIT_FAILURE, EXIT_STOPPED
-from hf_gpipe.runtime.failures import Failure, read_error_file
-from hf_gpipe.runtime.job import STACK_SIGNAL, STACK_VARIABLE, WORK_VARIABLE, read_note
+from hf_gpipe.runtime.failures import Failure, read_error_file, waited
+from hf_gpipe.runtime.job import NCCL_LIMIT, STACK_SIGNAL, STACK_VARIABLE, WORK_VARIABLE, read_note
 from hf_gpipe.runtime.signals import STOP_SIGNALS, StopSignal
 
 #: Seconds that the other processes have to notice a failure, report what they were doing, and end.
@@ -54,12 +54,13 @@ class Worker:
         """Kill the process and keep the stack at which it was stuck."""
         file = stack_file(self.folder, self.rank)
         if file.exists():
+            before = file.stat().st_size
             self.process.send_signal(STACK_SIGNAL)
             deadline = time.monotonic() + 0.5
-            while not file.stat().st_size and time.monotonic() < deadline:
+            while file.stat().st_size == before and time.monotonic() < deadline:
                 time.sleep(0.01)
             time.sleep(0.05)
-            self.stack = file.read_text(errors="replace")
+            self.stack = file.read_text(errors="replace")[before:]
         self.was_ended = True
         self.process.kill()
         self.process.wait()
@@ -140,7 +141,13 @@ def first_failure(workers: Sequence[Worker]) -> Failure | None:
         return _with_stuck(first, ended) if first.is_time_limit else first
     if silent:
         # SIGTERM comes last: another launcher sends it to the processes that are left.
-        worker = min(silent, key=lambda w: (w.exit_code == -signal.SIGTERM, w.exit_code or 0, w.rank))
+        # NCCL's watchdog aborts the processes that wait for one that ended otherwise.
+        aborted = {worker.rank: failure for worker in silent if (failure := _aborted_by_nccl(worker)) is not None}
+        worker = min(
+            silent, key=lambda w: (w.exit_code == -signal.SIGTERM, w.rank in aborted, w.exit_code or 0, w.rank)
+        )
+        if worker.rank in aborted:
+            return _with_stuck(aborted[worker.rank], ended)
         return _failure(_without_a_word(worker) + _noticed(consequences))
     if ended:
         return _with_stuck(_failure("the processes did not end together"), ended)
@@ -167,6 +174,26 @@ def environment_of(folder: Path, rank: int, num_processes: int, port: int) -> di
 
 def _failure(message: str) -> Failure:
     return Failure(message, EXIT_FAILURE, is_consequence=False, time=time.time(), traceback="")
+
+
+def _aborted_by_nccl(worker: Worker) -> Failure | None:
+    """The failure of a process that NCCL's watchdog aborted; None for any other.
+
+    The watchdog is no thread of Python's, so that the stacks in the file have no "Current thread".
+    """
+    if worker.exit_code != -signal.SIGABRT:
+        return None
+    file = stack_file(worker.folder, worker.rank)
+    text = file.read_text(errors="replace") if file.exists() else ""
+    limit, _, stacks = text.removeprefix(NCCL_LIMIT).partition("\n")
+    if not text.startswith(NCCL_LIMIT) or "Aborted" not in stacks or "Current thread" in stacks:
+        return None
+    work = read_note(work_file(worker.folder, worker.rank))
+    message = (
+        f"process {worker.rank}{', ' * bool(work)}{work}: {waited(float(limit))}, or lost the connection to it, and "
+        f"was ended by NCCL's watchdog{_innermost(stacks)}"
+    )
+    return replace(_failure(message), traceback=stacks)
 
 
 def _without_a_word(worker: Worker) -> str:
@@ -197,8 +224,8 @@ def _with_stuck(failure: Failure, stuck: Sequence[Worker]) -> Failure:
 
 
 def _innermost(stack: str) -> str:
-    """The innermost function of a stack, as text; empty without a stack."""
-    frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', stack)
+    """The innermost function of the main thread's stack, which comes last, as text; empty without a stack."""
+    frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', stack.rpartition("hread 0x")[2])
     if not frames:
         return ""
     file, line, function = frames[0]

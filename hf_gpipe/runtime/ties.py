@@ -45,30 +45,32 @@ class Ties:
 
     def __init__(self, models: Mapping[int, StageModel], topology: Topology) -> None:
         self._local_ties = [_LocalTie(*pair) for pair in share_within_process(models)]
-        names_of_stage: dict[int, tuple[str, ...]] = {}
-        for part in topology.gather_objects({stage: tuple(model.parameters) for stage, model in models.items()}):
-            names_of_stage.update(part)
+        self._rank = topology.rank
+        found: dict[int, tuple[str, tuple[str, ...]]] = {}
+        mine = {stage: (str(model.device), tuple(model.parameters)) for stage, model in models.items()}
+        for part in topology.gather_objects(mine):
+            found.update(part)
         holders: dict[str, list[int]] = {}
-        for stage in sorted(names_of_stage):
-            for name in names_of_stage[stage]:
+        for stage in sorted(found):
+            for name in found[stage][1]:
                 holders.setdefault(name, []).append(stage)
         #: Stage that owns each parameter of the whole model.
         self.owner_stage = {name: stages[0] for name, stages in holders.items()}
         self._ties: list[_Tie] = []
-        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        local: dict[str, torch.nn.Parameter] = {}
-        for stage in sorted(models):
-            for name, parameter in models[stage].parameters.items():
-                local.setdefault(name, parameter)
+        groups: dict[tuple[tuple[int, str], ...], dist.ProcessGroup] = {}
         for name in sorted(holders):
-            ranks = tuple(sorted({topology.process_of(stage) for stage in holders[name]}))
-            if len(ranks) == 1:
+            lowest = {topology.process_of(stage): stage for stage in reversed(holders[name])}
+            if len(lowest) == 1:
                 continue
-            if ranks not in groups:
-                groups[ranks] = topology.new_group(ranks, topology.device)
-            if topology.rank in ranks:
+            # NCCL has a communicator for each group and device. With one device of a process in a group, all its
+            # members number the communicators alike.
+            places = tuple((rank, found[stage][0]) for rank, stage in sorted(lowest.items()))
+            if places not in groups:
+                ranks = [rank for rank, _ in places]
+                groups[places] = topology.new_group(ranks, torch.device(places[0][1]))
+            if topology.rank in lowest:
                 owner = topology.process_of(self.owner_stage[name])
-                self._ties.append(_Tie(local[name], owner, groups[ranks]))
+                self._ties.append(_Tie(models[lowest[topology.rank]].parameters[name], owner, groups[places]))
 
     def reduce_gradients(self) -> None:
         """Sum the gradients of each tied parameter into its owner's; the copies then have no gradient."""
@@ -83,7 +85,7 @@ class Ties:
             if tie.parameter.grad is None:
                 tie.parameter.grad = torch.zeros_like(tie.parameter)
             dist.reduce(tie.parameter.grad, dst=tie.owner, group=tie.group)
-            if tie.owner != dist.get_rank():
+            if tie.owner != self._rank:
                 tie.parameter.grad = None
 
     def send_values(self) -> None:

@@ -115,13 +115,13 @@ class Timeline:
         return self._idle_fraction(_busy(span for span in self.spans if span.process == process), 1)
 
     def stage_bubble(self, stage: int) -> Seconds:
-        """The fraction of the time in which no action of this stage runs, though its process may run another's; the
-        mean of its replicas."""
-        return self._idle_fraction(self.busy_seconds(stage), len(self.schedule.placement.workers[stage]))
+        """The fraction of the time in which no action of this stage runs, though its process may run another's."""
+        return self._idle_fraction(self.busy_seconds(stage), 1)
 
     def busy_seconds(self, stage: int) -> Seconds:
-        """How long the actions of a stage ran, without their waiting, on all its replicas together."""
-        return _busy(span for span in self.spans if span.action.stage == stage)
+        """How long the actions of a stage ran, without their waiting; the mean of its replicas."""
+        spans = (span for span in self.spans if span.action.stage == stage)
+        return _busy(spans) / len(self.schedule.placement.workers[stage])
 
     def _idle_fraction(self, busy_seconds: Seconds, num_processes: int) -> Seconds:
         available = num_processes * self.total_seconds

@@ -211,8 +211,8 @@ class PipelineTrainingArguments(TrainingArguments):
             return torch.device("cpu")
         if not torch.cuda.is_available():
             return torch.device("cpu")
-        # Named, not chosen: that is the pipeline's to do, once the process has joined its job.
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        # Without a number: which one is the pipeline's to choose, once the process has joined its job.
+        return torch.device("cuda")
 
     @property
     def n_gpu(self) -> int:

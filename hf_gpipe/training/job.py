@@ -21,8 +21,9 @@ from hf_gpipe.pipeline import Pipeline, Update
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import AUTO, Recipe, load_saved, may_change, table_of
 from hf_gpipe.runtime.batches import share
+from hf_gpipe.runtime.device_choice import processes_for
 from hf_gpipe.runtime.job import Job
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.processes import Processes
 from hf_gpipe.schedule import Timeline, breakdown, draw_png, write_trace
 from hf_gpipe.training import summary
 from hf_gpipe.training.cost import CostMeter
@@ -54,11 +55,11 @@ def run(recipe: Recipe, job: Job) -> None:
     cost_meter = CostMeter()
     task = task_of(recipe)
     output_dir = Path(recipe.training.output_dir)
-    topology = Topology.discover(recipe.pipeline.num_stages, recipe.pipeline.device)
-    checkpoint = _checkpoint_of(recipe, output_dir, topology, job)
+    processes = processes_for(recipe.pipeline)
+    checkpoint = _checkpoint_of(recipe, output_dir, processes, job)
     first_step = _step_of(checkpoint)
     job.note("preparing the corpus and the tokenizer")
-    config, prepared = _prepared(recipe, task, output_dir, checkpoint, topology)
+    config, prepared = _prepared(recipe, task, output_dir, checkpoint, processes)
 
     job.note("creating the model")
     pipe = _pipeline(recipe, config, _num_micro_batches_of(checkpoint))
@@ -80,7 +81,7 @@ def run(recipe: Recipe, job: Job) -> None:
     report = task.evaluate(pipe, *(prepared.tokenizer, prepared.corpus) if prepared is not None else (None, None))
     job.note("measuring a step")
     batches = trainer.train_batches()
-    batch = share([next(batches.epoch(0))] if batches is not None else None, topology)
+    batch = share([next(batches.epoch(0))] if batches is not None else None, processes)
     measured, predicted = measure_step(pipe, batch, update=_update_of(trainer))
     if prepared is not None:
         cost = cost_meter.cost(pipe, trainer.state.log_history, measured, batch, first_step)
@@ -125,16 +126,16 @@ def _write_timelines(output_dir: Path, measured: Timeline, predicted: Timeline) 
 
 
 def _prepared(
-    recipe: Recipe, task: Task, output_dir: Path, checkpoint: Path | None, topology: Topology
+    recipe: Recipe, task: Task, output_dir: Path, checkpoint: Path | None, processes: Processes
 ) -> tuple[PreTrainedConfig, _Prepared | None]:
     """The model's configuration, and in the main process everything that it has prepared."""
     mine: list[_Prepared] = []
 
     def prepare() -> PreTrainedConfig:
-        mine.append(_prepare(recipe, task, output_dir, checkpoint, topology.num_processes))
+        mine.append(_prepare(recipe, task, output_dir, checkpoint, processes.num_processes))
         return mine[0].config
 
-    return topology.from_reader(prepare), mine[0] if mine else None
+    return processes.from_reader(prepare), mine[0] if mine else None
 
 
 def _prepare(recipe: Recipe, task: Task, output_dir: Path, checkpoint: Path | None, num_processes: int) -> _Prepared:
@@ -159,7 +160,7 @@ def _prepare(recipe: Recipe, task: Task, output_dir: Path, checkpoint: Path | No
     return _Prepared(corpus, tokenizer, config)
 
 
-def _checkpoint_of(recipe: Recipe, output_dir: Path, topology: Topology, job: Job) -> Path | None:
+def _checkpoint_of(recipe: Recipe, output_dir: Path, processes: Processes, job: Job) -> Path | None:
     """The checkpoint to resume from, which is whole. Every process calls it."""
 
     def prepare() -> None:
@@ -168,8 +169,8 @@ def _checkpoint_of(recipe: Recipe, output_dir: Path, topology: Topology, job: Jo
         tidy(output_dir)
 
     job.note("checking the checkpoint")
-    topology.from_writer(prepare)
-    return None if recipe.training.resume == "never" else last_checkpoint(output_dir, topology)
+    processes.from_writer(prepare)
+    return None if recipe.training.resume == "never" else last_checkpoint(output_dir, processes)
 
 
 def _num_micro_batches_of(checkpoint: Path | None) -> int | None:

@@ -222,7 +222,7 @@ class _Pipeline:
         self.table = setting.table()
         placement, device = self.table.placement, torch.device("cpu")
         own = dict.fromkeys(placement.stages_of(rank), device)
-        topology = Topology(rank, placement.num_processes, placement, device, own)
+        topology = Topology(rank, placement.num_processes, (device,), placement, own)
         boundary = torch.zeros(setting.boundary_bytes // _FLOAT_BYTES)
         # The executor is typed for stages that compute.
         stages = {number: cast(Stage, WaitingStage(setting, number, boundary)) for number in own}

@@ -31,7 +31,7 @@ from hf_gpipe.checkpoint.directory import (
 from hf_gpipe.checkpoint.run_state import Position, RunState
 from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE, load_state, read_state, save_state
 from hf_gpipe.errors import CheckpointError
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.processes import Processes
 from tests.checkpoint.test_digests import make_old
 from tests.gloo import run_gloo
 from tests.oracle import padded_batch, tiny_config
@@ -59,7 +59,7 @@ def random_noise(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.where(torch.rand(ids.shape) < 0.3, 2, ids), "labels": ids}
 
 
-ALONE = Topology.discover(1, "cpu")
+ALONE = Processes.of_job()
 SAVE = {"save_strategy": "steps", "save_steps": 2, "max_steps": 9, "dropout": 0.2}
 
 
@@ -277,7 +277,7 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
 
 
 def test_an_unfinished_checkpoint_has_no_name(tmp_path: Path) -> None:
-    topology = Topology.discover(1, "cpu")
+    topology = Processes.of_job()
     final = tmp_path / "checkpoint-5"
 
     def crash() -> None:
@@ -323,7 +323,7 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
         pytest.raises(CheckpointError, match="cannot write"),
-        written_whole(tmp_path / "file" / "checkpoint-1", Topology.discover(1, "cpu")),
+        written_whole(tmp_path / "file" / "checkpoint-1", Processes.of_job()),
     ):
         pass
 
@@ -404,10 +404,10 @@ def test_a_full_disk_on_one_process_is_told_on_all(broken_process: int, by_limit
 
 
 def _see_each_other(folder: str) -> str:
-    rank = Topology.discover(2, "cpu").rank
+    rank = Processes.of_job().rank
     os.makedirs(f"{folder}/{rank}", exist_ok=True)
     os.chdir(f"{folder}/{rank}")
-    check_shared(Path(folder) / "common", Topology.discover(2, "cpu"))
+    check_shared(Path(folder) / "common", Processes.of_job())
     directory._APPEARS_SECONDS = 0.2
     with pytest.raises(CheckpointError) as caught:
         trainer(Path("out"), **SAVE).train()

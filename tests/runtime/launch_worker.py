@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
+import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -35,14 +38,23 @@ def body(what: str, folder: Path) -> None:
             failures.note(error)
             time.sleep(3)
             raise UserError("the cause, explained") from error
-        if what in ("wait", "stuck"):
+        if what in ("wait", "stuck", "watchdog"):
             time.sleep(120)
+    if what == "watchdog":
+        job.note_abort(timedelta(seconds=2))
+        threading.Timer(1, abort_in_a_thread_outside_of_python).start()
     # Waits in gloo, where no Python handler runs.
     dist.all_reduce(torch.ones(1))
     sys.stdout.write(f"process {rank} of {dist.get_world_size()}, {torch.get_num_threads()} threads\n")
     if what == "late" and rank == 0:
         time.sleep(3)
     job.leave()
+
+
+def abort_in_a_thread_outside_of_python() -> None:
+    """End this process as NCCL's watchdog does."""
+    libc = ctypes.CDLL(None)
+    libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, ctypes.cast(libc.abort, ctypes.c_void_p), None)
 
 
 def main() -> int:

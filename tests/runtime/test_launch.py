@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from torch.distributed import DistBackendError
 
 from hf_gpipe.errors import EXIT_STOPPED, PeerError, StageError, UserError
 from hf_gpipe.runtime import failures
@@ -58,6 +60,13 @@ def test_processes_join_one_job(what: str, tmp_path: Path) -> None:
             "error: process 0, testing: RuntimeError: waited 2 seconds in vain for a message from another process; "
             "process 1 was stuck while testing, in body (launch_worker.py, line {line}) (the traceback is in {error})",
         ),
+        (
+            "watchdog",
+            1,
+            "error: process 0, testing: waited 2 seconds in vain for a message from another process, or lost the "
+            "connection to it, and was ended by NCCL's watchdog, in all_reduce (distributed_c10d.py, line {torch}); "
+            "process 1 was stuck while testing, in body (launch_worker.py, line {line}) (the traceback is in {error})",
+        ),
     ],
 )
 def test_a_failure_is_told_once(what: str, exit_code: int, message: str, tmp_path: Path) -> None:
@@ -66,7 +75,8 @@ def test_a_failure_is_told_once(what: str, exit_code: int, message: str, tmp_pat
     line = next(
         n for n, text in enumerate(Path(launch_worker.__file__).read_text().splitlines(), 1) if "sleep(120" in text
     )
-    assert result.stderr == message.format(error=tmp_path / "error.txt", line=line) + "\n"
+    found = re.sub(r"(distributed_c10d.py, line )\d+", r"\1{torch}", result.stderr)
+    assert found == message.format(error=tmp_path / "error.txt", line=line, torch="{torch}") + "\n"
     assert (result.returncode, result.stdout) == (exit_code, "")
     assert time.monotonic() - start < 30
     assert_ended(tmp_path)
@@ -137,6 +147,14 @@ def test_a_lost_connection_is_a_consequence_and_a_time_limit_is_not() -> None:
     assert failures.describe(PeerError("the main process failed")).is_consequence
     assert not failures.describe(RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:82] Timed out")).is_consequence
     assert not failures.describe(ValueError("no")).is_consequence
+    limit = failures.describe(
+        DistBackendError(
+            "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=RECV, NumelIn=8, "
+            "NumelOut=8, Timeout(ms)=600000) ran for 600081 milliseconds before timing out."
+        )
+    )
+    assert (limit.is_consequence, limit.is_time_limit) == (False, True)
+    assert "DistBackendError: waited 600 seconds in vain for a message from another process" in limit.message
     assert failures.describe(UserError("a\nb")).message == "a b"
 
 
