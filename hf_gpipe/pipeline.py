@@ -27,7 +27,7 @@ from hf_gpipe.planner.advice import advising
 from hf_gpipe.planner.decide import Planning
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.workload import PlanInputs
-from hf_gpipe.recipe import ModelSection, PipelineConfig, TrainingSection, table_of
+from hf_gpipe.recipe import ModelSection, PipelineConfig, TrainingSection
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.edges import connect
 from hf_gpipe.runtime.evaluation import Evaluation
@@ -149,7 +149,7 @@ class Pipeline:
             )
         # Read before any weight is made: a table that cannot be run costs no time.
         accumulation, num_processes = self._plan_inputs.accumulation, self.topology.num_processes
-        table = self.topology.from_main(lambda: table_of(given, accumulation, num_processes))
+        table = self.topology.from_main(lambda: given.table(accumulation, num_processes))
         if table is not None:
             given = replace(given, recompute=recompute_under(table, given.recompute))
             self._plan_inputs = replace(self._plan_inputs, tables={given.schedule: table})

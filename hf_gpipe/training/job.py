@@ -19,7 +19,7 @@ from hf_gpipe.data.text import TextCorpus
 from hf_gpipe.errors import RecipeError
 from hf_gpipe.pipeline import Pipeline, Update
 from hf_gpipe.planner.workload import PlanInputs
-from hf_gpipe.recipe import AUTO, Recipe, load_saved, may_change, table_of
+from hf_gpipe.recipe import AUTO, Recipe, load_saved, may_change
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.topology import Topology
@@ -138,7 +138,7 @@ def _prepared(
 
 
 def _prepare(recipe: Recipe, task: Task, output_dir: Path, checkpoint: Path | None, num_processes: int) -> _Prepared:
-    table = table_of(recipe.pipeline, recipe.training.gradient_accumulation_steps, num_processes)
+    table = recipe.pipeline.table(recipe.training.gradient_accumulation_steps, num_processes)
     summary.say("preparing the corpus and the tokenizer")
     if checkpoint is not None and (output_dir / RECIPE_FILE).exists():
         _check_same_run(recipe, load_saved(output_dir / RECIPE_FILE), checkpoint)
