@@ -18,6 +18,7 @@ from itertools import combinations, pairwise
 from math import ceil
 
 import torch
+from hf_gpipe.planner.trace_costs import trace_costs
 from transformers import GPTNeoXConfig
 
 from hf_gpipe.adapters import adapter_for
@@ -25,7 +26,6 @@ from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.partition import by_cost, stages_of
 from hf_gpipe.planner.devices import LINKS, Link, device
 from hf_gpipe.planner.prefix_sums import LayerSums
-from hf_gpipe.planner.trace_costs import trace_costs
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.schedule.builders import build
 from hf_gpipe.schedule.simulate import Costs, simulate

@@ -19,7 +19,7 @@ from hf_gpipe.data.text import TextCorpus
 from hf_gpipe.errors import RecipeError
 from hf_gpipe.pipeline import Pipeline, Update
 from hf_gpipe.planner.workload import PlanInputs
-from hf_gpipe.recipe import AUTO, Recipe, load_saved, may_change, table_of
+from hf_gpipe.recipe import AUTO, Recipe, load_saved, may_change
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.device_choice import processes_for
 from hf_gpipe.runtime.job import Job
@@ -60,7 +60,7 @@ def run(recipe: Recipe, job: Job) -> None:
     checkpoint = _checkpoint_of(recipe, output_dir, processes, job)
     first_step = _step_of(checkpoint)
     accumulation, num_processes = recipe.training.gradient_accumulation_steps, processes.num_processes
-    table = processes.from_reader(lambda: table_of(recipe.pipeline, accumulation, num_processes))
+    table = processes.from_reader(lambda: recipe.pipeline.table(accumulation, num_processes))
     job.note("preparing the corpus and the tokenizer")
     say("preparing the corpus and the tokenizer")
     config, prepared = _prepared(recipe, task, output_dir, checkpoint, processes)
