@@ -28,6 +28,7 @@ from hf_gpipe.schedule import Schedule, Timeline, breakdown, draw_png, write_tra
 from hf_gpipe.training import summary
 from hf_gpipe.training.cost import CostMeter
 from hf_gpipe.training.from_recipe import arguments_of, autocast_of, model_config, model_dtype, tokenizer_of
+from hf_gpipe.training.per_character import PerCharacter, without_logits
 from hf_gpipe.training.tasks import Task, task_of
 from hf_gpipe.training.timeline import measure_step
 from hf_gpipe.training.trainer import PipelineTrainer
@@ -231,9 +232,20 @@ def _pipeline(recipe: Recipe, config: PreTrainedConfig, resumed_num_micro_batche
 
 def _trainer(recipe: Recipe, task: Task, pipe: Pipeline, prepared: _Prepared | None) -> PipelineTrainer:
     args = arguments_of(recipe)
-    if prepared is None:
-        return PipelineTrainer(pipe, args)
     decoder_only = not pipe.adapter.config.is_encoder_decoder
+
+    def num_characters() -> int | None:
+        if prepared is None or not recipe.training.eval_steps:
+            return None
+        return task.num_characters(prepared.corpus.validation, prepared.tokenizer, decoder_only=decoder_only)
+
+    # The process of the last stage computes the metric.
+    characters = pipe.topology.from_main(num_characters)
+    metrics: dict[str, Any] = {}
+    if characters is not None:
+        metrics = {"compute_metrics": PerCharacter(characters), "preprocess_logits_for_metrics": without_logits}
+    if prepared is None:
+        return PipelineTrainer(pipe, args, **metrics)
 
     def rows(split: Any) -> Any:
         return task.rows(split, prepared.tokenizer, decoder_only=decoder_only)
@@ -245,4 +257,5 @@ def _trainer(recipe: Recipe, task: Task, pipe: Pipeline, prepared: _Prepared | N
         train_dataset=rows(prepared.corpus.train),
         eval_dataset=rows(prepared.corpus.validation) if recipe.training.eval_steps else None,
         processing_class=prepared.tokenizer,
+        **metrics,
     )
