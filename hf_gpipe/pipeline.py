@@ -26,7 +26,7 @@ from hf_gpipe.planner.advice import advising
 from hf_gpipe.planner.decide import Planning
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.workload import PlanInputs
-from hf_gpipe.recipe import ModelSection, PipelineConfig, TrainingSection, table_of
+from hf_gpipe.recipe import ModelSection, PipelineConfig, TrainingSection
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.device_choice import DeviceChoice, processes_for
 from hf_gpipe.runtime.edges import connect
@@ -146,7 +146,7 @@ class Pipeline:
         processes = processes_for(given, device)
         # Read before any weight is made: a table that cannot be run costs no time.
         accumulation = self._plan_inputs.accumulation
-        table = processes.from_reader(lambda: table_of(given, accumulation, processes.num_processes))
+        table = processes.from_reader(lambda: given.table(accumulation, processes.num_processes))
         if table is not None:
             given = replace(given, recompute=recompute_under(table, given.recompute))
             self._plan_inputs = replace(self._plan_inputs, tables={given.schedule: table})

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_gpipe.errors import EXIT_STOPPED, RecipeError, UserError
-from hf_gpipe.recipe import Recipe, load_recipe, recipe_help, section_help, table_of
+from hf_gpipe.recipe import Recipe, load_recipe, recipe_help, section_help
 
 USAGE = """\
 usage: python -m hf_gpipe.train recipe.yaml [key=value ...]
@@ -137,7 +137,7 @@ def _check(recipe: Recipe) -> None:
         raise RecipeError("pipeline.device is cuda and torch finds no GPU; use auto or cpu")
     if "RANK" not in os.environ:
         # In another launcher's job the main process reads it.
-        table_of(recipe.pipeline, recipe.training.gradient_accumulation_steps, _num_processes(recipe))
+        recipe.pipeline.table(recipe.training.gradient_accumulation_steps, _num_processes(recipe))
     check_model(recipe)
 
 

@@ -10,7 +10,16 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.partition import COST_STRATEGIES, STRATEGIES
 from hf_gpipe.recipe.section import Count, OneOf, Positive, Text, section
 from hf_gpipe.recipe.sizes import read_bytes
-from hf_gpipe.schedule import SCHEDULES, TABLE_SUFFIX, is_table_file, placement_for, replicas_of
+from hf_gpipe.schedule import (
+    SCHEDULES,
+    TABLE_SUFFIX,
+    Schedule,
+    is_table_file,
+    placement_for,
+    read_table,
+    recompute_under,
+    replicas_of,
+)
 
 AUTO = "auto"
 TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "forward_only")
@@ -154,6 +163,25 @@ class PipelineConfig:
     def memory_bytes(self) -> int | None:
         """`memory` as a number."""
         return None if self.memory is None else read_bytes(self.memory, "memory")
+
+    def table(self, accumulation: int, num_processes: int) -> Schedule | None:
+        """Read the table from the file that `schedule` names; None if it names a builder or is "auto".
+
+        Args:
+            accumulation: mini-batches per step; the table has the micro-batches of all of them.
+            num_processes: the number of processes of the job.
+
+        Raises:
+            ScheduleError: the file cannot be read, its table cannot be run, or it contradicts the other fields.
+        """
+        if not is_table_file(self.schedule):
+            return None
+        step: int | str = self.num_micro_batches
+        if isinstance(step, int):
+            step *= accumulation
+        table = read_table(self.schedule, self.num_stages, step, num_processes, self.replicas)
+        recompute_under(table, self.recompute)
+        return table
 
     def decided(self, **values: Any) -> DecidedConfig:
         """A copy with `values`, which replace everything that is left to the planner."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 
@@ -37,10 +37,10 @@ def processes_for(config: PipelineConfig, device: DeviceChoice = None) -> Proces
             f"num_processes is {config.num_processes} and {count} are running; leave it out, or start "
             f"{config.num_processes}"
         )
-    if count > config.num_stages:
+    if count > config.places:
         raise UserError(
-            f"{count} processes were started for num_stages={config.num_stages}: a process holds at least one "
-            f"stage; start at most {config.num_stages} processes or raise num_stages"
+            f"{count} processes were started for num_stages={config.num_stages} and replicas={config.replicas}: a "
+            f"process holds at least one stage; start at most {config.places} processes, or raise num_stages or replicas"
         )
     try:
         mine: _Wish | UserError = _Wish.of(device if device is not None else config.devices or config.device)
@@ -76,8 +76,9 @@ class _Wish:
     @classmethod
     def of(cls, choice: DeviceChoice) -> _Wish:
         """Raises UserError for a device that does not exist."""
-        is_list = not (choice is None or isinstance(choice, str | torch.device))
-        names = tuple(map(_named, cast(Sequence[str], choice) if is_list else [cast(str, choice)]))
+        is_list = isinstance(choice, Sequence) and not isinstance(choice, str)
+        given: Any = choice if is_list else [choice]
+        names = tuple(map(_named, given))
         gpus: tuple[str, ...] = ()
         if any(name.startswith("cuda") for name in names):
             # Reading properties opens no context, which would take memory on each device.

@@ -39,7 +39,7 @@ class Evaluation:
     def gathered(
         cls, outputs: Mapping[int, Mapping[str, torch.Tensor]], row_counts: Sequence[int], processes: Processes
     ) -> Evaluation:
-        """The evaluation of a mini-batch from the results of all processes, on every process. Every process must call it.
+        """Put the results of all processes together, on every process. Every process must call it.
 
         Args:
             outputs: by its number, the result of each micro-batch that this process ran on the last stage.

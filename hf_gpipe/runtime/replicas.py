@@ -56,16 +56,17 @@ class Replicas:
         self._groups: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
         self._followed: Parameters = []
         self._pending: dict[int, _Pending] = {}
-        for stage, workers in enumerate(topology.placement.workers):
-            if len(workers) == 1:
-                continue
-            # Groups for each stage: replicas may come to the G of two stages in different orders.
+        groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+        for workers in topology.placement.groups:
             on_cpu = topology.new_group(workers, torch.device("cpu"))
-            group = on_cpu if topology.device.type == "cpu" else topology.new_group(workers, topology.device)
-            if stage not in models:
+            on_cuda = topology.device.type == "cuda"
+            groups[workers] = topology.new_group(workers, topology.device) if on_cuda else on_cpu, on_cpu
+        for stage, workers in enumerate(topology.placement.workers):
+            if stage not in models or len(workers) == 1:
                 continue
             own = [(name, p) for name, p in models[stage].parameters.items() if p.requires_grad]
-            self._groups[stage] = group, on_cpu
+            # Stages share a group: the G of a table stand in one order on all workers.
+            self._groups[stage] = groups[workers]
             self._parameters[stage] = [p for name, p in own if name not in ties.names]
             self._followed += [p for name, p in own if not topology.leads(ties.owner_stage[name])]
 
@@ -105,7 +106,7 @@ class Replicas:
 
 
 def _in_buckets(parameters: Parameters) -> Iterator[Parameters]:
-    """The parameters of each type in groups of about `BUCKET_BYTES`, the last ones, whose gradients come first, first."""
+    """The parameters of each type in groups of about `BUCKET_BYTES`, from the last one, whose gradient comes first."""
     by_type: dict[torch.dtype, Parameters] = {}
     for parameter in reversed(parameters):
         by_type.setdefault(parameter.dtype, []).append(parameter)

@@ -299,6 +299,10 @@ class Placement:
         """The device string of a stage in one of its workers; None: the process's default device."""
         return None if self.devices is None else self.devices[self.places.index((stage, process))]
 
+    def place_of(self, process: int, action: Action) -> tuple[int, str | None]:
+        """The device that an action of a process runs on, as (process, device)."""
+        return process, self.device_of(action.stage, process)
+
     def stages_of(self, process: int) -> tuple[int, ...]:
         """The stages that a worker holds, ascending."""
         return tuple(stage for stage, own in enumerate(self.workers) if process in own)

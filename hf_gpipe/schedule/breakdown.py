@@ -39,7 +39,8 @@ class Parts:
 class Breakdown:
     """The parts of a step, for each process and for each stage, as the process or stage itself spent them.
 
-    A reduction (G) runs beside other actions, as messages do, and is no part; waiting for it is.
+    A reduction (G) runs beside other actions, as messages do, and is no part; waiting for it is. The parts of a process
+    with several devices are the mean of its devices.
     """
 
     total_seconds: Seconds
@@ -102,26 +103,27 @@ def breakdown(timeline: Timeline) -> Breakdown:
     processes: list[Parts] = []
     stages_of: list[dict[int, Parts]] = []
     for process in range(placement.num_processes):
-        spans = [s for s in timeline.spans if s.process == process and s.action.kind != ActionKind.REDUCE]
-        waits = _waits(spans, placement)
-        # Before its first action and after its last one the process waits for the others.
-        ends = spans[0].start + total - spans[-1].end if spans else total
-        processes.append(_parts(spans, sum(waits) + ends, total))
+        of_devices: dict[tuple[int, str | None], list[Span]] = {}
+        for span in timeline.spans:
+            if span.process == process and span.action.kind != ActionKind.REDUCE:
+                of_devices.setdefault(placement.place_of(process, span.action), []).append(span)
+        parts = [] if of_devices else [Parts(wait=total)]
+        waited: list[tuple[Span, Seconds]] = []
+        for spans in of_devices.values():
+            waits = _waits(spans, placement)
+            waited += zip(spans, waits, strict=True)
+            # Before its first action and after its last one a device waits for the others.
+            parts.append(_parts(spans, sum(waits) + spans[0].start + total - spans[-1].end, total))
+        processes.append(_mean(parts))
         stages_of.append({})
         for stage in placement.stages_of(process):
-            own = [(span, wait) for span, wait in zip(spans, waits, strict=True) if span.action.stage == stage]
+            own = [(span, wait) for span, wait in waited if span.action.stage == stage]
             stages_of[-1][stage] = _parts([span for span, _ in own], sum(wait for _, wait in own), total)
     return Breakdown(total, tuple(processes), tuple(stages_of))
 
 
-def _mean(several: Sequence[Parts]) -> Parts:
-    names = [field.name for field in fields(Parts)]
-    share = Fraction(1, len(several))  # Exact seconds stay exact.
-    return Parts(*(sum(getattr(parts, name) for parts in several) * share for name in names))
-
-
 def _waits(spans: Sequence[Span], placement: Placement) -> list[Seconds]:
-    """How long each span of a process waited for its message, or its stage's reduction: as noted, and the time since
+    """How long each span of a device waited for its message, or its stage's reduction: as noted, and the time since
     the span before it.
 
     A simulated span starts when its message is there, a measured one when the process came to it.
@@ -129,10 +131,16 @@ def _waits(spans: Sequence[Span], placement: Placement) -> list[Seconds]:
     waits: list[Seconds] = []
     for index, span in enumerate(spans):
         action = span.action
-        is_reduced = action.kind == ActionKind.UPDATE and placement.replicas[action.stage] > 1
-        receives = is_reduced or action.source(placement.num_stages) is not None
+        # An update waits for its stage's reduction, and for the actions that the process starts on other devices.
+        is_late = action.kind == ActionKind.UPDATE and (placement.has_replicas or placement.devices is not None)
+        receives = is_late or action.source(placement.num_stages) is not None
         waits.append(span.waiting + (span.start - spans[index - 1].end if index > 0 and receives else 0))
     return waits
+
+
+def _mean(rows: Sequence[Parts]) -> Parts:
+    share = Fraction(1, len(rows))  # Exact seconds stay exact.
+    return Parts(*(sum(getattr(parts, field.name) for parts in rows) * share for field in fields(Parts)))
 
 
 def _parts(spans: Sequence[Span], wait: Seconds, total: Seconds) -> Parts:

@@ -25,5 +25,5 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
 if __name__ == "__main__":
     if not sys.argv[1:]:
         sys.exit(__doc__)
-    library()  # so that an error is shown once
+    library("device")  # so that an error is shown once
     os.execve(sys.executable, [sys.executable, *sys.argv[1:]], environment(os.environ))

@@ -36,6 +36,9 @@ void tell(const char* kind, const char* name) {
   if (auto listen = listener.load()) listen(kind, name);
 }
 
+// Waits until the messages that a device is receiving are there.
+std::atomic<void (*)(int device)> messages{nullptr};
+
 constexpr auto kSync = "synchronisation", kPageable = "pageable copy";
 
 struct Memory {
@@ -75,7 +78,10 @@ struct Guard final : impl::DeviceGuardImplInterface {
     return before;
   }
   DeviceIndex deviceCount() const noexcept override { return kNumDevices; }
-  void synchronizeDevice(DeviceIndex) const override { tell(kSync, "device"); }
+  void synchronizeDevice(DeviceIndex index) const override {
+    tell(kSync, "device");
+    if (auto drain = messages.load()) drain(device(index).index());
+  }
 
   Stream getStream(Device d) const override {
     const auto on = device(d.index());
@@ -431,6 +437,7 @@ extern "C" {
 void emulated_cuda_use_generator(int device, GeneratorImpl* generator) {
   generators[device] = Generator(intrusive_ptr<GeneratorImpl>::reclaim_copy(generator));
 }
+void emulated_cuda_wait_for_messages_by(void (*drain)(int)) { messages = drain; }
 void emulated_cuda_listen(Listener listen) { listener = listen; }
 int64_t emulated_cuda_allocated(int device) { return memory[device].allocated; }
 int64_t emulated_cuda_peak(int device) { return memory[device].peak; }

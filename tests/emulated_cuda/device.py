@@ -49,9 +49,10 @@ class _TorchFinder(importlib.abc.MetaPathFinder):
         def execute_on_the_device(module: ModuleType) -> None:
             _load()
             execute(module)
-            from tests.emulated_cuda.torch_cuda import patch  # needs torch
+            from tests.emulated_cuda import nccl, torch_cuda  # these need torch
 
-            patch()
+            torch_cuda.patch()
+            nccl.patch()
 
         loader.exec_module = execute_on_the_device
         return spec
@@ -62,7 +63,7 @@ def _load() -> None:
     global _library
     for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(torch_folder() / "lib" / name), ctypes.RTLD_GLOBAL)
-    _library = ctypes.CDLL(str(library()))
+    _library = ctypes.CDLL(str(library("device")))
     for name in ("emulated_cuda_allocated", "emulated_cuda_peak"):
         getattr(_library, name).restype = ctypes.c_int64
 

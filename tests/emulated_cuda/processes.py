@@ -112,7 +112,7 @@ def is_here() -> bool:
 def check_available() -> None:
     """Build the device. Skips the test where there is no compiler; in CI, that is an error."""
     try:
-        library()
+        library("device")
     except NoCompilerError as error:
         if os.environ.get("CI") or os.environ.get("HF_GPIPE_CI"):
             raise
@@ -122,7 +122,7 @@ def check_available() -> None:
 @cache
 def _server() -> Connection:
     """The server of this process, started the first time."""
-    library()
+    library("device")
     here, there = multiprocessing.Pipe()
     command = [sys.executable, "-m", "tests.emulated_cuda.processes", str(there.fileno())]
     variables = environment(os.environ)
@@ -220,7 +220,7 @@ def _call(request: Request, rank: int, folder: str) -> Any:
         function = getattr(function, name)
     result = function(*request.args, **request.kwargs)
     if request.num_processes > 1:
-        dist.barrier()
+        dist.all_reduce(torch.zeros(1))
         dist.destroy_process_group()
     return result
 

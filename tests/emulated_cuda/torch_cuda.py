@@ -125,6 +125,7 @@ def patch() -> None:
         "mem_get_info": lambda device=None: (MEMORY_BYTES - allocated(device), MEMORY_BYTES),
     }
     originals = {name: getattr(cuda, name) for name in replaced}
+    cuda._initialized = True
     # Other modules of torch have imported some of these.
     for module in [one for name, one in sys.modules.items() if name.startswith("torch.")]:
         for name, original in originals.items():

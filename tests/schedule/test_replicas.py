@@ -99,10 +99,13 @@ def test_micro_batch_m_is_on_replica_m_modulo_their_number(case: tuple[Schedule,
 def test_a_reduction_follows_the_last_backward_at_once(case: tuple[Schedule, Recompute]) -> None:
     table, _ = case
     for actions in table.actions:
+        reduced = [action.stage for action in actions if action.kind == G]
+        assert reduced == sorted(reduced, reverse=True)
         for index, action in enumerate(actions):
-            if action.kind == G and any(a.stage == action.stage and a.kind == B for a in actions):
-                assert (actions[index - 1].kind, actions[index - 1].stage) == (B, action.stage)
-                assert not any(a.stage == action.stage and a.kind == B for a in actions[index:])
+            backwards = [at for at, other in enumerate(actions) if (other.kind, other.stage) == (B, action.stage)]
+            if action.kind == G and backwards:
+                deeper = [at for at, other in enumerate(actions) if other.kind == G and other.stage > action.stage]
+                assert index == 1 + max(backwards + deeper)
 
 
 @given(tables(), st.fractions(0, 3, max_denominator=4))
@@ -297,6 +300,16 @@ def test_only_the_messages_between_two_workers_keep_an_order() -> None:
     """The last stage takes the micro-batches of two workers in any order: each pair of workers has its own edge."""
     swapped = ONE_TWO.replace("1F0 1B0 1F1 1B1", "1F1 1B1 1F0 1B0")
     check_table(Schedule.from_text(swapped))
+
+
+def test_reductions_stand_in_one_order_on_all_workers() -> None:
+    crossed = (
+        "table: 2\nschedule: crossed\nnum_stages: 2\nnum_micro_batches: 2\nplacement: 0,1 0,1\n"
+        "process 0: 0F0 1F0 1B0 0B0 1G 0G 0U 1U\nprocess 1: 0F1 1F1 1B1 0B1 0G 1G 0U 1U\n"
+    )
+    with pytest.raises(ScheduleError, match="reductions wait for each other: process 0 at 1G; process 1 at 0G"):
+        check_table(Schedule.from_text(crossed))
+    check_table(Schedule.from_text(crossed.replace("0G 1G", "1G 0G")))
 
 
 def test_a_reduction_overlaps_with_the_other_stages_and_delays_its_update() -> None:

@@ -1,0 +1,97 @@
+"""The stand-in for NCCL: its rules, each with what breaks it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.emulated_cuda.processes import EmulatedError, on_emulated_cuda, run_emulated
+
+
+def here(value: float = 1.0) -> torch.Tensor:
+    """A tensor on this process's device."""
+    return torch.full((3,), value, device=f"cuda:{dist.get_rank()}")
+
+
+@on_emulated_cuda(2)
+def test_messages_and_collectives() -> None:
+    rank, peer = dist.get_rank(), 1 - dist.get_rank()
+    torch.cuda.set_device(rank)
+    total = here(rank + 1.0)
+    dist.all_reduce(total)
+    assert total.tolist() == [3.0] * 3
+    dist.broadcast(mine := here(float(rank)), src=1)
+    assert mine.tolist() == [1.0] * 3
+    dist.reduce(mine := here(rank + 1.0), dst=1)
+    assert mine.tolist() == ([3.0] * 3 if rank == 1 else [1.0] * 3)
+    both = [here(), here()]
+    dist.all_gather(both, here(float(rank)))
+    assert [one.tolist() for one in both] == [[0.0] * 3, [1.0] * 3]
+    dist.barrier()
+    objects: list[object] = [None, None]
+    dist.all_gather_object(objects, {"rank": rank}, group=dist.new_group(backend="nccl"))
+    assert objects == [{"rank": 0}, {"rank": 1}]
+    if rank == 0:
+        kept = [here(float(i)) for i in range(3)]
+        works = [dist.isend(one, peer, tag=9 - i) for i, one in enumerate(kept)]
+    else:
+        kept = [here() for _ in range(3)]
+        works = [dist.irecv(one, peer, tag=i) for i, one in enumerate(kept)]
+    for work in works:
+        assert work is not None
+        work.wait()
+    assert [one[0].item() for one in kept] == [0.0, 1.0, 2.0], "in order; tags are ignored"
+    # Opposing messages in one batch do not wait for each other.
+    out, into = here(float(rank)), here()
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, out, peer), dist.P2POp(dist.irecv, into, peer)]):
+        work.wait()
+    assert into.tolist() == [float(peer)] * 3
+
+
+@on_emulated_cuda(2)
+def test_cpu_tensors_are_refused() -> None:
+    group = dist.new_group(backend="nccl")
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        dist.all_reduce(torch.ones(1), group=group)
+    with pytest.raises(ValueError, match="ensors must be contiguous"):
+        dist.all_reduce(torch.ones(4, 4, device="cuda:0")[:, ::2], group=group)
+
+
+@pytest.mark.parametrize("name", ["opposing_sends", "other_numbers_of_devices", "freed_before_it_was_sent"])
+def test_what_would_hang_or_break(name: str) -> None:
+    expected = "freed" if "freed" in name else "had not ended|died|imed out"
+    with pytest.raises(EmulatedError, match=expected):
+        run_emulated(globals()[name], 2, timeout=6)
+
+
+def opposing_sends() -> None:
+    """Each process sends first, on the communicator of the two: neither receive is reached."""
+    peer = 1 - dist.get_rank()
+    out, into = here(), here()
+    sent = dist.isend(out, peer)
+    received = dist.irecv(into, peer)
+    assert sent is not None
+    assert received is not None
+    received.wait()
+
+
+def other_numbers_of_devices() -> None:
+    """A group numbers its communicators as devices come up; the second of process 0 finds none in process 1."""
+    group = dist.new_group(backend="nccl")
+    for device in (0, 1) if dist.get_rank() == 0 else (2, 2):
+        dist.all_reduce(torch.ones(1, device=f"cuda:{device}"), group=group)
+
+
+def freed_before_it_was_sent() -> None:
+    group = dist.new_group(backend="gloo")
+    if dist.get_rank() == 0:
+        dist.send(here(), 1)  # the first message waits for the communicator
+        work = dist.isend(here(), 1)
+        dist.barrier(group=group)
+        assert work is not None
+        work.wait()
+    else:
+        dist.recv(here(), 0)
+        dist.barrier(group=group)
+        dist.recv(here(), 0)
