@@ -240,7 +240,7 @@ def _trainer(recipe: Recipe, task: Task, pipe: Pipeline, prepared: _Prepared | N
         return task.num_characters(prepared.corpus.validation, prepared.tokenizer, decoder_only=decoder_only)
 
     # The process of the last stage computes the metric.
-    characters = pipe.topology.from_main(num_characters)
+    characters = pipe.topology.from_reader(num_characters)
     metrics: dict[str, Any] = {}
     if characters is not None:
         metrics = {"compute_metrics": PerCharacter(characters), "preprocess_logits_for_metrics": without_logits}
