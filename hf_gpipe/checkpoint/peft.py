@@ -40,7 +40,8 @@ def save_adapters(
     mine: dict[str, torch.Tensor] = {}
     for stage, model in models.items():
         owned = {name: p.detach() for name, p in model.parameters.items() if owner_stage[name] == stage}
-        mine |= on_cpu(peft.tensors(model.model, owned))
+        if topology.leads(stage):
+            mine |= on_cpu(peft.tensors(model.model, owned))
     parts = topology.gather_objects(mine)
 
     def write() -> None:

@@ -60,6 +60,8 @@ def save_model(
     def write() -> dict[str, _Shard]:
         written = {}
         for stage, model in models.items():
+            if not topology.leads(stage):  # each file is written once
+                continue
             names = [n for n in (*model.parameters, *model.buffers) if owner_stage.get(n, stage) == stage]
             tensors = hub.shard_tensors(model, names)
             if not tensors:

@@ -92,6 +92,8 @@ def save_state(
     values: dict[str, dict[str, Any]] = {}
     for parameter, slots in optimizer.state.items():
         name = names[parameter]
+        if not topology.leads(stage_of[name]):  # replicas have the same state
+            continue
         for slot, value in slots.items():
             if isinstance(value, torch.Tensor):
                 tensors[stage_of[name]][f"{name}/{slot}"] = value

@@ -40,7 +40,7 @@ def processes_for(config: PipelineConfig, device: DeviceChoice = None) -> Proces
     if count > config.places:
         raise UserError(
             f"{count} processes were started for num_stages={config.num_stages} and replicas={config.replicas}: a "
-            f"process holds at least one stage; start at most {config.places} processes, or raise num_stages or replicas"
+            f"process holds at least one stage; start at most {config.places}, or raise num_stages or replicas"
         )
     try:
         mine: _Wish | UserError = _Wish.of(device if device is not None else config.devices or config.device)
