@@ -107,7 +107,7 @@ def test_copies_of_a_tie_on_other_devices_follow_their_owner() -> None:
 
 def _t5() -> T5Config:
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2, "num_layers": 4, "dropout_rate": 0.0}
-    return T5Config(VOCABULARY, decoder_start_token_id=0, **sizes)
+    return T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes)
 
 
 def _tied_on_two_devices() -> tuple[Result, list[list[int]]]:

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from hf_gpipe import Pipeline
 from hf_gpipe.exactness import exact_clone, padded_batch
 from hf_gpipe.runtime.gradient_norm import clip, gradient_norm
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.processes import Processes
 from scripts.families import default_config
 from tests.emulated_cuda.device import Counts, counting
 from tests.emulated_cuda.processes import on_emulated_cuda
@@ -54,7 +54,7 @@ def test_a_step_on_two_devices(family: str) -> None:
             assert is_within_the_bound(counts), counts
 
 
-@on_emulated_cuda(num_processes=2)
+@on_emulated_cuda(num_processes=2, timeout=150)
 def test_a_step_of_two_processes() -> None:
     model = exact_clone(default_config("llama"), torch.float32)
     counts = second_step(Pipeline(model, 2, 2, "1f1b", device="cuda"), padded_batch(model))
@@ -76,7 +76,7 @@ class Waits(TrainerCallback):
 def test_a_step_of_the_trainer(tmp_path: Path) -> None:
     waits = Waits()
     model = plain_model(tiny_config("llama", tied=False), dtype=torch.float32)
-    options: dict[str, Any] = {"max_steps": 4, "logging_steps": 4, "save_strategy": "no", "device": "cuda:0"}
+    options: dict[str, Any] = {"max_steps": 4, "logging_steps": 4, "save_strategy": "no", "use_cpu": False}
     trainer(tmp_path, model=model, train_dataset=CausalRows(24), callbacks=[waits], **options).train()
     assert is_within_the_bound(waits.counts), waits.counts
 
@@ -103,7 +103,7 @@ def test_norm_and_clipping_are_few_kernels_and_copy_no_gradient() -> None:
     for number, parameter in enumerate(parameters):
         parameter.grad = torch.full_like(parameter, 1e-30 * (1 + number))
     with Operations() as operations:
-        norm = gradient_norm(parameters, Topology.discover(1, "cuda:0"))
+        norm = gradient_norm(parameters, Processes.of_job())
         clip(parameters, 1e-30, 1.0)
     expected = torch.tensor([1e-30 * (1 + number) for number in range(20)], dtype=torch.float64).norm() * 500**0.5
     torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
@@ -121,7 +121,7 @@ def test_logits_do_not_stay_on_the_device(tmp_path: Path) -> None:
         alive.append(torch.cuda.memory_allocated(0))
         return logits
 
-    options: dict[str, Any] = {"num_micro_batches": 4, "per_device_eval_batch_size": 4, "device": "cuda:0"}
+    options: dict[str, Any] = {"num_micro_batches": 4, "per_device_eval_batch_size": 4, "use_cpu": False}
     model = plain_model(tiny_config("llama", tied=False), dtype=torch.float32)
     rows = [{"input_ids": list(range(3, 43)), "labels": list(range(3, 43))}] * 4
     made = trainer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from transformers import LlamaConfig
 
 from hf_gpipe import Pipeline
 from hf_gpipe.checkpoint.run_state import Position, RunState
@@ -32,7 +33,10 @@ def test_a_save_copies_into_pinned_memory_and_waits_once_for_each_file(tmp_path:
 @on_emulated_cuda()
 def test_loading_makes_no_second_copy_on_the_device(tmp_path: Path) -> None:
     """As at the end of a training with load_best_model_at_end, when the device is full."""
-    pipe = Pipeline(tiny_config("llama", hidden_size=64, intermediate_size=256), 1, device="cuda:0")
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2
+    )
+    pipe = Pipeline(config, 1, device="cuda:0")
     pipe.save_pretrained(tmp_path)
     size = sum(p.numel() * p.element_size() for p in pipe.parameters())
     torch.cuda.reset_peak_memory_stats("cuda:0")

@@ -87,7 +87,10 @@ def arguments(folder: Path, **values: Any) -> PipelineTrainingArguments:
 
 def trainer(folder: Path, *, family: str = "marian", dropout: float = 0.1, **values: Any) -> PipelineTrainer:
     """A trainer of a tiny model; keywords of the trainer's constructor are taken out, the rest are arguments."""
-    names = ("callbacks", "eval_dataset", "train_dataset", "compute_metrics", "optimizers", "model", "data_collator")
+    names = (
+        *("callbacks", "eval_dataset", "train_dataset", "compute_metrics", "optimizers", "model", "data_collator"),
+        "preprocess_logits_for_metrics",
+    )
     own = {name: values.pop(name) for name in names if name in values}
     own.setdefault("model", tiny_config(family, dropout=dropout))
     own.setdefault("train_dataset", CausalRows() if family == "llama" else Rows())
