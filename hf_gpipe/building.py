@@ -139,11 +139,50 @@ class Source:
 def make_stages(
     models: Mapping[int, StageModel], adapter: Adapter, is_trained: Sequence[bool], loss: TokenLoss
 ) -> dict[int, Stage]:
-    """Make this process's stages; `is_trained`, from `trained_layers`, decides which gradients are sent."""
+    """Make this process's stages; `is_trained`, of each layer, decides which gradients are sent."""
     return {
         number: Stage(one, lambda boundary: adapter.wants_gradient(boundary, is_trained), loss)
         for number, one in models.items()
     }
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What is trained, by `requires_grad` when the stages are made: which gradients are sent depends on it.
+
+    Attributes:
+        layers: whether each layer of the whole model is trained.
+        own: by name, whether each parameter of this process is.
+        parameters: by name, whether each parameter of the whole model is.
+    """
+
+    layers: Sequence[bool]
+    own: Mapping[str, bool]
+    parameters: Mapping[str, bool]
+
+    @classmethod
+    def of(cls, models: Mapping[int, StageModel], adapter: Adapter, topology: Topology) -> Trained:
+        """Every process must call it, with its own stages."""
+        own = {name: p.requires_grad for model in models.values() for name, p in model.parameters.items()}
+        parameters: dict[str, bool] = {}
+        for part in topology.gather_objects(own):
+            parameters.update(part)
+        return cls(trained_layers(models, adapter, topology), own, parameters)
+
+    def check(self, models: Mapping[int, StageModel]) -> None:
+        """Raise UserError if a `requires_grad` has changed since, or nothing is trained."""
+        for model in models.values():
+            for name, parameter in model.parameters.items():
+                if parameter.requires_grad != self.own[name]:
+                    raise UserError(
+                        f"{name}: requires_grad was {self.own[name]} when the Pipeline was made and is "
+                        f"{parameter.requires_grad} now; freeze or unfreeze parameters first, and make a new one"
+                    )
+        if not any(self.layers):
+            raise UserError(
+                "no parameter that the loss depends on has requires_grad=True, so there is nothing to train; unfreeze "
+                "some of them, and make a new Pipeline (eval_step and generate need none)"
+            )
 
 
 def trained_layers(models: Mapping[int, StageModel], adapter: Adapter, topology: Topology) -> list[bool]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hf_gpipe.adapters.autocast import Autocast, keeping_weights
 from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.adapters.whole import refresh, whole_model
-from hf_gpipe.building import ModelSource, Source, make_stages, trained_layers
+from hf_gpipe.building import ModelSource, Source, Trained, make_stages
 from hf_gpipe.checkpoint import hub
 from hf_gpipe.checkpoint.peft import load_adapters, save_adapters
 from hf_gpipe.checkpoint.save import save_model
@@ -26,7 +26,7 @@ from hf_gpipe.planner.advice import advising
 from hf_gpipe.planner.decide import Planning
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.workload import PlanInputs
-from hf_gpipe.recipe import ModelSection, PipelineConfig, TrainingSection, table_of
+from hf_gpipe.recipe import ModelSection, PipelineConfig, TrainingSection
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.device_choice import DeviceChoice, processes_for
 from hf_gpipe.runtime.edges import connect
@@ -139,13 +139,15 @@ class Pipeline:
             partition=partition,
             **settings,
         )
+        if given.places != given.num_stages:
+            raise UserError(f"replicas is {given.replicas}, and stages with replicas cannot be run yet; use 1")
         self._plan_inputs = plan_inputs or PlanInputs(**of_inputs)
         self._loss = TokenLoss(label_smoothing, logit_clipping)
         Job.join()
         processes = processes_for(given, device)
         # Read before any weight is made: a table that cannot be run costs no time.
         accumulation = self._plan_inputs.accumulation
-        table = processes.from_reader(lambda: table_of(given, accumulation, processes.num_processes))
+        table = processes.from_reader(lambda: given.table(accumulation, processes.num_processes))
         if table is not None:
             given = replace(given, recompute=recompute_under(table, given.recompute))
             self._plan_inputs = replace(self._plan_inputs, tables={given.schedule: table})
@@ -169,8 +171,9 @@ class Pipeline:
         self.recompute = config.recompute
         self.partition = cut(len(self.adapter.layers), config.num_stages, config.partition)
         recomputed = Recompute.parse(config.recompute, config.num_stages)
-        placement = placement_for(config.schedule, config.num_stages, processes.num_processes)
-        self.topology = Topology.of(processes, placement if table is None else table.placement)
+        counts = config.num_stages, processes.num_processes
+        placement = placement_for(config.schedule, *counts) if table is None else table.placement
+        self.topology = Topology.of(processes, placement)
         self._table = None if table is None else replace(table, placement=self.topology.placement)
         self._table_recompute = recomputed.of_table
         self.seed = seed
@@ -189,14 +192,8 @@ class Pipeline:
             if config.torch_compile:
                 stage_model.compile_blocks(config.torch_compile_backend)
         self.ties = Ties(self.models, self.topology)
-        self._holds_weights = self._copies_are_fresh = False
-        self._was_trainable = {name: p.requires_grad for m in self.models.values() for name, p in m.parameters.items()}
-        is_trained = trained_layers(self.models, self.adapter, self.topology)
-        self._trains_nothing = not any(is_trained)
-        self._is_trainable: dict[str, bool] = {}
-        for part in self.topology.gather_objects(self._was_trainable):
-            self._is_trainable.update(part)
-        self.stages = make_stages(self.models, self.adapter, is_trained, self._loss)
+        self._trained = Trained.of(self.models, self.adapter, self.topology)
+        self.stages = make_stages(self.models, self.adapter, self._trained.layers, self._loss)
         self._edges = connect(
             self.topology, lambda stage, name: self.adapter.carry_dtype(self.partition[stage][0], name)
         )
@@ -255,8 +252,8 @@ class Pipeline:
     def _train(
         self, batches: Sequence[Batch], update: Update | None, *, is_measured: bool
     ) -> tuple[torch.Tensor, list[ActionTime]]:
-        self._check_trainable()
-        self._refresh_copies()
+        self._trained.check(self.models)
+        self.ties.refresh_copies()
         micro_batches = make_micro_batches(
             self.adapter,
             batches,
@@ -304,7 +301,7 @@ class Pipeline:
             on_logits: called in the process of the last stage for each micro-batch, in order, with its logits (B, T, V)
                 and its inputs; columns of padding are cut off from both.
         """
-        self._refresh_copies()
+        self.ties.refresh_copies()
         micro_batches = make_micro_batches(self.adapter, [rows], self.num_micro_batches, self.seed, self.step)
         with self._in_evaluation():
             table, options = self.schedule(len(micro_batches), "forward_only"), StepOptions(on_logits=on_logits)
@@ -328,7 +325,7 @@ class Pipeline:
         Raises:
             UserError: an argument is unknown or not supported.
         """
-        self._refresh_copies()
+        self.ties.refresh_copies()
         with self._in_evaluation():
             return self._generator.generate(inputs)
 
@@ -398,7 +395,7 @@ class Pipeline:
 
     @cached_property
     def _whole(self) -> PreTrainedModel:
-        return whole_model(self, self._is_trainable)
+        return whole_model(self, self._trained.parameters)
 
     @property
     def is_in_one_place(self) -> bool:
@@ -442,35 +439,9 @@ class Pipeline:
         """
         return advising(self.plan, self.topology.rank)
 
-    @contextmanager
-    def holding_weights(self) -> Iterator[None]:
+    def holding_weights(self) -> AbstractContextManager[None]:
         """Context manager in which no weight changes, as in an evaluation: copies of tied parameters are sent once."""
-        self._holds_weights, self._copies_are_fresh = True, False
-        try:
-            yield
-        finally:
-            self._holds_weights = False
-
-    def _refresh_copies(self) -> None:
-        """Give copies of tied parameters their owner's value, which anything may have changed since."""
-        if not (self._holds_weights and self._copies_are_fresh):
-            self.ties.send_values()
-            self._copies_are_fresh = True
-
-    def _check_trainable(self) -> None:
-        """Raise UserError if a `requires_grad` has changed: which gradients are sent was decided at the start."""
-        for model in self.models.values():
-            for name, parameter in model.parameters.items():
-                if parameter.requires_grad != self._was_trainable[name]:
-                    raise UserError(
-                        f"{name}: requires_grad was {self._was_trainable[name]} when the Pipeline was made and is "
-                        f"{parameter.requires_grad} now; freeze or unfreeze parameters first, and make a new one"
-                    )
-        if self._trains_nothing:
-            raise UserError(
-                "no parameter that the loss depends on has requires_grad=True, so there is nothing to train; unfreeze "
-                "some of them, and make a new Pipeline (eval_step and generate need none)"
-            )
+        return self.ties.holding_values()
 
     def _from_last_stage(self, value: torch.Tensor) -> torch.Tensor:
         """Broadcast the last stage's value to every process."""
@@ -508,7 +479,7 @@ class Pipeline:
         Every process must call it and writes its own stages, one shard per stage. An interrupted save leaves the old
         checkpoint or none, never a part. With PEFT adapters only those are written, in PEFT's format.
         """
-        self._refresh_copies()
+        self.ties.refresh_copies()
         if self.peft is not None:
             save_adapters(Path(directory), self.models, self.ties.owner_stage, self.topology, self.peft)
             return

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from hf_gpipe.errors import HfGpipeError, PartitionError, RecipeError, UserError
-from hf_gpipe.recipe import Recipe, load_recipe, table_of
+from hf_gpipe.recipe import Recipe, load_recipe
 from hf_gpipe.recipe.sizes import read_bytes
 from hf_gpipe.schedule import Schedule, draw_text, recompute_under
 
@@ -68,7 +68,7 @@ def _plan(options: argparse.Namespace) -> int:
     from hf_gpipe.planner.choose import search
     from hf_gpipe.planner.report import as_dict, draw_plan, overrides, report, search_report
 
-    table = table_of(config, recipe.training.gradient_accumulation_steps, config.processes)
+    table = config.table(recipe.training.gradient_accumulation_steps, config.processes)
     if table is not None:
         config = replace(config, recompute=recompute_under(table, config.recompute))
     planner = _planner(recipe, device, config.memory_bytes, table, is_profiled=options.profile)
@@ -121,7 +121,7 @@ def _on_devices(recipe: Recipe, overrides: Sequence[str], devices: int | None) -
         return recipe
     pipeline = recipe.pipeline
     num_stages = pipeline.num_stages
-    if devices > num_stages:
+    if devices > num_stages and pipeline.places == num_stages:
         if any(text.replace(" ", "").startswith("pipeline.num_stages=") for text in overrides):
             raise UserError(
                 f"--devices is {devices} and pipeline.num_stages is {num_stages}: each device holds at least one "

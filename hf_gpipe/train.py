@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_gpipe.errors import EXIT_STOPPED, RecipeError, UserError
-from hf_gpipe.recipe import Recipe, load_recipe, recipe_help, section_help, table_of
+from hf_gpipe.recipe import Recipe, load_recipe, recipe_help, section_help
 
 USAGE = """\
 usage: python -m hf_gpipe.train recipe.yaml [key=value ...]
@@ -137,7 +137,7 @@ def _check(recipe: Recipe) -> None:
         raise RecipeError("pipeline.device is cuda and torch finds no GPU; use auto or cpu")
     if "RANK" not in os.environ:
         # In another launcher's job the main process reads it.
-        table_of(recipe.pipeline, recipe.training.gradient_accumulation_steps, _num_processes(recipe))
+        recipe.pipeline.table(recipe.training.gradient_accumulation_steps, _num_processes(recipe))
     check_model(recipe)
 
 
@@ -158,16 +158,16 @@ def _num_processes(recipe: Recipe) -> int:
             )
         return started
     if pipeline.devices is not None:
-        return asked or min(pipeline.num_stages, len(pipeline.devices))
+        return asked or min(pipeline.processes, len(pipeline.devices))
     if pipeline.device == "cpu" or not torch.cuda.is_available():
-        return asked or pipeline.num_stages
+        return pipeline.processes
     num_gpus = torch.cuda.device_count()
     if asked is not None and asked > num_gpus:
         raise RecipeError(
             f"pipeline.num_processes is {asked} and this machine has {num_gpus} GPUs, one for each process at most; "
             f"use {num_gpus} or fewer (several stages share a process), or pipeline.device=cpu"
         )
-    return asked or min(pipeline.num_stages, num_gpus)
+    return asked or min(pipeline.processes, num_gpus)
 
 
 def _fail(error: UserError) -> int:

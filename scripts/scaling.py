@@ -3,13 +3,22 @@
     python scripts/scaling.py recipes/translation/laptop-base.yaml recipes/translation/laptop-deep.yaml \\
         recipes/translation/laptop-wide.yaml --seeds 1 2 --output outputs/scaling [key=value ...]
 
-trains every recipe with every seed (training.seed; the data stay the same), one run after the other, a seed of all
-recipes first. What is finished is skipped and what was interrupted goes on from its last checkpoint, so the same
-command may be given again at any time; Ctrl-C leaves everything so. A run that fails ends the command and keeps the
-others' results. key=value are overrides for all recipes.
+    python scripts/scaling.py --list [--share 0.25]
+    python scripts/scaling.py main --output outputs/scaling [--share 0.25] [--keep DIR] [--background]
+    python scripts/scaling.py main --output outputs/scaling --status
+
+The first form trains every recipe with every seed (training.seed; the data stay the same), one run after the other,
+a seed of all recipes first. What is finished is skipped, and what was interrupted goes on from its last checkpoint:
+the same command may be given again at any time, and Ctrl-C leaves everything so. A run that fails ends the command
+and keeps the others' results. key=value are overrides for all recipes.
+
+Words that are no files name experiments on the corpus of scripts/message_catalogues.py, whose models are trained to
+their end; --to-end does the same with recipes. A model is at its end after at least 3 passes, when the best validation
+loss per character has changed by less than 1 % over the last tenth of its updates, and 20 % more updates at a
+constant rate change it by less than 1 %. Then its learning rate falls to 0. docs/scaling.md has more.
 
 It writes into the output folder: RECIPE/seed-S/ (each run), results.csv (a row a language), runs.csv (a row a run),
-report.md, languages.png and buckets.png. The paper is arXiv 1811.06965, section 5.
+curves.csv, report.md, languages.png and buckets.png. The paper is arXiv 1811.06965, section 5.
 
 Exit code: 0 all is finished, 1 a run failed, 2 an error that you can correct, 75 stopped, to be given again.
 """
@@ -17,7 +26,9 @@ Exit code: 0 all is finished, 1 a run failed, 2 an error that you can correct, 7
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
@@ -27,15 +38,20 @@ from typing import NoReturn
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from translation_scaling.claims import Roles
+from translation_scaling.curves import curve_rows, read_curve
 from translation_scaling.execute import EXIT_STOPPED, execute
+from translation_scaling.experiments import EXPERIMENTS, experiment, plan_experiments
 from translation_scaling.results import RESULTS_FILE, RUNS_FILE, Results, finished_runs, write_csv
 from translation_scaling.roles import roles_of
 from translation_scaling.runs import Run, plan_runs
+from translation_scaling.share import part_of
+from translation_scaling.status import hours_text, status_text
 
+from hf_gpipe.data.files import check_files
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import load_recipe
 
-REPORT_FILE = "report.md"
+REPORT_FILE, CURVES_FILE, LOG_FILE = "report.md", "curves.csv", "scaling.log"
 PAPER_RECIPES = ("paper-400m", "paper-1.3b-deep", "paper-1.3b-wide", "paper-3b", "paper-6b")
 _TRANSLATION = Path(__file__).parents[1] / "recipes" / "translation"
 
@@ -48,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Taken out first, for an option that takes several words would take them too.
         overrides = [word for word in words if _is_override(word)]
         options = _parser().parse_intermixed_args([word for word in words if not _is_override(word)])
+        options.words = words
         return _scale(options, overrides)
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -59,19 +76,30 @@ def _is_override(word: str) -> bool:
 
 
 def _scale(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    recipes = [Path(word) for word in options.recipes]
-    if not recipes and not options.report_only:
+    asked = options.recipes or ([one.name for one in EXPERIMENTS] if options.list or options.status else [])
+    if not asked and not options.report_only:
         raise UserError("no recipe is given; name those to compare, or give --report-only for what is there")
     for path in (paper := _paper_recipes(options)):
         load_recipe(path)
-    seeds = options.seeds or [1]
-    runs = plan_runs(recipes, seeds, overrides, options.output)
+    if options.background:
+        return _background(options)
+    runs = _runs(asked, overrides, options)
+    if options.list:
+        _list_experiments(asked, overrides, options)
+        return 0
+    if options.status:
+        print(status_text(runs))
+        return 0
     if options.dry_run:
         _list(runs)
         return 0
     code = 0
     if not options.report_only:
-        code = execute(runs)
+        code = execute(runs, options.keep)
+        write_curves(runs, options.output)
+    names = [word for word in asked if not _is_recipe(word)]
+    if names and not any(experiment(name).compares for name in names):
+        return code
     if code == EXIT_STOPPED:
         # Whoever stops it does not want to wait for a report; --report-only makes one of what is finished.
         return code
@@ -84,6 +112,69 @@ def _scale(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     models = [run.name for run in runs] or results.models
     write_report(results, roles_of(tuple(dict.fromkeys(models)), options.baseline, options.pair), runs, paper, options)
     return code
+
+
+def _is_recipe(word: str) -> bool:
+    return word.endswith((".yaml", ".yml"))
+
+
+def _runs(asked: Sequence[str], overrides: Sequence[str], options: argparse.Namespace) -> list[Run]:
+    """The runs of recipes, or of experiments. Raises UserError if both are given."""
+    recipes = [word for word in asked if _is_recipe(word)]
+    names = [word for word in asked if not _is_recipe(word)]
+    if recipes and names:
+        raise UserError(f"{recipes[0]} is a recipe and {names[0]} an experiment; give one command for each kind")
+    if options.share is not None and not options.list:
+        overrides = [*overrides, _part(recipes, overrides, options)]
+    seeds = options.seeds or [1]
+    if names:
+        return plan_experiments(names, seeds, overrides, options.output)
+    return plan_runs([Path(word) for word in recipes], seeds, overrides, options.output, to_end=options.to_end)
+
+
+def _part(recipes: Sequence[str], overrides: Sequence[str], options: argparse.Namespace) -> str:
+    """The override that has all runs read the part of the corpus that --share asks for."""
+    recipe = Path(recipes[0]) if recipes else _TRANSLATION / "l10n-base.yaml"
+    data = load_recipe(recipe, overrides).data
+    check_files(data)
+    return f"data.path={json.dumps(str(part_of(data, options.share, options.output / 'corpus')))}"
+
+
+def _list_experiments(asked: Sequence[str], overrides: Sequence[str], options: argparse.Namespace) -> None:
+    """Each experiment with its runs and their hours."""
+    listed: set[tuple[str, int]] = set()
+    for name in asked:
+        if _is_recipe(name):
+            raise UserError(f"--list is for experiments, and {name} is a recipe; use --dry-run")
+        one = experiment(name)
+        print(f"{one.name}: {one.question}")
+        runs = plan_experiments([name], options.seeds or [1], overrides, options.output)
+        print("\n".join(f"    {line}" for line in hours_text(runs, options.share or 1.0, listed).splitlines()))
+
+
+def _background(options: argparse.Namespace) -> int:
+    """Start the same command as a process of its own, which a terminal's end does not end."""
+    options.output.mkdir(parents=True, exist_ok=True)
+    log = options.output / LOG_FILE
+    words = [word for word in options.words if word != "--background"]
+    with log.open("a") as file:
+        child = subprocess.Popen(
+            [sys.executable, __file__, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    print(f"started as process {child.pid}; its words are in {log}, --status says how far it is, and")
+    print(f"`kill {child.pid}` stops it after its step is saved; the same command then goes on")
+    return 0
+
+
+def write_curves(runs: Sequence[Run], output: Path) -> None:
+    """All curves of the runs in one table."""
+    rows = [row for run in runs for row in curve_rows(run.name, run.seed, read_curve(run.folder))]
+    if rows:
+        write_csv(output / CURVES_FILE, rows)
 
 
 def _results(options: argparse.Namespace, runs: Sequence[Run]) -> Results:
@@ -148,8 +239,17 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "recipes", nargs="*", metavar="RECIPE", help="recipes to compare; key=value overrides a key of all"
+        "recipes",
+        nargs="*",
+        metavar="RECIPE",
+        help="recipes (.yaml) to compare, or names of experiments; key=value overrides a key of all",
     )
+    parser.add_argument("--list", action="store_true", help="print the experiments, their runs and the hours of each")
+    parser.add_argument("--status", action="store_true", help="print how far each run is and when it will end")
+    parser.add_argument("--background", action="store_true", help="go on in a process that outlives the terminal")
+    parser.add_argument("--to-end", action="store_true", help="train recipes until they are at their end")
+    parser.add_argument("--share", type=float, help="train on this share of each language's pairs, such as 0.25")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="folder that survives: copies of checkpoints, curves")
     parser.add_argument("--seeds", type=int, nargs="+", help="values of training.seed; default: 1")
     parser.add_argument("--output", type=Path, default=Path("outputs/scaling"), help="folder; default: outputs/scaling")
     parser.add_argument("--baseline", metavar="NAME", help="the smallest model; default: the recipe named base")

@@ -14,7 +14,7 @@ from transformers import MarianMTModel, PegasusConfig, PegasusForConditionalGene
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import Adapter
-from hf_gpipe.building import make_stages, trained_layers
+from hf_gpipe.building import Trained, make_stages
 from hf_gpipe.errors import StageError, UserError
 from hf_gpipe.exactness import MICRO_BATCHES, Batch, Step, padded_batch, plain_step
 from hf_gpipe.runtime.loss import PLAIN
@@ -71,9 +71,8 @@ def in_stages(pipe: Pipeline, batch: Batch | None) -> Step:
 
 def made_anew(pipe: Pipeline) -> Pipeline:
     """A pipeline whose model was frozen since: as if it had been made now, in a tenth of the time."""
-    is_trained = trained_layers(pipe.models, pipe.adapter, pipe.topology)
-    pipe.stages.update(make_stages(pipe.models, pipe.adapter, is_trained, PLAIN))
-    pipe._was_trainable = {name: p.requires_grad for name, p in pipe.named_parameters()}
+    pipe._trained = Trained.of(pipe.models, pipe.adapter, pipe.topology)
+    pipe.stages.update(make_stages(pipe.models, pipe.adapter, pipe._trained.layers, PLAIN))
     return pipe
 
 

@@ -196,6 +196,7 @@ def test_a_mini_batch_that_cannot_be_trained_on_is_refused() -> None:
         ({"memory": "80"}, UserError, "memory is '80', without a unit"),
         ({"torch_compil": True}, UserError, "did you mean 'torch_compile'"),
         ({"num_processes": 2}, UserError, "num_processes is 2 and 1 are running"),
+        ({"replicas": 2}, UserError, "replicas is 2, and stages with replicas cannot be run yet; use 1"),
         ({"config": PipelineConfig(2)}, UserError, "config and num_stages are given; put num_stages into the config"),
         ({"device": "cuda"}, UserError, "CUDA"),
         ({"device": "gpu"}, UserError, "'gpu'"),

@@ -114,7 +114,7 @@ def tiny(path: Path, data: Path, models: Path) -> list[str]:
         ]
     if recipe.data.kind == "jsonl":
         return [
-            *overrides,
+            *(*overrides, *(["data.languages=[de, ko]"] if recipe.data.languages else [])),
             f"data.path={data / 'tldr.jsonl'}",
             "data.test_fraction=0.2",
             "data.validation_fraction=0.2",

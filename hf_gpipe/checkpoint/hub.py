@@ -33,6 +33,7 @@ from transformers.utils import logging as transformers_logging
 from hf_gpipe.adapters.base import StageModel
 from hf_gpipe.adapters.dropout import default_generator, key, mix
 from hf_gpipe.adapters.peft import PeftAdapter
+from hf_gpipe.checkpoint.copies import on_cpu
 from hf_gpipe.checkpoint.digests import Digests, advising
 from hf_gpipe.errors import CheckpointError
 
@@ -240,7 +241,7 @@ def shard_tensors(stage: StageModel, owned: Sequence[str]) -> dict[str, torch.Te
     ignored = set(model._keys_to_ignore_on_save or ())
     tensors = {**stage.parameters, **stage.buffers}
     state = {name: tensors[name].detach() for name in owned if name not in ignored}
-    return {name: t.cpu().contiguous() for name, t in revert_weight_conversion(model, state).items()}
+    return on_cpu(revert_weight_conversion(model, state))
 
 
 def _forget_initialisation(model: PreTrainedModel) -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.checkpoint import digests
+from hf_gpipe.checkpoint.copies import on_cpu
 from hf_gpipe.checkpoint.digests import Digests
 from hf_gpipe.checkpoint.save import make_directory, write_files
 from hf_gpipe.checkpoint.together import write_once
@@ -38,8 +39,8 @@ def save_adapters(
     topology.from_writer(lambda: make_directory(directory))
     mine: dict[str, torch.Tensor] = {}
     for stage, model in models.items():
-        owned = {name: p.detach().cpu() for name, p in model.parameters.items() if owner_stage[name] == stage}
-        mine |= peft.tensors(model.model, owned)
+        owned = {name: p.detach() for name, p in model.parameters.items() if owner_stage[name] == stage}
+        mine |= on_cpu(peft.tensors(model.model, owned))
     parts = topology.gather_objects(mine)
 
     def write() -> None:

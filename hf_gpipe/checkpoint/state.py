@@ -22,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hf_gpipe.checkpoint import digests
+from hf_gpipe.checkpoint.copies import on_cpu
 from hf_gpipe.checkpoint.digests import Digests, Entry
 from hf_gpipe.checkpoint.run_state import RunState
 from hf_gpipe.checkpoint.together import write_once, write_together
@@ -93,15 +94,16 @@ def save_state(
         name = names[parameter]
         for slot, value in slots.items():
             if isinstance(value, torch.Tensor):
-                tensors[stage_of[name]][f"{name}/{slot}"] = value.detach().cpu().contiguous()
+                tensors[stage_of[name]][f"{name}/{slot}"] = value
             else:
                 values.setdefault(name, {})[slot] = _json(value, f"optimizer state {slot!r} of {name}")
 
     def write() -> tuple[dict[str, Entry], dict[str, dict[str, Any]]]:
         folder.mkdir(exist_ok=True)
         files = {}
-        for stage, shard in tensors.items():
-            if shard:
+        for stage, on_device in tensors.items():
+            if on_device:
+                shard = on_cpu(on_device)
                 file = f"optimizer-{stage + 1:05d}-of-{topology.placement.num_stages:05d}.safetensors"
                 save_file(shard, folder / file)
                 files[file] = digests.entry_of_tensors(folder / file, shard)

@@ -19,7 +19,7 @@ from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.corpus import build_corpus
 from hf_gpipe.data.pairs import Corpus, Pair
 from hf_gpipe.data.stream import PairStream, StreamedCorpus
-from hf_gpipe.data.tokenized import StreamedExamples, TokenizedPairs, encode_sources
+from hf_gpipe.data.tokenized import StreamedExamples, TokenizedPairs
 from hf_gpipe.data.tokenizer import train_tokenizer
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
     "StreamedExamples",
     "TokenizedPairs",
     "build_corpus",
-    "encode_sources",
     "length_bucketed_batches",
     "shuffled_batches",
     "train_tokenizer",

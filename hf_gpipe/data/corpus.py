@@ -38,7 +38,9 @@ from hf_gpipe.recipe import DataSection
 logger = logging.getLogger(__name__)
 
 #: Keys that decide how pairs are used, but not which pairs the corpus has.
-_NOT_OF_THE_PAIRS = ("max_source_tokens", "max_target_tokens", "temperature", "streaming", "counts", "shuffle_buffer")
+_NOT_OF_THE_PAIRS = (
+    *("max_source_tokens", "max_target_tokens", "temperature", "streaming", "counts", "shuffle_buffer", "made_by"),
+)
 
 
 def build_corpus(data: DataSection, order_seed: int = 0) -> Corpus | StreamedCorpus:

@@ -90,7 +90,16 @@ def check_files(data: DataSection) -> None:
     for key, name in (("data.path", path), ("data.target_path", target_path)):
         for language in data.languages if name and PLACEHOLDER in name else [""]:
             if name:
-                files_of(name.replace(PLACEHOLDER, language), data.kind, key)
+                _check_file(name.replace(PLACEHOLDER, language), data, key)
+
+
+def _check_file(path: str, data: DataSection, key: str) -> None:
+    try:
+        files_of(path, data.kind, key)
+    except DataError as error:
+        if data.made_by is None:
+            raise
+        raise DataError(f"{error}, or make the file: {data.made_by}") from error
 
 
 def check_paths(data: DataSection) -> str:

@@ -130,9 +130,17 @@ class _Tokenize:
         (folder / "truncated.json").write_text(json.dumps(self.num_truncated))
 
     def _encode(self, sources: list[str], targets: list[str]) -> tuple[list[list[int]], list[list[int]]]:
-        options = {"decoder_only": self._decoder_only}
-        of_sources, num_sources = encode_sources(sources, self._tokenizer, self._max_source_tokens, **options)
-        of_targets, num_targets = _encode_targets(targets, self._tokenizer, self._max_target_tokens, **options)
+        tokenizer, limits = self._tokenizer, (self._max_source_tokens, self._max_target_tokens)
+        suffix: list[int] = []
+        # As the target side: multilingual tokenizers such as mBART's then put the target language's tokens around it.
+        of_target: dict[str, Any] = {"as_target": True}
+        end = _end_of_sequence(tokenizer) if self._decoder_only else []
+        if self._decoder_only:
+            # Some tokenizers end a text with </s> on their own; the others need it to part source and target.
+            suffix = [] if tokenizer("").input_ids[-1:] == end else end
+            of_target = {"add_special_tokens": False}
+        of_sources, num_sources = _encode(sources, tokenizer, limits[0], "max_source_tokens", suffix)
+        of_targets, num_targets = _encode(targets, tokenizer, limits[1], "max_target_tokens", end, **of_target)
         self.num_truncated[0] += num_sources
         self.num_truncated[1] += num_targets
         return of_sources, of_targets
@@ -226,28 +234,6 @@ class StreamedExamples:
         )
         self._has_told |= bool(rows.num_truncated_sources or rows.num_truncated_targets)
         return rows
-
-
-def encode_sources(
-    sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_source_tokens: int, *, decoder_only: bool = False
-) -> tuple[list[list[int]], int]:
-    """The token ids of each source, as in training and as a prompt for generation, and how many of them were cut."""
-    suffix = []
-    if decoder_only:
-        # Some tokenizers end a text with </s> on their own; the others need it to part source and target.
-        end = _end_of_sequence(tokenizer)
-        suffix = [] if tokenizer("").input_ids[-1:] == end else end
-    return _encode(sources, tokenizer, max_source_tokens, "max_source_tokens", suffix)
-
-
-def _encode_targets(
-    targets: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_target_tokens: int, *, decoder_only: bool
-) -> tuple[list[list[int]], int]:
-    if decoder_only:
-        end = _end_of_sequence(tokenizer)
-        return _encode(targets, tokenizer, max_target_tokens, "max_target_tokens", end, add_special_tokens=False)
-    # As the target side: multilingual tokenizers such as mBART's then put the target language's tokens around it.
-    return _encode(targets, tokenizer, max_target_tokens, "max_target_tokens", [], as_target=True)
 
 
 def _encode(

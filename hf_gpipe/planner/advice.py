@@ -72,8 +72,11 @@ def _changes(planner: Planner, plan: Plan) -> Iterator[tuple[str, PipelineConfig
         "pipeline.partition=auto"
     )
     yield rest, finest
+    if isinstance(settings.replicas, tuple):
+        return  # They are of this many stages.
     for num_stages in _more_stages(settings.num_stages, planner.num_layers):
-        processes = num_stages * settings.num_processes // settings.num_stages
+        of_replica = settings.num_processes // settings.replicas
+        processes = num_stages * of_replica // settings.num_stages * settings.replicas
         yield (
             f"pipeline.num_stages={num_stages} on {processes} devices with {rest}",
             replace(finest, num_stages=num_stages, num_processes=processes),

@@ -80,7 +80,7 @@ def _allowed(planner: Planner, config: PipelineConfig) -> Iterator[PipelineConfi
     """The configuration with its schedule and M decided, in every way that is worth a try."""
     schedules = AUTO_SCHEDULES if config.schedule == AUTO else (config.schedule,)
     for schedule in schedules:
-        if schedule == "interleaved_1f1b" and config.schedule == AUTO and config.processes == config.num_stages:
+        if schedule == "interleaved_1f1b" and config.schedule == AUTO and config.processes == config.places:
             continue
         for num_micro_batches in micro_batch_counts(planner.rows, config.num_micro_batches):
             yield replace(config, schedule=schedule, num_micro_batches=num_micro_batches)
@@ -278,7 +278,11 @@ def search(planner: Planner, config: PipelineConfig) -> Found:
 
 
 def _configs(planner: Planner, config: PipelineConfig) -> Sequence[PipelineConfig]:
-    counts = {count * config.processes for count in _STAGES_A_PROCESS} | {config.num_stages}
+    counts = {config.num_stages}
+    # Replicas that are listed are of this many stages.
+    of_replica = config.processes // config.replicas if isinstance(config.replicas, int) else config.num_stages
+    if isinstance(config.replicas, int):
+        counts |= {count * of_replica for count in _STAGES_A_PROCESS}
     micro_batches = set(micro_batch_counts(planner.rows, AUTO))
     if isinstance(config.num_micro_batches, int):
         micro_batches.add(config.num_micro_batches)
@@ -287,7 +291,7 @@ def _configs(planner: Planner, config: PipelineConfig) -> Sequence[PipelineConfi
         is_given = num_stages == config.num_stages and not isinstance(config.partition, str)
         for partition in dict.fromkeys((AUTO, "count", config.partition if is_given else AUTO)):
             for schedule in AUTO_SCHEDULES:
-                if schedule == "interleaved_1f1b" and num_stages == config.processes:
+                if schedule == "interleaved_1f1b" and num_stages == of_replica:
                     continue
                 found += [
                     replace(

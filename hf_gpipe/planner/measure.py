@@ -73,35 +73,30 @@ def profile_layers(
     generator = default_generator(device)
     state = generator.get_state()
     try:
-        clock = _Clock(tracer.run, workload, device, loss, repeats, budget_seconds, barrier or _alone)
-        measured = _of_classes(dict.fromkeys(tracer.like), clock)
-        update = None if make_optimizer is None else _update_seconds(tracer, clock, make_optimizer)
+        inputs = {name: tensor.to(device) for name, tensor in workload.inputs(tracer.run.adapter).items()}
+        clock = _Clock(tracer.run, inputs, device, loss, repeats, budget_seconds, barrier or _alone)
+        measured, beyond_layers = _of_classes(dict.fromkeys(tracer.like), clock)
+        update = None if make_optimizer is None else clock.update_seconds(make_optimizer)
     finally:
         generator.set_state(state)
     return replace(
         costs,
         layers=tuple(
-            replace(layer, seconds=measured.layers[like]) for layer, like in zip(costs.layers, tracer.like, strict=True)
+            replace(layer, seconds=measured[like]) for layer, like in zip(costs.layers, tracer.like, strict=True)
         ),
-        stage_seconds=measured.stage,
+        stage_seconds=beyond_layers,
         update_seconds_per_parameter=update,
     )
 
 
-@dataclass(frozen=True)
-class _Measured:
+def _of_classes(numbers: Collection[int], clock: _Clock) -> tuple[Mapping[int, Seconds], Seconds]:
     """Seconds of each class of layers, by the number of the one that ran, and of a stage beyond its layers."""
-
-    layers: Mapping[int, Seconds]
-    stage: Seconds
-
-
-def _of_classes(numbers: Collection[int], clock: _Clock) -> _Measured:
+    alike = clock.model.first_alike()
     model = clock.model.adapter
     layers: dict[int, Seconds] = {}
     beyond: dict[str, Seconds] = {}
     for number in numbers:
-        count = _in_a_row(clock.alike, number)
+        count = _in_a_row(alike, number)
         if model.layers[number].kind == "block" and count > 1:
             alone = clock.measure(number, number + 1)
             layers[number] = clock.measure(number, number + count).less(alone).divided(count - 1)
@@ -110,7 +105,7 @@ def _of_classes(numbers: Collection[int], clock: _Clock) -> _Measured:
     for number in numbers:
         if number not in layers:
             layers[number] = clock.measure(number, number + 1).less(beyond.get(model.layers[number].stack, stage))
-    return _Measured(layers, stage)
+    return layers, stage
 
 
 def _in_a_row(alike: Sequence[int], first: int) -> int:
@@ -129,84 +124,69 @@ def _median(seconds: Sequence[Seconds]) -> Seconds:
     )
 
 
+@dataclass(frozen=True)
 class _Clock:
-    """Runs stages of a model with memory and weights."""
+    """Runs stages of a model with memory and weights. The fields are the arguments of `profile_layers`."""
 
-    def __init__(
-        self,
-        model: ModelLayers,
-        workload: Workload,
-        device: torch.device,
-        loss: TokenLoss,
-        repeats: int,
-        budget_seconds: float,
-        barrier: Callable[[], None],
-    ) -> None:
-        self.model = model
-        self._inputs = {name: t.to(device) for name, t in workload.inputs(model.adapter).items()}
-        self._device = device
-        self._loss = loss
-        self._repeats = repeats
-        self._budget_seconds = budget_seconds
-        self._barrier = barrier
-        #: For each layer, the first one that is like it.
-        self.alike = model.first_alike()
+    model: ModelLayers
+    inputs: Mapping[str, torch.Tensor]
+    device: torch.device
+    loss: TokenLoss
+    repeats: int
+    budget_seconds: float
+    barrier: Callable[[], None]
 
     def stage(self, start: int, stop: int) -> Stage:
         """A run of layers as the executor has it."""
         stage_model = StageModel(self.model.adapter, start, stop)
-        hub.initialise(stage_model, self._device, seed=0)
+        hub.initialise(stage_model, self.device, seed=0)
         if self.model.peft is not None:
-            hub.add_peft(stage_model, self.model.peft, self._device, seed=0)
-        stage_model.seal(self._device)
-        return Stage(stage_model, self.model.wants_gradient, self._loss)
+            hub.add_peft(stage_model, self.model.peft, self.device, seed=0)
+        stage_model.seal(self.device)
+        return Stage(stage_model, self.model.wants_gradient, self.loss)
 
     def measure(self, start: int, stop: int) -> Seconds:
         """The median of several forwards without a graph, with one, and backwards."""
         stage = self.stage(start, stop)
-        with torch.device(self._device):
-            context = context_of(stage.model, self._inputs)
+        with torch.device(self.device):
+            context = context_of(stage.model, self.inputs)
         runs: list[Seconds] = []
-        self._barrier()
+        self.barrier()
         begin = time.perf_counter()
-        while len(runs) < 3 or (len(runs) <= self._repeats and time.perf_counter() - begin < self._budget_seconds):
-            marks = [_now(self._device)]
+        while len(runs) < 3 or (len(runs) <= self.repeats and time.perf_counter() - begin < self.budget_seconds):
+            marks = [_now(self.device)]
             stage.forward(context, keep_graph=False)
-            marks.append(_now(self._device))
+            marks.append(_now(self.device))
             stage.reset()
             outputs = stage.forward(context, keep_graph=True)
-            marks.append(_now(self._device))
+            marks.append(_now(self.device))
             wanted = [name for name, is_wanted in stage.trainable_outputs.items() if is_wanted]
             gradients = {name: torch.randn_like(outputs[name]) for name in wanted}
             del outputs
-            begun = _now(self._device)
+            begun = _now(self.device)
             stage.backward(0, gradients)
-            runs.append(Seconds(marks[1] - marks[0], marks[2] - marks[1], _now(self._device) - begun))
+            runs.append(Seconds(marks[1] - marks[0], marks[2] - marks[1], _now(self.device) - begun))
         return _median(runs[1:])
 
-    def update(self, stage: Stage, make_optimizer: MakeOptimizer) -> float:
-        """The median of several updates of a stage's parameters, the norm and the clipping of gradients included."""
+    def update_seconds(self, make_optimizer: MakeOptimizer) -> float | None:
+        """Seconds of an update per parameter, clipping included, on the layer with the most; None: none is trained."""
+        largest = max(self.model.first_alike(), key=lambda number: self.model.own[number].trainable_count)
+        stage = self.stage(largest, largest + 1)
         parameters = [p for p in stage.model.parameters.values() if p.requires_grad]
+        if not parameters:
+            return None
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)
         optimizer = make_optimizer(parameters)
         runs = []
-        self._barrier()
-        for _ in range(self._repeats + 1):
-            start = _now(self._device)
+        self.barrier()
+        for _ in range(self.repeats + 1):
+            start = _now(self.device)
             norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
             torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
             optimizer.step()
-            runs.append(_now(self._device) - start)
-        return median(runs[1:])
-
-
-def _update_seconds(tracer: LayerTracer, clock: _Clock, make_optimizer: MakeOptimizer) -> float | None:
-    """Seconds a parameter, from the layer that has the most; None where none is trained."""
-    largest = max(tracer.like, key=lambda number: tracer.run.own[number].trainable_count)
-    stage = clock.stage(largest, largest + 1)
-    count = sum(p.numel() for p in stage.model.parameters.values() if p.requires_grad)
-    return clock.update(stage, make_optimizer) / count if count else None
+            runs.append(_now(self.device) - start)
+        return median(runs[1:]) / sum(p.numel() for p in parameters)
 
 
 def _alone() -> None:

@@ -56,7 +56,12 @@ class StageLayers:
 
 
 def estimate_memory(
-    sums: LayerSums, stages: Sequence[StageLayers], timeline: Timeline, own: Sequence[int], state_share: float
+    sums: LayerSums,
+    stages: Sequence[StageLayers],
+    timeline: Timeline,
+    process: int,
+    own: Sequence[int],
+    state_share: float,
 ) -> MemoryEstimate:
     """Estimate the memory of a process at the fullest moment of a step.
 
@@ -64,6 +69,7 @@ def estimate_memory(
         sums: of the model's layers, for one micro-batch.
         stages: all stages, in order.
         timeline: the simulated table.
+        process: its number.
         own: the process's stages. With one of several, what that stage alone needs.
         state_share: bytes of the optimizer's state per byte of trainable weights.
     """
@@ -71,7 +77,7 @@ def estimate_memory(
     held = sums.held_by(ranges)
     gradient_bytes = held.trainable_bytes / len(own)
     amounts = {stage: _amounts(sums, stages[stage], gradient_bytes) for stage in own}
-    levels = (level for _, level in occupancy(timeline, amounts))
+    levels = (level for _, level in occupancy(timeline, amounts, process))
     fullest = max(levels, key=lambda level: sum(level.values()))
     ids = timeline.schedule.num_micro_batches * sums.costs.micro_batch_bytes
     items = {name: round(size) for name, size in fullest.items()}

@@ -252,7 +252,7 @@ class Planner:
                 raise ScheduleError(f"the table {name} is of other numbers of stages, micro-batches or processes.")
             recompute_under(given, settings.recompute)
             return given.of_first(num_micro_batches)
-        placement = placement_for(name, num_stages, num_processes)
+        placement = placement_for(name, num_stages, num_processes, settings.replicas)
         of_table = Recompute.parse(settings.recompute, num_stages).of_table
         return build(name, num_stages, num_micro_batches, placement, of_table)
 
@@ -270,16 +270,17 @@ class Planner:
         timeline = simulate(table, _table_costs(sums, stages, table, self.inputs.optim))
         state_share = self.inputs.state_share(costs.dtype)
 
-        def memory(own: Sequence[int]) -> MemoryEstimate:
-            return estimate_memory(sums, stages, timeline, own, state_share)
+        def memory(process: int, own: Sequence[int]) -> MemoryEstimate:
+            return estimate_memory(sums, stages, timeline, process, own, state_share)
 
         processes = []
         for number in range(placement.num_processes):
             own = placement.stages_of(number)
-            processes.append(ProcessPlan(number, own, memory(own), _time_of(timeline, own)))
+            processes.append(ProcessPlan(number, own, memory(number, own), _time_of(timeline, number)))
         plans = []
         for number, (stage, entry) in enumerate(zip(stages, _entries(settings), strict=True)):
-            process = processes[placement.processes[number]]
+            # Of several replicas the first, which has most micro-batches.
+            process = processes[placement.workers[number][0]]
             is_alone = len(process.stages) == 1
             plans.append(
                 StagePlan(
@@ -291,7 +292,7 @@ class Planner:
                     num_parameters=sums.held(stage.start, stage.stop).count,
                     owned_parameters=sums.owned(stage.start, stage.stop).count,
                     recompute=str(entry),
-                    memory=process.memory if is_alone else memory((number,)),
+                    memory=process.memory if is_alone else memory(process.number, (number,)),
                     busy_seconds=float(timeline.busy_seconds(number)),
                 )
             )
@@ -334,15 +335,23 @@ def _table_costs(sums: LayerSums, stages: Sequence[StageLayers], table: Schedule
         backward_seconds=[one.backward for one in seconds],
         update_seconds=[sums.update_seconds(stage.start, stage.stop, optimizer) for stage in stages],
         transfer_seconds=[0.0 if is_local else sums.device.link_seconds(size) for size in boundaries],
+        reduce_seconds=[
+            # In a ring of r replicas each sends (r - 1) / r of the gradients twice.
+            sums.device.link_seconds(2 * (count - 1) * sums.held(stage.start, stage.stop).trainable_bytes // count)
+            if count > 1
+            else 0.0
+            for stage, count in zip(stages, table.placement.replicas, strict=True)
+        ],
     )
 
 
-def _time_of(timeline: Timeline, own: Sequence[int]) -> TimeEstimate:
-    """How a process with the stages `own` spends a step."""
+def _time_of(timeline: Timeline, process: int) -> TimeEstimate:
+    """How a process spends a step."""
     seconds = dict.fromkeys(ActionKind, 0.0)
-    for stage in own:
-        for action, span in timeline.spans_of[stage].items():
-            seconds[action.kind] += float(span.busy)
+    for span in timeline.spans:
+        # A reduction over replicas goes on beside the other actions.
+        if span.process == process and span.action.kind != ActionKind.REDUCE:
+            seconds[span.action.kind] += float(span.busy)
     return TimeEstimate(
         forward=seconds[ActionKind.FORWARD],
         recompute=seconds[ActionKind.RECOMPUTE],

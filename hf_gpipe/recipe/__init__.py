@@ -22,7 +22,6 @@ from hf_gpipe.recipe.help import recipe_help, section_help
 from hf_gpipe.recipe.pipeline import AUTO, DecidedConfig, PipelineConfig, RecomputeChoice
 from hf_gpipe.recipe.section import keys_of
 from hf_gpipe.recipe.strict_yaml import Locations, read_mapping
-from hf_gpipe.recipe.table import table_of
 
 __all__ = [
     "AUTO",
@@ -43,7 +42,6 @@ __all__ = [
     "parse_recipe",
     "recipe_help",
     "section_help",
-    "table_of",
 ]
 
 

@@ -56,6 +56,12 @@ def _check_fields(recipe: Recipe) -> None:
     _check_rows(recipe.data)
     _check_streaming(recipe)
     _check_precision(recipe)
+    training = recipe.training
+    if training.decay_steps and training.lr_scheduler_type != "warmup_stable_decay":
+        raise RecipeError(
+            f"training.decay_steps is {training.decay_steps} and training.lr_scheduler_type is "
+            f"{training.lr_scheduler_type}, which does not use it; use warmup_stable_decay, or leave it out."
+        )
 
 
 def _check_model(model: ModelSection) -> None:

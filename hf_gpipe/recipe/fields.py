@@ -129,6 +129,9 @@ class DataSection:
     """A file, a directory of files, or a wildcard such as data/*.jsonl.gz; jsonl, csv and text files may be gzipped.
     hub, text: id or directory of a data set. Required."""
 
+    made_by: Annotated[Annotated[Text | None, MAY_CHANGE], ROWS] = None
+    """Command that makes the file at `path`; the error says it if the file is not there."""
+
     target_path: Annotated[Text | None, Kinds(("parallel",))] = None
     """Like `path`, for the files with the targets; required."""
 
@@ -235,9 +238,20 @@ class TrainingSection:
     """Peak learning rate."""
 
     lr_scheduler_type: Literal[
-        "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "constant",
+        "constant_with_warmup",
+        "inverse_sqrt",
+        "warmup_stable_decay",
     ] = "linear"
-    """Schedule of the learning rate after the warm-up."""
+    """Schedule of the learning rate after the warm-up. warmup_stable_decay: constant, and at the end it falls over
+    `decay_steps`."""
+
+    decay_steps: Annotated[CountOrZero, MAY_CHANGE] = 0
+    """With warmup_stable_decay: number of updates at the end over which the learning rate falls to 0, by a cosine."""
 
     warmup_steps: NotNegative = 0.0
     """Number of updates over which the learning rate rises from 0; a value below 1 is a share of all updates."""

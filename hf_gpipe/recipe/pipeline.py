@@ -10,7 +10,16 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.partition import COST_STRATEGIES, STRATEGIES
 from hf_gpipe.recipe.section import Count, OneOf, Positive, Text, section
 from hf_gpipe.recipe.sizes import read_bytes
-from hf_gpipe.schedule import SCHEDULES, TABLE_SUFFIX
+from hf_gpipe.schedule import (
+    SCHEDULES,
+    TABLE_SUFFIX,
+    Schedule,
+    is_table_file,
+    placement_for,
+    read_table,
+    recompute_under,
+    replicas_of,
+)
 
 AUTO = "auto"
 TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "forward_only")
@@ -58,9 +67,13 @@ class PipelineConfig:
     """The memory limit of each process that the planner plans for, with a unit, such as 80GiB; null: the memory of its
     device."""
 
+    replicas: Annotated[Count | tuple[Count, ...], _Listed] = 1
+    """Number of replicas of each stage, which take the micro-batches in turn and add up their gradients: 2 is two
+    pipelines side by side. Or a list with one number per stage, such as [2, 1]."""
+
     num_processes: Count | None = None
-    """Number of processes that share the stages; null: one per stage, but at most one per GPU, or one for each of
-    `devices`."""
+    """Number of processes that share the stages; null: one per replica of a stage, but at most one per GPU, or one for
+    each of `devices`."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The type of device that stages run on; auto: GPUs if there are any."""
@@ -82,11 +95,14 @@ class PipelineConfig:
     """CPU threads per process; null: OMP_NUM_THREADS, or the machine's cores divided evenly."""
 
     def __post_init__(self) -> None:
-        if self.num_processes is not None and self.num_processes > self.num_stages:
+        counts = replicas_of(self.num_stages, self.replicas)
+        if self.num_processes is not None and self.num_processes > sum(counts):
             raise UserError(
                 f"num_processes is {self.num_processes} and num_stages is {self.num_stages}; a process without a stage "
-                "has nothing to do: use at most as many processes as stages."
+                "has nothing to do: use at most as many processes as stages, or more replicas."
             )
+        if not is_table_file(self.schedule):
+            placement_for("gpipe", self.num_stages, self.processes, self.replicas)
         for name, value in (("partition", self.partition), ("recompute", self.recompute)):
             if isinstance(value, tuple) and len(value) != self.num_stages:
                 raise UserError(
@@ -135,13 +151,37 @@ class PipelineConfig:
 
     @property
     def processes(self) -> int:
-        """How many processes share the stages; one per stage if `num_processes` is None."""
-        return self.num_processes or self.num_stages
+        """How many processes share the stages; one per replica of a stage if `num_processes` is None."""
+        return self.num_processes or self.places
+
+    @property
+    def places(self) -> int:
+        """How many replicas all stages have together."""
+        return sum(replicas_of(self.num_stages, self.replicas))
 
     @property
     def memory_bytes(self) -> int | None:
         """`memory` as a number."""
         return None if self.memory is None else read_bytes(self.memory, "memory")
+
+    def table(self, accumulation: int, num_processes: int) -> Schedule | None:
+        """Read the table from the file that `schedule` names; None if it names a builder or is "auto".
+
+        Args:
+            accumulation: mini-batches per step; the table has the micro-batches of all of them.
+            num_processes: the number of processes of the job.
+
+        Raises:
+            ScheduleError: the file cannot be read, its table cannot be run, or it contradicts the other fields.
+        """
+        if not is_table_file(self.schedule):
+            return None
+        step: int | str = self.num_micro_batches
+        if isinstance(step, int):
+            step *= accumulation
+        table = read_table(self.schedule, self.num_stages, step, num_processes, self.replicas)
+        recompute_under(table, self.recompute)
+        return table
 
     def decided(self, **values: Any) -> DecidedConfig:
         """A copy with `values`, which replace everything that is left to the planner."""

@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 
 from hf_gpipe.errors import DataError, PeerError
+from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.micro_batch import Batch
 from hf_gpipe.runtime.processes import Processes
 
@@ -110,7 +111,8 @@ class _Messages:
                 self._data = None if batches is None else pack(batches)
                 size = _END if self._data is None else self._data.numel()
             except Exception as error:
-                self._error = error
+                # Raised with the others' error, at the end of the step that is under way; the report tells this work.
+                self._error, self._work_of_error = error, Job.current().work
             self._message[:_HEADER_BYTES] = torch.tensor([size]).view(torch.uint8)
             if self._data is not None:
                 beginning = self._data[: self._room]
@@ -123,6 +125,7 @@ class _Messages:
         self._work.wait()
         size = int(self._message[:_HEADER_BYTES].view(torch.int64))
         if self._error is not None:
+            Job.current().note(self._work_of_error)
             raise self._error
         if size == _FAILED:
             raise PeerError("the main process failed to read the data; its own message says why")

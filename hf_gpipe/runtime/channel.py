@@ -40,7 +40,11 @@ class Channel(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget unfinished messages after a failure."""
+        """End unfinished messages after a failed step."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise an error if no message can be sent or received any more, after a failed step."""
 
 
 class LocalChannel(Channel):
@@ -69,6 +73,9 @@ class LocalChannel(Channel):
 
     def reset(self) -> None:
         self._messages.clear()
+
+    def check(self) -> None:
+        pass
 
 
 class DeviceChannel(Channel):
@@ -111,6 +118,9 @@ class DeviceChannel(Channel):
     def reset(self) -> None:
         self._messages.clear()
 
+    def check(self) -> None:
+        pass
+
 
 class RemoteChannel(Channel):
     """Between two processes, by torch.distributed: gloo on the CPU, NCCL on CUDA.
@@ -135,6 +145,7 @@ class RemoteChannel(Channel):
         self._device, self._dtype_of = device, dtype_of
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._expected: dict[int, list[tuple[str, torch.Tensor, dist.Work]]] = {}
+        self._has_failed = False
 
     def send(self, micro_batch: int, tensors: Tensors, shapes: Shapes) -> None:
         check_shapes(tensors, shapes)
@@ -166,11 +177,19 @@ class RemoteChannel(Channel):
 
     def flush(self) -> None:
         while self._sent:
-            self._sent.popleft()[0].wait()
+            self._sent[0][0].wait()
+            self._sent.popleft()
 
     def reset(self) -> None:
-        self._sent.clear()
-        self._expected.clear()
+        # A message under way cannot be taken back: it keeps its tensors, and the other process may take part in it yet.
+        self._has_failed = True
+
+    def check(self) -> None:
+        if self._has_failed:
+            raise HfGpipeError(
+                "a step failed in this process, and its messages to and from other processes cannot be taken back; "
+                "correct the cause, and start all processes again, from the last checkpoint where there is one"
+            )
 
 
 def check_shapes(tensors: Tensors, shapes: Shapes) -> None:

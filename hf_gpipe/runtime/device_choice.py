@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 
@@ -76,8 +76,9 @@ class _Wish:
     @classmethod
     def of(cls, choice: DeviceChoice) -> _Wish:
         """Raises UserError for a device that does not exist."""
-        is_list = not (choice is None or isinstance(choice, str | torch.device))
-        names = tuple(map(_named, cast(Sequence[str], choice) if is_list else [cast(str, choice)]))
+        is_list = isinstance(choice, Sequence) and not isinstance(choice, str)
+        given: Any = choice if is_list else [choice]
+        names = tuple(map(_named, given))
         gpus: tuple[str, ...] = ()
         if any(name.startswith("cuda") for name in names):
             # Reading properties opens no context, which would take memory on each device.

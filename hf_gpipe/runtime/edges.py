@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hf_gpipe.runtime.channel import Channel, DeviceChannel, LocalChannel, RemoteChannel
 from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.schedule.messages import Link, communicators, links_between
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,11 @@ class Edge:
 
     down: Channel
     up: Channel
+
+    def check(self) -> None:
+        """Raise an error if no message can be sent or received any more, after a failed step."""
+        self.down.check()
+        self.up.check()
 
 
 def connect(topology: Topology, dtype_of: Callable[[int, str], torch.dtype]) -> dict[int, Edge]:
@@ -30,26 +36,24 @@ def connect(topology: Topology, dtype_of: Callable[[int, str], torch.dtype]) -> 
         topology: the processes and which stages they hold.
         dtype_of: type of a carried tensor, from the number of the stage that receives it and its name.
     """
+    links = {link: _communicator(topology, link) for link in communicators(topology.placement)}
     edges = {}
     for stage in range(topology.placement.num_stages - 1):
-        ends = topology.process_of(stage), topology.process_of(stage + 1)
-        if ends[0] == ends[1]:
-            if topology.rank == ends[0]:
-                devices = topology.stage_devices[stage], topology.stage_devices[stage + 1]
-                edges[stage] = Edge(_within(*devices), _within(*devices[::-1]))
+        down, up = links_between(topology.placement, stage)
+        if topology.rank not in (down.sender, down.receiver):
             continue
-        is_sender = topology.rank == ends[0]
-        device = topology.stage_devices.get(stage if is_sender else stage + 1, topology.device)
-        # Opposing messages on one NCCL communicator wait for each other, so each direction has its own.
-        groups = [_communicator(topology, sender, receiver, device) for sender, receiver in (ends, ends[::-1])]
-        if topology.rank in ends:
-            peer = ends[1] if is_sender else ends[0]
-            dtypes = partial(dtype_of, stage + 1)
-            channels = [
-                RemoteChannel(peer, 2 * stage + direction, group, device, dtypes)
-                for direction, group in enumerate(groups)
-            ]
-            edges[stage] = Edge(*channels)
+        if down.sender == down.receiver:
+            devices = topology.stage_devices[stage], topology.stage_devices[stage + 1]
+            edges[stage] = Edge(_within(*devices), _within(*devices[::-1]))
+            continue
+        is_sender = topology.rank == down.sender
+        peer = down.receiver if is_sender else down.sender
+        device = topology.stage_devices[stage if is_sender else stage + 1]
+        dtypes = partial(dtype_of, stage + 1)
+        edges[stage] = Edge(
+            RemoteChannel(peer, 2 * stage, links[down], device, dtypes),
+            RemoteChannel(peer, 2 * stage + 1, links[up], device, dtypes),
+        )
     return edges
 
 
@@ -60,17 +64,21 @@ def _within(source: torch.device, target: torch.device) -> Channel:
     return LocalChannel(target)
 
 
-def _communicator(topology: Topology, sender: int, receiver: int, device: torch.device) -> dist.ProcessGroup:
+def _communicator(topology: Topology, link: Link) -> dist.ProcessGroup:
     """A communicator of two processes on NCCL, ready to use; on gloo that of all, where tags separate the channels."""
-    if device.type != "cuda":
-        return topology.group_on(device)
-    group = topology.new_group(sorted((sender, receiver)), device)
-    if topology.rank in (sender, receiver):
+    if topology.device.type != "cuda":
+        return topology.group_on(topology.device)
+    group = topology.new_group(sorted((link.sender, link.receiver)), topology.device)
+    if topology.rank in (link.sender, link.receiver):
         # The first message sets the communicator up and waits for the peer. In a step that would be a receive
         # announced ahead, and each of the two processes could wait for the other.
+        is_sender = topology.rank == link.sender
+        device = torch.device((link.sender_device if is_sender else link.receiver_device) or topology.device)
         token = torch.zeros(1, device=device)
-        if topology.rank == sender:
-            dist.send(token, receiver, group=group)
+        if is_sender:
+            dist.send(token, link.receiver, group=group)
         else:
-            dist.recv(token, sender, group=group)
+            dist.recv(token, link.sender, group=group)
+        # Both only put the message into a stream. The next communicator is set up when this one is ready.
+        torch.cuda.synchronize(device)
     return group

@@ -86,8 +86,12 @@ class Executor:
             is_measured: whether to note when each action ran.
 
         Raises:
-            StageError: an action failed; names the process, the stage, the action and the micro-batch.
+            StageError: an action failed; names the process, the stage, the action and the micro-batch. A pipeline of
+                one process can run the next step after it; one of several cannot.
+            HfGpipeError: a step failed before, in a pipeline of several processes.
         """
+        for edge in self._edges.values():
+            edge.check()
         result = StepResult()
         shares = on_devices(micro_batches, self._devices)
         actions = schedule.actions[self._rank]
@@ -128,9 +132,9 @@ class Executor:
                 del received, message
             self._flush()
         except Exception as error:
-            self._reset()
-            if is_updating:
+            if is_updating:  # everything was sent and received
                 raise
+            self._reset()
             where = f"stage {action.stage}, action {action}" if action is not None else "before the first action"
             raise StageError(f"process {self._rank}, {where}: {type(error).__name__}: {error}") from error
         if timer is not None:
@@ -209,7 +213,7 @@ class Executor:
             edge.up.flush()
 
     def _reset(self) -> None:
-        """Drop the messages and micro-batches of a failed step, so that the next one does not get them."""
+        """Drop the micro-batches and messages of a failed step, so that the next one does not get them."""
         for stage in self._stages.values():
             stage.reset()
         for edge in self._edges.values():

@@ -171,6 +171,8 @@ class Generator:
 
     def _run(self, stack: StackName, inputs: Inputs, cache: PipelineCache | None) -> dict[str, torch.Tensor]:
         """Run this process's stages of one stack; returns the last one's outputs if it is the stack's last."""
+        for edge in self._edges.values():
+            edge.check()
         outputs: dict[str, torch.Tensor] = {}
         for number, stage in self._stages.items():
             if not stage.runs(stack):

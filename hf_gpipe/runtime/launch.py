@@ -19,7 +19,7 @@ from hf_gpipe.errors import EXIT_STOPPED
 from hf_gpipe.runtime.failures import show
 from hf_gpipe.runtime.job import LAUNCHER_PID
 from hf_gpipe.runtime.signals import StopSignal
-from hf_gpipe.runtime.supervise import Worker, environment_of, first_failure, forwarding, wait_for_all
+from hf_gpipe.runtime.supervise import Child, environment_of, first_failure, forwarding, wait_for_all
 
 
 def launch(
@@ -53,27 +53,27 @@ def launch(
         environment["OMP_NUM_THREADS"] = str(threads)
     # Port 0: the system chooses one that is free.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    workers: list[Worker] = []
+    children: list[Child] = []
     stop = StopSignal()
-    with tempfile.TemporaryDirectory(prefix="hf_gpipe-") as name, forwarding(stop, workers):
+    with tempfile.TemporaryDirectory(prefix="hf_gpipe-") as name, forwarding(stop, children):
         folder = Path(name)
         for rank in range(num_processes):
             own = environment | environment_of(folder, rank, num_processes, store.port)
-            workers.append(Worker(rank, start([sys.executable, "-m", module, *args], own), folder))
-        wait_for_all(workers, stop, stop_seconds)
-        failure = first_failure(workers)
+            children.append(Child(rank, start([sys.executable, "-m", module, *args], own), folder))
+        wait_for_all(children, stop, stop_seconds)
+        failure = first_failure(children)
     ended_by_signal = all(
-        worker.was_ended or worker.exit_code == -(stop.signal or 0) or worker.exit_code == 0 for worker in workers
+        child.was_ended or child.exit_code == -(stop.signal or 0) or child.exit_code == 0 for child in children
     )
     if stop.signal is not None and (failure is None or ended_by_signal):
-        if all(worker.exit_code == EXIT_STOPPED for worker in workers):
+        if all(child.exit_code == EXIT_STOPPED for child in children):
             return EXIT_STOPPED
         print(f"stopped by {stop.signal.name} without saving", file=sys.stderr, flush=True)
         return 128 + stop.signal
     if failure is not None:
         show(failure, traceback_file)
         return failure.exit_code
-    return max(worker.exit_code or 0 for worker in workers)
+    return max(child.exit_code or 0 for child in children)
 
 
 def start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:

@@ -24,7 +24,7 @@ _POLL_SECONDS = 0.05
 
 
 @dataclass
-class Worker:
+class Child:
     """A process of the job.
 
     Attributes:
@@ -82,14 +82,14 @@ def work_file(folder: Path, rank: int) -> Path:
 
 
 @contextmanager
-def forwarding(stop: StopSignal, workers: Sequence[Worker]) -> Iterator[None]:
-    """Context manager in which this process notes STOP_SIGNALS in `stop` and forwards the first one to `workers`."""
+def forwarding(stop: StopSignal, children: Sequence[Child]) -> Iterator[None]:
+    """Context manager in which this process notes STOP_SIGNALS in `stop` and forwards the first one to `children`."""
 
     def handle(number: int, frame: object) -> None:
         if stop.receive(number):
-            for worker in workers:
-                if worker.exit_code is None:
-                    worker.process.send_signal(number)
+            for child in children:
+                if child.exit_code is None:
+                    child.process.send_signal(number)
 
     before = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
     try:
@@ -99,42 +99,42 @@ def forwarding(stop: StopSignal, workers: Sequence[Worker]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def wait_for_all(workers: Sequence[Worker], stop: StopSignal, stop_seconds: float) -> None:
+def wait_for_all(children: Sequence[Child], stop: StopSignal, stop_seconds: float) -> None:
     """Wait for the end of all processes; kill those that do not end soon after the first one.
 
     Args:
-        workers: the processes.
+        children: the processes.
         stop: where a signal to this launcher is noted.
         stop_seconds: how long the processes may take to end after one.
     """
     deadline = float("inf")
-    while running := [worker for worker in workers if worker.exit_code is None]:
+    while running := [child for child in children if child.exit_code is None]:
         now = time.monotonic()
-        codes = [worker.exit_code for worker in workers if worker.exit_code is not None]
+        codes = [child.exit_code for child in children if child.exit_code is not None]
         if any(code not in (0, EXIT_STOPPED) for code in codes):
             deadline = min(deadline, now + GRACE_SECONDS)
         elif codes:
             deadline = min(deadline, now + LEAVE_SECONDS)
         if now > deadline or stop.is_urgent or stop.seconds > stop_seconds + GRACE_SECONDS:
-            for worker in running:
-                worker.end()
+            for child in running:
+                child.end()
         time.sleep(_POLL_SECONDS)
 
 
-def first_failure(workers: Sequence[Worker]) -> Failure | None:
+def first_failure(children: Sequence[Child]) -> Failure | None:
     """The failure that caused the others; None if no process failed.
 
     In this order: the first process that failed by itself; one that was killed by a signal; one that ended without a
     message; one that did not end with the others; the first that lost its connection.
     """
-    noted = {worker.rank: failure for worker in workers if (failure := read_error_file(worker.error_file)) is not None}
+    noted = {child.rank: failure for child in children if (failure := read_error_file(child.error_file)) is not None}
     causes = [failure for failure in noted.values() if not failure.is_consequence]
     consequences = sorted((f for f in noted.values() if f.is_consequence), key=lambda failure: failure.time)
-    ended = [worker for worker in workers if worker.was_ended]
+    ended = [child for child in children if child.was_ended]
     silent = [
-        worker
-        for worker in workers
-        if worker.rank not in noted and not worker.was_ended and worker.exit_code not in (0, EXIT_STOPPED)
+        child
+        for child in children
+        if child.rank not in noted and not child.was_ended and child.exit_code not in (0, EXIT_STOPPED)
     ]
     if causes:
         first = min(causes, key=lambda failure: failure.time)
@@ -142,13 +142,11 @@ def first_failure(workers: Sequence[Worker]) -> Failure | None:
     if silent:
         # SIGTERM comes last: another launcher sends it to the processes that are left.
         # NCCL's watchdog aborts the processes that wait for one that ended otherwise.
-        aborted = {worker.rank: failure for worker in silent if (failure := _aborted_by_nccl(worker)) is not None}
-        worker = min(
-            silent, key=lambda w: (w.exit_code == -signal.SIGTERM, w.rank in aborted, w.exit_code or 0, w.rank)
-        )
-        if worker.rank in aborted:
-            return _with_stuck(aborted[worker.rank], ended)
-        return _failure(_without_a_word(worker) + _noticed(consequences))
+        aborted = {child.rank: failure for child in silent if (failure := _aborted_by_nccl(child)) is not None}
+        child = min(silent, key=lambda c: (c.exit_code == -signal.SIGTERM, c.rank in aborted, c.exit_code or 0, c.rank))
+        if child.rank in aborted:
+            return _with_stuck(aborted[child.rank], ended)
+        return _failure(_without_a_word(child) + _noticed(consequences))
     if ended:
         return _with_stuck(_failure("the processes did not end together"), ended)
     return consequences[0] if consequences else None
@@ -176,35 +174,35 @@ def _failure(message: str) -> Failure:
     return Failure(message, EXIT_FAILURE, is_consequence=False, time=time.time(), traceback="")
 
 
-def _aborted_by_nccl(worker: Worker) -> Failure | None:
+def _aborted_by_nccl(child: Child) -> Failure | None:
     """The failure of a process that NCCL's watchdog aborted; None for any other.
 
     The watchdog is no thread of Python's, so that the stacks in the file have no "Current thread".
     """
-    if worker.exit_code != -signal.SIGABRT:
+    if child.exit_code != -signal.SIGABRT:
         return None
-    file = stack_file(worker.folder, worker.rank)
+    file = stack_file(child.folder, child.rank)
     text = file.read_text(errors="replace") if file.exists() else ""
     limit, _, stacks = text.removeprefix(NCCL_LIMIT).partition("\n")
     if not text.startswith(NCCL_LIMIT) or "Aborted" not in stacks or "Current thread" in stacks:
         return None
-    work = read_note(work_file(worker.folder, worker.rank))
+    work = read_note(work_file(child.folder, child.rank))
     message = (
-        f"process {worker.rank}{', ' * bool(work)}{work}: {waited(float(limit))}, or lost the connection to it, and "
+        f"process {child.rank}{', ' * bool(work)}{work}: {waited(float(limit))}, or lost the connection to it, and "
         f"was ended by NCCL's watchdog{_innermost(stacks)}"
     )
     return replace(_failure(message), traceback=stacks)
 
 
-def _without_a_word(worker: Worker) -> str:
-    code = worker.exit_code or 0
-    work = read_note(work_file(worker.folder, worker.rank))
+def _without_a_word(child: Child) -> str:
+    code = child.exit_code or 0
+    work = read_note(work_file(child.folder, child.rank))
     where = f" while {work}" if work else ""
     if code > 0:
-        return f"process {worker.rank} ended with exit code {code}{where}"
+        return f"process {child.rank} ended with exit code {code}{where}"
     number = signal.Signals(-code)
     hint = ", as the system does when memory runs out" if number == signal.SIGKILL else ""
-    return f"process {worker.rank} was killed by {number.name}{where}{hint}"
+    return f"process {child.rank} was killed by {number.name}{where}{hint}"
 
 
 def _noticed(consequences: Sequence[Failure]) -> str:
@@ -213,13 +211,13 @@ def _noticed(consequences: Sequence[Failure]) -> str:
     return f"; its loss was noticed by {places[0]}" if places else ""
 
 
-def _with_stuck(failure: Failure, stuck: Sequence[Worker]) -> Failure:
+def _with_stuck(failure: Failure, stuck: Sequence[Child]) -> Failure:
     """Add to a failure the processes that were stuck and had to be killed: the others waited for them."""
     parts, tracebacks = [failure.message], [failure.traceback]
-    for worker in stuck:
-        work = read_note(work_file(worker.folder, worker.rank))
-        parts.append(f"process {worker.rank} was stuck{' while ' * bool(work)}{work}{_innermost(worker.stack)}")
-        tracebacks.append(f"The stack of process {worker.rank}, which was stuck:\n{worker.stack}")
+    for child in stuck:
+        work = read_note(work_file(child.folder, child.rank))
+        parts.append(f"process {child.rank} was stuck{' while ' * bool(work)}{work}{_innermost(child.stack)}")
+        tracebacks.append(f"The stack of process {child.rank}, which was stuck:\n{child.stack}")
     return replace(failure, message="; ".join(parts), traceback="\n".join(part for part in tracebacks if part))
 
 

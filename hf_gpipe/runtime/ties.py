@@ -8,7 +8,8 @@ copies.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,7 @@ class Ties:
     def __init__(self, models: Mapping[int, StageModel], topology: Topology) -> None:
         self._local_ties = [_LocalTie(*pair) for pair in share_within_process(models)]
         self._rank = topology.rank
+        self._holds_values = self._copies_are_fresh = False
         found: dict[int, tuple[str, tuple[str, ...]]] = {}
         mine = {stage: (str(model.device), tuple(model.parameters)) for stage, model in models.items()}
         for part in topology.gather_objects(mine):
@@ -88,8 +90,20 @@ class Ties:
             if tie.owner != self._rank:
                 tie.parameter.grad = None
 
-    def send_values(self) -> None:
-        """Give every copy its owner's value."""
+    @contextmanager
+    def holding_values(self) -> Iterator[None]:
+        """Context manager in which no parameter changes: copies get their owner's value once."""
+        self._holds_values, self._copies_are_fresh = True, False
+        try:
+            yield
+        finally:
+            self._holds_values = False
+
+    def refresh_copies(self) -> None:
+        """Give every copy its owner's value, which anything may have changed since."""
+        if self._holds_values and self._copies_are_fresh:
+            return
+        self._copies_are_fresh = True
         for tie in self._ties:
             dist.broadcast(tie.parameter.data, src=tie.owner, group=tie.group)
         for pair in self._local_ties:

@@ -27,12 +27,14 @@ class Topology(Processes):
         The result's placement names the devices of all stages, if a process has several.
 
         Raises:
-            UserError: on every process, if one has more devices than stages.
+            UserError: on every process, if one has more devices than stages, or not all compute on the same kind.
         """
         rank, devices = processes.rank, processes.devices
         names: dict[int, str] = {}
         has_several = False
-        for process, given in enumerate(processes.gather_objects([str(device) for device in devices])):
+        everyone = processes.gather_objects([str(device) for device in devices])
+        _check_one_kind(everyone)
+        for process, given in enumerate(everyone):
             stages = placement.stages_of(process)
             if len(given) > len(stages):
                 raise UserError(
@@ -52,3 +54,14 @@ class Topology(Processes):
 
     def process_of(self, stage: int) -> int:
         return self.placement.processes[stage]
+
+
+def _check_one_kind(everyone: list[list[str]]) -> None:
+    """Messages between processes travel between CUDA devices, by NCCL, or between CPUs, by gloo."""
+    kinds = {device.partition(":")[0] for own in everyone for device in own}
+    if len(everyone) > 1 and len(kinds) > 1:
+        found = "; ".join(f"process {rank}: {', '.join(own)}" for rank, own in enumerate(everyone))
+        raise UserError(
+            f"devices of several kinds ({found}): with several processes all stages are on CUDA devices, or all on "
+            "the CPU; name devices of one kind, or use one process"
+        )

@@ -4,7 +4,7 @@
 run, `simulate` predicts its time, `draw_text`, `draw_png`, `write_trace` and `breakdown` show it. The executor runs it.
 """
 
-from hf_gpipe.schedule.actions import Action, ActionKind, Placement
+from hf_gpipe.schedule.actions import Action, ActionKind, Placement, replicas_of
 from hf_gpipe.schedule.breakdown import Breakdown, Parts, breakdown
 from hf_gpipe.schedule.builders import RECOMPUTE_MODES, SCHEDULES, build, placement_for
 from hf_gpipe.schedule.draw import draw_png, draw_text
@@ -36,6 +36,7 @@ __all__ = [
     "placement_for",
     "read_table",
     "recompute_under",
+    "replicas_of",
     "simulate",
     "write_trace",
 ]

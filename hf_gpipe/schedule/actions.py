@@ -16,10 +16,12 @@ stage 2, "2U" the optimizer update of stage 2. What an action needs before it ma
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 
 from hf_gpipe.errors import ScheduleError
 
@@ -297,6 +299,10 @@ class Placement:
         """The device string of a stage in one of its workers; None: the process's default device."""
         return None if self.devices is None else self.devices[self.places.index((stage, process))]
 
+    def place_of(self, process: int, action: Action) -> tuple[int, str | None]:
+        """The device that an action of a process runs on, as (process, device)."""
+        return process, self.device_of(action.stage, process)
+
     def stages_of(self, process: int) -> tuple[int, ...]:
         """The stages that a worker holds, ascending."""
         return tuple(stage for stage, own in enumerate(self.workers) if process in own)
@@ -305,6 +311,24 @@ class Placement:
         """The micro-batches, of so many, that a stage runs in one of its workers; it may be none."""
         own = self.workers[stage]
         return range(own.index(process), num_micro_batches, len(own))
+
+    @property
+    def edges(self) -> tuple[tuple[int, int, int], ...]:
+        """Where two workers exchange a micro-batch: (stage, its worker, the worker of the next stage), ascending.
+
+        A worker that holds both stages is in it too: its edge is within the process.
+        """
+        found = set()
+        for stage, (own, following) in enumerate(pairwise(self.workers)):
+            # The replicas of both stages are the same again after so many micro-batches.
+            for micro_batch in range(math.lcm(len(own), len(following))):
+                found.add((stage, own[micro_batch % len(own)], following[micro_batch % len(following)]))
+        return tuple(sorted(found))
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The workers that reduce gradients together: of each stage with replicas, each group once."""
+        return tuple(dict.fromkeys(own for own in self.workers if len(own) > 1))
 
 
 def replicas_of(num_stages: int, replicas: int | Sequence[int]) -> tuple[int, ...]:

@@ -4,12 +4,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from typing import Any
 
-from hf_gpipe.schedule.actions import ActionKind
+from hf_gpipe.schedule.actions import ActionKind, Placement
 from hf_gpipe.schedule.simulate import Seconds, Span, Timeline
 
 
@@ -23,7 +23,8 @@ class Parts:
     send: Seconds = 0
     """Sending messages."""
     wait: Seconds = 0
-    """Idle: for a message, before the first action and after the last one. It is the bubble."""
+    """Idle: for a message or a reduction over replicas, before the first action and after the last one. It is the
+    bubble."""
     update: Seconds = 0
     """The optimizer's, and adding up the gradients of tied parameters."""
     other: Seconds = 0
@@ -36,20 +37,30 @@ class Parts:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """The parts of a step, for each process and for each stage, as the process or stage itself spent them."""
+    """The parts of a step, for each process and for each stage, as the process or stage itself spent them.
+
+    A reduction (G) runs beside other actions, as messages do, and is no part; waiting for it is. The parts of a process
+    with several devices are the mean of its devices.
+    """
 
     total_seconds: Seconds
     processes: tuple[Parts, ...]
-    stages: tuple[Parts, ...]
-    stages_of: tuple[tuple[int, ...], ...]
-    """The stages of each process."""
+    stages_of: tuple[Mapping[int, Parts], ...]
+    """For each process the parts of each of its stages."""
 
     @property
     def mean(self) -> Parts:
         """The mean of all processes."""
-        names = [field.name for field in fields(Parts)]
-        share = Fraction(1, len(self.processes))  # Exact seconds stay exact.
-        return Parts(*(sum(getattr(parts, name) for parts in self.processes) * share for name in names))
+        return _mean(self.processes)
+
+    @property
+    def stages(self) -> tuple[Parts, ...]:
+        """For each stage the mean of its replicas."""
+        replicas: dict[int, list[Parts]] = {}
+        for own in self.stages_of:
+            for stage, parts in own.items():
+                replicas.setdefault(stage, []).append(parts)
+        return tuple(_mean(replicas[stage]) for stage in sorted(replicas))
 
     def to_dict(self) -> dict[str, Any]:
         """For a JSON file: seconds as floats."""
@@ -69,7 +80,7 @@ class Breakdown:
             own = self.stages_of[process]
             rows.append([f"process {process}", *self._cells(parts)])
             if len(own) > 1:
-                rows += [[f"  stage {stage}", *self._cells(self.stages[stage])] for stage in own]
+                rows += [[f"  stage {stage}", *self._cells(of_stage)] for stage, of_stage in own.items()]
         if len(self.processes) > 1:
             rows.append(["mean", *self._cells(self.mean)])
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -90,34 +101,46 @@ def breakdown(timeline: Timeline) -> Breakdown:
     """Sum up a timeline. With exact seconds (fractions) every sum is exact."""
     placement, total = timeline.schedule.placement, timeline.total_seconds
     processes: list[Parts] = []
-    stages: dict[int, Parts] = {}
+    stages_of: list[dict[int, Parts]] = []
     for process in range(placement.num_processes):
-        spans = [span for span in timeline.spans if span.process == process]
-        waits = _waits(spans, timeline.schedule.num_stages)
-        # Before its first action and after its last one the process waits for the others.
-        ends = spans[0].start + total - spans[-1].end if spans else total
-        processes.append(_parts(spans, sum(waits) + ends, total))
+        of_devices: dict[tuple[int, str | None], list[Span]] = {}
+        for span in timeline.spans:
+            if span.process == process and span.action.kind != ActionKind.REDUCE:
+                of_devices.setdefault(placement.place_of(process, span.action), []).append(span)
+        parts = [] if of_devices else [Parts(wait=total)]
+        waited: list[tuple[Span, Seconds]] = []
+        for spans in of_devices.values():
+            waits = _waits(spans, placement)
+            waited += zip(spans, waits, strict=True)
+            # Before its first action and after its last one a device waits for the others.
+            parts.append(_parts(spans, sum(waits) + spans[0].start + total - spans[-1].end, total))
+        processes.append(_mean(parts))
+        stages_of.append({})
         for stage in placement.stages_of(process):
-            own = [(span, wait) for span, wait in zip(spans, waits, strict=True) if span.action.stage == stage]
-            stages[stage] = _parts([span for span, _ in own], sum(wait for _, wait in own), total)
-    return Breakdown(
-        total,
-        tuple(processes),
-        tuple(stages[stage] for stage in sorted(stages)),
-        tuple(placement.stages_of(process) for process in range(placement.num_processes)),
-    )
+            own = [(span, wait) for span, wait in waited if span.action.stage == stage]
+            stages_of[-1][stage] = _parts([span for span, _ in own], sum(wait for _, wait in own), total)
+    return Breakdown(total, tuple(processes), tuple(stages_of))
 
 
-def _waits(spans: Sequence[Span], num_stages: int) -> list[Seconds]:
-    """How long each span of a process waited for its message: as noted, and the time since the span before it.
+def _waits(spans: Sequence[Span], placement: Placement) -> list[Seconds]:
+    """How long each span of a device waited for its message, or its stage's reduction: as noted, and the time since
+    the span before it.
 
     A simulated span starts when its message is there, a measured one when the process came to it.
     """
     waits: list[Seconds] = []
     for index, span in enumerate(spans):
-        receives = index > 0 and span.action.source(num_stages) is not None
-        waits.append(span.waiting + (span.start - spans[index - 1].end if receives else 0))
+        action = span.action
+        # An update waits for its stage's reduction, and for the actions that the process starts on other devices.
+        is_late = action.kind == ActionKind.UPDATE and (placement.has_replicas or placement.devices is not None)
+        receives = is_late or action.source(placement.num_stages) is not None
+        waits.append(span.waiting + (span.start - spans[index - 1].end if index > 0 and receives else 0))
     return waits
+
+
+def _mean(rows: Sequence[Parts]) -> Parts:
+    share = Fraction(1, len(rows))  # Exact seconds stay exact.
+    return Parts(*(sum(getattr(parts, field.name) for parts in rows) * share for field in fields(Parts)))
 
 
 def _parts(spans: Sequence[Span], wait: Seconds, total: Seconds) -> Parts:

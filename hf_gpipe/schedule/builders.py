@@ -143,8 +143,10 @@ def interleaved_1f1b(
     v times as fast: with equal stages and free transfers the bubble is (P-1)/(vM+P-1) where P divides M, against
     (P-1)/(M+P-1) in 1f1b. The price is v times the messages, and more micro-batches between forward and backward.
 
-    K must be a multiple of P. With one stage per process it is 1f1b, and one process alone has no bubble to shorten and
-    takes one micro-batch after another. `hf_gpipe.schedule.interleaved` has the order.
+    K must be a multiple of P. With one stage per process it is 1f1b, and also in one process with several devices. One
+    process with one device has no bubble to shorten and takes one micro-batch after another.
+    `hf_gpipe.schedule.interleaved` has the order of the others; where a process has several devices, each stage keeps
+    it and the process starts the actions in the order in which they can run.
 
     K = 4, M = 4 on P = 2 processes, without recomputation:
 
@@ -153,12 +155,17 @@ def interleaved_1f1b(
         stage 2  .. .. F0 F1 .. .. B0 -- .. B1 -- F2 .. .. F3 .. .. .. B2 -- .. B3 -- .. .. .. ..
         stage 3  .. .. .. F0 B0 -- F1 B1 -- .. .. .. .. .. .. F2 B2 -- F3 B3 -- .. .. .. .. .. ..
     """
-    if placement.replicas == (placement.num_processes,) * num_stages:
+    has_several_devices = len(set(placement.devices or ())) > 1
+    is_one_process = placement.replicas == (placement.num_processes,) * num_stages
+    if is_one_process and not has_several_devices:
         return naive(num_stages, num_micro_batches, placement, _fused_last(limits))
-    if len(placement.places) == placement.num_processes:
+    if is_one_process or len(placement.places) == placement.num_processes:
         return one_forward_one_backward(num_stages, num_micro_batches, placement, limits)
     orders = interleaved_orders(num_stages, num_micro_batches, placement)
-    return [with_recomputations(order, _fused_last(limits)) for order in orders]
+    if not has_several_devices:
+        return [with_recomputations(order, _fused_last(limits)) for order in orders]
+    of_stages = [[action for order in orders for action in order if action.stage == s] for s in range(num_stages)]
+    return _merge(of_stages, placement, _fused_last(limits))
 
 
 def forward_only(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
@@ -209,8 +216,8 @@ def placement_for(name: str, num_stages: int, num_processes: int, replicas: int 
         return Placement.one_stage_each(num_stages, counts)
     if num_processes % counts[0]:
         raise ScheduleError(
-            f"{num_processes} processes cannot hold {counts[0]} replicas of {num_stages} stages: every replica of the "
-            "pipeline has equally many. Let the number of processes be a multiple of replicas."
+            f"replicas is {counts[0]} and the number of processes {num_processes}: every replica of the pipeline has "
+            "equally many. Let the number of processes be a multiple of replicas."
         )
     place = Placement.interleaved if name == "interleaved_1f1b" else Placement.spread
     return place(num_stages, num_processes // counts[0]).replicated(counts[0])
@@ -277,22 +284,19 @@ def _build(name: str, num_stages: int, num_micro_batches: int, placement: Placem
 
 
 def _with_reductions(order: list[Action], process: int, placement: Placement) -> list[Action]:
-    """The order of a process, with a G directly after its last B of each stage that has replicas.
+    """The order of a process, with a G of each stage that has replicas.
 
-    There it overlaps with what the process still runs. A stage without a micro-batch here has its G at the end; the
-    deepest stage comes first, as in the backwards of the other replicas.
+    It stands directly after the process's last B of the stage, so that it overlaps with what the process still runs; at
+    the end if there is none. A G never stands before that of a deeper stage, so all processes have one order of them.
     """
-    missing = {stage for stage in placement.stages_of(process) if placement.replicas[stage] > 1}
-    reversed_order: list[Action] = [
-        Action(ActionKind.REDUCE, stage) for stage in sorted(missing - {a.stage for a in order})
-    ]
-    missing -= {action.stage for action in reversed_order}
-    for action in reversed(order):
-        if action.kind == ActionKind.BACKWARD and action.stage in missing:
-            missing.remove(action.stage)
-            reversed_order.append(Action(ActionKind.REDUCE, action.stage))
-        reversed_order.append(action)
-    return reversed_order[::-1]
+    last = {action.stage: index for index, action in enumerate(order) if action.kind == ActionKind.BACKWARD}
+    waiting = [stage for stage in placement.stages_of(process) if placement.replicas[stage] > 1]
+    result: list[Action] = []
+    for index, action in enumerate(order):
+        result.append(action)
+        while waiting and last.get(waiting[-1], len(order)) <= index:
+            result.append(Action(ActionKind.REDUCE, waiting.pop()))
+    return result + [Action(ActionKind.REDUCE, stage) for stage in reversed(waiting)]
 
 
 def _check_name(name: str) -> None:

@@ -1,8 +1,12 @@
 """Several stages in one process: their orders are merged into one by running a clock over the pipeline.
 
+Its stages may be on several devices, which work at the same time. The process starts the actions of all of them, one
+after another, so it should start them in the order in which they can run: a host that waits for one device, or is slow,
+would otherwise keep the others waiting.
+
 A schedule says in which order each stage works, and each replica of a stage takes its own micro-batches out of that
 order. Where a process holds several stages, it also needs to know which of them is next. The clock assumes that a
-forward and a recomputation take one tick and a backward two. Whenever a process is free it starts, among its stages'
+forward and a recomputation take one tick and a backward two. Whenever a device is free it starts, among its stages'
 next actions:
 
 1. one that has all it needs, and of these the one whose micro-batch is farthest on its way (down the stages, then up
@@ -42,7 +46,7 @@ def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> lis
 
     num_stages = placement.num_stages
     next_index = [0] * len(queues)
-    free_at = [0] * placement.num_processes
+    free_at: dict[tuple[int, str | None], int] = {}
     finished_at: dict[Action, int] = {}
 
     def choices() -> list[tuple[int, bool, int, Action, int]]:
@@ -55,7 +59,8 @@ def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> lis
             source = action.source(num_stages)
             if source is not None and source not in finished_at:
                 continue
-            start = max(free_at[placement.process_of(action)], finished_at[source] if source else 0)
+            place = placement.place_of(placement.process_of(action), action)
+            start = max(free_at.get(place, 0), finished_at[source] if source else 0)
             fills, rank = False, -way(action, num_stages)
             if action.kind == ActionKind.RECOMPUTE:
                 gradient = Action(ActionKind.BACKWARD, action.stage, action.micro_batch).source(num_stages)
@@ -71,7 +76,7 @@ def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> lis
             raise ScheduleError(f"deadlock: {waiting} waits for {waiting.source(num_stages)}, and no stage can go on.")
         start, _, _, action, number = min(startable)
         process = placement.process_of(action)
-        free_at[process] = finished_at[action] = start + TICKS[action.kind]
+        free_at[placement.place_of(process, action)] = finished_at[action] = start + TICKS[action.kind]
         next_index[number] += 1
         process_orders[process].append(action)
     return process_orders

@@ -1,8 +1,8 @@
 """A timeline as text, and as a picture.
 
-Text, for terminals and docstrings: one row per stage, from left to right in time, as in figure 2c of GPipe
-(arXiv 1811.06965). Picture (PNG, SVG): the same rows in seconds, and several timelines below each other on one scale,
-for example the predicted and the measured one.
+Text, for terminals and docstrings: one row per stage, or per replica of a stage, from left to right in time, as in
+figure 2c of GPipe (arXiv 1811.06965). Picture (PNG, SVG): the same rows in seconds, and several timelines below each
+other on one scale, for example the predicted and the measured one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule.actions import ActionKind
+from hf_gpipe.schedule.actions import ActionKind, Placement
 from hf_gpipe.schedule.simulate import Seconds, Span, Timeline
 
 if TYPE_CHECKING:
@@ -26,12 +26,14 @@ _COLOURS = {
     ActionKind.FORWARD: "#5b9bd5",
     ActionKind.RECOMPUTE: "#f2c14e",
     ActionKind.BACKWARD: "#2a7f62",
+    ActionKind.REDUCE: "#c8553d",
     ActionKind.UPDATE: "#8e5ea2",
 }
 _LABEL_COLOURS = {
     ActionKind.FORWARD: "black",
     ActionKind.RECOMPUTE: "black",
     ActionKind.BACKWARD: "white",
+    ActionKind.REDUCE: "white",
     ActionKind.UPDATE: "white",
 }
 _IDLE_COLOUR = "#dcdcdc"
@@ -42,30 +44,32 @@ _SUFFIXES = (".png", ".svg")
 
 
 def draw_text(timeline: Timeline, width: int = 120) -> str:
-    """The timeline in ASCII, one row per stage and a last line with the time and the bubble.
+    """The timeline in ASCII, one row per stage or replica of it and a last line with the time and the bubble.
 
-    A column is as long as the shortest action (updates aside) and shows the action that fills most of it: "F0" where it
-    starts, "--" where it goes on, ".." where the stage is idle. Where this is wider than `width` characters, a column
-    is a single letter, the action's kind, and as much longer as needed.
+    A column is as long as the shortest action (reductions and updates aside) and shows the action that fills most of
+    it: "F0" where it starts, "--" where it goes on, ".." where the stage is idle. Where this is wider than `width`
+    characters, a column is a single letter, the action's kind, and as much longer as needed.
     """
     busy = [span for span in timeline.spans if span.busy > 0]
-    column_seconds = min((span.busy for span in busy if span.action.kind != ActionKind.UPDATE), default=0)
+    column_seconds = min((span.busy for span in busy if not span.action.kind.is_of_mini_batch), default=0)
     # Sums of floats are a little off: a millionth of a column is none.
     num_columns = math.ceil(timeline.total_seconds / column_seconds - 1e-6) if column_seconds else 0
-    margin = len(f"stage {timeline.schedule.num_stages - 1}  ")
+    placement = timeline.schedule.placement
+    names = [name_in_text(placement, *place) for place in placement.places]
+    margin = max(map(len, names)) + 2
     cell = max((len(_label(span)) for span in busy), default=0)
     labelled = margin + num_columns * (cell + 1) - 1 <= width
     if not labelled and num_columns > width - margin:
         num_columns = max(1, width - margin)
         column_seconds = timeline.total_seconds / num_columns
     lines = []
-    for stage in range(timeline.schedule.num_stages):
-        columns = _columns([span for span in busy if span.action.stage == stage], num_columns, column_seconds)
+    for place, name in zip(placement.places, names, strict=True):
+        columns = _columns([span for span in busy if _place(span) == place], num_columns, column_seconds)
         if labelled:
             row = " ".join(_cell(columns, index, cell) for index in range(num_columns))
         else:
             row = "".join("." if span is None else span.action.kind.value for span in columns)
-        lines.append(f"stage {stage}".ljust(margin) + row)
+        lines.append(name.ljust(margin) + row)
     lines.append(f"total {_seconds(timeline)}, bubble {float(timeline.bubble):.1%}")
     return "\n".join(line.rstrip() for line in lines)
 
@@ -107,8 +111,9 @@ def _columns(spans: Sequence[Span], num_columns: int, column_seconds: Seconds) -
 def draw_png(path: str | Path, *timelines: Timeline, titles: Sequence[str] | None = None) -> None:
     """Draws timelines below each other, on one scale of seconds, into a PNG or (by the suffix) an SVG file.
 
-    A row is a stage, a bar an action, with the number of its micro-batch where there is room. Grey is idle: the process
-    of the stage waits. Nearly white is a stage at rest while its process runs another of its stages.
+    A row is a stage, or a replica of it, a bar an action, with the number of its micro-batch where there is room. Grey
+    is idle: the process of the stage waits. Nearly white is a stage at rest while its process runs another of its
+    stages.
 
     Args:
         path: ends in .png or .svg.
@@ -133,7 +138,7 @@ def figure(timelines: Sequence[Timeline], titles: Sequence[str]) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    num_rows = [timeline.schedule.num_stages for timeline in timelines]
+    num_rows = [len(timeline.schedule.placement.places) for timeline in timelines]
     num_slots = max(3 * (t.schedule.num_micro_batches + t.schedule.num_stages) for t in timelines)
     picture = Figure(
         figsize=(min(20.0, max(9.0, 0.21 * num_slots)), 1.0 + sum(0.75 + 0.32 * rows for rows in num_rows)),
@@ -152,7 +157,7 @@ def figure(timelines: Sequence[Timeline], titles: Sequence[str]) -> Figure:
     kinds = {span.action.kind for timeline in timelines for span in timeline.spans if span.busy > 0}
     entries = [Patch(facecolor=_COLOURS[kind], label=kind.word) for kind in ActionKind if kind in kinds]
     entries.append(Patch(facecolor=_IDLE_COLOUR, label="idle"))
-    if any(t.schedule.placement.num_processes < t.schedule.num_stages for t in timelines):
+    if any(t.schedule.placement.num_processes < rows for t, rows in zip(timelines, num_rows, strict=True)):
         entries.append(Patch(facecolor=_ELSEWHERE_COLOUR, edgecolor=_IDLE_COLOUR, label="process at another stage"))
     picture.legend(handles=entries, loc="outside upper right", ncols=len(entries), frameon=False, fontsize=9)
     # The layout is computed before the labels, because whether a label fits depends on the width of its bar on paper.
@@ -163,17 +168,20 @@ def figure(timelines: Sequence[Timeline], titles: Sequence[str]) -> Figure:
 
 
 def _draw_panel(panel: Axes, timeline: Timeline, title: str) -> None:
-    schedule, total = timeline.schedule, float(timeline.total_seconds)
-    for stage in range(schedule.num_stages):
-        bottom = stage - _BAR_HEIGHT / 2
+    placement, total = timeline.schedule.placement, float(timeline.total_seconds)
+    for row, place in enumerate(placement.places):
+        stage, process = place
+        bottom = row - _BAR_HEIGHT / 2
         # The row is idle until something covers it: pale for the other stages of its process, then its own bars.
         panel.broken_barh([(0, total)], (bottom, _BAR_HEIGHT), facecolor=_IDLE_COLOUR)
         others = [
-            s for s in timeline.spans if s.process == schedule.placement.processes[stage] and s.action.stage != stage
+            span
+            for span in timeline.spans
+            if span.process == process and span.action.stage != stage and span.action.kind != ActionKind.REDUCE
         ]
         panel.broken_barh([_bar(span) for span in others], (bottom, _BAR_HEIGHT), facecolor=_ELSEWHERE_COLOUR)
         for kind, colour in _COLOURS.items():
-            own = [s for s in timeline.spans if s.action.stage == stage and s.action.kind == kind]
+            own = [span for span in timeline.spans if _place(span) == place and span.action.kind == kind]
             panel.broken_barh(
                 [_bar(span) for span in own],
                 (bottom, _BAR_HEIGHT),
@@ -181,8 +189,9 @@ def _draw_panel(panel: Axes, timeline: Timeline, title: str) -> None:
                 edgecolor="white",
                 linewidth=0.4,
             )
-    panel.set_ylim(schedule.num_stages - 0.5, -0.5)
-    panel.set_yticks(range(schedule.num_stages), labels=[row_name(timeline, s) for s in range(schedule.num_stages)])
+    names = [row_name(placement, *place) for place in placement.places]
+    panel.set_ylim(len(names) - 0.5, -0.5)
+    panel.set_yticks(range(len(names)), labels=names)
     panel.tick_params(axis="y", length=0)
     panel.tick_params(labelsize=9)
     panel.spines[["top", "right", "left"]].set_visible(False)
@@ -195,20 +204,30 @@ def _bar(span: Span) -> tuple[float, float]:
     return float(span.start + span.waiting), float(span.busy)
 
 
-def row_name(timeline: Timeline, stage: int) -> str:
-    """A stage, with its process where that has another number."""
-    placement = timeline.schedule.placement
+def _place(span: Span) -> tuple[int, int]:
+    """The row of a span: its stage and its process."""
+    return span.action.stage, span.process
+
+
+def name_in_text(placement: Placement, stage: int, process: int) -> str:
+    """A stage, and where any has replicas also the process."""
+    return f"stage {stage} (process {process})" if placement.has_replicas else f"stage {stage}"
+
+
+def row_name(placement: Placement, stage: int, process: int) -> str:
+    """A stage, with its process where that may have another number."""
     if placement.num_processes == placement.num_stages:
-        return f"stage {stage}"
-    return f"stage {stage} (process {placement.processes[stage]})"
+        return name_in_text(placement, stage, process)
+    return f"stage {stage} (process {process})"
 
 
 def _label_bars(panel: Axes, timeline: Timeline, points_per_second: float) -> None:
     """Writes micro-batches into bars, for each row and kind of action whose typical bar has room for its longest."""
+    number = {place: row for row, place in enumerate(timeline.schedule.placement.places)}
     rows: dict[tuple[int, ActionKind], list[Span]] = {}
     for span in timeline.spans:
-        rows.setdefault((span.action.stage, span.action.kind), []).append(span)
-    for (stage, kind), spans in rows.items():
+        rows.setdefault((number[_place(span)], span.action.kind), []).append(span)
+    for (row, kind), spans in rows.items():
         if median(_bar(span)[1] for span in spans) * points_per_second < max(map(_label_width, spans)):
             continue
         for span in spans:
@@ -216,7 +235,7 @@ def _label_bars(panel: Axes, timeline: Timeline, points_per_second: float) -> No
             if seconds * points_per_second >= _label_width(span):
                 panel.text(
                     left + seconds / 2,
-                    stage,
+                    row,
                     _number(span),
                     ha="center",
                     va="center_baseline",
@@ -231,13 +250,14 @@ def _label_width(span: Span) -> float:
 
 
 def _number(span: Span) -> str:
-    return "U" if span.action.micro_batch is None else str(span.action.micro_batch)
+    return span.action.kind.value if span.action.micro_batch is None else str(span.action.micro_batch)
 
 
 def title_of(timeline: Timeline) -> str:
-    """The default title of a timeline: its schedule, K and M."""
-    schedule = timeline.schedule
-    return f"{schedule.name}, K = {schedule.num_stages}, M = {schedule.num_micro_batches}"
+    """The default title of a timeline: its schedule, K and M, and the replicas of its stages if there are any."""
+    schedule, placement = timeline.schedule, timeline.schedule.placement
+    replicas = f", replicas {'-'.join(map(str, placement.replicas))}" if placement.has_replicas else ""
+    return f"{schedule.name}, K = {schedule.num_stages}, M = {schedule.num_micro_batches}{replicas}"
 
 
 def _seconds(timeline: Timeline) -> str:

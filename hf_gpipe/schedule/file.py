@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_gpipe.errors import ScheduleError
+from hf_gpipe.schedule.actions import replicas_of
 from hf_gpipe.schedule.occupancy import Held, most_of_equal_stages
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.validate import check_table
@@ -22,7 +23,13 @@ def is_table_file(schedule: str) -> bool:
     return schedule.endswith(TABLE_SUFFIX)
 
 
-def read_table(path: str, num_stages: int, num_micro_batches: int | str, num_processes: int) -> Schedule:
+def read_table(
+    path: str,
+    num_stages: int,
+    num_micro_batches: int | str,
+    num_processes: int,
+    replicas: int | Sequence[int] = 1,
+) -> Schedule:
     """Read the table of a training step from a file, and check that it is valid and fits these numbers.
 
     Args:
@@ -30,6 +37,7 @@ def read_table(path: str, num_stages: int, num_micro_batches: int | str, num_pro
         num_stages: K.
         num_micro_batches: micro-batches per step: M times the accumulated mini-batches. A string is an error.
         num_processes: the number of processes of the job.
+        replicas: the number of replicas of every stage, or of each.
 
     Raises:
         ScheduleError: the file and the line that is wrong, what was found, what is allowed and the next step.
@@ -60,6 +68,12 @@ def read_table(path: str, num_stages: int, num_micro_batches: int | str, num_pro
                 f"the table has {table.num_micro_batches} micro-batches, and num_micro_batches, times the mini-batches "
                 f"that a step accumulates, is {num_micro_batches}; change one of them.",
                 "num_micro_batches",
+            )
+        if table.placement.replicas != replicas_of(num_stages, replicas):
+            raise ScheduleError(
+                f"the table's stages have {list(table.placement.replicas)} replicas, and replicas is {replicas}; "
+                "change one of them.",
+                "placement",
             )
         if table.placement.num_processes != num_processes:
             raise ScheduleError(

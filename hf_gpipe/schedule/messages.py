@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule.actions import Action, ActionKind
+from hf_gpipe.schedule.actions import Action, ActionKind, Placement
 from hf_gpipe.schedule.clock import TICKS, way
 from hf_gpipe.schedule.table import Schedule
 
@@ -66,6 +66,41 @@ def messages(schedule: Schedule) -> tuple[Message, ...]:
         if receiver != process:
             found.append(Message(action, consumer, process, receiver, passed[receiver]))
     return tuple(found)
+
+
+class Link(NamedTuple):
+    """One direction between two processes, from a device of one to a device of the other.
+
+    Its messages are sent and received in one order, so they share a communicator. The other direction has its own:
+    messages of one communicator wait for each other.
+    """
+
+    sender: int
+    receiver: int
+    sender_device: str | None
+    """As in the placement; None: the process's default device."""
+    receiver_device: str | None
+
+
+def links_between(placement: Placement, stage: int) -> tuple[Link, Link]:
+    """The links from a stage to the next one, for activations, and back, for gradients."""
+    processes, devices = placement.processes, placement.devices or (None,) * placement.num_stages
+    one, other = (processes[stage], devices[stage]), (processes[stage + 1], devices[stage + 1])
+    return Link(one[0], other[0], one[1], other[1]), Link(other[0], one[0], other[1], one[1])
+
+
+def communicators(placement: Placement) -> tuple[Link, ...]:
+    """The links between processes, each once, in the order in which all processes create their communicators.
+
+    On NCCL a process has a two-rank communicator for each link that it is an end of.
+    """
+    links = [link for stage in range(placement.num_stages - 1) for link in links_between(placement, stage)]
+    return tuple(dict.fromkeys(link for link in links if link.sender != link.receiver))
+
+
+def num_communicators(placement: Placement, process: int) -> int:
+    """The number of two-rank communicators that a process has for messages between stages, on NCCL."""
+    return sum(process in (link.sender, link.receiver) for link in communicators(placement))
 
 
 def executable_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
@@ -126,7 +161,7 @@ def _clock_order(schedule: Schedule) -> list[tuple[int, Action]]:
     ends: dict[Action, int] = {}
     order: list[tuple[int, int, int, Action]] = []
     for process, action in executable_order(schedule):
-        place = process, schedule.placement.device_of(action.stage, process)
+        place = schedule.placement.place_of(process, action)
         source = action.source(num_stages)
         start = max(started[process] + 1, free_at.get(place, 0), ends[source] if source else 0)
         started[process] = start

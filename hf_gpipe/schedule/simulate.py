@@ -1,9 +1,9 @@
 """A clock over a table: how long a step takes, and how much of it is idle.
 
-The model is that of the executor. A process runs its actions one at a time and in order. A message leaves when its
-action ends and never holds up the sender; it travels `transfer_seconds`, after the messages before it on the same edge
-and in the same direction; the receiver waits for it at the action that uses it. An edge lies between two stages and two
-of their workers. Between two stages of one process on one device nothing travels.
+The model is that of the executor. A process starts its actions in order, and a device runs one at a time. A message
+leaves when its action ends and never holds up the sender; it travels `transfer_seconds`, after the messages before it
+on the same edge and in the same direction; the receiver waits for it at the action that uses it. An edge lies between
+two stages and two of their workers. Between two stages of one process on one device nothing travels.
 
 A reduction (G) takes no time of the worker where it stands. It begins when all replicas of its stage have reached their
 G and none of them is in another reduction, takes `reduce_seconds`, and goes on beside the workers' next actions; the
@@ -107,25 +107,31 @@ class Timeline:
 
     @cached_property
     def bubble(self) -> Seconds:
-        """The idle fraction of all processes together, 0 to 1. A reduction is not work of its process, as a message."""
-        return self._idle_fraction(_busy(self.spans), self.schedule.placement.num_processes)
+        """The idle fraction of all processes together, 0 to 1; of all their devices where they have several. A
+        reduction is not work of its process, as a message."""
+        return self._idle_fraction(self.spans, self.schedule.placement.places)
 
     def process_bubble(self, process: int) -> Seconds:
-        """The idle fraction of one process."""
-        return self._idle_fraction(_busy(span for span in self.spans if span.process == process), 1)
+        """The idle fraction of one process, of all its devices together."""
+        own = [(stage, process) for stage in self.schedule.placement.stages_of(process)]
+        return self._idle_fraction([span for span in self.spans if span.process == process], own)
 
     def stage_bubble(self, stage: int) -> Seconds:
-        """The fraction of the time in which no action of this stage runs, though its process may run another's; the
-        mean of its replicas."""
-        return self._idle_fraction(self.busy_seconds(stage), len(self.schedule.placement.workers[stage]))
+        """The fraction of the time in which no action of this stage runs, though its process may run another's."""
+        own = [(stage, process) for process in self.schedule.placement.workers[stage]]
+        return self._idle_fraction([span for span in self.spans if span.action.stage == stage], own)
 
     def busy_seconds(self, stage: int) -> Seconds:
-        """How long the actions of a stage ran, without their waiting, on all its replicas together."""
-        return _busy(span for span in self.spans if span.action.stage == stage)
+        """How long the actions of a stage ran, without their waiting; the mean of its replicas."""
+        spans = (span for span in self.spans if span.action.stage == stage)
+        return _busy(spans) / len(self.schedule.placement.workers[stage])
 
-    def _idle_fraction(self, busy_seconds: Seconds, num_processes: int) -> Seconds:
-        available = num_processes * self.total_seconds
-        return 1 - busy_seconds / available if available else 0
+    def _idle_fraction(self, spans: Sequence[Span], places: Sequence[tuple[int, int]]) -> Seconds:
+        """Of the devices of some (stage, process), on which these spans ran."""
+        placement = self.schedule.placement
+        devices = {(process, placement.device_of(stage, process)) for stage, process in places}
+        available = len(devices) * self.total_seconds
+        return 1 - _busy(spans) / available if available else 0
 
     @cached_property
     def spans_of(self) -> tuple[dict[Action, Span], ...]:
@@ -160,7 +166,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     reduce_seconds = _each(costs.reduce_seconds, num_stages, "reduce_seconds", "stages")
 
     spans: list[Span] = []
-    free_at: list[Seconds] = [0] * placement.num_processes
+    free_at: dict[tuple[int, str | None], Seconds] = {}
+    started: list[Seconds] = [0] * placement.num_processes
     arrives_at: dict[Action, Seconds] = {}
     edge_free_at: dict[tuple[ActionKind, int, int, int], Seconds] = {}
     reached_at: dict[int, Seconds] = {}
@@ -170,13 +177,15 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             updates.append((process, action))
             continue
         if action.kind == ActionKind.REDUCE:
-            reached_at[action.stage] = max(reached_at.get(action.stage, 0), free_at[process])
+            free = free_at.get(placement.place_of(process, action), 0)
+            reached_at[action.stage] = max(reached_at.get(action.stage, 0), free)
             continue
         source = action.source(num_stages)
-        start = max(free_at[process], arrives_at[source] if source else 0)
+        place = placement.place_of(process, action)
+        start = max(started[process], free_at.get(place, 0), arrives_at[source] if source else 0)
         end = start + seconds[action.kind][action.stage]
         spans.append(Span(process, action, start, end))
-        free_at[process] = end
+        started[process], free_at[place] = start, end
         if consumer := action.consumer(num_stages):
             arrives_at[action] = end
             if not placement.is_local(action, consumer):
@@ -196,9 +205,10 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
     # Every process's updates come last, so all reductions are known by now.
     for process, action in updates:
-        start = max(free_at[process], reduced_at.get(action.stage, 0))
-        free_at[process] = start + seconds[action.kind][action.stage]
-        spans.append(Span(process, action, start, free_at[process]))
+        place = placement.place_of(process, action)
+        start = max(started[process], free_at.get(place, 0), reduced_at.get(action.stage, 0))
+        started[process], free_at[place] = start, start + seconds[action.kind][action.stage]
+        spans.append(Span(process, action, start, free_at[place]))
     # A stable sort: what starts at the same time stays in the order of its process.
     return Timeline(schedule, tuple(sorted(spans, key=lambda span: (span.process, span.start))))
 

@@ -82,6 +82,10 @@ class Schedule:
         rows = (self.actions[process] for process in self.placement.workers[stage])
         return sum(a.stage == stage and a.kind == ActionKind.RECOMPUTE for actions in rows for a in actions)
 
+    def micro_batches_of(self, process: int) -> tuple[int, ...]:
+        """The micro-batches that a worker runs on any of its stages, ascending: only their rows are needed there."""
+        return tuple(sorted({a.micro_batch for a in self.actions[process] if a.micro_batch is not None}))
+
     def of_first(self, num_micro_batches: int) -> Schedule:
         """The same table for its first n micro-batches: the actions of the others are left out.
 

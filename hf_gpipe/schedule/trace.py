@@ -2,7 +2,8 @@
 
 The format is the JSON form of Chrome's trace events, as the document "Trace Event Format" describes it: complete events
 ("X") with their start and duration in microseconds, names of processes and threads ("M"), and counters ("C"). A
-timeline is a process of the trace and a stage a thread, so timelines stand below each other on one scale.
+timeline is a process of the trace, and a stage or replica of a stage a thread, so timelines stand below each other on
+one scale. A reduction (G) goes on beside the actions of its process's other stages.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule.draw import row_name, title_of
+from hf_gpipe.schedule.draw import name_in_text, row_name, title_of
 from hf_gpipe.schedule.occupancy import Held, occupancy
 from hf_gpipe.schedule.simulate import Seconds, Span, Timeline
 
@@ -45,20 +46,22 @@ def write_trace(path: str | Path, *timelines: Timeline, titles: Sequence[str] | 
 
 
 def _events(timeline: Timeline, title: str) -> Iterator[Event]:
+    placement = timeline.schedule.placement
+    threads = {place: number for number, place in enumerate(placement.places)}
     yield {"ph": "M", "name": "process_name", "args": {"name": title}}
-    for stage in range(timeline.schedule.num_stages):
-        yield {"ph": "M", "name": "thread_name", "tid": stage, "args": {"name": row_name(timeline, stage)}}
-        yield {"ph": "M", "name": "thread_sort_index", "tid": stage, "args": {"sort_index": stage}}
+    for place, thread in threads.items():
+        yield {"ph": "M", "name": "thread_name", "tid": thread, "args": {"name": row_name(placement, *place)}}
+        yield {"ph": "M", "name": "thread_sort_index", "tid": thread, "args": {"sort_index": thread}}
     for span in timeline.spans:
-        yield from _parts(span)
+        yield from _parts(span, threads[span.action.stage, span.process])
     if timeline.spans and timeline.schedule.is_training:
-        for stage in range(timeline.schedule.num_stages):
-            for time, level in occupancy(timeline, {stage: {Held.MICRO_BATCH: {"micro-batches": 1}}}):
-                name = f"live micro-batches of stage {stage}"
+        for stage, process in threads:
+            for time, level in occupancy(timeline, {stage: {Held.MICRO_BATCH: {"micro-batches": 1}}}, process):
+                name = f"live micro-batches of {name_in_text(placement, stage, process)}"
                 yield {"ph": "C", "name": name, "ts": _microseconds(time), "args": level}
 
 
-def _parts(span: Span) -> Iterator[Event]:
+def _parts(span: Span, thread: int) -> Iterator[Event]:
     """The waiting, the computation and the sending of an action; what takes no time is left out."""
     computes, sends = span.computes, span.end - span.sending
     parts = [
@@ -72,7 +75,7 @@ def _parts(span: Span) -> Iterator[Event]:
                 "ph": "X",
                 "name": name,
                 "cat": category,
-                "tid": span.action.stage,
+                "tid": thread,
                 "ts": _microseconds(start),
                 "dur": _microseconds(end - start),
                 "args": {"action": str(span.action), "process": span.process},

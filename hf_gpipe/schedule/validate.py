@@ -8,6 +8,7 @@ The checks go from simple to subtle, so that the first error is the one to corre
    and where a stage has several, one G for each;
 3. within a process, an action comes after what it needs of its own stage, and updates come last: clipping and tied
    parameters need the gradients of all stages, so no update may stand before another stage's backward or reduction;
+   reductions stand in one order on all processes, for each is a collective;
 4. between two processes, messages are received in the order in which they are sent, for an edge keeps no other order;
 5. run one action after another, every process reaches its end. Then it does so too if every send and every receive
    blocks, because of the points at which `messages` starts the receives.
@@ -36,6 +37,7 @@ def check_table(schedule: Schedule) -> None:
     positions = _check_places(schedule)
     _check_complete(schedule, positions)
     _check_order_in_process(schedule, positions)
+    _check_order_of_reductions(schedule)
     _check_order_on_edges(schedule)
     for _ in executable_order(schedule):
         pass
@@ -176,6 +178,22 @@ def _needs_of_own_stage(schedule: Schedule, process: int, action: Action) -> lis
         needs = [Action(ActionKind.BACKWARD, stage, m) for m in own]
         return [*needs, Action(ActionKind.REDUCE, stage)] if action.kind == ActionKind.UPDATE else needs
     return []
+
+
+def _check_order_of_reductions(schedule: Schedule) -> None:
+    """One after another in the order of each process, the reductions come to an end: each waits for all replicas."""
+    queues = [[a for a in actions if a.kind == ActionKind.REDUCE] for actions in schedule.actions]
+    while any(queues):
+        for queue in queues:
+            workers = schedule.placement.workers[queue[0].stage] if queue else ()
+            if queue and all(queues[process][:1] == queue[:1] for process in workers):
+                for process in workers:
+                    queues[process] = queues[process][1:]
+                break
+        else:
+            first = next(process for process, queue in enumerate(queues) if queue)
+            words = "; ".join(f"process {process} at {queue[0]}" for process, queue in enumerate(queues) if queue)
+            _fail(schedule, f"the reductions wait for each other: {words}; let them stand in one order.", first)
 
 
 def _check_order_on_edges(schedule: Schedule) -> None:

@@ -34,7 +34,7 @@ from hf_gpipe.runtime.job import Job
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.loss_scaling import LossScaler
 from hf_gpipe.training.master_weights import MasterWeights
-from hf_gpipe.training.optim import updated_parameters
+from hf_gpipe.training.optim import set_rates, updated_parameters
 from hf_gpipe.training.steps import OLDER_DATA_FACTS
 
 logger = transformers.logging.get_logger(__name__)
@@ -122,6 +122,7 @@ class Checkpoints:
             )
         self._pipe.load_pretrained(checkpoint)
         load_state(checkpoint, updated_parameters(self._pipe, self._master_weights), optimizer, scheduler)
+        set_rates(optimizer, scheduler)
         if self._master_weights is not None:
             self._master_weights.restore(optimizer)
         if self._scaler is not None and saved.loss_scale is not None:

@@ -215,7 +215,7 @@ def evaluate_translation(
             max_target_tokens=max_target_tokens,
             decoder_only=not pipe.adapter.config.is_encoder_decoder,
         )
-        work.num_characters = _num_characters(work.pairs, rows, tokenizer, max_target_tokens)
+        work.num_characters = characters_of(work.pairs, rows, tokenizer, max_target_tokens)
         # Little of a mini-batch is padding where its rows are about equally long.
         order = sorted(range(len(rows)), key=lambda i: (len(rows[i]["input_ids"]), rows.lengths[i]))
         work.groups = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
@@ -269,7 +269,7 @@ def _first_of_each_language(pairs: Sequence[Pair], count: int | None) -> Sequenc
     return chosen
 
 
-def _num_characters(
+def characters_of(
     pairs: Sequence[Pair], rows: TokenizedPairs, tokenizer: PreTrainedTokenizerBase, max_target_tokens: int
 ) -> list[int]:
     """The characters of each reference that its tokens stand for: of one that was cut, those of the tokens left."""

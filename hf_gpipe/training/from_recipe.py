@@ -211,6 +211,9 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
         **{name: getattr(training, name) for name in same_name},
         num_stages=pipeline.num_stages,
         max_steps=training.max_steps or -1,
+        lr_scheduler_kwargs=(
+            {"num_decay_steps": training.decay_steps} if training.lr_scheduler_type == "warmup_stable_decay" else None
+        ),
         per_device_train_batch_size=training.batch_size,
         per_device_eval_batch_size=training.batch_size,
         batch_tokens=training.batch_tokens,
@@ -222,6 +225,7 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
         eval_steps=training.eval_steps,
         save_strategy="steps" if training.save_steps else "no",
         save_steps=training.save_steps or 500,
+        include_for_metrics=["loss"],
         report_to="none",
         disable_tqdm=False,
         use_cpu=pipeline.device == "cpu",

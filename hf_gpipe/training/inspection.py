@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,8 @@ class InspectedTrainer:
     train_dataset: Any
     eval_dataset: Any
     data_collator: Any
+    fire: Callable[..., None]
+    save_model: Callable[..., None]
 
     #: No other engine is used, which scripts ask for.
     deepspeed = None
@@ -53,14 +55,6 @@ class InspectedTrainer:
     def __setattr__(self, name: str, value: Any) -> None:
         check_assignment(self, name)
         super().__setattr__(name, value)
-
-    def fire(self, event: str, **kwargs: Any) -> None:
-        """Call an event of the callbacks of this process."""
-        raise NotImplementedError
-
-    def save_model(self, output_dir: str | os.PathLike[str] | None = None, _internal_call: bool = False) -> None:
-        """Write model and tokenizer in Hub format."""
-        raise NotImplementedError
 
     # ------------------------------------------------------------------ the model
 

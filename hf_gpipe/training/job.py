@@ -19,15 +19,16 @@ from hf_gpipe.data.text import TextCorpus
 from hf_gpipe.errors import RecipeError
 from hf_gpipe.pipeline import Pipeline, Update
 from hf_gpipe.planner.workload import PlanInputs
-from hf_gpipe.recipe import AUTO, Recipe, load_saved, may_change, table_of
+from hf_gpipe.recipe import AUTO, Recipe, load_saved, may_change
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.device_choice import processes_for
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.processes import Processes
-from hf_gpipe.schedule import Timeline, breakdown, draw_png, write_trace
+from hf_gpipe.schedule import Schedule, Timeline, breakdown, draw_png, write_trace
 from hf_gpipe.training import summary
 from hf_gpipe.training.cost import CostMeter
 from hf_gpipe.training.from_recipe import arguments_of, autocast_of, model_config, model_dtype, tokenizer_of
+from hf_gpipe.training.per_character import PerCharacter, without_logits
 from hf_gpipe.training.tasks import Task, task_of
 from hf_gpipe.training.timeline import measure_step
 from hf_gpipe.training.trainer import PipelineTrainer
@@ -39,7 +40,7 @@ TABLE_FILE = "schedule.txt"
 
 
 class _Prepared(NamedTuple):
-    """Everything that the main process makes before the model."""
+    """Everything that the reader makes before the model."""
 
     corpus: Corpus | StreamedCorpus | TextCorpus
     tokenizer: PreTrainedTokenizerBase
@@ -56,40 +57,50 @@ def run(recipe: Recipe, job: Job) -> None:
     task = task_of(recipe)
     output_dir = Path(recipe.training.output_dir)
     processes = processes_for(recipe.pipeline)
+    say = summary.say if processes.is_reporter else _say_nothing
     checkpoint = _checkpoint_of(recipe, output_dir, processes, job)
     first_step = _step_of(checkpoint)
+    accumulation, num_processes = recipe.training.gradient_accumulation_steps, processes.num_processes
+    table = processes.from_reader(lambda: recipe.pipeline.table(accumulation, num_processes))
     job.note("preparing the corpus and the tokenizer")
+    say("preparing the corpus and the tokenizer")
     config, prepared = _prepared(recipe, task, output_dir, checkpoint, processes)
+    for path in processes.from_writer(lambda: _begin(recipe, output_dir, table)):
+        say(f"deleted {path}, because training.resume is never")
 
     job.note("creating the model")
     pipe = _pipeline(recipe, config, _num_micro_batches_of(checkpoint))
     pipe.adapter.reference.generation_config.max_new_tokens = recipe.evaluation.max_new_tokens
     trainer = _trainer(recipe, task, pipe, prepared)
-    if prepared is not None:
-        summary.say(summary.start_text(recipe, pipe, task.corpus_text(prepared.corpus), checkpoint))
+    corpus_text = processes.from_reader(lambda: "" if prepared is None else task.corpus_text(prepared.corpus))
+    say(summary.start_text(recipe, pipe, corpus_text, checkpoint))
     again = " with training.resume=auto" if recipe.training.resume == "never" else ""
     output = trainer.train_from(checkpoint, how_to_go_on=f"start again{again}")
     cost_meter.note_memory(pipe)
-    if prepared is not None and checkpoint is not None and output.global_step == first_step:
-        summary.say(f"the training in {output_dir} is finished ({first_step} steps); nothing is left to train")
+    if checkpoint is not None and output.global_step == first_step:
+        say(f"the training in {output_dir} is finished ({first_step} steps); nothing is left to train")
     job.note("saving the model")
     trainer.save_model()
 
     job.note(task.evaluating)
-    if prepared is not None:
-        summary.say(task.evaluating)
+    say(task.evaluating)
     report = task.evaluate(pipe, *(prepared.tokenizer, prepared.corpus) if prepared is not None else (None, None))
     job.note("measuring a step")
     batches = trainer.train_batches()
     batch = share([next(batches.epoch(0))] if batches is not None else None, processes)
     measured, predicted = measure_step(pipe, batch, update=_update_of(trainer))
-    if prepared is not None:
+    if processes.is_writer:
         cost = cost_meter.cost(pipe, trainer.state.log_history, measured, batch, first_step)
         metrics = json.dumps(_finite(report.to_dict() | {"cost": cost}), indent=2, ensure_ascii=False)
         (output_dir / METRICS_FILE).write_text(f"{metrics}\n")
         _write_timelines(output_dir, measured, predicted)
+    if processes.is_reporter:
         summary.say(summary.step_text(breakdown(measured), output_dir / TRACE_FILE))
         summary.say(summary.end_text(task.report_text(report), output_dir, TIMELINE_FILE, METRICS_FILE))
+
+
+def _say_nothing(text: str) -> None:
+    """In place of `summary.say`, in the processes that do not print."""
 
 
 def _finite(value: Any) -> Any:
@@ -128,36 +139,39 @@ def _write_timelines(output_dir: Path, measured: Timeline, predicted: Timeline) 
 def _prepared(
     recipe: Recipe, task: Task, output_dir: Path, checkpoint: Path | None, processes: Processes
 ) -> tuple[PreTrainedConfig, _Prepared | None]:
-    """The model's configuration, and in the main process everything that it has prepared."""
+    """The model's configuration, and in the reader everything that it has prepared."""
     mine: list[_Prepared] = []
 
     def prepare() -> PreTrainedConfig:
-        mine.append(_prepare(recipe, task, output_dir, checkpoint, processes.num_processes))
+        mine.append(_prepare(recipe, task, output_dir, checkpoint))
         return mine[0].config
 
     return processes.from_reader(prepare), mine[0] if mine else None
 
 
-def _prepare(recipe: Recipe, task: Task, output_dir: Path, checkpoint: Path | None, num_processes: int) -> _Prepared:
-    table = table_of(recipe.pipeline, recipe.training.gradient_accumulation_steps, num_processes)
-    summary.say("preparing the corpus and the tokenizer")
+def _prepare(recipe: Recipe, task: Task, output_dir: Path, checkpoint: Path | None) -> _Prepared:
     if checkpoint is not None and (output_dir / RECIPE_FILE).exists():
         _check_same_run(recipe, load_saved(output_dir / RECIPE_FILE), checkpoint)
     corpus = task.corpus()
     tokenizer = tokenizer_of(recipe, corpus, checkpoint)
-    config = model_config(recipe, tokenizer)
+    return _Prepared(corpus, tokenizer, model_config(recipe, tokenizer))
+
+
+def _begin(recipe: Recipe, output_dir: Path, table: Schedule | None) -> list[Path]:
+    """Make the output directory that of this run, and return the checkpoints of an earlier one that were deleted."""
+    deleted = []
     if recipe.training.resume == "never":
         # Left there, a later start would resume from them.
         for path in checkpoints(output_dir):
             remove(path)
-            summary.say(f"deleted {path}, because training.resume is never")
+            deleted.append(path)
     # Metrics that are there once a run has ended are that run's own, and the recipe beside them is what they are of.
     (output_dir / METRICS_FILE).unlink(missing_ok=True)
     if table is not None:
         (output_dir / TABLE_FILE).write_text(table.text(), encoding="utf-8")
         recipe = replace(recipe, pipeline=replace(recipe.pipeline, schedule=str(output_dir / TABLE_FILE)))
     (output_dir / RECIPE_FILE).write_text(recipe.to_yaml())
-    return _Prepared(corpus, tokenizer, config)
+    return deleted
 
 
 def _checkpoint_of(recipe: Recipe, output_dir: Path, processes: Processes, job: Job) -> Path | None:
@@ -218,9 +232,20 @@ def _pipeline(recipe: Recipe, config: PreTrainedConfig, resumed_num_micro_batche
 
 def _trainer(recipe: Recipe, task: Task, pipe: Pipeline, prepared: _Prepared | None) -> PipelineTrainer:
     args = arguments_of(recipe)
-    if prepared is None:
-        return PipelineTrainer(pipe, args)
     decoder_only = not pipe.adapter.config.is_encoder_decoder
+
+    def num_characters() -> int | None:
+        if prepared is None or not recipe.training.eval_steps:
+            return None
+        return task.num_characters(prepared.corpus.validation, prepared.tokenizer, decoder_only=decoder_only)
+
+    # The process of the last stage computes the metric.
+    characters = pipe.topology.from_reader(num_characters)
+    metrics: dict[str, Any] = {}
+    if characters is not None:
+        metrics = {"compute_metrics": PerCharacter(characters), "preprocess_logits_for_metrics": without_logits}
+    if prepared is None:
+        return PipelineTrainer(pipe, args, **metrics)
 
     def rows(split: Any) -> Any:
         return task.rows(split, prepared.tokenizer, decoder_only=decoder_only)
@@ -232,4 +257,5 @@ def _trainer(recipe: Recipe, task: Task, pipe: Pipeline, prepared: _Prepared | N
         train_dataset=rows(prepared.corpus.train),
         eval_dataset=rows(prepared.corpus.validation) if recipe.training.eval_steps else None,
         processing_class=prepared.tokenizer,
+        **metrics,
     )

@@ -95,6 +95,18 @@ def make_scheduler(args: PipelineTrainingArguments, optimizer: Optimizer, max_st
     )
 
 
+def set_rates(optimizer: Optimizer, scheduler: Scheduler | None) -> None:
+    """Give the next update the rate that its schedule has for it.
+
+    A resumed training may have another number of updates than when it was saved. The saved rate is that of the old
+    schedule, which at its end is 0.
+    """
+    if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
+        rates = zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        for group, base, factor in rates:
+            group["lr"] = base * factor(scheduler.last_epoch)
+
+
 def learning_rate(optimizer: Optimizer) -> float:
     """The learning rate of the next update."""
     return float(optimizer.param_groups[0]["lr"])

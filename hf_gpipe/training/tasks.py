@@ -17,7 +17,7 @@ from hf_gpipe.data.text import TextCorpus, TokenBlocks
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import Recipe
 from hf_gpipe.training.evaluate_text import TextReport, evaluate_text
-from hf_gpipe.training.evaluate_translation import TranslationReport, evaluate_translation
+from hf_gpipe.training.evaluate_translation import TranslationReport, characters_of, evaluate_translation
 from hf_gpipe.training.from_recipe import corpus_of, text_corpus_of
 
 
@@ -36,6 +36,9 @@ class Task(Protocol):
 
     def rows(self, split: Any, tokenizer: PreTrainedTokenizerBase, *, decoder_only: bool) -> Any:
         """A dataset of {"input_ids", "labels"} of a corpus's split."""
+
+    def num_characters(self, split: Any, tokenizer: PreTrainedTokenizerBase, *, decoder_only: bool) -> int | None:
+        """The characters of the references of a corpus's split; None: there are no references."""
 
     def evaluate(self, pipe: Pipeline, tokenizer: PreTrainedTokenizerBase | None, corpus: Any) -> Any:
         """A report with `to_dict()`, the same in every process; those that are not the main one give None."""
@@ -82,6 +85,11 @@ class Translation:
             max_target_tokens=self.recipe.data.max_target_tokens,
             decoder_only=decoder_only,
         )
+
+    def num_characters(self, split: Any, tokenizer: PreTrainedTokenizerBase, *, decoder_only: bool) -> int | None:
+        """The characters of the references, as far as their tokens are not cut."""
+        rows = self.rows(split, tokenizer, decoder_only=decoder_only)
+        return sum(characters_of(split, rows, tokenizer, self.recipe.data.max_target_tokens))
 
     def evaluate(
         self, pipe: Pipeline, tokenizer: PreTrainedTokenizerBase | None, corpus: Corpus | StreamedCorpus | None
@@ -137,6 +145,12 @@ class LanguageModelling:
     def rows(self, split: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, decoder_only: bool) -> TokenBlocks:
         """Blocks of the documents' tokens."""
         return TokenBlocks(split, tokenizer, self.recipe.data.max_target_tokens)
+
+    def num_characters(
+        self, split: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, decoder_only: bool
+    ) -> int | None:
+        """Text has no references."""
+        return None
 
     def evaluate(
         self, pipe: Pipeline, tokenizer: PreTrainedTokenizerBase | None, corpus: TextCorpus | None

@@ -18,7 +18,8 @@ from typing import TextIO
 
 import hf_gpipe
 from hf_gpipe.errors import UserError
-from translation_scaling.runs import LOG_FILE, METRICS_FILE, STARTS_FILE, Run
+from translation_scaling.keep import bring_back, keep
+from translation_scaling.runs import LOG_FILE, METRICS_FILE, STARTS_FILE, Run, folder_of
 
 TRAIN = (sys.executable, "-m", "hf_gpipe.train")
 
@@ -30,16 +31,24 @@ EXIT_USER_ERROR = 2
 
 _LOG_LINES = 15
 _POLL_SECONDS = 0.5
+_KEEP_SECONDS = 60.0
 
 
-def execute(runs: Sequence[Run]) -> int:
+def execute(runs: Sequence[Run], kept: Path | None = None) -> int:
     """Run what is not finished, up to the first run that fails or until a signal.
+
+    Args:
+        runs: in this order.
+        kept: a folder for copies of their checkpoints and curves, from which a run goes on if its own folder has less.
 
     Returns:
         0: all are finished; 1: a run failed; EXIT_STOPPED: a signal came, the same command goes on.
     """
     with _Signals() as signals:
         for number, run in enumerate(runs, 1):
+            copy = None if kept is None else folder_of(kept, run.name, run.seed)
+            if copy is not None:
+                bring_back(copy, run.folder)
             progress, detail = run.progress()
             label = f"[{number}/{len(runs)}] {run.title}"
             if progress == "finished":
@@ -48,8 +57,12 @@ def execute(runs: Sequence[Run]) -> int:
             if signals.received:
                 return EXIT_STOPPED
             line = _Line(f"{label}: {detail + '; ' if detail else ''}log {run.folder / LOG_FILE}")
-            code = _train(run, signals, line)
-            if code == 0:
+            code = 0
+            while code == 0 and not signals.received and (arguments := run.next_arguments()) is not None:
+                code = _train(run, arguments, signals, line, copy)
+                if not run.to_end:
+                    break
+            if code == 0 and not signals.received:
                 line.end(result_text(run.folder))
             elif signals.received or code == EXIT_STOPPED:
                 line.end("stopped; the same command goes on from its last checkpoint")
@@ -95,11 +108,12 @@ def log_end(path: Path, count: int = _LOG_LINES) -> list[str]:
     return [line for line in lines if line.strip()][-count:]
 
 
-def _train(run: Run, signals: _Signals, line: _Line) -> int:
+def _train(run: Run, arguments: Sequence[str], signals: _Signals, line: _Line, copy: Path | None) -> int:
     """One start of a run's command; its exit code."""
     run.folder.mkdir(parents=True, exist_ok=True)
-    command = [*TRAIN, *run.arguments]
+    command = [*TRAIN, *arguments]
     began, start = datetime.now(UTC), time.perf_counter()
+    copied = start
     with (run.folder / LOG_FILE).open("a", encoding="utf-8") as log:
         _hold(log, run)
         log.write(f"\n{began:%Y-%m-%d %H:%M:%S} {' '.join(command)}\n")
@@ -116,11 +130,29 @@ def _train(run: Run, signals: _Signals, line: _Line) -> int:
                     break
                 except subprocess.TimeoutExpired:
                     line.show(_progress(run.folder))
+                    if copy is not None and time.perf_counter() - copied > _KEEP_SECONDS:
+                        keep(run.folder, copy)
+                        copied = time.perf_counter()
     seconds = time.perf_counter() - start
     with (run.folder / STARTS_FILE).open("a") as file:
         entry = {"began": f"{began:%Y-%m-%dT%H:%M:%SZ}", "seconds": round(seconds, 1), "exit_code": code}
         file.write(json.dumps(entry) + "\n")
+    if copy is not None:
+        keep(run.folder, copy)
     return code
+
+
+def is_running(run: Run) -> bool:
+    """Whether a training command of this run is under way on this machine."""
+    path = run.folder / LOG_FILE
+    if not path.exists():
+        return False
+    with path.open("a") as log:
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _hold(log: TextIO, run: Run) -> None:

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from hf_gpipe.errors import RecipeError, UserError
 from hf_gpipe.recipe import Recipe, load_recipe
+from translation_scaling import to_end
+from translation_scaling.curves import read_curve
 
 RECIPE_FILE, METRICS_FILE, LOG_FILE, STARTS_FILE = "recipe.yaml", "metrics.json", "run.log", "starts.jsonl"
 
@@ -22,17 +24,30 @@ Progress = Literal["finished", "begun", "new", "other"]
 
 @dataclass(frozen=True)
 class Run:
-    """One training: a recipe with a seed."""
+    """One training: a recipe with a seed.
+
+    Attributes:
+        recipe: its file.
+        seed: training.seed.
+        overrides: key=value.
+        output: folder of all runs.
+        label: its name in the report; None: the recipe's.
+        to_end: whether it trains until it is at its end; otherwise the recipe says how long.
+        sweep: short runs with other learning rates, of which the best one's is taken; without any, the recipe's is.
+    """
 
     recipe: Path
     seed: int
     overrides: tuple[str, ...]
     output: Path
+    label: str | None = None
+    to_end: bool = False
+    sweep: tuple[Run, ...] = ()
 
     @property
     def name(self) -> str:
-        """The recipe's, as the report has it."""
-        return self.recipe.stem
+        """As the report has it."""
+        return self.label or self.recipe.stem
 
     @property
     def title(self) -> str:
@@ -46,7 +61,23 @@ class Run:
     def arguments(self) -> list[str]:
         """Of `python -m hf_gpipe.train`."""
         own = [f"training.seed={self.seed}", f"training.output_dir={json.dumps(str(self.folder))}"]
-        return [str(self.recipe), *self.overrides, *own]
+        rate = self.swept_rate
+        return [str(self.recipe), *([] if rate is None else [f"training.learning_rate={rate}"]), *self.overrides, *own]
+
+    @property
+    def swept_rate(self) -> float | None:
+        """The learning rate with the best validation loss of the sweep; None: no run of it has been evaluated."""
+        losses = {run: best.loss for run in self.sweep if (best := read_curve(run.folder).best) is not None}
+        if not losses:
+            return None
+        return min(losses, key=losses.__getitem__).resolved().training.learning_rate
+
+    def next_arguments(self) -> list[str] | None:
+        """The arguments of the next start of the training command; None: the run is finished."""
+        if self.to_end:
+            part = to_end.next_part(self.folder, self.resolved())
+            return None if part is None else [*self.arguments, *part]
+        return None if self.progress()[0] == "finished" else self.arguments
 
     def resolved(self) -> Recipe:
         """Raises RecipeError where the recipe or an override is wrong."""
@@ -57,9 +88,11 @@ class Run:
         if not (self.folder / RECIPE_FILE).exists():
             return "new", ""
         changed = changed_keys(self.folder / RECIPE_FILE, self.resolved())
+        if self.to_end:
+            changed = [key for key in changed if key not in to_end.KEYS_OF_PARTS]
         if changed:
             return "other", f"{self.folder} has a run of another recipe, which differs in {', '.join(changed[:4])}"
-        if (self.folder / METRICS_FILE).exists():
+        if to_end.is_finished(self.folder) if self.to_end else (self.folder / METRICS_FILE).exists():
             return "finished", ""
         steps = [int(path.name.rpartition("-")[2]) for path in self.folder.glob("checkpoint-*")]
         return "begun", f"resumes from step {max(steps)}" if steps else "no checkpoint yet"
@@ -70,7 +103,9 @@ def folder_of(output: Path, name: str, seed: int) -> Path:
     return output / name / f"seed-{seed}"
 
 
-def plan_runs(recipes: Sequence[Path], seeds: Sequence[int], overrides: Sequence[str], output: Path) -> list[Run]:
+def plan_runs(
+    recipes: Sequence[Path], seeds: Sequence[int], overrides: Sequence[str], output: Path, *, to_end: bool = False
+) -> list[Run]:
     """All runs, in an order that ends a seed of all recipes before the next seed begins.
 
     Raises:
@@ -87,14 +122,22 @@ def plan_runs(recipes: Sequence[Path], seeds: Sequence[int], overrides: Sequence
         if key in _OWN_KEYS:
             option = "--seeds" if key == "training.seed" else "--output"
             raise UserError(f"override {override!r}: this script sets {key} of each run; use {option}")
-    runs = [Run(recipe, seed, tuple(overrides), output) for seed in seeds for recipe in recipes]
+    runs = [Run(recipe, seed, tuple(overrides), output, to_end=to_end) for seed in seeds for recipe in recipes]
     for run in runs[: len(recipes)]:
-        if run.resolved().data.kind == "text":
-            raise UserError(
-                f"{run.recipe}: data.kind is text, and translations are compared here; give recipes with pairs, or "
-                "train this one by python -m hf_gpipe.train"
-            )
+        check_run(run)
     return runs
+
+
+def check_run(run: Run) -> None:
+    """Raise UserError if a run's recipe is wrong, has no translations to compare, or cannot be trained to its end."""
+    recipe = run.resolved()
+    if recipe.data.kind == "text":
+        raise UserError(
+            f"{run.recipe}: data.kind is text, and translations are compared here; give recipes with pairs, or "
+            "train this one by python -m hf_gpipe.train"
+        )
+    if run.to_end:
+        to_end.check(recipe, str(run.recipe))
 
 
 def changed_keys(written: Path, wanted: Recipe) -> list[str]:

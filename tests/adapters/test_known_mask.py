@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_recurrent_attention_mask
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters.known_mask import KnownMask
@@ -27,7 +27,7 @@ class Questions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "marian", "t5", "bert", "bamba"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "marian", "t5", "bert"])
 @pytest.mark.parametrize("kind", ["padded", "not padded", "without a mask"])
 def test_a_forward_reads_no_value(family: str, kind: str) -> None:
     model = exact_clone(default_config(family), torch.float32)
@@ -69,6 +69,13 @@ def test_the_answer_stays_with_copies_only() -> None:
     for other in (mask[:, :2], mask == 0, 1 - mask, mask.all(dim=1), mask.cumsum(1), mask | True):
         assert type(other) is torch.Tensor
     assert torch.equal(mask.all(dim=1), torch.tensor([True, False]))
+
+
+def test_linear_attention_gets_no_mask_where_nothing_is_padded() -> None:
+    config, embeddings = default_config("llama"), torch.zeros(2, 3, 1)
+    for mask, expected in ((PADDED, PADDED), (torch.ones_like(PADDED), None)):
+        found = create_recurrent_attention_mask(config, embeddings, KnownMask.of(mask))
+        assert found is expected is None or torch.equal(found, expected)
 
 
 def test_a_mask_of_other_numbers_is_not_taken_for_ones() -> None:

@@ -178,6 +178,7 @@ def test_a_bad_file_is_refused_with_the_line(text: str, message: str) -> None:
         ("data.min_examples_per_language=5000", "data.min_examples_per_language is 5000"),
         ("data.test_fraction=0.95", "their sum must be below 1"),
         ("pipeline.num_processes=2", "pipeline.num_processes is 2 and num_stages is 1"),
+        ("pipeline.replicas=[2, 1]", "pipeline.replicas [2, 1] has 2 entries for 1 stages"),
         ("pipeline.partition=[2, 3]", "pipeline.partition [2, 3] has 2 entries and num_stages is 1"),
     ],
 )
@@ -333,3 +334,16 @@ def test_reading_a_recipe_loads_no_torch() -> None:
 def test_settings_of_devices_and_compilation_that_contradict_each_other(overrides: list[str], message: str) -> None:
     with pytest.raises(RecipeError, match=re.escape(message)):
         load_recipe(Path(__file__).parents[2] / "recipes" / "quickstart.yaml", overrides)
+
+
+def test_the_number_of_processes_is_that_of_the_workers() -> None:
+    assert PipelineConfig(2).processes == 2
+    assert PipelineConfig(2, replicas=3).processes == 6
+    assert PipelineConfig(3, replicas=(3, 1, 2)).processes == 6
+    assert PipelineConfig(4, replicas=2, num_processes=4).processes == 4
+    with pytest.raises(UserError, match=r"num_processes is 5 and num_stages is 2.* or more replicas"):
+        PipelineConfig(2, replicas=2, num_processes=5)
+    with pytest.raises(UserError, match="replicas is 2 and the number of processes 3"):
+        PipelineConfig(2, replicas=2, num_processes=3)
+    with pytest.raises(UserError, match=r"replicas \[2, 1\] are on 3 processes, and there are 2"):
+        PipelineConfig(2, replicas=(2, 1), num_processes=2)

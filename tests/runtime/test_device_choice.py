@@ -110,6 +110,16 @@ def test_an_error_of_one_process_is_raised_in_all() -> None:
     assert found == ["device 'cuda' was asked for and torch finds no CUDA device; use device: cpu"] * 2
 
 
+def test_only_the_devices_of_the_configuration_are_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the process asks before the model is made: the current device gets a context, which takes memory."""
+    for name in ("is_available", "device_count", "get_device_properties", "set_device"):
+        monkeypatch.setattr(torch.cuda, name, getattr(torch.cuda, name))
+    chosen = _see([*ALL, "GPU-c"])
+    processes = processes_for(PipelineConfig(num_stages=2, devices=("cuda:2", "cuda:1")))
+    assert list(map(str, processes.devices)) == ["cuda:2", "cuda:1"]
+    assert chosen == [torch.device("cuda:2")]
+
+
 @pytest.mark.parametrize(("device", "message"), [("cuda:2", "torch finds 2 CUDA devices"), ("cudda", "is not one of")])
 def test_a_device_that_does_not_exist(device: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("is_available", "device_count", "get_device_properties", "set_device"):

@@ -17,7 +17,7 @@ from torch.distributed import DistBackendError
 
 from hf_gpipe.errors import EXIT_STOPPED, PeerError, StageError, UserError
 from hf_gpipe.runtime import failures
-from hf_gpipe.runtime.supervise import Worker, first_failure, work_file
+from hf_gpipe.runtime.supervise import Child, first_failure, work_file
 from tests.runtime import launch_worker
 
 REPOSITORY = Path(__file__).parents[2]
@@ -169,8 +169,8 @@ class Ended:
 
 
 def test_the_first_failure_is_the_cause(tmp_path: Path) -> None:
-    def found(rank: int, exit_code: int, was_ended: bool = False, **noted: object) -> Worker:
-        made = Worker(rank, Ended(exit_code), tmp_path, was_ended, "")  # type: ignore[arg-type]
+    def found(rank: int, exit_code: int, was_ended: bool = False, **noted: object) -> Child:
+        made = Child(rank, Ended(exit_code), tmp_path, was_ended, "")  # type: ignore[arg-type]
         made.error_file.unlink(missing_ok=True)
         if noted:
             values = {"exit_code": exit_code, "is_consequence": False, "time": 5.0, "traceback": ""} | noted
@@ -180,7 +180,7 @@ def test_the_first_failure_is_the_cause(tmp_path: Path) -> None:
 
     lost = {"message": "process 1, stage 1, action 1F0: lost", "is_consequence": True, "time": 1.0}
     waited = {"message": "waited", "is_time_limit": True}
-    cases: dict[str, Callable[[], list[Worker]]] = {
+    cases: dict[str, Callable[[], list[Child]]] = {
         "early": lambda: [found(0, 1, message="late"), found(1, 1, message="early", time=4.0)],
         "cause": lambda: [found(0, 1, **lost), found(1, 1, message="cause")],
         "2 was killed by SIGSEGV while doing 2; its loss was noticed by process 1, stage 1, action 1F0": lambda: [

@@ -82,3 +82,11 @@ def test_an_empty_timeline_takes_no_time() -> None:
     empty = breakdown(Timeline(build("gpipe", 2, 2), ()))
     assert empty.total_seconds == empty.processes[0].total == 0
     assert "0.0 ms   0%" in empty.text()
+
+
+def test_a_process_with_several_devices_has_their_mean() -> None:
+    devices = Placement((0, 0, 0), ("cuda:0", "cuda:1", "cuda:2"))
+    timeline = simulate(build("1f1b", 3, 4, devices), Costs(Fraction(1), Fraction(2)))
+    alone = simulate(build("1f1b", 3, 4), Costs(Fraction(1), Fraction(2)))
+    assert breakdown(timeline).processes == (breakdown(alone).mean,)
+    assert breakdown(timeline).mean.wait == timeline.bubble * timeline.total_seconds

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
@@ -105,6 +106,46 @@ def test_1f1b_holds_few_micro_batches_and_has_the_bubble_of_gpipe(num_stages: in
     assert timeline.bubble == Fraction(num_stages - 1, num_micro_batches + num_stages - 1)
     for stage in range(num_stages):
         assert peak(schedule, stage, Held.MICRO_BATCH) == min(num_stages - stage, num_micro_batches)
+
+
+def on_devices(num_stages: int) -> Placement:
+    """One process, each stage on a device of its own."""
+    return Placement((0,) * num_stages, tuple(f"cuda:{stage}" for stage in range(num_stages)))
+
+
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 9), st.data())
+@settings(deadline=None, max_examples=60)
+def test_one_process_keeps_several_devices_as_busy_as_several_processes(
+    name: str, num_stages: int, num_micro_batches: int, data: st.DataObject
+) -> None:
+    recompute = data.draw(recomputes(num_stages))
+    several = build(name, num_stages, num_micro_batches, on_devices(num_stages), recompute)
+    alone = build(name, num_stages, num_micro_batches, Placement.interleaved(num_stages, num_stages), recompute)
+    check_table(several)
+    costs = Costs(1, 2)
+    assert simulate(several, costs).total_seconds == simulate(alone, costs).total_seconds
+    assert simulate(several, costs).bubble == simulate(alone, costs).bubble
+    for stage in range(num_stages):
+        assert stage_order(several, stage) == stage_order(alone, stage)
+
+
+def test_the_order_for_one_device_would_keep_several_waiting() -> None:
+    """K = 4, M = 16: a host that starts actions in that order, each when it can run, takes more than twice as long."""
+    for_one = build("gpipe", 4, 16, Placement.spread(4, 1))
+    before = replace(for_one, placement=on_devices(4))
+    after = build("gpipe", 4, 16, on_devices(4))
+    assert simulate(before, Costs(1, 2)).total_seconds == 163
+    assert simulate(after, Costs(1, 2)).total_seconds == 73
+
+
+def test_interleaved_stages_on_several_devices_per_process() -> None:
+    devices = ("cuda:0", "cuda:2", "cuda:0", "cuda:2", "cuda:1", "cuda:3", "cuda:1", "cuda:3")
+    placement = Placement.interleaved(8, 2)
+    one_each = build("interleaved_1f1b", 8, 8, placement, "none")
+    two_each = build("interleaved_1f1b", 8, 8, replace(placement, devices=devices), "none")
+    for stage in range(8):
+        assert stage_order(two_each, stage) == stage_order(one_each, stage)
+    assert simulate(two_each, Costs(1, 2)).total_seconds < simulate(one_each, Costs(1, 2)).total_seconds
 
 
 @given(placements(), st.integers(1, 5))

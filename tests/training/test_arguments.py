@@ -135,6 +135,26 @@ def test_no_process_group_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize(("tf32", "calls"), [(None, []), (True, [True]), (False, [False])])
+def test_tf32_is_honoured(
+    tf32: bool | None, calls: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[bool] = []
+    monkeypatch.setattr("transformers.training_args.is_torch_tf32_available", lambda: True)
+    monkeypatch.setattr("transformers.training_args.enable_tf32", made.append)
+    arguments(tmp_path, tf32=tf32)
+    assert made == calls
+
+
+def test_the_device_is_chosen_by_the_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments that are made before the job is joined cannot know which GPU is free; they make no context on one."""
+    args = arguments(tmp_path, use_cpu=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert args.device == torch.device("cuda")
+    assert args.config.device == "auto"
+
+
 def test_from_a_command_line() -> None:
     parser = HfArgumentParser(PipelineTrainingArguments)
     words = ["--output_dir", "out", "--num_stages", "2", "--use_cpu", "True"]

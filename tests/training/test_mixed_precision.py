@@ -69,9 +69,9 @@ class Conversions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("block", 1), (["stage", "none"], 4 + 1)])
+@pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("block", 1), (["stage", "none"], 3 + 1)])
 def test_a_weight_is_converted_once_for_all_forwards_with_a_graph(recompute: Any, times: int) -> None:
-    """And in each forward without one, of which the first stage has four here; the next step takes the new weights."""
+    """And in each forward without one, of which the first stage has three here; the next step takes the new weights."""
     config = tiny_config("llama", tied=False)
     batch = padded_batch(config)
     pipe = Pipeline(plain_model(config, dtype=torch.float32), 2, 4, recompute=recompute, autocast=torch.bfloat16)

@@ -1,0 +1,245 @@
+"""Builds a corpus of English and many languages from message catalogues: messages of free programs, translated.
+
+    python scripts/message_catalogues.py --output data/l10n.jsonl.gz
+    python scripts/message_catalogues.py --from catalogues/ --system --output data/l10n.jsonl.gz
+
+Without --packages, --from and --system it downloads the packages below, by `apt-get download` or from a Debian archive
+whose address --mirror gives. --from reads directories: of catalogues (.mo, .po), of packages (.deb), or of unpacked
+packages. --system reads the catalogues of the programs that are installed here.
+
+Left out are plural forms, fuzzy, missing and identical translations, placeholders, names of files and options, texts
+of unusual length or with few letters, and translations with other numbers. Markup and the marks of menu keys are
+removed. Of pairs with the same language and English text the first is kept.
+
+It writes
+    OUTPUT               one JSON object a line: src_lang ("en"), tgt_lang, src (English), tgt, page (package/catalogue)
+                         Lines are in an order that looks random but is always the same, so that the first pairs of a
+                         language are a sample of all of them.
+    OUTPUT's .json       how many pairs each language and each package has, what was left out and why, and the
+                         licences that each package's copyright file names
+    OUTPUT's .licences/  the copyright file of each package
+
+The texts have the licences of their programs. docs/data.md has more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any, NoReturn
+
+from catalogues.languages import language_of
+from catalogues.messages import CatalogueError, pair_of, read_catalogue
+from catalogues.sources import Found, downloaded, files_of_deb, files_of_directory, files_of_system
+
+from hf_gpipe.errors import DataError, UserError
+
+PACKAGES = ("vlc-l10n", "krita-l10n", "gimp-data", "kstars-data", "gcc-12-locales", "evolution-common")
+SUFFIX = ".jsonl.gz"
+
+_LICENCE = re.compile(r"^License:[ \t]*(\S.*?)[ \t]*$", re.MULTILINE)
+_COMMON_LICENCE = re.compile(r"/usr/share/common-licenses/([A-Za-z][\w.-]*\w)")
+
+
+@dataclass
+class Gathered:
+    """All pairs of all catalogues.
+
+    Attributes:
+        pairs: (language, English) -> (translation, package/catalogue).
+        dropped: how many messages were left out, by reason.
+        num_catalogues: of each package, those that were read.
+        notices: the copyright file of each package.
+        bad: catalogues that could not be read, with the reason.
+    """
+
+    pairs: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
+    dropped: Counter[str] = field(default_factory=Counter)
+    num_catalogues: Counter[str] = field(default_factory=Counter)
+    notices: dict[str, str] = field(default_factory=dict)
+    bad: dict[str, str] = field(default_factory=dict)
+
+    def add(self, found: Found) -> None:
+        """Add the pairs of one file."""
+        if not found.suffix:
+            self.notices[found.package] = found.content.decode("utf-8", "replace")
+            return
+        page = f"{found.package}/{found.name}"
+        try:
+            header, messages = read_catalogue(found.content, found.suffix)
+        except CatalogueError as error:
+            self.bad[f"{page} ({found.code})"] = str(error)
+            return
+        language = language_of(found.code or "") if _is_in_locale(found) else language_of(header or found.code or "")
+        if language is None:
+            self.dropped["English, regional variant or unknown language"] += len(messages)
+            return
+        self.num_catalogues[found.package] += 1
+        for message in messages:
+            pair = pair_of(message)
+            if isinstance(pair, str):
+                self.dropped[pair] += 1
+            elif (language, pair[0]) in self.pairs:
+                self.dropped["repeated"] += 1
+            else:
+                self.pairs[language, pair[0]] = pair[1], page
+
+    def drop_small(self, min_pairs: int) -> None:
+        """Leave out languages with fewer pairs."""
+        sizes = Counter(language for language, _ in self.pairs)
+        for key in [key for key in self.pairs if sizes[key[0]] < min_pairs]:
+            del self.pairs[key]
+            self.dropped["language with few pairs"] += 1
+
+    def rows(self) -> Iterator[dict[str, str]]:
+        """The corpus, in an order that depends on the texts alone."""
+        order = sorted(self.pairs, key=lambda key: (hashlib.blake2b(key[1].encode(), digest_size=8).digest(), key))
+        for language, english in order:
+            translation, page = self.pairs[language, english]
+            yield {"src_lang": "en", "tgt_lang": language, "src": english, "tgt": translation, "page": page}
+
+    def summary(self) -> dict[str, Any]:
+        """Numbers of all kinds, and licences."""
+        sizes = Counter(language for language, _ in self.pairs)
+        of_package = Counter(page.partition("/")[0] for _, page in self.pairs.values())
+        return {
+            "num_languages": len(sizes),
+            "num_pairs": len(self.pairs),
+            "num_english": len({english for _, english in self.pairs}),
+            "pairs": dict(sorted(sizes.items(), key=lambda one: (-one[1], one[0]))),
+            "packages": {
+                package: {
+                    "catalogues": self.num_catalogues[package],
+                    "pairs": of_package[package],
+                    "licences": licences_of(self.notices.get(package, "")),
+                }
+                for package in sorted(self.num_catalogues)
+            },
+            "left_out": dict(sorted(self.dropped.items(), key=lambda one: (-one[1], one[0]))),
+            "unreadable": dict(sorted(self.bad.items())),
+        }
+
+
+def _is_in_locale(found: Found) -> bool:
+    """Whether a catalogue's place names its language; po/de.po may be of any program's own naming."""
+    return found.code is not None and (found.suffix == ".mo" or language_of(found.code) is not None)
+
+
+def licences_of(notice: str) -> list[str]:
+    """The licences that a copyright file names: in its fields "License:", or else as common licences of Debian."""
+    names = set(_LICENCE.findall(notice)) or set(_COMMON_LICENCE.findall(notice))
+    return sorted(names)
+
+
+def write(gathered: Gathered, output: Path) -> dict[str, Any]:
+    """Write the corpus, its summary and the copyright files; returns the summary."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("wb") as file, gzip.GzipFile("", "wb", 9, file, mtime=0) as lines:
+        for row in gathered.rows():
+            lines.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
+    summary = gathered.summary()
+    _beside(output, ".json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    notices = _beside(output, ".licences")
+    notices.mkdir(exist_ok=True)
+    for package in summary["packages"]:
+        if package in gathered.notices:
+            (notices / package).write_text(gathered.notices[package], encoding="utf-8")
+    return summary
+
+
+def _beside(output: Path, suffix: str) -> Path:
+    return output.with_name(output.name.removesuffix(SUFFIX) + suffix)
+
+
+def _say(summary: dict[str, Any], output: Path) -> None:
+    sizes = list(summary["pairs"].items())
+    (most, first), (fewest, last) = sizes[0], sizes[-1]
+    print(
+        f"{output}: {summary['num_languages']} languages, {summary['num_pairs']} pairs from {first} ({most}) to {last} "
+        f"({fewest}), {summary['num_english']} English texts"
+    )
+    for package, about in summary["packages"].items():
+        licences = ", ".join(about["licences"]) or "no licence is named"
+        print(f"  {package}: {about['pairs']} pairs of {about['catalogues']} catalogues; {licences}")
+    for name, reason in summary["unreadable"].items():
+        print(f"  not read: {name}: {reason}", file=sys.stderr)
+
+
+def build(files: Iterable[Found], output: Path, min_pairs: int) -> dict[str, Any]:
+    """Build the corpus from files of catalogues; returns its summary. Raises DataError if there is no pair."""
+    gathered = Gathered()
+    for found in files:
+        gathered.add(found)
+    gathered.drop_small(min_pairs)
+    if not gathered.pairs:
+        read = sum(gathered.num_catalogues.values())
+        raise DataError(
+            f"there is no pair in {read} catalogues that were read and {len(gathered.bad)} that could not be; give "
+            "other packages or directories, or a lower --min-pairs"
+        )
+    return write(gathered, output)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    try:
+        options = _parser().parse_args(argv)
+        if not options.output.name.endswith(SUFFIX):
+            raise UserError(f"--output {options.output}: the name must end in {SUFFIX}")
+        _say(build(_files(options), options.output, options.min_pairs), options.output)
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _files(options: argparse.Namespace) -> Iterator[Found]:
+    """All files of what was asked for, packages first."""
+    names = options.packages
+    if names is None:
+        names = () if options.directories or options.system else PACKAGES
+    folder = options.downloads or options.output.parent / "packages"
+    packages = downloaded(sorted(set(names)), folder, options.mirror, options.suite) if names else []
+    return chain(
+        *map(files_of_deb, packages),
+        *map(files_of_directory, options.directories),
+        files_of_system() if options.system else (),
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line and exit code 2, as every other error here."""
+        raise UserError(f"{message}; --help lists the options")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("data/l10n.jsonl.gz"), help="default: data/l10n.jsonl.gz")
+    parser.add_argument(
+        "--packages", nargs="+", metavar="NAME", help=f"Debian packages; default: {', '.join(PACKAGES)}"
+    )
+    parser.add_argument("--mirror", metavar="URL", help="a Debian archive to download from, instead of apt-get")
+    parser.add_argument("--suite", default="stable", help="of that archive; default: stable")
+    parser.add_argument("--downloads", type=Path, help="folder of the packages; default: packages beside the output")
+    parser.add_argument(
+        "--from", dest="directories", type=Path, nargs="+", default=[], metavar="DIR", help="directories to read"
+    )
+    parser.add_argument("--system", action="store_true", help="read the catalogues of installed programs")
+    parser.add_argument(
+        "--min-pairs", type=int, default=150, help="languages with fewer pairs are left out; default: 150"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

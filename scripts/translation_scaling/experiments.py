@@ -1,0 +1,166 @@
+"""The experiments on the corpus of message catalogues: which runs each has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hf_gpipe.errors import UserError, nearest
+from translation_scaling.runs import Run, check_run
+
+_RECIPES = Path(__file__).parents[2] / "recipes" / "translation"
+
+RATES = (1e-3, 2e-3, 4e-3)
+SWEEP_STEPS = 600
+"""Updates of each run of the sweep of learning rates: a quarter of a pass over the whole corpus."""
+
+FIXED_PASSES = 3
+"""Passes of the runs that are compared with others at equal updates instead of at their ends."""
+
+#: The third of the recipe's languages that has the fewest pairs in the corpus of the default packages.
+LOW = (
+    *("he", "cy", "mai", "fy", "ga", "my", "ks", "brx", "xh", "gd", "sq", "nds", "be_Latn", "si", "or", "co", "wa"),
+    *("az", "ps", "af", "ab", "kab", "hne", "ia", "mn", "am", "ie", "hy", "tt", "ff", "ku", "tg", "ky", "uz"),
+)
+#: Of each third three languages, apart in size and script.
+BILINGUAL = ("fr", "ru", "ja", "ar", "ka", "id", "cy", "or", "mn")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Some runs that answer a question.
+
+    Attributes:
+        name: on the command line.
+        question: in a few words.
+        runs: (seed, overrides, output) -> its runs, in order.
+        compares: whether its runs are trained and tested on the same pairs, so that the report can compare them.
+    """
+
+    name: str
+    question: str
+    runs: Callable[[int, Sequence[str], Path], list[Run]]
+    compares: bool = True
+
+
+def _recipe(model: str) -> Path:
+    return _RECIPES / f"l10n-{model}.yaml"
+
+
+#: The deep model with twice the layers has no recipe of its own.
+_DEEPER = "model.transformer=T(16, 256, 8)"
+_CONSTANT = (f"training.num_train_epochs={FIXED_PASSES}", "training.decay_steps=0")
+
+
+def _sweep(model: str, seed: int, overrides: Sequence[str], output: Path, *own: str) -> list[Run]:
+    recipe = _recipe(model.removeprefix("deeper") or "deep")
+    few = (f"training.max_steps={SWEEP_STEPS}", "training.decay_steps=0", "evaluation.max_examples=1")
+    return [
+        Run(recipe, seed, (*overrides, *own, *few, f"training.learning_rate={rate}"), output, f"rate-{model}-{rate:g}")
+        for rate in RATES
+    ]
+
+
+def _trained(
+    model: str, seed: int, overrides: Sequence[str], output: Path, *own: str, label: str = "", to_end: bool = True
+) -> Run:
+    """A run with the learning rate that the sweep of its model gives."""
+    of_model = (_DEEPER,) if model == "deeper" else ()
+    sweep = tuple(_sweep(model, seed, overrides, output, *of_model))
+    recipe = _recipe("deep" if model == "deeper" else model)
+    constant = () if to_end else _CONSTANT
+    name = f"l10n-{model}{'-' if label else ''}{label}"
+    return Run(recipe, seed, (*overrides, *of_model, *constant, *own), output, name, to_end, sweep)
+
+
+def _rates(seed: int, overrides: Sequence[str], output: Path) -> list[Run]:
+    return [run for model in ("base", "deep", "wide") for run in _sweep(model, seed, overrides, output)]
+
+
+def _main(seed: int, overrides: Sequence[str], output: Path) -> list[Run]:
+    return [_trained(model, seed, overrides, output) for model in ("base", "deep", "wide")]
+
+
+def _deeper(seed: int, overrides: Sequence[str], output: Path) -> list[Run]:
+    return [_trained(model, seed, overrides, output) for model in ("base", "deep", "deeper")]
+
+
+def _batch(seed: int, overrides: Sequence[str], output: Path) -> list[Run]:
+    return [
+        _trained(
+            *("base", seed, overrides, output, f"training.batch_tokens={tokens}"),
+            *(f"training.{key}_steps={every * 4000 // tokens}" for key, every in (("eval", 200), ("save", 200))),
+            label=f"batch-{tokens}",
+            to_end=False,
+        )
+        for tokens in (260, 1000, 4000)
+    ]
+
+
+def _stability(seed: int, overrides: Sequence[str], output: Path) -> list[Run]:
+    scaled, clipped = "model.depth_scaled_feed_forward=true", "training.logit_clipping=20.0"
+    return [
+        _trained("deep", seed, overrides, output, *own, label=label, to_end=False)
+        for label, own in (
+            ("plain", ()),
+            ("scaled", (scaled,)),
+            ("clipped", (clipped,)),
+            ("scaled-clipped", (scaled, clipped)),
+        )
+    ]
+
+
+def _temperature(seed: int, overrides: Sequence[str], output: Path) -> list[Run]:
+    return [
+        _trained("deep", seed, overrides, output, f"data.temperature={t}", label=f"T-{t}", to_end=False)
+        for t in (1, 5, 100)
+    ]
+
+
+def _bilingual(seed: int, overrides: Sequence[str], output: Path) -> list[Run]:
+    return [
+        _trained("base", seed, overrides, output, f"data.languages=[{language}]", label=f"only-{language}")
+        for language in BILINGUAL
+    ]
+
+
+def _low(seed: int, overrides: Sequence[str], output: Path) -> list[Run]:
+    languages = f"data.languages=[{', '.join(LOW)}]"
+    return [_trained(model, seed, overrides, output, languages, label="low") for model in ("base", "deep", "wide")]
+
+
+EXPERIMENTS = (
+    Experiment("rates", "which learning rate each model learns fastest with", _rates),
+    Experiment("main", "base, deep and wide, each to its end", _main),
+    Experiment("batch", "260, 1000 and 4000 target tokens an update", _batch),
+    Experiment("stability", "scaled feed-forward initialisation and clipped logits, on and off", _stability),
+    Experiment("temperature", "T = 1, 5 and 100", _temperature),
+    Experiment("deeper", "twice the layers of deep", _deeper),
+    Experiment("low", "the languages with the fewest pairs alone", _low),
+    Experiment("bilingual", "one language alone, for nine languages", _bilingual, compares=False),
+)
+
+
+def experiment(name: str) -> Experiment:
+    """The experiment with this name. Raises UserError if there is none."""
+    names = [one.name for one in EXPERIMENTS]
+    if name not in names:
+        raise UserError(
+            f"{name!r} is neither a recipe (.yaml) nor an experiment{nearest(name, names)}; the experiments are "
+            f"{', '.join(names)}"
+        )
+    return EXPERIMENTS[names.index(name)]
+
+
+def plan_experiments(names: Sequence[str], seeds: Sequence[int], overrides: Sequence[str], output: Path) -> list[Run]:
+    """The runs of experiments in order, each one once, and before it the sweep of learning rates that it needs."""
+    runs: dict[tuple[str, int], Run] = {}
+    for seed in seeds:
+        for name in names:
+            for run in experiment(name).runs(seed, overrides, output):
+                for one in (*run.sweep, run):
+                    runs.setdefault((one.name, one.seed), one)
+    for run in runs.values():
+        check_run(run)
+    return list(runs.values())

@@ -1,0 +1,133 @@
+"""An uneven replication that beats every uniform one: python scripts/uneven_replication.py
+
+pythia-70m has a head of 50304 tokens, which is 42% of all seconds and cannot be divided: a pipeline with one worker per
+stage waits for it. Data parallelism reduces all 70M gradients over a slow link. 1-2 has two workers for the head and
+the blocks next to it, and reduces their gradients alone.
+
+Layers are priced by the planner for one row of 2048 tokens a micro-batch, in bfloat16 autocast. Each replication of the
+devices gets the split with the least ceil(M/r) t + G on its slowest stage. Then its tables of 1f1b, gpipe and
+gpipe_fused are simulated, and the fastest counts. No memory limit, no recomputation, free updates; every edge has a
+link of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from math import ceil
+
+import torch
+from hf_gpipe.planner.trace_costs import trace_costs
+from transformers import GPTNeoXConfig
+
+from hf_gpipe.adapters import adapter_for
+from hf_gpipe.adapters.autocast import Autocast
+from hf_gpipe.partition import by_cost, stages_of
+from hf_gpipe.planner.devices import LINKS, Link, device
+from hf_gpipe.planner.prefix_sums import LayerSums
+from hf_gpipe.planner.workload import Workload
+from hf_gpipe.schedule.builders import build
+from hf_gpipe.schedule.simulate import Costs, simulate
+
+SCHEDULES = ("1f1b", "gpipe", "gpipe_fused")
+LENGTH = 2048
+
+
+@dataclass(frozen=True, order=True)
+class Step:
+    """A simulated step; the first fields order it."""
+
+    seconds: float
+    replicas: tuple[int, ...]
+    counts: tuple[int, ...]
+    schedule: str
+
+    @property
+    def is_uniform(self) -> bool:
+        return len(set(self.replicas)) == 1
+
+    def __str__(self) -> str:
+        counts = "+".join(str(count) for count in self.counts)
+        return f"{'-'.join(str(r) for r in self.replicas)} ({counts} layers, {self.schedule}) {self.seconds:.3f} s"
+
+
+def pythia_70m() -> GPTNeoXConfig:
+    """The configuration of EleutherAI/pythia-70m."""
+    return GPTNeoXConfig(
+        vocab_size=50304,
+        hidden_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        intermediate_size=2048,
+        max_position_embeddings=LENGTH,
+        tie_word_embeddings=False,
+    )
+
+
+def replications(num_devices: int) -> Iterator[tuple[int, ...]]:
+    """Every way to give all devices to stages."""
+    for cuts in (cuts for n in range(num_devices) for cuts in combinations(range(1, num_devices), n)):
+        yield tuple(after - before for before, after in pairwise((0, *cuts, num_devices)))
+
+
+def step(sums: LayerSums, replicas: Sequence[int], num_micro_batches: int, link: Link) -> Step:
+    """The fastest schedule of one replication."""
+
+    def seconds(start: int, stop: int) -> float:
+        return sums.forward_seconds(start, stop) + sums.backward_seconds(start, stop, "none")
+
+    def reduction(start: int, stop: int, r: int) -> float:
+        size = sums.held(start, stop).trainable_bytes
+        return 2 * (r - 1) * link.seconds(size / r) if r > 1 else 0.0
+
+    layers = sums.costs.layers
+    counts = by_cost(
+        len(layers),
+        len(replicas),
+        lambda s, i, j: ceil(num_micro_batches / replicas[s]) * seconds(i, j) + reduction(i, j, replicas[s]),
+    )
+    stages = stages_of(counts)
+    costs = Costs(
+        forward_seconds=[sums.forward_seconds(i, j) for _, i, j in stages],
+        backward_seconds=[sums.backward_seconds(i, j, "none") for _, i, j in stages],
+        transfer_seconds=[link.seconds(layers[i].input_bytes) for _, i, _ in stages[1:]],
+        reduce_seconds=[reduction(i, j, replicas[s]) for s, i, j in stages],
+    )
+    tables = {
+        name: build(name, len(replicas), num_micro_batches, recompute="none", replicas=list(replicas))
+        for name in SCHEDULES
+    }
+    return min(
+        Step(float(simulate(table, costs).total_seconds), tuple(replicas), counts, name)
+        for name, table in tables.items()
+    )
+
+
+def main() -> None:
+    """Print the best uneven and every uniform replication."""
+    adapter = adapter_for(pythia_70m(), autocast=Autocast(torch.bfloat16, torch.device("cpu")))
+    costs = trace_costs(adapter, Workload(1, LENGTH, LENGTH, has_padding=False), as_on_gpu=True)
+    for device_name, link_name, num_devices, num_micro_batches in (
+        ("l4", "ethernet-10", 3, 96),
+        ("l4", "ethernet-10", 4, 48),
+    ):
+        sums = LayerSums(costs, device(device_name))
+        steps = sorted(
+            step(sums, replicas, num_micro_batches, LINKS[link_name]) for replicas in replications(num_devices)
+        )
+        uneven = next(one for one in steps if not one.is_uniform)
+        uniform = [one for one in steps if one.is_uniform]
+        print(f"{num_devices} {device_name} on {link_name}, M = {num_micro_batches} rows of {LENGTH} tokens")
+        milliseconds = [
+            f"{1e3 * (sums.forward_seconds(i, i + 1) + sums.backward_seconds(i, i + 1, 'none')):.2f}"
+            for i in range(len(costs.layers))
+        ]
+        print(f"  layers, ms a micro-batch: {' '.join(milliseconds)}")
+        print(f"  uneven   {uneven}")
+        for one in uniform:
+            print(f"  uniform  {one}, {one.seconds / uneven.seconds:.2f} times as long")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""The executor's messages: when receives are started, what is kept until when, and what a failed step leaves."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_gpipe.errors import HfGpipeError, StageError, UserError
+from hf_gpipe.runtime import edges as edges_module
+from hf_gpipe.runtime.channel import Channel, LocalChannel, RemoteChannel
+from hf_gpipe.runtime.edges import Edge, connect
+from hf_gpipe.runtime.executor import Executor
+from hf_gpipe.runtime.micro_batch import MicroBatch
+from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.schedule import Placement, Schedule, build, placement_for
+from hf_gpipe.schedule.messages import num_communicators
+from tests.gloo import run_gloo
+
+CPU = torch.device("cpu")
+SECONDS = 5.0
+
+
+class Stage:
+    """Adds the number of the stage to what it receives; its backward does the same."""
+
+    device = CPU
+
+    def __init__(self, number: int, num_stages: int, fails: bool = False) -> None:
+        self.number, self.is_first, self.is_last = number, number == 0, number == num_stages - 1
+        self.trainable_outputs = {} if self.is_last else {"hidden": True}
+        self.fails = fails
+
+    def shapes(self, micro_batch: MicroBatch) -> dict[str, tuple[int, ...]]:
+        return {"hidden": (1,)}
+
+    input_shapes = output_shapes = input_gradient_shapes = output_gradient_shapes = shapes
+
+    def forward(self, context: Any, keep_graph: bool) -> dict[str, torch.Tensor]:
+        if self.fails:
+            raise RuntimeError("out of luck")
+        index = torch.tensor([float(context.micro_batch.index)])
+        total = context.carry.get("hidden", index) + self.number
+        return {"loss": total.sum()} if self.is_last else {"hidden": total}
+
+    def evaluate(self, context: Any) -> dict[str, torch.Tensor]:
+        return self.forward(context, keep_graph=False)
+
+    def recompute(self, index: int) -> None:
+        pass
+
+    def backward(self, index: int, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self.is_first:
+            return {}
+        return {"hidden": gradients.get("hidden", torch.tensor([float(index)])) + self.number}
+
+    def reset(self) -> None:
+        pass
+
+
+class BlockingChannel(Channel):
+    """A send and a receive last until the other one has begun; messages of one direction have no other names."""
+
+    def __init__(self, messages: queue.Queue[Any]) -> None:
+        self._messages = messages
+        self._received: dict[int, Any] = {}
+
+    def send(self, micro_batch: int, tensors: Any, shapes: Any) -> None:
+        taken = threading.Event()
+        self._messages.put(((micro_batch, dict(tensors)), taken))
+        assert taken.wait(SECONDS), "a send that nobody receives"
+
+    def expect(self, micro_batch: int, shapes: Any) -> None:
+        (number, tensors), taken = self._messages.get(timeout=SECONDS)
+        taken.set()
+        assert number == micro_batch, "the messages of two processes are not sent and received in one order"
+        self._received[micro_batch] = tensors
+
+    def receive(self, micro_batch: int) -> dict[str, torch.Tensor]:
+        return self._received.pop(micro_batch)
+
+    def flush(self) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
+
+    def check(self) -> None:
+        pass
+
+
+def micro_batches(count: int) -> list[MicroBatch]:
+    return [MicroBatch(index, {}, 0, 1, count) for index in range(count)]
+
+
+def run_processes(table: Schedule) -> list[float]:
+    """Run a table with one thread per process and one blocking line per pair of processes and direction; the losses."""
+    num_stages, home = table.num_stages, table.placement.processes
+    ranks = range(table.placement.num_processes)
+    lines: dict[tuple[int, int], queue.Queue[Any]] = {(a, b): queue.Queue() for a in ranks for b in ranks}
+    outcomes: dict[int, Any] = {}
+
+    def work(rank: int) -> None:
+        own: dict[int, Edge] = {}
+        for s in range(num_stages - 1):
+            one, other = home[s], home[s + 1]
+            if one == other:
+                own[s] = Edge(LocalChannel(CPU), LocalChannel(CPU))
+            else:
+                own[s] = Edge(BlockingChannel(lines[one, other]), BlockingChannel(lines[other, one]))
+        stages: Any = {s: Stage(s, num_stages) for s in table.placement.stages_of(rank)}
+        try:
+            outputs = Executor(stages, own, rank).run(table, micro_batches(table.num_micro_batches)).outputs
+            outcomes[rank] = {index: float(one["loss"]) for index, one in outputs.items()}
+        except StageError as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for outcome in outcomes.values():
+        assert isinstance(outcome, dict), outcome
+    losses = outcomes[home[-1]]
+    return [losses[index] for index in range(table.num_micro_batches)]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages", "num_processes"),
+    [
+        ("naive", 4, 4),
+        ("gpipe", 4, 4),
+        ("gpipe_fused", 4, 4),
+        ("1f1b", 4, 4),
+        ("1f1b", 6, 3),
+        ("interleaved_1f1b", 8, 4),
+        ("interleaved_1f1b", 4, 2),
+        ("forward_only", 6, 3),
+    ],
+)
+def test_no_table_stops_where_every_message_blocks(name: str, num_stages: int, num_processes: int) -> None:
+    table = build(name, num_stages, 8, placement_for(name, num_stages, num_processes))
+    assert run_processes(table) == [index + sum(range(num_stages)) for index in range(8)]
+
+
+# ---------------------------------------------------------------------- communicators
+
+
+class Stub(Topology):
+    """A process that notes the communicators it creates."""
+
+    def new_group(self, ranks: Any, device: torch.device) -> Any:
+        log.append(("new", tuple(ranks)))
+        return SimpleNamespace()
+
+
+log: list[Any] = []
+
+
+@pytest.mark.parametrize(
+    ("placement", "count"),
+    [
+        (Placement.one_stage_each(4), [2, 4, 4, 2]),
+        (Placement.interleaved(8, 4), [4, 4, 4, 4]),
+        (Placement.interleaved(8, 2), [2, 2]),
+        (Placement((0, 1, 0, 1), ("cuda:0", "cuda:2", "cuda:1", "cuda:2")), [4, 4]),
+    ],
+)
+def test_communicators_are_shared_and_set_up_one_after_another(
+    placement: Placement, count: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zeros = torch.zeros
+    monkeypatch.setattr(edges_module.torch, "zeros", lambda *size, device: zeros(*size))
+    monkeypatch.setattr(edges_module.torch.cuda, "synchronize", lambda device: log.append("ready"))
+    monkeypatch.setattr(dist, "send", lambda token, peer, group: log.append("first message"))
+    monkeypatch.setattr(dist, "recv", lambda token, peer, group: log.append("first message"))
+    created = []
+    for rank in range(placement.num_processes):
+        log.clear()
+        names = placement.devices or ("cuda:0",) * placement.num_stages
+        devices = {stage: torch.device(names[stage]) for stage in placement.stages_of(rank)}
+        topology = Stub(rank, placement.num_processes, placement, next(iter(devices.values())), devices)
+        found = connect(topology, lambda stage, name: torch.float32)
+        assert set(found) == {s for s in range(placement.num_stages - 1) if {s, s + 1} & set(devices)}
+        for place, entry in enumerate(log):
+            if entry == "first message":
+                assert log[place + 1] == "ready"
+        created.append([entry for entry in log if isinstance(entry, tuple)])
+        assert log.count("first message") == num_communicators(placement, rank) == count[rank]
+        groups = {id(c._group): c for edge in found.values() for c in (edge.down, edge.up)}  # type: ignore[attr-defined]
+        assert len(groups) == count[rank]
+    assert all(own == created[0] for own in created)
+
+
+def discover() -> str:
+    with pytest.raises(UserError) as caught:
+        Topology.discover(2, "cpu" if dist.get_rank() == 0 else "meta")
+    return str(caught.value)
+
+
+def test_devices_of_several_kinds_in_several_processes_are_refused() -> None:
+    for message in run_gloo(discover, 2):
+        assert message.startswith("devices of several kinds (process 0: cpu; process 1: meta): with several processes ")
+
+
+# ---------------------------------------------------------------------- what is kept, and what a failed step leaves
+
+
+def remote() -> RemoteChannel:
+    group: Any = None
+    return RemoteChannel(1, 0, group, CPU, lambda name: torch.float32)
+
+
+def test_a_tensor_is_kept_until_it_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+
+    def isend(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        alive = weakref.ref(tensor)
+        return SimpleNamespace(is_completed=lambda: False, wait=lambda: waited.append(alive() is not None))
+
+    monkeypatch.setattr(dist, "isend", isend)
+    channel = remote()
+    for index in range(2):
+        channel.send(index, {"hidden": torch.zeros(3)}, {"hidden": (3,)})
+    channel.flush()
+    assert waited == [True, True]
+
+
+def test_after_a_failed_step_a_pipeline_of_several_processes_does_not_go_on() -> None:
+    table = build("gpipe", 2, 2)
+    stages: Any = {0: Stage(0, 2, fails=True)}
+    executor = Executor(stages, {0: Edge(remote(), remote())}, rank=0)
+    with pytest.raises(StageError, match="stage 0, action 0F0: RuntimeError: out of luck"):
+        executor.run(table, micro_batches(2))
+    stages[0].fails = False
+    with pytest.raises(HfGpipeError, match=r"^a step failed in this process, and its messages .* start all processes"):
+        executor.run(table, micro_batches(2))
+
+
+def test_after_a_failed_step_a_pipeline_of_one_process_goes_on() -> None:
+    table = build("gpipe", 2, 2, Placement.spread(2, 1))
+    stages: Any = {0: Stage(0, 2), 1: Stage(1, 2, fails=True)}
+    executor = Executor(stages, {0: Edge(LocalChannel(CPU), LocalChannel(CPU))}, rank=0)
+    with pytest.raises(StageError, match="stage 1, action 1F0: RuntimeError: out of luck"):
+        executor.run(table, micro_batches(2))
+    stages[1].fails = False
+    assert float(executor.run(table, micro_batches(2)).loss or 0) == 3.0

@@ -1,0 +1,362 @@
+"""scripts/scaling.py trains to the end: when that is, and that a run goes on from whatever is left of it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scaling
+from hypothesis import given
+from hypothesis import strategies as st
+from translation_scaling import ending
+from translation_scaling.curves import Curve, at_equal_compute, at_equal_updates, newest_checkpoint, read_curve
+from translation_scaling.ending import Point
+from translation_scaling.experiments import EXPERIMENTS, LOW, plan_experiments
+from translation_scaling.keep import bring_back, keep
+from translation_scaling.runs import Run
+from translation_scaling.share import part_of
+from translation_scaling.status import hours_text, status_text
+from translation_scaling.to_end import next_part
+
+from hf_gpipe.data import build_corpus
+from hf_gpipe.errors import UserError
+from hf_gpipe.recipe import DataSection, load_recipe
+
+ROOT = Path(__file__).parents[2]
+WORDS = ("file", "window", "picture", "letter", "number", "page", "line", "word", "key", "name")
+
+RECIPE = """
+model: {config: {model_type: marian, d_model: 16, encoder_layers: 1, decoder_layers: 1, encoder_ffn_dim: 16,
+                 decoder_ffn_dim: 16, encoder_attention_heads: 2, decoder_attention_heads: 2,
+                 max_position_embeddings: 64}}
+data: {kind: jsonl, path: PATH, source_field: tgt, target_field: src, english: target, language_field: tgt_lang,
+       split_by: target, validation_fraction: 0.15, test_fraction: 0.15, temperature: 5.0}
+tokenizer: {vocab_size: 330}
+pipeline: {device: cpu}
+training: {output_dir: none, batch_size: 16, learning_rate: 1.0e-12, lr_scheduler_type: warmup_stable_decay,
+           logging_steps: 1, eval_steps: 1, save_steps: 4}
+evaluation: {max_examples: 4, max_new_tokens: 4, samples: 1}
+"""
+
+
+def write_corpus(path: Path, sizes: dict[str, int]) -> Path:
+    """Pairs of some languages, whose English sentences recur."""
+    with gzip.open(path, "wt", encoding="utf-8") as lines:
+        for language, size in sizes.items():
+            for number in range(size):
+                english = f"Open {WORDS[number % 10]} of the {WORDS[number // 10]}"
+                row = {"src": english, "tgt": f"{language} {english[::-1]}", "tgt_lang": language}
+                lines.write(json.dumps(row) + "\n")
+    return path
+
+
+def recipe_of(tmp_path: Path, **sizes: int) -> Path:
+    corpus = write_corpus(tmp_path / "pairs.jsonl.gz", sizes or {"de": 60, "fr": 40, "sw": 20})
+    path = tmp_path / "tiny-base.yaml"
+    path.write_text(RECIPE.replace("PATH", str(corpus)))
+    return path
+
+
+# ---------------------------------------------------------------------- the end
+
+
+def curve_of(losses: list[float], every: int = 10, per_pass: int = 40) -> list[Point]:
+    return [Point(every * n, every * n / per_pass, loss) for n, loss in enumerate(losses, 1)]
+
+
+def test_a_curve_that_falls_has_no_end_and_a_flat_one_ends_after_three_passes() -> None:
+    assert ending.end_of_constant_rate(curve_of([1.0 / n for n in range(1, 200)])) is None
+    assert ending.end_of_constant_rate(curve_of([1.0] * 100)) == 120
+
+
+def test_overfitting_counts_as_no_change() -> None:
+    """The best loss decides: one that rises again does not fall."""
+    assert ending.end_of_constant_rate(curve_of([1.0, 0.5, *[0.6 + 0.01 * n for n in range(60)]])) == 120
+
+
+@pytest.mark.parametrize(("late", "extra", "is_ended"), [(0.5, 0.5, True), (1.5, 0.5, False), (0.5, 1.5, False)])
+def test_both_changes_must_be_small(late: float, extra: float, is_ended: bool) -> None:
+    """Of 120 updates 20 are extra; the last tenth of the 100 before begins after 90."""
+    losses = [1.0] * 9 + [1 - late / 100] + [(1 - late / 100) * (1 - extra / 100)] * 2
+    verdict = ending.judge([Point(10 * n, n, loss) for n, loss in enumerate(losses, 1)])
+    assert verdict.is_ended == is_ended
+    assert verdict.late_change == pytest.approx(late / 100)
+    assert verdict.extra_change == pytest.approx(extra / 100)
+
+
+def test_too_few_evaluations_are_no_end() -> None:
+    assert not ending.judge([]).is_ended
+    assert not ending.judge(curve_of([1.0] * 2, every=100)).is_ended, "there is none in the last tenth"
+
+
+@given(
+    st.lists(st.floats(0.01, 10), min_size=1, max_size=60),
+    st.integers(1, 50),
+    st.integers(1, 400),
+)
+def test_decisions_go_on_and_end(losses: list[float], every: int, per_pass: int) -> None:
+    points = curve_of(losses, every, per_pass)
+    following = ending.next_decision(points, every)
+    assert following > points[-1].step
+    assert following % every == 0
+    assert following >= ending.FEWEST_PASSES * per_pass or points[-1].passes >= ending.FEWEST_PASSES - 1e-6
+    assert ending.end_of_decay(following, every) > following
+    assert ending.expected_end(points, every) >= ending.FEWEST_PASSES * per_pass
+    ended = ending.end_of_constant_rate(points)
+    assert ended is None or ended >= ending.FEWEST_PASSES * per_pass - 1e-6
+
+
+# ---------------------------------------------------------------------- curves
+
+
+def entries(*steps: int, rate: Any = lambda step: 1.0, loss: Any = lambda step: 1.0, per_pass: int = 10) -> Curve:
+    return Curve(
+        tuple(
+            {
+                **{"step": step, "epoch": step / per_pass, "loss": 2.0, "learning_rate": rate(step)},
+                **{"eval_nll_per_character": loss(step), "training_seconds": 2.0, "tokens_per_second": 50.0},
+            }
+            for step in steps
+        )
+    )
+
+
+@given(st.integers(5, 400), st.integers(4, 100), st.integers(1, 7))
+def test_the_begin_of_a_decay_follows_from_the_rates(begin: int, length: int, every: int) -> None:
+    def rate(step: int) -> float:
+        done = step - 1  # the logged rate is that of the update
+        warm = min(1.0, done / 3)
+        return 0.3 * warm * (1 if done < begin else 0.5 * (1 + math.cos(math.pi * (done - begin) / length)))
+
+    curve = entries(*range(1, begin + length, every), rate=rate)
+    found = curve.begin_of_decay(begin + length)
+    fallen = [entry for entry in curve.entries if entry["step"] > 4 and entry["learning_rate"] < 0.2997]
+    assert found == (begin if fallen else None)
+    assert entries(*range(1, begin), rate=rate).begin_of_decay(begin + length) is None
+
+
+def test_models_are_compared_at_equal_updates_and_at_equal_compute() -> None:
+    curves = {
+        "small": entries(*range(1, 41), loss=lambda step: 10 / step),
+        "large": entries(*range(1, 21), loss=lambda step: 5 / step),
+    }
+    assert at_equal_updates(curves) == (20, {"small": 0.5, "large": 0.25})
+    # 100 tokens an update: 20 updates of the large one cost what 80 of the small one would.
+    operations, losses = at_equal_compute(curves, {"small": 1.0, "large": 4.0})
+    assert operations == 40 * 100
+    assert losses == {"small": 0.25, "large": 0.5}
+
+
+# ---------------------------------------------------------------------- the data
+
+
+def test_a_share_has_the_same_part_of_each_language_and_of_the_sentences(tmp_path: Path) -> None:
+    path = write_corpus(tmp_path / "pairs.jsonl.gz", {"de": 60, "fr": 60, "sw": 9})
+    data = DataSection(kind="jsonl", path=str(path), source_field="tgt", target_field="src", split_by="target")
+    with pytest.raises(UserError, match=r"needs a corpus in one file"):
+        part_of(data, 0.5, tmp_path)
+    data = DataSection(
+        **{"kind": "jsonl", "path": str(path), "source_field": "tgt", "target_field": "src", "split_by": "target"},
+        language_field="tgt_lang",
+    )
+    assert part_of(data, 1.0, tmp_path) == path
+    with pytest.raises(UserError, match=r"--share 1.5: it must be"):
+        part_of(data, 1.5, tmp_path)
+    rows = {share: rows_of(part_of(data, share, tmp_path / "parts")) for share in (0.25, 0.5)}
+    assert Counter(row["tgt_lang"] for row in rows[0.5]) == {"de": 30, "fr": 30, "sw": 5}
+    assert {str(row) for row in rows[0.25]} < {str(row) for row in rows[0.5]}
+    sentences = [{row["src"] for row in rows[0.5] if row["tgt_lang"] == language} for language in ("de", "fr")]
+    assert sentences[0] == sentences[1]
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+@given(st.dictionaries(st.sampled_from(["de", "fr", "sw", "zh"]), st.integers(20, 100), min_size=1))
+def test_no_english_sentence_is_in_two_splits(sizes: dict[str, int]) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = build_corpus(load_recipe(recipe_of(Path(folder), **sizes)).data)
+        splits = [{pair.target for pair in split} for split in (corpus.train, corpus.validation, corpus.test)]
+    assert splits[0]
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert not splits[one] & splits[other]
+
+
+# ---------------------------------------------------------------------- the plan
+
+
+def test_the_plan_has_every_run_once_and_a_sweep_before_it(tmp_path: Path) -> None:
+    runs = plan_experiments([one.name for one in EXPERIMENTS], [1], [], tmp_path)
+    names = [run.name for run in runs]
+    assert len(set(names)) == len(names)
+    for place, run in enumerate(runs):
+        assert {one.name for one in run.sweep} <= set(names[:place])
+    recipe = load_recipe(ROOT / "recipes" / "translation" / "l10n-base.yaml")
+    assert len(recipe.data.languages) == len(set(recipe.data.languages)) == 102
+    assert set(LOW) < set(recipe.data.languages)
+    assert len(LOW) == 34
+    by_name = {run.name: run.resolved() for run in runs}
+    assert by_name["l10n-base-batch-260"].training.batch_tokens == 260
+    assert by_name["l10n-deep-T-100"].data.temperature == 100
+    assert by_name["l10n-deeper"].model.transformer == "T(16, 256, 8)"
+    with pytest.raises(UserError, match=r"neither a recipe \(.yaml\) nor an experiment; did you mean 'main'"):
+        plan_experiments(["mian"], [1], [], tmp_path)
+
+
+def test_the_best_rate_of_a_sweep_is_taken(tmp_path: Path) -> None:
+    run = next(run for run in plan_experiments(["main"], [1], [], tmp_path) if run.name == "l10n-base")
+    assert run.resolved().training.learning_rate == 2e-3, "the recipe's own, before there is a sweep"
+    for one, loss in zip(run.sweep, (0.5, 0.4, 0.3), strict=True):
+        one.folder.mkdir(parents=True)
+        entry = {"step": 1, "epoch": 0.1, "eval_nll_per_character": loss}
+        (one.folder / "metrics.jsonl").write_text(json.dumps(entry) + "\n")
+    assert run.resolved().training.learning_rate == 4e-3
+
+
+def test_hours_follow_from_pairs_and_speed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from translation_scaling import status
+
+    monkeypatch.setitem(status.TOKENS_PER_SECOND, "base", 1000)
+    (tmp_path / "l10n.json").write_text(json.dumps({"pairs": {"fr": 1000, "de": 3000}}))
+    path = f"data.path={tmp_path / 'l10n.jsonl.gz'}"
+    words = [path, "data.languages=[fr]", "data.test_fraction=0.1", "data.validation_fraction=0.1"]
+    runs = [run for run in plan_experiments(["main"], [1], words, tmp_path) if run.name == "l10n-base"]
+    hours = 3.6 * 1000 * 0.5 * 0.8 * status.TOKENS_PER_PAIR / 1000 / 3600
+    monkeypatch.setattr(status, "TOKENS_PER_PAIR", status.TOKENS_PER_PAIR * 10 / hours)
+    assert hours_text(runs, 0.5) == "[1/1] l10n-base, seed 1: at least 10.0 hours\nin all at least 10.0 hours"
+    assert scaling.main(["--list", path, "--output", str(tmp_path)]) == 0
+    assert all(f"{one.name}: {one.question}" in capsys.readouterr().out for one in EXPERIMENTS[:1])
+
+
+# ---------------------------------------------------------------------- the whole of it
+
+
+def train(recipe: Path, output: Path, *words: str) -> int:
+    return scaling.main([str(recipe), "--to-end", "--output", str(output), "--paper", *words])
+
+
+def test_an_interrupted_run_ends_from_its_checkpoint_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, output, kept = recipe_of(tmp_path), tmp_path / "out", tmp_path / "kept"
+    folder = output / "tiny-base" / "seed-1"
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "scripts" / "scaling.py", recipe, "--to-end", "--output", output, "--keep", kept],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        stdout=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 300
+    while read_curve(folder).step < 2 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 75
+    before = read_curve(folder)
+    run = Run(recipe, 1, (), output, to_end=True)
+    text = status_text([run], now=lambda: datetime(2030, 1, 1))
+    assert f"tiny-base, seed 1: constant rate ({before.points[-1].passes:.1f} passes" in text
+    assert f"update {before.step} of about " in text
+
+    # Another machine, on which only the copy of the checkpoint is left.
+    shutil.rmtree(output)
+    (copy,) = kept.glob("tiny-base/seed-1/checkpoint-*")
+    for path in copy.parent.iterdir():
+        if path != copy:
+            path.unlink()
+    assert train(recipe, output, "--keep", str(kept)) == 0, (folder / "run.log").read_text()
+    curve = read_curve(folder)
+    assert [entry for entry in curve.entries if entry["step"] <= 2] == [
+        entry for entry in before.entries if entry["step"] <= 2
+    ]
+    assert "train_loss" in curve.entries[-1]
+    training = load_recipe(folder / "recipe.yaml").training
+    begin = training.max_steps - training.decay_steps
+    assert begin == ending.end_of_constant_rate(curve.constant_points(begin)), "no update was too many"
+    assert curve.step == training.max_steps == ending.end_of_decay(begin, 1)
+    rates = {entry["step"]: entry["learning_rate"] for entry in curve.entries if "loss" in entry}
+    assert all(rates[step] == training.learning_rate for step in range(2, begin + 2))
+    assert 0 < rates[training.max_steps] < rates[begin + 2] < training.learning_rate
+    assert curve.begin_of_decay(training.max_steps) == begin
+
+    assert "tiny-base, seed 1: finished" in status_text([run])
+    kept_curve = read_curve(kept / "tiny-base" / "seed-1")
+    assert kept_curve == curve
+    assert newest_checkpoint(kept / "tiny-base" / "seed-1").name == f"checkpoint-{training.max_steps}"
+    assert "eval_nll_per_character" in (output / "curves.csv").read_text().splitlines()[0]
+    assert "Updates: tiny-base: " in (output / "report.md").read_text()
+    capsys.readouterr()
+    assert train(recipe, output) == 0
+    assert "finished already" in capsys.readouterr().out
+
+
+def test_parts_follow_from_what_is_there(tmp_path: Path) -> None:
+    """Each start of the command is decided by the curve; a decay that was decided is not decided anew."""
+    recipe = load_recipe(recipe_of(tmp_path), ["training.eval_steps=10"])
+    folder = tmp_path / "run"
+    folder.mkdir()
+
+    def part(curve: Curve) -> set[str]:
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in curve.entries))
+        found = next_part(folder, recipe)
+        assert found is not None
+        return {word for word in found if word.startswith("training")}
+
+    first = {"training.num_train_epochs=3.0", "training.decay_steps=0"}
+    assert part(Curve(())) == first | {"training.max_steps=null"}
+    falling = {"loss": lambda step: 1 / step, "per_pass": 100}
+    assert part(entries(*range(10, 290, 10), **falling)) == first | {"training.max_steps=300"}
+    assert part(entries(*range(10, 310, 10), **falling)) == first | {"training.max_steps=330"}
+    decay = {"training.max_steps=360", "training.decay_steps=60"}
+    flat = entries(*range(10, 310, 10), per_pass=100)
+    assert part(flat) == decay
+    (folder / "recipe.yaml").write_text(load_recipe(recipe_of(tmp_path), sorted(decay)).to_yaml())
+    assert part(entries(*range(10, 340, 10), per_pass=100)) == decay
+    (folder / "metrics.json").write_text("{}")
+    assert next_part(folder, recipe) is None
+
+
+def test_a_recipe_that_has_no_end_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = recipe_of(tmp_path)
+    assert train(recipe, tmp_path, "training.lr_scheduler_type=linear") == 2
+    assert "needs warmup_stable_decay" in capsys.readouterr().err
+    assert train(recipe, tmp_path, "training.eval_steps=null") == 2
+    assert "training.eval_steps is null" in capsys.readouterr().err
+    assert scaling.main([str(recipe), "main"]) == 2
+    assert "give one command for each kind" in capsys.readouterr().err
+
+
+def test_copies_are_made_and_brought_back_where_they_are_ahead(tmp_path: Path) -> None:
+    folder, kept = tmp_path / "run", tmp_path / "kept"
+    for step in (5, 10):
+        (folder / f"checkpoint-{step}").mkdir(parents=True)
+        (folder / f"checkpoint-{step}" / "weights").write_text(str(step))
+    (folder / "metrics.jsonl").write_text('{"step": 10}\n')
+    keep(folder, kept)
+    assert sorted(path.name for path in kept.iterdir()) == ["checkpoint-10", "metrics.jsonl"]
+    (folder / "checkpoint-20").mkdir()
+    keep(folder, kept)
+    assert [path.name for path in kept.glob("checkpoint-*")] == ["checkpoint-20"]
+    bring_back(kept, tmp_path / "new")
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["checkpoint-20", "metrics.jsonl"]
+    (folder / "checkpoint-30").mkdir()
+    bring_back(kept, folder)
+    assert newest_checkpoint(folder).name == "checkpoint-30"
