@@ -1,0 +1,171 @@
+"""What users do with a pipeline, on emulated devices: as on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM
+
+from hf_gpipe import Pipeline
+from hf_gpipe.recipe import PipelineConfig
+from tests.emulated_cuda.comparing import assert_near, config_of, gathered, outcome
+from tests.emulated_cuda.processes import on_emulated_cuda
+from tests.oracle import padded_batch, plain_model, run_plain
+from tests.test_peft import adapted_model
+from tests.training.test_mixed_precision import Overflow
+from tests.training.toy import Recorder, Rows, trainer
+
+THREE = ["cuda:0", "cuda:1", "cuda:2"]
+
+
+def generated(device: Any) -> list[Any]:
+    tokens = []
+    for family in ("llama", "marian"):
+        pipe = Pipeline(plain_model(config_of(family)), 3, device=device)
+        prompt = padded_batch(pipe.adapter.config)
+        if family == "llama":  # padding is on the left of a prompt
+            prompt = {name: tensor.flip(1) for name, tensor in prompt.items()}
+        prompt.pop("labels")
+        for how in ({}, {"num_beams": 3}, {"do_sample": True}):
+            torch.manual_seed(0)
+            tokens.append(pipe.generate(**prompt, max_new_tokens=6, **how).tolist())
+    return tokens
+
+
+@on_emulated_cuda()
+def test_generation_on_three_devices() -> None:
+    assert generated(THREE) == generated("cpu")
+
+
+@on_emulated_cuda(2)
+def test_generation_in_two_processes() -> None:
+    assert generated("cuda") == generated("cpu")
+
+
+def trained(folder: Path, **values: Any) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
+    """Weights, losses and evaluations of a training that was interrupted after two of four steps, and resumed."""
+    common: dict[str, Any] = {
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "max_grad_norm": 0.5,
+        "num_stages": 3,
+        "eval_dataset": Rows(5, seed=1),
+        **values,
+    }
+    make = lambda recorder: trainer(  # noqa: E731
+        folder, model=plain_model(config_of("marian", dropout=0.1)), callbacks=[recorder], **common
+    )
+    whole, resumed = Recorder(), Recorder()
+    first = make(whole)
+    first.train()
+    second = make(resumed)
+    second.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    weights = [gathered(one.pipe, dict(one.pipe.named_parameters())) for one in (first, second)]
+    assert_near(weights[1], weights[0], 0.0, "after resuming")
+    return weights[0], whole.losses, [logs["eval_loss"] for logs in whole.logs if "eval_loss" in logs]
+
+
+def check_training(folder: Path) -> None:
+    expected, found = trained(folder / "cpu", use_cpu=True), trained(folder / "cuda", use_cpu=False)
+    assert_near(found[0], expected[0], 1e-15, "trained")
+    assert found[1:] == pytest.approx(expected[1:], rel=1e-12)
+
+
+@on_emulated_cuda()
+def test_the_trainer(tmp_path: Path) -> None:
+    check_training(tmp_path)
+
+
+@on_emulated_cuda(2)
+def test_the_trainer_in_two_processes(tmp_path: Path) -> None:
+    check_training(tmp_path)
+
+
+@on_emulated_cuda()
+def test_autocast_is_the_plain_model_s() -> None:
+    for dtype, tolerance in ((torch.bfloat16, 1e-6), (torch.float16, 1e-6)):
+        config = config_of("llama", tied=False)
+        batch = padded_batch(config)
+        plain = plain_model(config, dtype=torch.float32).to("cuda:0")
+        pipe = Pipeline(plain_model(config, dtype=torch.float32), 3, 2, device=THREE, autocast=dtype)
+        loss = float(pipe.train_step(batch))
+        with torch.autocast("cuda", dtype):
+            expected = run_plain(plain, {name: tensor.to("cuda:0") for name, tensor in batch.items()}, 2)
+        assert loss == pytest.approx(expected.loss, rel=1e-6)
+        found = {
+            name: parameter.grad.cpu() for name, parameter in pipe.named_parameters() if parameter.grad is not None
+        }
+        assert_near(
+            found, {name: gradient.cpu() for name, gradient in expected.gradients.items()}, tolerance, str(dtype)
+        )
+
+
+@on_emulated_cuda(2)
+def test_loss_scaling_in_two_processes(tmp_path: Path) -> None:
+    spy, recorder = Overflow(2), Recorder()
+    made = trainer(tmp_path, family="llama", fp16=True, max_steps=5, callbacks=[spy, recorder], use_cpu=False)
+    assert made.topology.device.type == "cuda"
+    spy.made = made
+    made.train()
+    assert spy.changed is False
+    assert spy.scales == [2.0**16, 2.0**16, 2.0**59, 2.0**16, 2.0**16]
+    assert all(0 < loss < 10 for loss in recorder.losses)
+
+
+@on_emulated_cuda()
+def test_lora() -> None:
+    batch = padded_batch(config_of("llama"))
+    gradients = []
+    for device in ("cpu", THREE):
+        pipe = Pipeline(adapted_model(), 3, 2, device=device)
+        pipe.train_step(batch)
+        gradients.append(gathered(pipe, {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}))
+    assert all("lora_" in name for name in gradients[0])
+    assert_near(gradients[1], gradients[0], 1e-15)
+
+
+@on_emulated_cuda()
+def test_devices_of_a_configuration() -> None:
+    config = config_of("llama")
+    values: dict[str, Any] = {"num_stages": 3, "num_micro_batches": 2}
+    expected = outcome(config, "cpu", **values)
+    pipe = Pipeline(plain_model(config), config=PipelineConfig(**values, devices=("cuda:2", "cuda:0", "cuda:1")))
+    assert [str(stage.device) for stage in pipe.stages.values()] == ["cuda:2", "cuda:0", "cuda:1"]
+    assert float(pipe.train_step(padded_batch(config))) == expected.numbers["loss 0"]
+    pipe = Pipeline(plain_model(config), config=PipelineConfig(**values))
+    assert {str(stage.device) for stage in pipe.stages.values()} == {"cuda:0"}, "auto is a GPU where there is one"
+
+
+def save_and_load(folder: Path, device: Any) -> None:
+    plain = plain_model(config_of("marian"), dtype=torch.float32)
+    pipe = Pipeline(plain, 3, 2, device=device)
+    pipe.save_pretrained(folder)
+    pipe.topology.barrier()
+    expected = plain.state_dict()
+    for name, tensor in AutoModelForSeq2SeqLM.from_pretrained(folder).state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+    again = Pipeline(str(folder), 3, 2, device=device)
+    with torch.no_grad():
+        for parameter in pipe.parameters():
+            parameter.zero_()
+    pipe.load_pretrained(folder)
+    for one in (pipe, again):
+        assert all(parameter.is_cuda for parameter in one.parameters())
+        for name, tensor in gathered(one, dict(one.named_parameters())).items():
+            assert torch.equal(tensor, expected[name]), name
+
+
+@on_emulated_cuda()
+def test_saving_and_loading(tmp_path: Path) -> None:
+    save_and_load(tmp_path / "model", THREE)
+
+
+@on_emulated_cuda(2)
+def test_saving_and_loading_in_two_processes(tmp_path: Path) -> None:
+    save_and_load(tmp_path / "model", "cuda")
