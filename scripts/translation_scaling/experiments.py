@@ -70,7 +70,7 @@ def _trained(
     sweep = tuple(_sweep(model, seed, overrides, output, *of_model))
     recipe = _recipe("deep" if model == "deeper" else model)
     constant = () if to_end else _CONSTANT
-    name = f"l10n-{model}{'-' if label else ''}{label}"
+    name = "-".join(word for word in ("l10n", label, model) if word)
     return Run(recipe, seed, (*overrides, *of_model, *constant, *own), output, name, to_end, sweep)
 
 
@@ -131,7 +131,7 @@ def _low(seed: int, overrides: Sequence[str], output: Path) -> list[Run]:
 
 
 EXPERIMENTS = (
-    Experiment("rates", "which learning rate each model learns fastest with", _rates),
+    Experiment("rates", "which learning rate each model learns fastest with", _rates, compares=False),
     Experiment("main", "base, deep and wide, each to its end", _main),
     Experiment("batch", "260, 1000 and 4000 target tokens an update", _batch),
     Experiment("stability", "scaled feed-forward initialisation and clipped logits, on and off", _stability),
