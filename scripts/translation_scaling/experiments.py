@@ -120,14 +120,20 @@ def _temperature(seed: int, overrides: Sequence[str], output: Path) -> list[Run]
 
 def _bilingual(seed: int, overrides: Sequence[str], output: Path) -> list[Run]:
     return [
-        _trained("base", seed, overrides, output, f"data.languages=[{language}]", label=f"only-{language}")
+        _trained(
+            *("base", seed, overrides, output, f"data.languages=[{language}]", "training.batch_tokens=1000"),
+            *("training.eval_steps=10", "training.save_steps=50"),
+            label=f"only-{language}",
+        )
         for language in BILINGUAL
     ]
 
 
 def _low(seed: int, overrides: Sequence[str], output: Path) -> list[Run]:
     languages = f"data.languages=[{', '.join(LOW)}]"
-    return [_trained(model, seed, overrides, output, languages, label="low") for model in ("base", "deep", "wide")]
+    # The end is found only if the last tenth of the updates has an evaluation, and here they are few.
+    own = (languages, "training.eval_steps=25", "training.save_steps=50")
+    return [_trained(model, seed, overrides, output, *own, label="low") for model in ("base", "deep", "wide")]
 
 
 EXPERIMENTS = (
