@@ -18,7 +18,8 @@ loss per character has changed by less than 1 % over the last tenth of its updat
 constant rate change it by less than 1 %. Then its learning rate falls to 0. docs/scaling.md has more.
 
 It writes into the output folder: RECIPE/seed-S/ (each run), results.csv (a row a language), runs.csv (a row a run),
-curves.csv, report.md, languages.png and buckets.png. The paper is arXiv 1811.06965, section 5.
+curves.csv, report.md, languages.png and buckets.png; the reports of experiments are in reports/NAME/. The paper is
+arXiv 1811.06965, section 5.
 
 Exit code: 0 all is finished, 1 a run failed, 2 an error that you can correct, 75 stopped, to be given again.
 """
@@ -97,20 +98,30 @@ def _scale(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if not options.report_only:
         code = execute(runs, options.keep)
         write_curves(runs, options.output)
-    names = [word for word in asked if not _is_recipe(word)]
-    if names and not any(experiment(name).compares for name in names):
-        return code
     if code == EXIT_STOPPED:
         # Whoever stops it does not want to wait for a report; --report-only makes one of what is finished.
         return code
+    names = [word for word in asked if not _is_recipe(word)]
+    for name in names:
+        one = experiment(name)
+        if one.compares:
+            own = {run.name for seed in options.seeds or [1] for run in one.runs(seed, overrides, options.output)}
+            mine = [run for run in runs if run.name in own]
+            code = max(code, _report(mine, options.output / "reports" / name, code, paper, options))
+    return code if names else _report(runs, options.output, code, paper, options)
+
+
+def _report(runs: Sequence[Run], folder: Path, code: int, paper: Sequence[Path], options: argparse.Namespace) -> int:
+    """Write the report of the finished runs into a folder; returns the exit code of the command."""
     try:
-        results = _results(options, runs)
+        results = _results(options, runs, folder)
     except UserError:
         if code:
             return code
         raise
     models = [run.name for run in runs] or results.models
-    write_report(results, roles_of(tuple(dict.fromkeys(models)), options.baseline, options.pair), runs, paper, options)
+    roles = roles_of(tuple(dict.fromkeys(models)), options.baseline, options.pair)
+    write_report(results, roles, runs, paper, options, folder)
     return code
 
 
@@ -177,8 +188,8 @@ def write_curves(runs: Sequence[Run], output: Path) -> None:
         write_csv(output / CURVES_FILE, rows)
 
 
-def _results(options: argparse.Namespace, runs: Sequence[Run]) -> Results:
-    """The finished ones of the runs; without any given, all in the output folder."""
+def _results(options: argparse.Namespace, runs: Sequence[Run], folder: Path) -> Results:
+    """The finished ones of the runs; without any given, all in the output folder. Writes their tables into a folder."""
     models = list(dict.fromkeys(run.name for run in runs)) or None
     found = finished_runs(
         options.output, models, options.seeds or ([1] if models and not options.report_only else None)
@@ -186,33 +197,41 @@ def _results(options: argparse.Namespace, runs: Sequence[Run]) -> Results:
     others = {run.folder for run in runs if run.progress()[0] == "other"}
     for folder in sorted(others):
         print(f"{folder} has results of another recipe; they are left out", file=sys.stderr)
-    results = Results([run for run in found if run.folder not in others])
-    write_csv(options.output / RESULTS_FILE, (row for run in results.all_runs for row in run.rows()))
-    write_csv(options.output / RUNS_FILE, (run.cost_row() for run in results.all_runs))
+    # A training to its end has metrics after each of its parts.
+    unfinished = {run.folder for run in runs if run.to_end and run.progress()[0] != "finished"}
+    results = Results([run for run in found if run.folder not in others | unfinished])
+    folder.mkdir(parents=True, exist_ok=True)
+    write_csv(folder / RESULTS_FILE, (row for run in results.all_runs for row in run.rows()))
+    write_csv(folder / RUNS_FILE, (run.cost_row() for run in results.all_runs))
     return results
 
 
 def write_report(
-    results: Results, roles: Roles, runs: Sequence[Run], paper: Sequence[Path], options: argparse.Namespace
+    results: Results,
+    roles: Roles,
+    runs: Sequence[Run],
+    paper: Sequence[Path],
+    options: argparse.Namespace,
+    folder: Path,
 ) -> None:
-    """The report and its pictures."""
+    """Write the report and its pictures into a folder."""
     from translation_scaling.draw import BUCKETS_FILE, LANGUAGES_FILE, draw_buckets, draw_languages
     from translation_scaling.plans import predict
     from translation_scaling.report import report
     from translation_scaling.sizes import size_of
 
     measured = roles.only(results.models)
-    draw_buckets(options.output / BUCKETS_FILE, results, measured)
+    draw_buckets(folder / BUCKETS_FILE, results, measured)
     if measured.base is not None and measured.large:
-        draw_languages(options.output / LANGUAGES_FILE, results, measured)
+        draw_languages(folder / LANGUAGES_FILE, results, measured)
     recipes = dict.fromkeys((run.recipe, run.overrides) for run in runs)
     sizes = [*(size_of(path, own) for path, own in recipes), *map(size_of, paper)]
     plans = [predict(path, options.device) for path in paper]
     done = {run.folder for run in results.all_runs}
     unfinished = [run.title for run in runs if run.folder not in done]
     text = report(results, measured, sizes, plans, options.device, unfinished)
-    (options.output / REPORT_FILE).write_text(text, encoding="utf-8")
-    print(f"report  {options.output / REPORT_FILE}", flush=True)
+    (folder / REPORT_FILE).write_text(text, encoding="utf-8")
+    print(f"report  {folder / REPORT_FILE}", flush=True)
 
 
 def _list(runs: Sequence[Run]) -> None:

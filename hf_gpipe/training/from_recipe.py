@@ -207,13 +207,14 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
         *("bf16", "fp16", "fp32_master_weights", "on_nonfinite_loss", "timeline_steps"),
         *("max_grad_norm", "logging_steps", "save_total_limit"),
     )
+    schedule: dict[str, Any] = {}
+    if training.lr_scheduler_type == "warmup_stable_decay":
+        schedule = {"lr_scheduler_kwargs": {"num_decay_steps": training.decay_steps}}
     return PipelineTrainingArguments(
+        **schedule,
         **{name: getattr(training, name) for name in same_name},
         num_stages=pipeline.num_stages,
         max_steps=training.max_steps or -1,
-        lr_scheduler_kwargs=(
-            {"num_decay_steps": training.decay_steps} if training.lr_scheduler_type == "warmup_stable_decay" else None
-        ),
         per_device_train_batch_size=training.batch_size,
         per_device_eval_batch_size=training.batch_size,
         batch_tokens=training.batch_tokens,

@@ -88,8 +88,16 @@ class Translation:
 
     def num_characters(self, split: Any, tokenizer: PreTrainedTokenizerBase, *, decoder_only: bool) -> int | None:
         """The characters of the references, as far as their tokens are not cut."""
-        rows = self.rows(split, tokenizer, decoder_only=decoder_only)
-        return sum(characters_of(split, rows, tokenizer, self.recipe.data.max_target_tokens))
+        data = self.recipe.data
+        rows = TokenizedPairs(
+            split,
+            tokenizer,
+            max_source_tokens=data.max_source_tokens,
+            max_target_tokens=data.max_target_tokens,
+            decoder_only=decoder_only,
+        )
+        counts: list[int] = characters_of(split, rows, tokenizer, data.max_target_tokens)
+        return sum(counts)
 
     def evaluate(
         self, pipe: Pipeline, tokenizer: PreTrainedTokenizerBase | None, corpus: Corpus | StreamedCorpus | None

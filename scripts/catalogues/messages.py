@@ -25,7 +25,7 @@ _KEY_IN_BRACKETS = re.compile(r"\s*\([&_][^\s()]\)")
 _AMPERSAND = re.compile(r"&(?=\w)")
 _WITH_UNDERSCORE = re.compile(r"\w*_\w+|\w+_")
 _PLACEHOLDER = re.compile(
-    r"%[-+ #0-9.*']*(?:hh|h|ll|l|q|j|z|t|L)?[diouxXeEfFgGcrsaApnSCmPQDTEKHRk%<(]"  # printf, GCC's diagnostics
+    r"%[-+ #0-9.*']*[A-Za-z@<(%]"  # printf, GCC's diagnostics
     r"|%\d|%[LN]\d|\{[^{}]*\}|\$[\w({]|\\|[@#]\w|@\S+@|https?:|www\.|\S@\S|&\w+;"
 )
 #: One word with signs inside: a name of a file, an option, an identifier.
@@ -33,6 +33,8 @@ _NAME = re.compile(r"\S*[\w.][._/:]\S*\w|-\S+")
 _NOT_A_SENTENCE = re.compile(r"translator[-_ ]credits|copyright|\(c\)|©|your names|your emails", re.IGNORECASE)
 _NO_LETTER = re.compile(r"[^\w ]|[\d_]")
 _WORD = re.compile(r"[A-Za-z]{3}")
+#: Not those that only format, such as the zero-width space between Khmer words.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ufffd]")
 _DIGITS = re.compile(r"\d+")
 
 
@@ -81,7 +83,8 @@ def _read_mo(content: bytes) -> tuple[str | None, list[Message]]:
     messages = []
     for key, translation in entries.items():
         if isinstance(key, tuple):
-            messages.append(Message("", "", "plural forms"))
+            # There is a key for each form.
+            messages += [Message("", "", "plural forms")] * (key[1] == 0)
         elif key:  # without one it is the header
             # The context of a message is before the sign 4.
             messages.append(Message(key.rpartition("\4")[2], translation, None if translation else "not translated"))
@@ -140,8 +143,8 @@ def _refused(english: str, translation: str) -> str | None:
     numbers = _numbers(translation)
     if numbers and numbers != _numbers(english):
         return "other numbers"
-    if not (english + translation).isprintable():
-        return "characters that are not printed"
+    if _CONTROL.search(english + translation):
+        return "control characters"
     return None
 
 

@@ -70,7 +70,7 @@ def _trained(
     sweep = tuple(_sweep(model, seed, overrides, output, *of_model))
     recipe = _recipe("deep" if model == "deeper" else model)
     constant = () if to_end else _CONSTANT
-    name = f"l10n-{model}{'-' if label else ''}{label}"
+    name = "-".join(word for word in ("l10n", label, model) if word)
     return Run(recipe, seed, (*overrides, *of_model, *constant, *own), output, name, to_end, sweep)
 
 
@@ -120,18 +120,24 @@ def _temperature(seed: int, overrides: Sequence[str], output: Path) -> list[Run]
 
 def _bilingual(seed: int, overrides: Sequence[str], output: Path) -> list[Run]:
     return [
-        _trained("base", seed, overrides, output, f"data.languages=[{language}]", label=f"only-{language}")
+        _trained(
+            *("base", seed, overrides, output, f"data.languages=[{language}]", "training.batch_tokens=1000"),
+            *("training.eval_steps=10", "training.save_steps=50"),
+            label=f"only-{language}",
+        )
         for language in BILINGUAL
     ]
 
 
 def _low(seed: int, overrides: Sequence[str], output: Path) -> list[Run]:
     languages = f"data.languages=[{', '.join(LOW)}]"
-    return [_trained(model, seed, overrides, output, languages, label="low") for model in ("base", "deep", "wide")]
+    # The end is found only if the last tenth of the updates has an evaluation, and here they are few.
+    own = (languages, "training.eval_steps=25", "training.save_steps=50")
+    return [_trained(model, seed, overrides, output, *own, label="low") for model in ("base", "deep", "wide")]
 
 
 EXPERIMENTS = (
-    Experiment("rates", "which learning rate each model learns fastest with", _rates),
+    Experiment("rates", "which learning rate each model learns fastest with", _rates, compares=False),
     Experiment("main", "base, deep and wide, each to its end", _main),
     Experiment("batch", "260, 1000 and 4000 target tokens an update", _batch),
     Experiment("stability", "scaled feed-forward initialisation and clipped logits, on and off", _stability),

@@ -112,7 +112,9 @@ def test_languages_have_one_code_each(code: str, language: str | None) -> None:
         ("Wait for 5 seconds", "Warte 50 Sekunden", "other numbers"),
         ("translator-credits", "Jemand", "credits or copyright"),
         ("Copyright of the authors", "Urheberrecht", "credits or copyright"),
-        ("Open the \x1b document", "Das Dokument", "characters that are not printed"),
+        ("Open the \x1b document", "Das Dokument", "control characters"),
+        ("Edit settings", "កែ\u200bការ\u200bកំណត់", ("Edit settings", "កែ\u200bការ\u200bកំណត់")),
+        ("a prototype for %q+D", "ein Prototyp", "placeholder"),
     ],
 )
 def test_a_message_is_a_clean_pair_or_has_a_reason(english: str, translation: str, expected: object) -> None:
@@ -153,7 +155,7 @@ def test_damaged_catalogues_are_named_and_do_no_harm(tmp_path: Path, capsys: pyt
         "short.mo": good[: len(good) // 2],
         "text.mo": b"this is no catalogue",
         "charset.mo": catalogue("sv", OPEN).replace(b"charset=utf-8", b"charset=utf-0"),
-        "bad.po": b'msgid "unfinished\nmsgstr',
+        "bad.po": b'msgid "one"\nmsgstr "eins"\nno part of an entry\n',
     }.items():
         put(root, "sv", content, name)
     rows, summary = build(tmp_path, "--from", root)
