@@ -104,11 +104,15 @@ def run_plain(model: PreTrainedModel, batch: Batch, num_micro_batches: int) -> R
     total = 0.0
     for i in range(parts):
         rows = {name: torch.tensor_split(tensor, parts)[i] for name, tensor in batch.items()}
-        logits, labels = model(**rows, use_cache=False).logits, rows["labels"]
+        output, labels = model(**rows, use_cache=False), rows["labels"]
+        logits = output.logits
         if causal:
             logits, labels = logits[:, :-1], labels[:, 1:]
         flat = logits.reshape(-1, logits.shape[-1])
         loss = F.cross_entropy(flat, labels.reshape(-1), reduction="sum") / num_tokens
+        if (auxiliary := getattr(output, "aux_loss", None)) is not None:
+            # Of a mixture of experts: the mean over the micro-batches.
+            loss = loss + model.config.router_aux_loss_coef * auxiliary / parts
         loss.backward()
         total += loss.item()
     return Result(total, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
@@ -118,12 +122,23 @@ def run_pipeline(pipe: Pipeline, batch: Batch | None) -> Result:
     """One training step; the gradients of every process, under their names, on every process."""
     pipe.zero_grad()
     loss = float(pipe.train_step(batch))
-    mine = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
-    gradients: dict[str, torch.Tensor] = {}
+    return Result(loss, gathered_gradients(pipe))
+
+
+def gathered_gradients(pipe: Pipeline) -> dict[str, torch.Tensor]:
+    """The gradients of every process, under their names, on every process. Replicas must have the same ones."""
+    mine = {name: None if p.grad is None else p.grad.clone() for name, p in pipe.named_parameters()}
+    gradients: dict[str, torch.Tensor | None] = {}
+    copies: dict[str, int] = {}
     for part in pipe.topology.gather_objects(mine):
-        assert not gradients.keys() & part.keys(), "a parameter has two owners"
-        gradients |= part
-    return Result(loss, gradients)
+        for name, gradient in part.items():
+            first = gradients.setdefault(name, gradient)
+            same = first is gradient if first is None or gradient is None else torch.equal(first, gradient)
+            assert same, f"{name}: its replicas have different gradients"
+            copies[name] = copies.get(name, 0) + 1
+    replicas = {name: pipe.topology.placement.replicas[pipe.ties.owner_stage[name]] for name in copies}
+    assert copies == replicas, "a parameter has another number of owners than its stage has replicas"
+    return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
 
 def assert_same(found: Result, expected: Result, tolerance: float = 1e-10) -> None:

@@ -131,6 +131,23 @@ class Processes:
         dist.all_gather_object(values, value, group=self.group_on(_CPU))
         return values
 
+    def gather_at_first(self, value: Value, ranks: Sequence[int]) -> list[Value] | None:
+        """Gather a Python value of some processes in the first of them, in the order of `ranks`; None elsewhere.
+
+        Only these processes take part in it.
+        """
+        first, *others = ranks
+        if self.rank == first:
+            values: list[Any] = [value]
+            for rank in others:
+                box: list[Any] = [None]
+                dist.recv_object_list(box, group_src=rank, group=self.group_on(_CPU))
+                values += box
+            return values
+        if self.rank in others:
+            dist.send_object_list([value], group_dst=first, group=self.group_on(_CPU))
+        return None
+
     def broadcast_object(self, value: Value, src: int) -> Value:
         """The Python value of the process `src`, on every process."""
         if self.num_processes == 1:

@@ -27,7 +27,7 @@ class Evaluator:
     Attributes:
         pipe: the pipeline.
         args: the trainer's arguments.
-        compute_metrics: metrics of an EvalPrediction; called in the process of the last stage, which has the logits.
+        compute_metrics: metrics of an EvalPrediction; called in the last stage's leader, which gets all logits.
         preprocess: reduces a micro-batch's logits.
         pad_token_id: fills generated rows; None: the model's own.
         on_batch: called after each mini-batch.
@@ -66,7 +66,7 @@ class Evaluator:
         predicts: bool,
         keeps: bool,
     ) -> tuple[_Columns, dict[str, Any]]:
-        """The rows with their predictions, in the process of the last stage, and the metrics.
+        """The rows with their predictions, in the last stage's leader, and the metrics.
 
         Args:
             predicts: whether there are predictions.
@@ -76,7 +76,7 @@ class Evaluator:
         generation = self._generation(options) if predicts and self.args.predict_with_generate else None
         metrics_of = self.compute_metrics if predicts else None
         in_parts = metrics_of is not None and self.args.batch_eval_metrics
-        has_predictions = predicts and self.pipe.num_stages - 1 in self.pipe.stages
+        has_predictions = predicts and self.pipe.topology.leads(self.pipe.num_stages - 1)
         fill = IGNORED_LABEL if generation is None else generation.pad_token_id
         columns = _Columns(fill)
         computed: dict[str, Any] = {}
@@ -133,14 +133,14 @@ class Evaluator:
         return concatenated(columns.predictions, columns.fill), *(concatenated(one) for one in others)
 
     def _from_last(self, value: Any) -> Any:
-        """The value of the last stage's process, in every process."""
+        """The value of the last stage's leader, in every process."""
         topology = self.pipe.topology
         return topology.broadcast_object(value, topology.leader_of(self.pipe.num_stages - 1))
 
 
 @dataclass
 class _Columns:
-    """The rows of several mini-batches, in the process of the last stage.
+    """The rows of several mini-batches, in the last stage's leader.
 
     Attributes:
         fill: fills the predictions of shorter rows.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.errors import DataError
 from hf_gpipe.pipeline import Evaluation, Pipeline
 from hf_gpipe.runtime.batches import shared_stream
+from hf_gpipe.runtime.topology import Topology
 from hf_gpipe.training.generating import Generation
 from hf_gpipe.training.loader import Batch
 
@@ -30,7 +32,7 @@ class Predicted:
     Attributes:
         batch: the mini-batch.
         evaluation: its loss, in total and per row.
-        logits: where they were asked for, in the process of the last stage: an array (rows, ...), or a tuple of such.
+        logits: where they were asked for, in the last stage's leader: an array (rows, ...), or a tuple of such.
         tokens: generated token ids (rows, T'), where they were asked for.
         is_last: whether no mini-batch follows.
     """
@@ -76,7 +78,7 @@ def predict(
                 batch,
                 evaluation,
                 is_last,
-                logits.concatenated(batch["labels"].shape[1]) if logits is not None and logits.parts else None,
+                None if logits is None else logits.collected(pipe.topology, batch["labels"].shape[1]),
                 None if generation is None else generation(batch).numpy(),
             )
 
@@ -111,7 +113,8 @@ class _Logits:
 
     def __init__(self, preprocess: Preprocess | None, is_autocast: bool) -> None:
         self._preprocess, self._is_autocast = preprocess, is_autocast
-        self.parts: list[tuple[Any, int]] = []
+        #: Of each micro-batch that this process ran on the last stage, in order: what was kept, and its columns.
+        self._parts: list[tuple[Any, int]] = []
 
     def add(self, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> None:
         labels = inputs["labels"]
@@ -119,11 +122,19 @@ class _Logits:
         logits = logits.float() if self._is_autocast else logits
         kept = logits if self._preprocess is None else self._preprocess(logits, labels)
         # At once: the logits of a whole mini-batch need not fit on the device.
-        self.parts.append((_on_host(kept), labels.shape[1]))
+        self._parts.append((_on_host(kept), labels.shape[1]))
 
-    def concatenated(self, num_columns: int) -> Any:
-        """All rows as numpy arrays; those that have the labels' columns get back the ones cut off as padding."""
-        return concatenated([_as_arrays(kept, columns, num_columns) for kept, columns in self.parts])
+    def collected(self, topology: Topology, num_columns: int) -> Any:
+        """All rows as numpy arrays, in the last stage's leader; None elsewhere. Every process must call it.
+
+        Those that have the labels' columns get back the ones cut off as padding.
+        """
+        of_replicas = topology.gather_at_first(self._parts, topology.placement.workers[-1])
+        if of_replicas is None:
+            return None
+        # Of r replicas number m % r has run micro-batch m.
+        in_order = [part for parts in zip_longest(*of_replicas) for part in parts if part is not None]
+        return concatenated([_as_arrays(kept, columns, num_columns) for kept, columns in in_order])
 
 
 def _on_host(kept: Any) -> Any:

@@ -70,8 +70,8 @@ class PipelineTrainer(InspectedTrainer):
         processing_class: the tokenizer; it is saved with the model.
         model_init: makes the model, where `model` is None.
         compute_loss_func: refused; the loss is cross-entropy over all target tokens of the mini-batch.
-        compute_metrics: metrics of an EvalPrediction; it is called in the process of the last stage, which has the
-            predictions.
+        compute_metrics: metrics of an EvalPrediction; it is called in the process of the last stage, or of its first
+            replica, which gets the predictions of all rows.
         callbacks: called in every process, with `Pipeline.model` as `model`.
         optimizers: an optimizer of `pipe.parameters()` and its scheduler, in place of those of `args`.
         optimizer_cls_and_kwargs: a class of optimizer and its arguments, in place of `args.optim`.

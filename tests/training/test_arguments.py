@@ -160,8 +160,13 @@ def test_from_a_command_line() -> None:
     words = ["--output_dir", "out", "--num_stages", "2", "--use_cpu", "True"]
     (args,) = parser.parse_args_into_dataclasses([*words, "--partition", "3", "4"])
     assert (args.num_stages, args.partition) == (2, [3, 4])
+    (args,) = parser.parse_args_into_dataclasses([*words, "--replicas", "2"])
+    assert args.config.replicas == 2
+    (args,) = parser.parse_args_into_dataclasses([*words, "--replicas", "2", "1"])
+    assert args.config.replicas == (2, 1)
     (args,) = parser.parse_args_into_dataclasses(words)
     assert args.partition == "count"
+    assert args.config.replicas == 1
 
 
 @pytest.mark.skipif(

@@ -1,0 +1,140 @@
+"""The trainer with replicas of stages: the losses, predictions and files of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import EvalPrediction
+
+from tests.gloo import run_gloo
+from tests.oracle import plain_model, tiny_config
+from tests.training.test_evaluating import Completions, sharp
+from tests.training.test_trainer import _StopAt
+from tests.training.toy import Recorder, Rows, trainer
+
+Replicas = int | Sequence[int]
+
+#: Stages, replicas and processes.
+MESHES: tuple[tuple[int, Replicas, int], ...] = ((1, 2, 2), (2, 1, 2), (2, (2, 1), 3), (2, 2, 4))
+NUM_STEPS = 20
+
+
+def losses_of(
+    folder: str, num_stages: int, replicas: Replicas, stop_at: int = NUM_STEPS, **options: Any
+) -> list[float]:
+    """Of each step; dropout depends on seed, step, micro-batch and layer alone, so it is everywhere the same."""
+    recorder = Recorder()
+    made = trainer(
+        Path(folder),
+        callbacks=[recorder, _StopAt(stop_at)],
+        num_stages=num_stages,
+        replicas=replicas,
+        max_steps=NUM_STEPS,
+        gradient_accumulation_steps=2,
+        **options,
+    )
+    made.train(resume_from_checkpoint=True)
+    return recorder.losses
+
+
+def predictions_of(folder: str, num_stages: int, replicas: Replicas) -> list[Any]:
+    """Logits, a part of them, and generated tokens, each with the metrics; rows of unequal length, a last one alone."""
+    common: dict[str, Any] = {
+        "num_stages": num_stages,
+        "replicas": replicas,
+        "num_micro_batches": 3,
+        "per_device_eval_batch_size": 6,
+        "compute_metrics": metrics_of,
+    }
+    marian = plain_model(tiny_config("marian"), dtype=torch.float32)
+    whole = trainer(Path(folder), model=marian, include_for_metrics=["inputs", "loss"], **common)
+    parts = trainer(
+        Path(folder),
+        model=marian,
+        eval_do_concat_batches=False,
+        preprocess_logits_for_metrics=lambda logits, labels: (logits.argmax(-1), logits.logsumexp(-1).mean(-1)),
+        **common | {"compute_metrics": None},
+    )
+    tokens = trainer(Path(folder), model=sharp("llama"), predict_with_generate=True, generation_max_length=12, **common)
+    found: list[Any] = [one.predict(Rows(13, seed=3)) for one in (whole, parts)]
+    return [*found, tokens.predict(Completions(13, seed=4)), whole.evaluate(Rows(13, seed=3))]
+
+
+def metrics_of(prediction: EvalPrediction) -> dict[str, float]:
+    """Numbers that depend on the order of the rows."""
+    order = np.arange(1, 1 + len(prediction.label_ids))
+    is_target = prediction.label_ids != -100
+    labels = (np.where(is_target, prediction.label_ids, 0).sum(axis=1) * order).sum()
+    values = prediction.predictions.reshape(len(order), -1)
+    return {"labels": float(labels), "predictions": float((values.max(axis=1) * order).sum())}
+
+
+def of_mesh(folder: str, num_stages: int, replicas: Replicas) -> tuple[list[float], list[Any]]:
+    return losses_of(folder, num_stages, replicas), predictions_of(folder, num_stages, replicas)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], list[Any]]:
+    return of_mesh(str(tmp_path_factory.mktemp("one")), 1, 1)
+
+
+@pytest.mark.parametrize(("num_stages", "replicas", "num_processes"), MESHES)
+def test_losses_and_predictions_are_those_of_one_process(
+    num_stages: int,
+    replicas: Replicas,
+    num_processes: int,
+    expected: tuple[list[float], list[Any]],
+    tmp_path: Path,
+) -> None:
+    for losses, (whole, parts, tokens, metrics) in run_gloo(
+        of_mesh, num_processes, str(tmp_path), num_stages, replicas
+    ):
+        assert losses == pytest.approx(expected[0], abs=1e-6)
+        assert len(losses) == NUM_STEPS
+        plain_whole, plain_parts, plain_tokens, plain_metrics = expected[1]
+        np.testing.assert_allclose(whole.predictions, plain_whole.predictions, atol=1e-5)
+        np.testing.assert_array_equal(whole.label_ids, plain_whole.label_ids)
+        for mini_batch, plain in zip(parts.predictions, plain_parts.predictions, strict=True):
+            for kept, wanted in zip(mini_batch, plain, strict=True):
+                np.testing.assert_allclose(kept, wanted, atol=1e-5)
+        np.testing.assert_array_equal(tokens.predictions, plain_tokens.predictions)
+        for found, wanted in ((whole, plain_whole), (tokens, plain_tokens)):
+            assert_same_metrics(found.metrics, wanted.metrics)
+        assert_same_metrics(metrics, plain_metrics)
+
+
+def assert_same_metrics(found: dict[str, float], expected: dict[str, float]) -> None:
+    kept = [name for name in expected if name.endswith(("_loss", "_labels", "_predictions"))]
+    assert len(kept) == 3
+    assert {name: found[name] for name in kept} == pytest.approx({name: expected[name] for name in kept}, rel=1e-5)
+
+
+def test_a_run_goes_on_with_other_replicas(expected: tuple[list[float], list[Any]], tmp_path: Path) -> None:
+    losses: list[float] = []
+    last: Replicas
+    for processes, num_stages, last, stop in ((4, 2, 2, 5), (3, 3, 1, 10), (3, 1, 3, 15)):
+        found = run_gloo(go_on, processes, str(tmp_path), num_stages, last, stop)
+        assert found[1:] == found[:1] * (processes - 1)
+        losses += found[0]
+    losses += losses_of(str(tmp_path), 1, 1, save_strategy="steps", save_steps=NUM_STEPS)
+    assert losses == pytest.approx(expected[0], abs=1e-5)
+    made = trainer(tmp_path / "again", model=str(tmp_path / "checkpoint-15"))
+    made.save_model(str(tmp_path / "again"))
+    found, wanted = (tensors_of(tmp_path / name) for name in ("again", "checkpoint-15"))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: one for path in directory.glob("*.safetensors") for name, one in load_file(path).items()}
+
+
+def go_on(folder: str, num_stages: int, replicas: Replicas, stop: int) -> list[float]:
+    """Train on from the last checkpoint, if there is one, and stop after some steps, as if the job had ended."""
+    return losses_of(folder, num_stages, replicas, save_strategy="steps", save_steps=stop, stop_at=stop)
