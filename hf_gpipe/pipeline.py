@@ -164,6 +164,7 @@ class Pipeline:
         self._planning = Planning(self._plan_inputs, self.adapter, self.peft, self._loss, processes)
         self.config, self.planned = self._planning.decide(given)
         config = self.config
+        config.check_micro_batches(accumulation)
         self.num_stages = config.num_stages
         self.num_micro_batches = config.num_micro_batches
         self.schedule_name = config.schedule

@@ -138,6 +138,7 @@ def _check(recipe: Recipe) -> None:
     if "RANK" not in os.environ:
         # In another launcher's job the main process reads it.
         recipe.pipeline.table(recipe.training.gradient_accumulation_steps, _num_processes(recipe))
+    recipe.pipeline.check_micro_batches(recipe.training.gradient_accumulation_steps)
     check_model(recipe)
 
 

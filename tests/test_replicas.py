@@ -16,6 +16,8 @@ import torch
 from transformers import MixtralConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe import Pipeline
+from hf_gpipe.errors import UserError
+from hf_gpipe.recipe import PipelineConfig
 from tests.gloo import run_gloo
 from tests.oracle import (
     VOCABULARY,
@@ -251,6 +253,8 @@ def without_norm(model: PreTrainedModel) -> None:
 
 
 def run_without_norm(replicas: int) -> Result:
+    with pytest.raises(UserError, match="would never get one"):
+        Pipeline(tiny_config("llama"), 1, 1, replicas=replicas)
     pipe = Pipeline(copy.deepcopy(plain_of("llama")), 1, 4, replicas=replicas)
     without_norm(pipe.models[0].model)
     batch = batches_of("llama")[0] if pipe.topology.is_reader else None
@@ -265,3 +269,10 @@ def test_a_parameter_without_gradient_has_none_on_any_replica() -> None:
     assert "model.norm.weight" not in expected.gradients
     for found in run_gloo(run_without_norm, 2, 2):
         assert_same(found, expected)
+
+
+def test_a_replica_that_would_never_get_a_micro_batch_is_refused() -> None:
+    with pytest.raises(UserError, match=r"num_micro_batches is 2 and stage 1 has 3 replicas: .* at least as many"):
+        PipelineConfig(num_stages=2, num_micro_batches=2, replicas=(1, 3)).check_micro_batches(1)
+    with pytest.raises(UserError, match="is 2, of each of the 2 mini-batches of a step, and stage 0 has 5 replicas"):
+        PipelineConfig(num_micro_batches=2, replicas=5).check_micro_batches(2)

@@ -157,6 +157,17 @@ def test_the_loss_does_not_depend_on_the_stages(
     assert "1 process," in capsys.readouterr().out
 
 
+def test_the_command_starts_a_process_for_each_replica(recipe: Path, tmp_path: Path) -> None:
+    """Dropout is on, and the losses are those of one process."""
+    words = ["training.max_steps=10", "training.save_steps=null"]
+    result = command(str(recipe), "pipeline.replicas=[2, 1]", *words)
+    assert result.returncode == 0, result.stderr
+    assert "3 processes" in result.stdout
+    alone = tmp_path / "alone"
+    assert main([str(recipe), "pipeline.num_processes=1", f"training.output_dir={alone}", *words]) == 0
+    assert losses(recipe.parent / "out") == pytest.approx(losses(alone), abs=1e-6)
+
+
 def test_a_killed_run_ends_with_the_same_weights(
     finished: tuple[Path, subprocess.CompletedProcess[str]], recipe: Path
 ) -> None:
@@ -334,6 +345,13 @@ def test_bad_input_is_one_clear_line(
     assert main([str(recipe), override, "pipeline.num_processes=1"]) == 2
     err = capsys.readouterr().err
     assert re.fullmatch(rf"error: .*{message}.*\n", err), err
+
+
+def test_a_replica_without_a_micro_batch_is_told_before_any_process_starts(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(recipe), "pipeline.replicas=5"]) == 2
+    assert re.fullmatch(r"error: num_micro_batches is 4 and stage 0 has 5 replicas: .*\n", capsys.readouterr().err)
 
 
 def test_a_recipe_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -164,6 +164,24 @@ class PipelineConfig:
         """`memory` as a number."""
         return None if self.memory is None else read_bytes(self.memory, "memory")
 
+    def check_micro_batches(self, accumulation: int) -> None:
+        """Raise UserError where a replica would never get a micro-batch.
+
+        Args:
+            accumulation: mini-batches per step; a step has the micro-batches of all of them.
+        """
+        counts = replicas_of(self.num_stages, self.replicas)
+        if not isinstance(self.num_micro_batches, int) or self.num_micro_batches * accumulation >= max(counts):
+            return
+        step = f"num_micro_batches is {self.num_micro_batches}"
+        if accumulation > 1:
+            step += f", of each of the {accumulation} mini-batches of a step,"
+        raise UserError(
+            f"{step} and stage {counts.index(max(counts))} has {max(counts)} replicas: they take the micro-batches of "
+            "a step in turn, so some would never get one; use at least as many micro-batches as replicas (for an even "
+            "load a multiple of them), or fewer replicas."
+        )
+
     def table(self, accumulation: int, num_processes: int) -> Schedule | None:
         """Read the table from the file that `schedule` names; None if it names a builder or is "auto".
 

@@ -98,7 +98,9 @@ class Executor:
         for edge in self._edges.values():
             edge.check()
         result = StepResult()
-        shares = on_devices(micro_batches, self._devices)
+        # Those of other replicas stay on the host.
+        own = [micro_batches[index] for index in schedule.micro_batches_of(self._rank)]
+        shares = on_devices(own, self._devices)
         actions = schedule.actions[self._rank]
         last_update = next((one for one in reversed(actions) if one.kind == ActionKind.UPDATE), None)
         receives = self._receives_of(schedule)

@@ -182,8 +182,8 @@ def make_micro_batches(
 
 def on_devices(
     micro_batches: Sequence[MicroBatch], devices: Collection[torch.device]
-) -> dict[torch.device, list[MicroBatch]]:
-    """The micro-batches on each device of this process; to CUDA they are copied once, and the host does not wait.
+) -> dict[torch.device, dict[int, MicroBatch]]:
+    """The micro-batches, by number, on each device of this process; the host does not wait for copies to CUDA.
 
     Such a copy needs pinned memory. Torch keeps its pinned blocks for reuse, and none is reused before its copies are
     done (CachingHostAllocator).
@@ -191,7 +191,7 @@ def on_devices(
     on_host = micro_batches
     if any(device.type == "cuda" for device in devices):
         on_host = [_changed(one, lambda tensor: tensor.contiguous().pin_memory()) for one in micro_batches]
-    return {device: [_on_device(one, device) for one in on_host] for device in devices}
+    return {device: {one.index: _on_device(one, device) for one in on_host} for device in devices}
 
 
 def _on_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -156,17 +157,22 @@ class Overflow(TrainerCallback):
             self.made.scaler.scale = 2.0**16
 
 
-def _train_in_fp16(folder: str) -> tuple[Any, ...]:
+def _train_in_fp16(folder: str, **options: Any) -> tuple[Any, ...]:
     spy, recorder = Overflow(2), Recorder()
-    made = trainer(Path(folder), family="llama", fp16=True, max_steps=5, callbacks=[spy, recorder])
+    made = trainer(Path(folder), family="llama", fp16=True, max_steps=5, callbacks=[spy, recorder], **options)
     spy.made = made
     made.train()
     rates = [logs["learning_rate"] for logs in recorder.logs if "learning_rate" in logs]
     return recorder.losses, spy.changed, spy.scales, rates, weights(made)
 
 
-def test_all_stages_skip_the_update_that_overflows(tmp_path: Path) -> None:
-    processes = run_gloo(_train_in_fp16, 2, str(tmp_path))
+def _train_replicas_in_fp16(folder: str) -> tuple[Any, ...]:
+    return _train_in_fp16(folder, num_stages=1, replicas=[2])
+
+
+@pytest.mark.parametrize("train", [_train_in_fp16, _train_replicas_in_fp16])
+def test_all_processes_skip_the_update_that_overflows(train: Callable[[str], tuple[Any, ...]], tmp_path: Path) -> None:
+    processes = run_gloo(train, 2, str(tmp_path))
     losses, changed, scales, rates, parameters = _train_in_fp16(str(tmp_path / "alone"))
     assert changed is False
     assert scales == [2.0**16, 2.0**16, 2.0**59, 2.0**16, 2.0**16]
@@ -283,10 +289,11 @@ class Poison(TrainerCallback):
             self.saved = None
 
 
-def _train_poisoned(folder: str, on_nonfinite_loss: str) -> tuple[str, bool]:
+def _train_poisoned(folder: str, on_nonfinite_loss: str, **options: Any) -> tuple[str, bool]:
     """The weight that becomes nan is in process 0 alone."""
     spy = Poison(1)
-    made = trainer(Path(folder), family="llama", on_nonfinite_loss=on_nonfinite_loss, max_steps=3, callbacks=[spy])
+    options |= {"on_nonfinite_loss": on_nonfinite_loss, "max_steps": 3}
+    made = trainer(Path(folder), family="llama", callbacks=[spy], **options)
     spy.made = made
     try:
         made.train()
@@ -300,8 +307,15 @@ def _train_poisoned_both_ways(folder: str) -> list[tuple[str, bool]]:
     return [_train_poisoned(folder, "skip"), _train_poisoned(folder, "stop")]
 
 
-def test_a_loss_that_is_no_number_is_skipped_or_ends_the_training_on_all_stages(tmp_path: Path) -> None:
-    for skipped, stopped in run_gloo(_train_poisoned_both_ways, 2, str(tmp_path)):
+def _train_poisoned_replicas(folder: str) -> list[tuple[str, bool]]:
+    return [_train_poisoned(folder, how, num_stages=1, replicas=[2]) for how in ("skip", "stop")]
+
+
+@pytest.mark.parametrize("train", [_train_poisoned_both_ways, _train_poisoned_replicas])
+def test_a_loss_that_is_no_number_is_skipped_or_ends_the_training_in_all_processes(
+    train: Callable[[str], list[tuple[str, bool]]], tmp_path: Path
+) -> None:
+    for skipped, stopped in run_gloo(train, 2, str(tmp_path)):
         assert skipped == ("trained", True)
         assert stopped[0].startswith("step 2: the loss is nan")
     assert _train_poisoned(str(tmp_path), "ignore") == ("trained", False)

@@ -15,8 +15,9 @@ from transformers import EvalPrediction
 from tests.gloo import run_gloo
 from tests.oracle import plain_model, tiny_config
 from tests.training.test_evaluating import Completions, sharp
+from tests.training.test_mixed_precision import in_bfloat16
 from tests.training.test_trainer import _StopAt
-from tests.training.toy import Recorder, Rows, trainer
+from tests.training.toy import CausalRows, Recorder, Rows, trainer
 
 Replicas = int | Sequence[int]
 
@@ -73,6 +74,31 @@ def metrics_of(prediction: EvalPrediction) -> dict[str, float]:
     labels = (np.where(is_target, prediction.label_ids, 0).sum(axis=1) * order).sum()
     values = prediction.predictions.reshape(len(order), -1)
     return {"labels": float(labels), "predictions": float((values.max(axis=1) * order).sum())}
+
+
+def float32_copies_of(folder: str, replicas: Replicas) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses of a model in bfloat16 whose updates are made in float32, and the float32 weights."""
+    recorder = Recorder()
+    made = trainer(
+        Path(folder),
+        model=in_bfloat16(),
+        train_dataset=CausalRows(),
+        fp32_master_weights=True,
+        num_stages=1,
+        replicas=replicas,
+        callbacks=[recorder],
+    )
+    made.train()
+    assert made.master_weights is not None
+    return recorder.losses, made.master_weights.copies
+
+
+def test_replicas_have_the_same_float32_weights(tmp_path: Path) -> None:
+    losses, copies = float32_copies_of(str(tmp_path / "one"), 1)
+    (first, ours), (second, theirs) = run_gloo(float32_copies_of, 2, str(tmp_path), 2)
+    assert first == second == pytest.approx(losses, rel=2e-3), "gradients of bfloat16 are rounded differently"
+    assert ours.keys() == theirs.keys() == copies.keys()
+    assert all(torch.equal(copy, theirs[name]) for name, copy in ours.items())
 
 
 def of_mesh(folder: str, num_stages: int, replicas: Replicas) -> tuple[list[float], list[Any]]:
