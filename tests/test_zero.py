@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, TrainerCallback
 
 from hf_gpipe import Pipeline
+from hf_gpipe.checkpoint.state import FOLDER
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import PipelineConfig
-from hf_gpipe.runtime.shards import treats_elements_alone
+from hf_gpipe.runtime.shards import _wholes, treats_elements_alone
 from tests.gloo import run_gloo
 from tests.oracle import padded_batch, plain_model, tiny_config
 from tests.training.toy import Recorder, trainer, weights
@@ -138,3 +139,166 @@ def test_the_numbers_are_those_without_and_of_one_process(num_processes: int) ->
                 assert error < 1e-12, f"{model}, {name}: {parameter} is off by {error:.1e}"
             moved = [parameter for parameter, values in expected.items() if not torch.equal(values, start[parameter])]
             assert len(moved) == (12 if model == "lora" else len(start))
+
+
+def test_an_optimizer_of_an_unknown_class_is_refused() -> None:
+    class Mine(torch.optim.AdamW):
+        """A step of its own could do anything."""
+
+    parameters = [torch.nn.Parameter(torch.zeros(2))]
+    for optimizer in (Mine(parameters), torch.optim.LBFGS(parameters)):
+        with pytest.raises(UserError, match=r"zero is 1 and the optimizer is .*(Mine|LBFGS), of which it is not known"):
+            treats_elements_alone(optimizer)
+    pipe = Pipeline(tiny_config("llama"), 2)
+    with pytest.raises(UserError, match="zero is 0; make the Pipeline with zero=1"):
+        pipe.shard_optimizer(torch.optim.AdamW(pipe.parameters()))
+
+
+def test_replicas_share_whole_parameters_evenly() -> None:
+    sizes = {"a": 5, "b": 9, "c": 4, "d": 1}
+    assert _wholes(sizes, 2) == {"b": [0, 9, 9], "a": [0, 0, 5], "c": [0, 0, 4], "d": [0, 1, 1]}
+
+
+def test_zero_needs_replicas() -> None:
+    assert PipelineConfig(2, replicas=(2, 1), zero=1).zero == 1
+    with pytest.raises(UserError, match="zero is 1 and replicas is 1: no stage has replicas"):
+        PipelineConfig(2, zero=1)
+    with pytest.raises(UserError, match="zero: found 2"):
+        PipelineConfig(2, replicas=2, zero=2)
+
+
+# ---------------------------------------------------------------------- the size of the state
+
+
+def _count_state() -> tuple[int, int, int]:
+    """The bytes of AdamW's state in this process, of its parameters, and the planner's figure."""
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=6,
+        num_attention_heads=16,
+        tie_word_embeddings=True,
+    )
+    ids = torch.zeros(4, 8, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids}
+    pipe = Pipeline(config, replicas=2, zero=1, dtype="bfloat16", num_micro_batches=2)
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    pipe.shard_optimizer(optimizer)
+    for parameter in pipe.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    tensors = [value for slots in optimizer.state.values() for value in slots.values()]
+    own = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    return (
+        own,
+        sum(p.numel() * p.element_size() for p in pipe.parameters()),
+        pipe.plan(batch).processes[0].memory.optimizer,
+    )
+
+
+def test_a_replica_keeps_its_part_of_the_state() -> None:
+    for own, weight_bytes, planned in run_gloo(_count_state, 2):
+        assert weight_bytes > 2 * 100e6, "bfloat16"
+        assert own == pytest.approx(2 * weight_bytes / 2, rel=0.05)
+        assert planned == pytest.approx(own, rel=0.05)
+
+
+# ---------------------------------------------------------------------- training
+
+
+class StopAt(TrainerCallback):
+    """Ends a run after this step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == self._step
+
+
+def _train_until(folder: str, last: int, optim: str, pipeline: dict[str, Any]) -> Weights:
+    settings = {"save_strategy": "steps", "save_steps": 3, "max_steps": 9, "num_micro_batches": 4, "optim": optim}
+    made = trainer(Path(folder), family="llama", dropout=0.2, callbacks=[StopAt(last)], **settings | pipeline)
+    assert made.train(resume_from_checkpoint=True).global_step == last
+    return weights(made)
+
+
+#: Number of processes, and how they are used.
+LEGS = (
+    (4, {"num_stages": 2, "replicas": 2, "zero": 1}),
+    (3, {"num_stages": 3}),
+    (3, {"num_stages": 1, "replicas": 3, "zero": 1}),
+)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adafactor"])
+def test_a_training_goes_on_with_other_replicas_and_without(optim: str, tmp_path: Path) -> None:
+    whole = _train_until(str(tmp_path / "whole"), 9, optim, {"num_stages": 1})
+    for last, (num_processes, pipeline) in zip((3, 6, 9), LEGS, strict=True):
+        found = run_gloo(_train_until, num_processes, str(tmp_path / "run"), last, optim, pipeline)[0]
+    for name, values in whole.items():
+        torch.testing.assert_close(found[name], values, rtol=0, atol=1e-5, msg=name)
+    last_one = tmp_path / "run" / "checkpoint-9"
+    plain = dict(AutoModelForCausalLM.from_pretrained(last_one).named_parameters())
+    assert all(torch.equal(plain[name], values) for name, values in found.items())
+    Pipeline(str(last_one), 1).save_pretrained(tmp_path / "alone")
+    for file in ("model.safetensors", "config.json", "generation_config.json"):
+        assert (tmp_path / "alone" / file).read_bytes() == (last_one / file).read_bytes(), file
+    states = [[*(tmp_path / run / "checkpoint-9" / FOLDER).glob("*.safetensors")] for run in ("whole", "run")]
+    ours, theirs = ({key: value for file in files for key, value in load_file(file).items()} for files in states)
+    assert {key: value.shape for key, value in ours.items()} == {key: value.shape for key, value in theirs.items()}
+
+
+class Overflow(TrainerCallback):
+    """Before one step, makes the loss's scale so large that float16 cannot hold the gradients."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self.made: Any = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step:
+            self.made.scaler.scale = 2.0**60
+            self.before = weights(self.made)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step + 1:
+            now = weights(self.made)
+            assert all(torch.equal(now[name], values) for name, values in self.before.items()), "nothing is updated"
+            self.made.scaler.scale = 2.0**16
+
+
+def _train_in_half_precision(folder: str) -> None:
+    config, saving = tiny_config("llama"), {"save_strategy": "steps", "save_steps": 2}
+    replicas = {"num_stages": 1, "replicas": 2, "family": "llama", "max_steps": 4}
+    for optim in ("adamw_torch", "adafactor", "adagrad"):
+        found = []
+        for zero in (0, 1):
+            half = Pipeline(plain_model(config, dtype=torch.bfloat16), 1, 2, replicas=2, zero=zero)
+            settings = {"fp32_master_weights": True, "optim": optim, "learning_rate": 1e-3, **saving, **replicas}
+            made = trainer(Path(folder, f"{optim}-{zero}"), **settings, zero=zero, model=half)
+            made.train()
+            copies = made.master_weights.copies  # type: ignore[union-attr]
+            found.append((weights(made), sum(copy.numel() for copy in copies.values())))
+        (plain, plain_size), (shared, size) = found
+        assert abs(size - plain_size / 2) < plain_size / 20
+        for name, values in plain.items():
+            torch.testing.assert_close(shared[name], values, rtol=0, atol=1e-5, msg=f"{optim}: {name}")
+        # Stopped after two steps, and gone on with: equal to the last bit.
+        half = Pipeline(plain_model(config, seed=7, dtype=torch.bfloat16), 1, 2, replicas=2, zero=1)
+        again = trainer(Path(folder, "again"), **settings, zero=1, model=half)
+        again.train(resume_from_checkpoint=Path(folder, f"{optim}-1", "checkpoint-2"))
+        assert all(torch.equal(weights(again)[name], values) for name, values in shared.items()), optim
+    losses = []
+    for zero in (0, 1):
+        spy, recorder = Overflow(1), Recorder()
+        made = trainer(Path(folder, "fp16"), fp16=True, zero=zero, callbacks=[spy, recorder], **replicas)
+        spy.made = made
+        made.train()
+        losses.append(recorder.losses)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+def test_float32_copies_are_shared_and_an_overflow_changes_nothing(tmp_path: Path) -> None:
+    run_gloo(_train_in_half_precision, 2, str(tmp_path))
