@@ -152,7 +152,8 @@ def _work(name: str, job: Job, folder: Path) -> None:
     run = getattr(importlib.import_module(module), function)
     if num_processes > 1:
         backend = os.environ.get(BACKEND_VARIABLE, "gloo")
-        dist.init_process_group(backend, rank=rank, world_size=num_processes, timeout=timedelta(seconds=300))
+        store, limit = f"file://{folder}/store", timedelta(seconds=300)
+        dist.init_process_group(backend, store, rank=rank, world_size=num_processes, timeout=limit)
     (folder / f"{rank}.json").write_text(json.dumps(run(job)))
     if num_processes > 1:
         dist.all_reduce(torch.zeros(1))  # of the CPU, whatever the backend of a GPU
