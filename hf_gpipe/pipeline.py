@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -39,6 +40,7 @@ from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.micro_batch import Batch, LogitsCallback, StepOptions, make_micro_batches
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.runtime.replicas import Replicas
+from hf_gpipe.runtime.shards import Shards, treats_elements_alone
 from hf_gpipe.runtime.ties import Ties
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.runtime.topology import Topology
@@ -198,6 +200,7 @@ class Pipeline:
             self.topology, lambda stage, name: self.adapter.carry_dtype(self.partition[stage][0], name)
         )
         self._executor = Executor(self.stages, self._edges, self.topology.rank, self._replicas)
+        self._shards: WeakKeyDictionary[torch.optim.Optimizer, Shards] = WeakKeyDictionary()
 
     # ------------------------------------------------------------------ training and evaluation
 
@@ -407,6 +410,42 @@ class Pipeline:
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """This process's parameters, for an optimizer."""
         return (parameter for _, parameter in self.named_parameters())
+
+    def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the replicas of a stage share the steps of an optimizer, and its state: ZeRO-1, for `zero` 1.
+
+        Each replica then updates a shard of every parameter in `optimizer.step()`, which all replicas must call, and
+        has the other replicas' new values after it. Everything else is as before. `PipelineTrainer` does this itself.
+
+            pipe = Pipeline(model, 2, 8, replicas=2, zero=1)
+            optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-4)
+            pipe.shard_optimizer(optimizer)
+
+        Args:
+            optimizer: of `parameters()`, or of some of them; of a class whose update of a parameter is known not to
+                depend on other parameters.
+
+        Raises:
+            UserError: its class is another one, or `zero` is 0.
+        """
+        shards = self.shards_of(optimizer)
+        if shards is None:
+            raise UserError("shard_optimizer: zero is 0; make the Pipeline with zero=1, or leave the call out")
+        shards.serve(optimizer)
+
+    def shards_of(self, optimizer: torch.optim.Optimizer) -> Shards | None:
+        """What each replica updates in the steps of an optimizer; None if it updates all, with `zero` 0.
+
+        Raises:
+            UserError: the class of the optimizer is not known to treat each parameter alone.
+        """
+        if not self.config.zero:
+            return None
+        if optimizer not in self._shards:
+            trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
+            by_element = treats_elements_alone(optimizer)
+            self._shards[optimizer] = Shards(trained, self.ties.owner_stage, by_element, self._replicas, self.topology)
+        return self._shards[optimizer]
 
     def zero_grad(self) -> None:
         """Drop all gradients."""

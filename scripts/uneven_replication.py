@@ -18,13 +18,13 @@ from itertools import combinations, pairwise
 from math import ceil
 
 import torch
-from hf_gpipe.planner.trace_costs import trace_costs
 from transformers import GPTNeoXConfig
 
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.partition import by_cost, stages_of
 from hf_gpipe.planner.devices import LINKS, Link, device
+from hf_gpipe.planner.layers import LayerTracer
 from hf_gpipe.planner.prefix_sums import LayerSums
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.schedule.builders import build
@@ -75,7 +75,7 @@ def step(sums: LayerSums, replicas: Sequence[int], num_micro_batches: int, link:
     """The fastest schedule of one replication."""
 
     def seconds(start: int, stop: int) -> float:
-        return sums.forward_seconds(start, stop) + sums.backward_seconds(start, stop, "none")
+        return sums.seconds(start, stop, "none").of_micro_batch()
 
     def reduction(start: int, stop: int, r: int) -> float:
         size = sums.held(start, stop).trainable_bytes
@@ -88,9 +88,10 @@ def step(sums: LayerSums, replicas: Sequence[int], num_micro_batches: int, link:
         lambda s, i, j: ceil(num_micro_batches / replicas[s]) * seconds(i, j) + reduction(i, j, replicas[s]),
     )
     stages = stages_of(counts)
+    of_stages = [sums.seconds(i, j, "none") for _, i, j in stages]
     costs = Costs(
-        forward_seconds=[sums.forward_seconds(i, j) for _, i, j in stages],
-        backward_seconds=[sums.backward_seconds(i, j, "none") for _, i, j in stages],
+        forward_seconds=[one.forward for one in of_stages],
+        backward_seconds=[one.backward for one in of_stages],
         transfer_seconds=[link.seconds(layers[i].input_bytes) for _, i, _ in stages[1:]],
         reduce_seconds=[reduction(i, j, replicas[s]) for s, i, j in stages],
     )
@@ -107,7 +108,7 @@ def step(sums: LayerSums, replicas: Sequence[int], num_micro_batches: int, link:
 def main() -> None:
     """Print the best uneven and every uniform replication."""
     adapter = adapter_for(pythia_70m(), autocast=Autocast(torch.bfloat16, torch.device("cpu")))
-    costs = trace_costs(adapter, Workload(1, LENGTH, LENGTH, has_padding=False), as_on_gpu=True)
+    costs = LayerTracer(adapter, as_on_gpu=True).costs(Workload(1, LENGTH, LENGTH, has_padding=False))
     for device_name, link_name, num_devices, num_micro_batches in (
         ("l4", "ethernet-10", 3, 96),
         ("l4", "ethernet-10", 4, 48),
@@ -120,8 +121,7 @@ def main() -> None:
         uniform = [one for one in steps if one.is_uniform]
         print(f"{num_devices} {device_name} on {link_name}, M = {num_micro_batches} rows of {LENGTH} tokens")
         milliseconds = [
-            f"{1e3 * (sums.forward_seconds(i, i + 1) + sums.backward_seconds(i, i + 1, 'none')):.2f}"
-            for i in range(len(costs.layers))
+            f"{1e3 * sums.seconds(i, i + 1, 'none').of_micro_batch():.2f}" for i in range(len(costs.layers))
         ]
         print(f"  layers, ms a micro-batch: {' '.join(milliseconds)}")
         print(f"  uneven   {uneven}")

@@ -27,6 +27,7 @@ from hf_gpipe.checkpoint.digests import Digests, Entry
 from hf_gpipe.checkpoint.run_state import RunState
 from hf_gpipe.checkpoint.together import write_once, write_together
 from hf_gpipe.errors import CheckpointError
+from hf_gpipe.runtime.shards import Shards
 from hf_gpipe.runtime.topology import Topology
 
 FOLDER, STATE_FILE = "training_state", "state.json"
@@ -67,6 +68,7 @@ def save_state(
     scheduler: Scheduler | None,
     run: RunState,
     topology: Topology,
+    shards: Shards | None = None,
 ) -> dict[str, Entry]:
     """Write the state of a training into a checkpoint's directory. Every process must call it.
 
@@ -78,6 +80,7 @@ def save_state(
         scheduler: of this optimizer, if any.
         run: how far the training has come. The main process's is kept.
         topology: the processes.
+        shards: whose state the optimizer of each replica has; the file has that of whole parameters. None: it has all.
 
     Returns:
         The digests of the files that all processes have written; that of state.json is valid in the main process only.
@@ -90,8 +93,8 @@ def save_state(
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
     tensors: dict[int, dict[str, torch.Tensor]] = {stage: {} for stage in topology.local_stages}
     values: dict[str, dict[str, Any]] = {}
-    for parameter, slots in optimizer.state.items():
-        name = names[parameter]
+    states = {names[parameter]: slots for parameter, slots in optimizer.state.items()}
+    for name, slots in (states if shards is None else shards.gathered(states)).items():
         if not topology.leads(stage_of[name]):  # replicas have the same state
             continue
         for slot, value in slots.items():
@@ -144,6 +147,7 @@ def load_state(
     parameters: Parameters,
     optimizer: torch.optim.Optimizer,
     scheduler: Scheduler | None,
+    shards: Shards | None = None,
 ) -> None:
     """Load the state of a checkpoint, written with any number of stages, into an optimizer and its scheduler.
 
@@ -152,6 +156,7 @@ def load_state(
         parameters: this process's, by name; only their state is read.
         optimizer: of these parameters, of the class that was saved.
         scheduler: of this optimizer, if any.
+        shards: of which it keeps the state; None: of whole parameters.
 
     Raises:
         CheckpointError: there is no state, it has another class of optimizer or number of groups, or a file is missing
@@ -173,9 +178,10 @@ def load_state(
     for group, options in zip(state["param_groups"], saved["groups"], strict=True):
         group.update({key: _like(group.get(key), value) for key, value in options.items()})
     names = {parameter: name for name, parameter in parameters.items()}
-    slots = _read_slots(checkpoint, saved["files"], set(parameters))
+    wanted = {name for name in parameters if shards is None or shards.has_part(name)}
+    slots = _read_slots(checkpoint, saved["files"], wanted, shards)
     for name, scalars in saved["values"].items():
-        if name in parameters:
+        if name in wanted:
             slots.setdefault(name, {}).update(scalars)
     state["state"] = {}
     for group, numbered in zip(optimizer.param_groups, state["param_groups"], strict=True):
@@ -247,8 +253,10 @@ def read_state(checkpoint: Path) -> SavedState:
     return SavedState(values, content.get("scheduler"), run, bool(content["progress"].get("has_digests", False)))
 
 
-def _read_slots(checkpoint: Path, files: list[str], names: set[str]) -> dict[str, dict[str, Any]]:
-    """The saved tensors of these parameters, checked by their digests: {name: {slot: tensor}}."""
+def _read_slots(
+    checkpoint: Path, files: list[str], names: set[str], shards: Shards | None
+) -> dict[str, dict[str, Any]]:
+    """The saved tensors of these parameters, or of their shards, checked by digests: {name: {slot: tensor}}."""
     slots: dict[str, dict[str, Any]] = {}
     folder, written = checkpoint / FOLDER, Digests.read(checkpoint)
     for file in files:
@@ -259,7 +267,8 @@ def _read_slots(checkpoint: Path, files: list[str], names: set[str]) -> dict[str
                 for key in tensors.keys():  # noqa: SIM118  (not a mapping)
                     name, _, slot = key.rpartition("/")
                     if name in names:
-                        slots.setdefault(name, {})[slot] = tensors.get_tensor(key)
+                        found = {slot: tensors.get_tensor(key)}
+                        slots.setdefault(name, {}).update(found if shards is None else shards.cut(name, found))
         except Exception as error:  # safetensors raises its own class, which is not an OSError
             raise CheckpointError(f"{folder / file} cannot be read: {error}") from error
     return slots

@@ -126,12 +126,15 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
     table, bound = planner.table(settings), planner.memory_bound(settings)
     shares, inner = recompute_shares(table), inner_recompute(settings)
     placement = table.placement
+    # Of r replicas the busiest runs M / r micro-batches, rounded up.
+    of_replica = [-(-table.num_micro_batches // count) / table.num_micro_batches for count in placement.replicas]
 
     def seconds(stage: int, start: int, stop: int) -> float:
-        return sums.seconds(start, stop, inner[stage]).of_micro_batch(shares[stage])
+        return of_replica[stage] * sums.seconds(start, stop, inner[stage]).of_micro_batch(shares[stage])
 
     def flops(stage: int, start: int, stop: int) -> float:
-        return (1 + shares[stage]) * sums.forward_flops(start, stop) + sums.backward_flops(start, stop)
+        forwards = (1 + shares[stage]) * sums.forward_flops(start, stop)
+        return of_replica[stage] * (forwards + sums.backward_flops(start, stop))
 
     def parameters(_: int, start: int, stop: int) -> float:
         return sums.held(start, stop).num_bytes

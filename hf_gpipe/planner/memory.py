@@ -61,7 +61,7 @@ def estimate_memory(
     timeline: Timeline,
     process: int,
     own: Sequence[int],
-    state_share: float,
+    state_shares: Sequence[float],
 ) -> MemoryEstimate:
     """Estimate the memory of a process at the fullest moment of a step.
 
@@ -71,7 +71,7 @@ def estimate_memory(
         timeline: the simulated table.
         process: its number.
         own: the process's stages. With one of several, what that stage alone needs.
-        state_share: bytes of the optimizer's state per byte of trainable weights.
+        state_shares: for each stage the bytes of the optimizer's state per byte of trainable weights.
     """
     ranges = [(stages[stage].start, stages[stage].stop) for stage in own]
     held = sums.held_by(ranges)
@@ -84,7 +84,12 @@ def estimate_memory(
     return MemoryEstimate(
         **items | {"boundaries": items.get("boundaries", 0) + ids},
         parameters=held.num_bytes + sum(int(sums.buffer_bytes(*layers)) for layers in ranges),
-        optimizer=round(state_share * sum(sums.owned(*layers).trainable_bytes for layers in ranges)),
+        optimizer=round(
+            sum(
+                state_shares[stage] * sums.owned(*layers).trainable_bytes
+                for stage, layers in zip(own, ranges, strict=True)
+            )
+        ),
         reserve=round(sums.device.reserved_share * sum(fullest.values())),
     )
 
@@ -129,16 +134,16 @@ class MemoryBound:
     Args:
         sums: of the model's layers, for one micro-batch.
         table: what will be run.
-        state_share: bytes of the optimizer's state per byte of trainable weights.
+        state_shares: for each stage the bytes of the optimizer's state per byte of trainable weights.
 
     Attributes:
         most: for each stage the most micro-batches for which it holds each thing at once.
     """
 
-    def __init__(self, sums: LayerSums, table: Schedule, state_share: float) -> None:
+    def __init__(self, sums: LayerSums, table: Schedule, state_shares: Sequence[float]) -> None:
         self.most = most_of_equal_stages(table)
         self._sums = sums
-        self._state_share = state_share
+        self._state_shares = state_shares
         self._ids = table.num_micro_batches * sums.costs.micro_batch_bytes
 
     def stage_bytes(self, number: int, stage: StageLayers) -> float:
@@ -152,7 +157,7 @@ class MemoryBound:
         held, owned = sums.held(*run), sums.owned(*run)
         graph = graphs.kept_bytes(*run)
         always = held.num_bytes + sums.buffer_bytes(*run) + self._ids
-        always += (1 + reserved) * held.trainable_bytes + self._state_share * owned.trainable_bytes
+        always += (1 + reserved) * held.trainable_bytes + self._state_shares[number] * owned.trainable_bytes
         coming = live_graphs * graph
         coming += most[Held.INPUT] * _received_bytes(sums, stage) + most[Held.GRADIENT] * _gradient_bytes(sums, stage)
         working = max(

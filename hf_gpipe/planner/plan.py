@@ -236,7 +236,13 @@ class Planner:
     def memory_bound(self, settings: DecidedConfig) -> MemoryBound:
         """The bound on the memory of any stage. The partition of the settings is not read."""
         sums = self.sums(settings.num_micro_batches)
-        return MemoryBound(sums, self.table(settings), self.inputs.state_share(sums.costs.dtype))
+        table = self.table(settings)
+        return MemoryBound(sums, table, self._state_shares(settings, table))
+
+    def _state_shares(self, settings: DecidedConfig, table: Schedule) -> list[float]:
+        """For each stage the bytes of the optimizer's state of a process per byte of the stage's trainable weights."""
+        share = self.inputs.state_share(self.costs(settings.num_micro_batches).dtype)
+        return [share / (count if settings.zero else 1) for count in table.placement.replicas]
 
     def table(self, settings: DecidedConfig) -> Schedule:
         """The table that a pipeline with these settings runs. Their partition is not read.
@@ -267,11 +273,11 @@ class Planner:
         table = self.table(settings)
         placement = table.placement
         stages = stage_layers(settings)
-        timeline = simulate(table, _table_costs(sums, stages, table, self.inputs.optim))
-        state_share = self.inputs.state_share(costs.dtype)
+        timeline = simulate(table, _table_costs(sums, stages, table, self.inputs.optim, settings.zero))
+        state_shares = self._state_shares(settings, table)
 
         def memory(process: int, own: Sequence[int]) -> MemoryEstimate:
-            return estimate_memory(sums, stages, timeline, process, own, state_share)
+            return estimate_memory(sums, stages, timeline, process, own, state_shares)
 
         processes = []
         for number in range(placement.num_processes):
@@ -323,8 +329,17 @@ def _entries(settings: DecidedConfig) -> tuple[str | int, ...]:
     return settings.recompute
 
 
-def _table_costs(sums: LayerSums, stages: Sequence[StageLayers], table: Schedule, optimizer: str) -> Costs:
+def _table_costs(sums: LayerSums, stages: Sequence[StageLayers], table: Schedule, optimizer: str, zero: int) -> Costs:
     """The costs for the simulation of a table."""
+
+    def update(stage: StageLayers, count: int) -> float:
+        seconds = sums.update_seconds(stage.start, stage.stop, optimizer)
+        if not zero or count == 1:
+            return seconds
+        # Each replica updates a part, and sends and receives all others.
+        gathered = (count - 1) * sums.owned(stage.start, stage.stop).trainable_bytes // count
+        return seconds / count + sums.device.link_seconds(gathered)
+
     seconds = [sums.seconds(stage.start, stage.stop, stage.inner) for stage in stages]
     boundaries = [sums.costs.layers[stage.start].input_bytes for stage in stages[1:]]
     # One process has all stages on one device, between which nothing travels.
@@ -333,7 +348,7 @@ def _table_costs(sums: LayerSums, stages: Sequence[StageLayers], table: Schedule
         forward_seconds=[one.first_forward(share) for one, share in zip(seconds, recompute_shares(table), strict=True)],
         recompute_seconds=[one.forward for one in seconds],
         backward_seconds=[one.backward for one in seconds],
-        update_seconds=[sums.update_seconds(stage.start, stage.stop, optimizer) for stage in stages],
+        update_seconds=[update(*one) for one in zip(stages, table.placement.replicas, strict=True)],
         transfer_seconds=[0.0 if is_local else sums.device.link_seconds(size) for size in boundaries],
         reduce_seconds=[
             # In a ring of r replicas each sends (r - 1) / r of the gradients twice.

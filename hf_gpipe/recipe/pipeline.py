@@ -71,6 +71,10 @@ class PipelineConfig:
     """Number of replicas of each stage, which take the micro-batches in turn and add up their gradients: 2 is two
     pipelines side by side. Or a list with one number per stage, such as [2, 1]."""
 
+    zero: Literal[0, 1] = 0
+    """1: of the optimizer's state, and of float32 master weights, each replica of a stage keeps a part alone, updates
+    its part of the weights, and gets the rest from the others (ZeRO-1); 0: each replica keeps and updates all."""
+
     num_processes: Count | None = None
     """Number of processes that share the stages; null: one per replica of a stage, but at most one per GPU, or one for
     each of `devices`."""
@@ -100,6 +104,11 @@ class PipelineConfig:
             raise UserError(
                 f"num_processes is {self.num_processes} and num_stages is {self.num_stages}; a process without a stage "
                 "has nothing to do: use at most as many processes as stages, or more replicas."
+            )
+        if self.zero and max(counts) == 1:
+            raise UserError(
+                f"zero is {self.zero} and replicas is {self.replicas}: no stage has replicas that could share its "
+                "optimizer's state; use zero 0, or at least 2 replicas of a stage."
             )
         if not is_table_file(self.schedule):
             placement_for("gpipe", self.num_stages, self.processes, self.replicas)

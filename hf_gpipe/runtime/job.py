@@ -35,6 +35,8 @@ STACK_VARIABLE = "HF_GPIPE_STACK_FILE"
 #: The first line of that file in a job with NCCL, followed by its time limit in seconds.
 NCCL_LIMIT = "NCCL's time limit in seconds: "
 
+#: What takes longer has failed in another way.
+_AS_LONG_AS_IT_TAKES = timedelta(days=365)
 #: Seconds between two checks of a process that its launcher still runs.
 WATCH_SECONDS = 0.5
 #: Seconds that the processes of a job may start apart, as on machines that read their programs over a network, and end
@@ -64,6 +66,7 @@ class Job:
         self._world: dist.ProcessGroup | None = None
         self._common_groups: dict[str, dist.ProcessGroup] = {}
         self._work_files: dict[str, int] = {}
+        self._num_waits = 0
         self._abort_file: int | None = None
 
     @classmethod
@@ -156,6 +159,20 @@ class Job:
         self._store.set(f"hf_gpipe/{moment}/{rank}", "")
         limit = max(timedelta(seconds=APART_SECONDS), self.timeout or timedelta())
         self._store.wait([f"hf_gpipe/{moment}/{other}" for other in range(size)], limit)
+
+    def wait_for_one(self, is_mine: bool) -> None:
+        """Wait for the work of one process, however long it takes: a launcher ends the others if that process dies.
+
+        Every process calls it, the one process after its work. Without a launcher the time limit of messages holds.
+        """
+        if self._store is None:
+            return
+        self._num_waits += 1
+        key = f"hf_gpipe/done/{self._num_waits}"
+        if is_mine:
+            self._store.set(key, "")
+        else:
+            self._store.wait([key], _AS_LONG_AS_IT_TAKES)
 
     # ------------------------------------------------------------------ current work
 

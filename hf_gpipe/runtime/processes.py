@@ -73,25 +73,31 @@ class Processes:
     def is_reporter(self) -> bool:
         return self.rank == self.reporter
 
-    def from_reader(self, function: Callable[[], Value]) -> Value:
+    def from_reader(self, function: Callable[[], Value], *, takes_long: bool = False) -> Value:
         """Call `function` in the reader only and return its value on every process.
+
+        Args:
+            function: returns a small value.
+            takes_long: whether it may take longer than a message may, such as reading a corpus.
 
         Raises:
             UserError: on every process, if `function` raises it in the reader.
         """
-        return self._from(self.reader, function)
+        return self._from(self.reader, function, takes_long)
 
     def from_writer(self, function: Callable[[], Value]) -> Value:
         """`from_reader` for the writer."""
         return self._from(self.writer, function)
 
-    def _from(self, rank: int, function: Callable[[], Value]) -> Value:
+    def _from(self, rank: int, function: Callable[[], Value], takes_long: bool = False) -> Value:
         outcome: Any = None
         if self.rank == rank:
             try:
                 outcome = function()
             except UserError as error:
                 outcome = error
+        if takes_long and self.num_processes > 1:
+            Job.current().wait_for_one(self.rank == rank)
         # Gathered, not broadcast: no process goes on before all are here.
         outcome = self.gather_objects(outcome)[rank]
         if isinstance(outcome, UserError):

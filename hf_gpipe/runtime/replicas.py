@@ -70,6 +70,10 @@ class Replicas:
             self._parameters[stage] = [p for name, p in own if name not in ties.names]
             self._followed += [p for name, p in own if not topology.leads(ties.owner_stage[name])]
 
+    def groups_of(self, stage: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """The replicas of a stage of this process: their groups for tensors on its device, and on the CPU."""
+        return self._groups[stage]
+
     def begin(self) -> None:
         """Before a step: gradients of earlier steps, which are sums already, stay in the first replica alone."""
         for parameter in self._followed:

@@ -51,6 +51,8 @@ class PipelineTrainingArguments(TrainingArguments):
     recompute: str = field(default=str(PipelineConfig.recompute), metadata=_PIPELINE["recompute"])
     partition: list[int] | str = field(default=str(PipelineConfig.partition), metadata=_PIPELINE["partition"])
     memory: str | None = field(default=PipelineConfig.memory, metadata=_PIPELINE["memory"])
+    replicas: int | list[int] | str = field(default=1, metadata=_PIPELINE["replicas"])
+    zero: int = field(default=PipelineConfig.zero, metadata=_PIPELINE["zero"])
     timeline_steps: int | None = field(default=TrainingSection.timeline_steps, metadata=_TRAINING["timeline_steps"])
     logit_clipping: float | None = field(default=TrainingSection.logit_clipping, metadata=_TRAINING["logit_clipping"])
     fp32_master_weights: bool = field(
@@ -100,6 +102,10 @@ class PipelineTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         # transformers' parser of command lines gives None for a list that is not there.
         self.partition = self.partition or "count"
+        self.replicas = self.replicas or 1
+        if isinstance(self.replicas, list) and len(self.replicas) == 1:
+            # One number of a command line.
+            self.replicas = self.replicas[0]
         self._take_mixed_precision_of_launcher()
         # Before the library's own checks, which replace values and could act on them.
         self._settled: dict[str, Any] = {}
@@ -170,7 +176,10 @@ class PipelineTrainingArguments(TrainingArguments):
     @property
     def config(self) -> PipelineConfig:
         """The pipeline that these arguments ask for."""
-        same_name = ("num_stages", "num_micro_batches", "schedule", "recompute", "partition", "memory", "torch_compile")
+        same_name = (
+            *("num_stages", "num_micro_batches", "schedule", "recompute", "partition", "memory", "replicas", "zero"),
+            "torch_compile",
+        )
         return PipelineConfig(
             **{name: getattr(self, name) for name in same_name},
             device="cpu" if self.device.type == "cpu" else "auto",

@@ -121,7 +121,8 @@ class Checkpoints:
                 f"another; give num_micro_batches={before} for the same run"
             )
         self._pipe.load_pretrained(checkpoint)
-        load_state(checkpoint, updated_parameters(self._pipe, self._master_weights), optimizer, scheduler)
+        updated, shards = updated_parameters(self._pipe, self._master_weights), self._pipe.shards_of(optimizer)
+        load_state(checkpoint, updated, optimizer, scheduler, shards)
         set_rates(optimizer, scheduler)
         if self._master_weights is not None:
             self._master_weights.restore(optimizer)
@@ -157,8 +158,11 @@ class Checkpoints:
             if not self._args.save_only_model:
                 masters = self._master_weights
                 updated, stage_of = updated_parameters(self._pipe, masters), self._pipe.ties.owner_stage
+                shards = self._pipe.shards_of(optimizer)
                 with masters.in_state_of(optimizer) if masters is not None else nullcontext():
-                    written = save_state(directory, updated, stage_of, optimizer, scheduler, run, self._topology)
+                    written = save_state(
+                        directory, updated, stage_of, optimizer, scheduler, run, self._topology, shards
+                    )
 
             def complete() -> None:
                 with digests.updated(directory, state.global_step) as entries:

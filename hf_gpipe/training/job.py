@@ -146,7 +146,7 @@ def _prepared(
         mine.append(_prepare(recipe, task, output_dir, checkpoint))
         return mine[0].config
 
-    return processes.from_reader(prepare), mine[0] if mine else None
+    return processes.from_reader(prepare, takes_long=True), mine[0] if mine else None
 
 
 def _prepare(recipe: Recipe, task: Task, output_dir: Path, checkpoint: Path | None) -> _Prepared:
@@ -234,28 +234,24 @@ def _trainer(recipe: Recipe, task: Task, pipe: Pipeline, prepared: _Prepared | N
     args = arguments_of(recipe)
     decoder_only = not pipe.adapter.config.is_encoder_decoder
 
-    def num_characters() -> int | None:
-        if prepared is None or not recipe.training.eval_steps:
+    datasets: dict[str, Any] = {}
+
+    def tokenize() -> int | None:
+        """Make the datasets in the reader; the number of characters of the validation's references, if any."""
+        assert prepared is not None, "the reader has prepared the data"
+        corpus, tokenizer = prepared.corpus, prepared.tokenizer
+        datasets["train_dataset"] = task.rows(corpus.train, tokenizer, decoder_only=decoder_only)
+        if not recipe.training.eval_steps:
             return None
-        return task.num_characters(prepared.corpus.validation, prepared.tokenizer, decoder_only=decoder_only)
+        datasets["eval_dataset"] = task.rows(corpus.validation, tokenizer, decoder_only=decoder_only)
+        return task.num_characters(corpus.validation, tokenizer, decoder_only=decoder_only)
 
     # The process of the last stage computes the metric.
-    characters = pipe.topology.from_reader(num_characters)
+    characters = pipe.topology.from_reader(tokenize, takes_long=True)
     metrics: dict[str, Any] = {}
     if characters is not None:
         metrics = {"compute_metrics": PerCharacter(characters), "preprocess_logits_for_metrics": without_logits}
     if prepared is None:
         return PipelineTrainer(pipe, args, **metrics)
-
-    def rows(split: Any) -> Any:
-        return task.rows(split, prepared.tokenizer, decoder_only=decoder_only)
-
-    return PipelineTrainer(
-        pipe,
-        args,
-        PairCollator.for_tokenizer(prepared.tokenizer),
-        train_dataset=rows(prepared.corpus.train),
-        eval_dataset=rows(prepared.corpus.validation) if recipe.training.eval_steps else None,
-        processing_class=prepared.tokenizer,
-        **metrics,
-    )
+    collator, tokenizer = PairCollator.for_tokenizer(prepared.tokenizer), prepared.tokenizer
+    return PipelineTrainer(pipe, args, collator, processing_class=tokenizer, **datasets, **metrics)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from hf_gpipe.errors import UserError
+from hf_gpipe.runtime.shards import Shards
 
 #: Name of the copy among the state that the optimizer keeps of a parameter, in a checkpoint.
 SLOT = "master_weight"
@@ -36,7 +37,8 @@ class MasterWeights:
                     f"fp32_master_weights: {name} is {weight.dtype}, of which no copy in float32 is needed; load or "
                     "create the model in bfloat16, or leave the argument out"
                 )
-        #: The copies, by name.
+        self._shards: Shards | None = None
+        #: The copies, by name; with `shard` of this replica's shards, and without elements where it has none.
         self.copies = {name: torch.nn.Parameter(weight.detach().float()) for name, weight in self._weights.items()}
 
     def serve(self, optimizer: torch.optim.Optimizer) -> None:
@@ -44,30 +46,51 @@ class MasterWeights:
         optimizer.register_step_pre_hook(lambda *_: self._take_gradients())
         optimizer.register_step_post_hook(lambda *_: self._give_values())
 
+    def shard(self, shards: Shards, optimizer: torch.optim.Optimizer) -> None:
+        """Keep the copies, and the optimizer's state, of this replica's shards alone. A second call does nothing."""
+        if self._shards is not None:
+            return
+        self._shards = shards
+        shards.cut_state(optimizer, self.copies)
+        for name, copy in self.copies.items():
+            part = shards.own(name, copy.data)
+            if part is not copy.data:
+                copy.data = copy.data.new_empty(0) if part is None else part.clone()
+
+    def _own(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What there is a copy of; None: of nothing."""
+        return tensor if self._shards is None else self._shards.own(name, tensor)
+
     def _take_gradients(self) -> None:
         for name, weight in self._weights.items():
-            self.copies[name].grad = None if weight.grad is None else weight.grad.float()
+            gradient = None if weight.grad is None else self._own(name, weight.grad)
+            self.copies[name].grad = None if gradient is None else gradient.float()
 
     @torch.no_grad()
     def _give_values(self) -> None:
         for name, weight in self._weights.items():
-            weight.copy_(self.copies[name])
+            if (own := self._own(name, weight)) is not None:
+                own.copy_(self.copies[name])
             self.copies[name].grad = None
+        if self._shards is not None:
+            self._shards.share_values()
 
     @contextmanager
     def in_state_of(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Context manager in which the optimizer's state also holds the copies, to be saved with it."""
-        for copy in self.copies.values():
+        copies = [copy for name, copy in self.copies.items() if self._own(name, self._weights[name]) is not None]
+        for copy in copies:
             optimizer.state[copy][SLOT] = copy.detach()
         try:
             yield
         finally:
-            for copy in self.copies.values():
+            for copy in copies:
                 del optimizer.state[copy][SLOT]
 
     @torch.no_grad()
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the copies out of an optimizer's state that was loaded; where there is none, from the weights."""
         for name, weight in self._weights.items():
-            copy = self.copies[name]
-            copy.copy_(optimizer.state[copy].pop(SLOT, weight))
+            if (own := self._own(name, weight)) is not None:
+                copy = self.copies[name]
+                copy.copy_(optimizer.state[copy].pop(SLOT, own))

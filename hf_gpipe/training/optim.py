@@ -67,6 +67,21 @@ def _keep_embeddings_exact(pipe: Pipeline) -> None:
                 GlobalOptimManager.get_instance().register_module_override(module, "weight", {"optim_bits": 32})
 
 
+def shard_optimizer(pipe: Pipeline, optimizer: Optimizer, master_weights: MasterWeights | None) -> None:
+    """Let the replicas of a stage share the steps of its optimizer and its state, if the pipeline's `zero` is 1.
+
+    Raises:
+        UserError: the class of the optimizer is not known to treat each parameter alone.
+    """
+    shards = pipe.shards_of(optimizer)
+    if shards is None:
+        return
+    if master_weights is not None:
+        master_weights.shard(shards, optimizer)
+    else:
+        shards.serve(optimizer)
+
+
 def updated_parameters(pipe: Pipeline, master_weights: MasterWeights | None) -> dict[str, torch.nn.Parameter]:
     """The parameters that the optimizer of this process updates, by name."""
     return dict(pipe.named_parameters()) if master_weights is None else master_weights.copies

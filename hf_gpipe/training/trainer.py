@@ -49,7 +49,7 @@ from hf_gpipe.training.loader import Batch, MiniBatches
 from hf_gpipe.training.logs import Logs
 from hf_gpipe.training.loop import TrainingLoop
 from hf_gpipe.training.master_weights import MasterWeights
-from hf_gpipe.training.optim import check_optimizer, make_optimizer, make_scheduler, updated_parameters
+from hf_gpipe.training.optim import check_optimizer, make_optimizer, make_scheduler, shard_optimizer, updated_parameters
 from hf_gpipe.training.predicting import Preprocess
 from hf_gpipe.training.steps import Plan, data_facts
 from hf_gpipe.training.surface import check_class, own_attributes
@@ -295,6 +295,7 @@ class PipelineTrainer(InspectedTrainer):
             # Those of other processes, where it was made of all parameters of the whole model.
             group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
         check_optimizer(self.optimizer, updated_parameters(self.pipe, self.master_weights).values())
+        shard_optimizer(self.pipe, self.optimizer, self.master_weights)
         return self.optimizer
 
     # ------------------------------------------------------------------ callbacks and logs

@@ -59,7 +59,7 @@ def outcome(
     pipe = Pipeline(plain_model(config), device=device, **of_pipeline)
     batch = batch or padded_batch(config)
     given = dict(batch) if pipe.topology.rank == 0 else None
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW([{"params": list(pipe.parameters())}], lr=1e-2)  # a process may own none
     numbers: dict[str, float] = {}
     gradients: dict[str, torch.Tensor] = {}
     for step in range(2):

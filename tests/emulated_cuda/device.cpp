@@ -221,8 +221,9 @@ class Call {
   at::Tensor to_cpu(const at::Tensor& tensor) {
     if (!tensor.defined()) return tensor;
     if (!tensor.is_cuda()) {
-      // As CUDA does, pointwise operations take a number that is a CPU tensor without dimensions.
-      if (!(takes_cpu_numbers_ && tensor.dim() == 0)) refuse(tensor.device());
+      // As CUDA does, pointwise operations take a number that is a CPU tensor without dimensions, and all a Python number.
+      const bool is_python_number = tensor.unsafeGetTensorImpl()->is_wrapped_number();
+      if (!is_python_number && !(takes_cpu_numbers_ && tensor.dim() == 0)) refuse(tensor.device());
       return tensor;
     }
     if (!device) device = tensor.device();

@@ -323,7 +323,7 @@ class ProcessGroupNCCL final : public Backend {
   }
 
   std::shared_ptr<Communicator> of_pair(int peer, at::Device device) {
-    const auto ranks = std::minmax(getRank(), peer);
+    const std::pair<int, int> ranks = std::minmax({getRank(), peer});
     auto& found = of_pairs_[peer];
     if (!found) {
       const auto name = "pair " + std::to_string(ranks.first) + ":" + std::to_string(ranks.second);

@@ -60,6 +60,7 @@ def test_devices_are_not_mixed() -> None:
         with pytest.raises(RuntimeError, match=r"Expected all tensors to be on the same device|indices should be"):
             mix()
     assert torch.equal((zero * torch.tensor(2.0)).cpu(), 2 * cpu), "a number of the CPU is allowed, as by CUDA"
+    assert torch.equal((zero.long() // 1).cpu(), cpu.long()), "so is a number of Python"
     assert torch.equal(zero[torch.tensor([1])].cpu(), cpu[:1]), "so are indices of the CPU"
     with pytest.raises(RuntimeError, match="invalid device ordinal"):
         torch.ones(1, device="cuda:8")

@@ -82,7 +82,6 @@ def test_between_two_processes() -> None:
     assert not problems_of_remote_channel(ends_early=True)
 
 
-@pytest.mark.xfail(strict=True, reason="RemoteChannel.flush drops a tensor before its work has ended")
 @on_emulated_cuda()
 def test_between_two_processes_with_a_flush() -> None:
     assert not problems_of_remote_channel(ends_early=False)

@@ -74,6 +74,13 @@ def test_a_stage_that_recomputes_nothing_gets_more_layers() -> None:
     assert choose_partition(planner(blocks(14)), asked, "auto") == (6, 8)
 
 
+@pytest.mark.parametrize("strategy", ["flops", "auto"])
+def test_a_stage_with_more_replicas_gets_more_layers(strategy: str) -> None:
+    asked = settings((4, 4), 12, num_processes=4, replicas=(1, 3))
+    assert choose_partition(planner(blocks(8), rows=12), asked, strategy) == (2, 6)
+    assert choose_partition(planner(blocks(8), rows=12), replace(asked, replicas=(2, 2)), strategy) == (4, 4)
+
+
 def test_a_split_keeps_to_the_limit() -> None:
     """By time stage 0, whose graphs are many, would get half of the layers."""
     costs = blocks(8, weights=MIB, saved=10 * MIB)

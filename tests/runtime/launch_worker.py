@@ -17,10 +17,11 @@ import torch.distributed as dist
 from hf_gpipe.errors import UserError
 from hf_gpipe.runtime import failures, launch
 from hf_gpipe.runtime.job import Job
+from hf_gpipe.runtime.processes import Processes
 
 
 def body(what: str, folder: Path) -> None:
-    job = Job.join(timeout_seconds=2 if what in ("stuck", "explained", "late") else 60)
+    job = Job.join(timeout_seconds=2 if what in ("stuck", "explained", "late", "preparing", "dies") else 60)
     rank = dist.get_rank()
     job.note("testing")
     (folder / f"{rank}.pid").write_text(str(os.getpid()))
@@ -43,12 +44,21 @@ def body(what: str, folder: Path) -> None:
     if what == "watchdog":
         job.note_abort(timedelta(seconds=2))
         threading.Timer(1, abort_in_a_thread_outside_of_python).start()
+    if what in ("preparing", "dies"):
+        # Longer than a message may take.
+        Processes.of_job().from_reader(lambda: prepare(what), takes_long=True)
     # Waits in gloo, where no Python handler runs.
     dist.all_reduce(torch.ones(1))
     sys.stdout.write(f"process {rank} of {dist.get_world_size()}, {torch.get_num_threads()} threads\n")
     if what == "late" and rank == 0:
         time.sleep(3)
     job.leave()
+
+
+def prepare(what: str) -> None:
+    time.sleep(3)
+    if what == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def abort_in_a_thread_outside_of_python() -> None:

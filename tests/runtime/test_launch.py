@@ -35,7 +35,8 @@ def run(what: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("what", ["fine", "late"])  # late: one ends later than a message may
+# late: one ends later than a message may; preparing: the others wait as long for its data
+@pytest.mark.parametrize("what", ["fine", "late", "preparing"])
 def test_processes_join_one_job(what: str, tmp_path: Path) -> None:
     result = run(what, tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
@@ -54,6 +55,7 @@ def test_processes_join_one_job(what: str, tmp_path: Path) -> None:
             "error: process 1 was killed by SIGKILL while testing, as the system does when memory runs out; its loss "
             "was noticed by process 0, testing",
         ),
+        ("dies", 1, "error: process 0 was killed by SIGKILL while testing, as the system does when memory runs out"),
         (
             "stuck",
             1,

@@ -1,0 +1,284 @@
+"""ZeRO-1: the replicas of a stage share the update of its parameters (Rajbhandari et al. 2020, arXiv 1910.02054, 5.1).
+
+Each replica has the whole gradient, updates a shard of every parameter, and keeps the optimizer's state of that shard
+alone. Then it sends the new values to the other replicas. A shard is a run of a parameter's elements, where the
+optimizer treats each element by itself; otherwise the parameters are shared out whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from hf_gpipe.errors import UserError
+from hf_gpipe.runtime.replicas import BUCKET_BYTES, Replicas
+from hf_gpipe.runtime.topology import Topology
+
+Slots: TypeAlias = dict[str, Any]
+"""The state that an optimizer keeps of one parameter: tensors and numbers, by their names."""
+
+#: Package and class of the optimizers whose update of an element depends on that element's history alone.
+_BY_ELEMENT = {
+    f"torch.{name}"
+    for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+}
+#: And of those that treat each parameter alone: rows and columns, or blocks of elements that are quantised together.
+_BY_PARAMETER = {
+    *("torch.Adafactor", "torch.Muon", "transformers.Adafactor"),
+    *(f"bitsandbytes.{name}" for name in ("AdamW", "AdEMAMix", "Lion", "RMSprop")),
+}
+
+
+def treats_elements_alone(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer treats each element by itself; otherwise each parameter by itself.
+
+    Raises:
+        UserError: neither is known of its class.
+    """
+    # A subclass may do something else in a step.
+    cls = type(optimizer)
+    name = f"{cls.__module__.partition('.')[0]}.{cls.__name__}"
+    if name in _BY_ELEMENT:
+        return True
+    if name in _BY_PARAMETER:
+        return False
+    known = ", ".join(sorted(_BY_ELEMENT | _BY_PARAMETER))
+    raise UserError(
+        f"zero is 1 and the optimizer is {cls.__module__}.{cls.__qualname__}, of which it is not known whether its "
+        "update of a parameter depends on other parameters, which a replica would not update itself: use zero 0, or "
+        f"one of these classes: {known}"
+    )
+
+
+class Shards:
+    """What each replica of this process's stages updates of each parameter.
+
+    Args:
+        parameters: of this process that are trained, by name, in the model's order.
+        owner_stage: the stage that each of them belongs to.
+        by_element: whether a shard is a run of elements; otherwise it is a whole parameter or nothing.
+        replicas: of these stages, for their process groups.
+        topology: the processes.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        owner_stage: Mapping[str, int],
+        by_element: bool,
+        replicas: Replicas,
+        topology: Topology,
+    ) -> None:
+        self._parameters = parameters
+        self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self._topology, self._replicas = topology, replicas
+        #: Names of the parameters of each stage that has replicas, in the order of stages, which all processes keep.
+        self._names: dict[int, list[str]] = {}
+        for stage, workers in enumerate(topology.placement.workers):
+            names = [name for name in parameters if owner_stage[name] == stage]
+            if names and len(workers) > 1:
+                self._names[stage] = names
+        #: For each parameter the ends of the replicas' shards: number i has the elements from ends[i] to ends[i + 1].
+        self._ends: dict[str, list[int]] = {}
+        self._index: dict[str, int] = {}
+        for stage, names in self._names.items():
+            workers = topology.placement.workers[stage]
+            sizes = {name: parameters[name].numel() for name in names}
+            self._ends |= _runs(sizes, len(workers)) if by_element else _wholes(sizes, len(workers))
+            self._index |= dict.fromkeys(names, workers.index(topology.rank))
+        self._serves = False
+        self._narrowed: list[tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor | None]] = []
+
+    def own(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        """This replica's shard of a tensor of a parameter's shape: a view.
+
+        Returns:
+            (n,) for a run of n elements; all of the tensor, in its shape, where this replica has all; None where it has
+            nothing.
+        """
+        if name not in self._ends:
+            return tensor
+        return self._part(name, tensor, self._index[name])
+
+    def has_part(self, name: str) -> bool:
+        """Whether this replica updates any of a parameter."""
+        return name not in self._ends or self._index[name] in self._holders(name)
+
+    def _holders(self, name: str) -> list[int]:
+        """The replicas that update something of a parameter, by their number."""
+        return [index for index, (start, stop) in enumerate(pairwise(self._ends[name])) if start < stop]
+
+    def _part(self, name: str, tensor: torch.Tensor, index: int) -> torch.Tensor | None:
+        start, stop = self._ends[name][index : index + 2]
+        if start == stop:
+            return None
+        return tensor if stop - start == tensor.numel() else tensor.reshape(-1)[start:stop]
+
+    @property
+    def _stages(self) -> Iterator[tuple[list[str], tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]]]:
+        """Of each stage with replicas: its parameters, its workers, and their groups for tensors and for the CPU."""
+        for stage, names in self._names.items():
+            yield names, self._topology.placement.workers[stage], self._replicas.groups_of(stage)
+
+    # ------------------------------------------------------------------ a step
+
+    def serve(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let every step of an optimizer of these parameters update this replica's shards, and share the new values.
+
+        A second call does nothing.
+        """
+        if self._serves:
+            return
+        self._serves = True
+        self.cut_state(optimizer, self._parameters)
+        optimizer.register_step_pre_hook(self._narrow)
+        optimizer.register_step_post_hook(self._widen)
+
+    def _narrow(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Let each parameter and its gradient be its shard, for the optimizer."""
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
+            raise UserError("closure: with zero 1 an optimizer's step takes none; call train_step before it")
+        for name in self._ends:
+            parameter = self._parameters[name]
+            values, gradient = parameter.data, parameter.grad
+            if gradient is None:
+                continue
+            self._narrowed.append((parameter, values, gradient))
+            # Its gradient must always have its shape.
+            parameter.grad = None
+            if (shard := self.own(name, values)) is not None:
+                parameter.data = shard
+                parameter.grad = self.own(name, gradient)
+
+    def _widen(self, *_: Any) -> None:
+        for parameter, values, gradient in self._narrowed:
+            parameter.grad = None
+            parameter.data = values
+            parameter.grad = gradient
+        self._narrowed.clear()
+        self.share_values()
+
+    @torch.no_grad()
+    def share_values(self) -> None:
+        """Give every replica the values of all shards. All replicas of these stages must call it."""
+        for names, workers, (group, _) in self._stages:
+            for index, rank in enumerate(workers):
+                parts = [self._part(name, self._parameters[name].data, index) for name in names]
+                sent = [part for part in parts if part is not None]
+                if sent:
+                    # In buckets, and into the parameters themselves.
+                    dist._broadcast_coalesced(group, sent, BUCKET_BYTES, dist.get_group_rank(group, rank))
+
+    # ------------------------------------------------------------------ state
+
+    def cut_state(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Of state that an optimizer made before its first step, keep that of this replica's shards.
+
+        Args:
+            optimizer: whose state is of whole parameters.
+            parameters: that it updates, by name.
+        """
+        for name, parameter in parameters.items():
+            slots = self.cut(name, optimizer.state.pop(parameter, {}))
+            if slots:
+                optimizer.state[parameter] = slots
+
+    def cut(self, name: str, slots: Mapping[str, Any]) -> Slots:
+        """Of the state of a whole parameter, what the optimizer keeps of this replica's shard; {} where it has none."""
+        if not self.has_part(name):
+            return {}
+        found = {}
+        for slot, value in slots.items():
+            found[slot] = value
+            if isinstance(value, torch.Tensor) and value.shape == self._shapes[name]:
+                shard = self.own(name, value)
+                assert shard is not None
+                # A view would keep the whole tensor.
+                found[slot] = value if shard is value else shard.clone()
+        return found
+
+    def gathered(self, states: Mapping[str, Slots]) -> dict[str, Slots]:
+        """Put the state of each parameter together on the CPU, in the process that leads its stage.
+
+        All replicas of these stages must call it.
+
+        Args:
+            states: of this replica's shards, by parameter.
+
+        Returns:
+            The state of whole parameters in their leader; for the other replicas of its stage there is none.
+        """
+        whole = {name: slots for name, slots in states.items() if name not in self._ends}
+        for names, workers, (_, group) in self._stages:
+            kinds: list[Any] = [None] * len(workers)
+            mine = {name: {slot: _kind(value) for slot, value in states.get(name, {}).items()} for name in names}
+            dist.all_gather_object(kinds, mine, group=group)
+            # In the order of a group's ranks, which may be another one than that of the replicas.
+            kinds = [kinds[dist.get_group_rank(group, rank)] for rank in workers]
+            for name in names:
+                holders = self._holders(name)
+                for slot, kind in kinds[holders[0]][name].items():
+                    value = self._gather(name, states.get(name, {}).get(slot), kind, workers, group)
+                    if self._index[name] == 0:
+                        whole.setdefault(name, {})[slot] = value
+        return whole
+
+    def _gather(self, name: str, own: Any, kind: Any, workers: Sequence[int], group: dist.ProcessGroup) -> Any:
+        """One slot of the state of a whole parameter, in the first of the workers.
+
+        Args:
+            name: of the parameter.
+            own: the value of this replica's shard, if it has one.
+            kind: of the first shard's value, as `_kind` gives it.
+            workers: the replicas.
+            group: of them.
+        """
+        if not isinstance(kind, _TensorKind):
+            return kind
+        holders, index = self._holders(name), self._index[name]
+        start, stop = self._ends[name][holders[0] : holders[0] + 2]
+        # Otherwise a value that all shards have alike, such as a count of steps.
+        is_cut = len(holders) > 1 and kind.shape == (stop - start,)
+        result = torch.empty(self._shapes[name] if is_cut else kind.shape, dtype=kind.dtype)
+        for holder in holders if is_cut else holders[:1]:
+            if holder == index != 0:
+                dist.send(own.detach().to("cpu").contiguous(), dst=workers[0], group=group)
+            if index != 0:
+                continue
+            part = self._part(name, result, holder) if is_cut else result
+            assert part is not None, "this replica has a shard"
+            if holder == 0:
+                part.copy_(own)
+            else:
+                dist.recv(part, src=workers[holder], group=group)
+        return result
+
+
+class _TensorKind(NamedTuple):
+    """A tensor of an optimizer's state, as other processes need to know it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _kind(value: Any) -> Any:
+    return _TensorKind(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+def _runs(sizes: Mapping[str, int], count: int) -> dict[str, list[int]]:
+    """Cut each parameter into `count` runs of elements of the same length, or one more."""
+    return {name: [size * index // count for index in range(count + 1)] for name, size in sizes.items()}
+
+
+def _wholes(sizes: Mapping[str, int], count: int) -> dict[str, list[int]]:
+    """Give each parameter to one of `count` replicas, the largest ones first, always to the one that has least."""
+    ends, loads = {}, [0] * count
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        index = loads.index(min(loads))
+        loads[index] += sizes[name]
+        ends[name] = [0] * (index + 1) + [sizes[name]] * (count - index)
+    return ends

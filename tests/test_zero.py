@@ -1,0 +1,304 @@
+"""ZeRO-1: replicas that share the update of their stage train as without, and each keeps its part of the state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, TrainerCallback
+
+from hf_gpipe import Pipeline
+from hf_gpipe.checkpoint.state import FOLDER
+from hf_gpipe.errors import UserError
+from hf_gpipe.recipe import PipelineConfig
+from hf_gpipe.runtime.shards import _wholes, treats_elements_alone
+from tests.gloo import run_gloo
+from tests.oracle import padded_batch, plain_model, tiny_config
+from tests.training.toy import Recorder, trainer, weights
+
+Groups = list[dict[str, Any]]
+Make = Callable[[Groups], torch.optim.Optimizer]
+
+#: Those that the trainer honours; adagrad has a state before its first step.
+HONOURED: dict[str, Make] = {
+    "adamw_torch_fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2, fused=True),
+    "adamw_torch": lambda groups: torch.optim.AdamW(groups, lr=1e-2, foreach=True),
+    "adafactor": lambda groups: transformers.Adafactor(groups, lr=1e-2, scale_parameter=False, relative_step=False),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2, initial_accumulator_value=0.1),
+    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-2, momentum=0.9, centered=True),
+}
+#: Those that a caller may also give.
+GIVEN: dict[str, Make] = {
+    "adafactor, scaled by the parameter": lambda groups: transformers.Adafactor(groups, warmup_init=True),
+    "Adafactor of torch": lambda groups: torch.optim.Adafactor(groups, lr=1e-2),
+    "Adam": lambda groups: torch.optim.Adam(groups, lr=1e-2, amsgrad=True, foreach=False),
+    "NAdam": lambda groups: torch.optim.NAdam(groups, lr=1e-2),
+    "RAdam": lambda groups: torch.optim.RAdam(groups, lr=1e-2),
+    "Adamax": lambda groups: torch.optim.Adamax(groups, lr=1e-2),
+    "Adadelta": lambda groups: torch.optim.Adadelta(groups),
+    "ASGD": lambda groups: torch.optim.ASGD(groups, lr=1e-2),
+    "Rprop": lambda groups: torch.optim.Rprop([{"params": group["params"]} for group in groups], lr=1e-3),
+}
+ALL = HONOURED | GIVEN
+Weights = dict[str, torch.Tensor]
+
+
+def train(pipe: Pipeline, make: Make, zero: int, start: Weights, num_steps: int = 5) -> tuple[Weights, int]:
+    """Train from `start`, clipped. Returns this process's weights, and the elements of its optimizer's state."""
+    with torch.no_grad():
+        for name, parameter in pipe.named_parameters():
+            parameter.copy_(start[name])
+    pipe.step = 0
+    trained = [p for p in pipe.parameters() if p.requires_grad]
+    decayed, others = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = make([group for group in groups if group["params"]])
+    if zero:
+        pipe.shard_optimizer(optimizer)
+
+    def update(loss: torch.Tensor, norm: torch.Tensor) -> None:
+        assert norm > 0.01, "clipped"
+        pipe.clip_grad_norm_(0.01, norm)
+        optimizer.step()
+
+    for seed in range(num_steps):
+        pipe.train_step(padded_batch(pipe.adapter.config, seed=seed), update=update)
+        optimizer.zero_grad()
+    slots = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    values = {name: p.detach().clone() for name, p in pipe.named_parameters()}
+    return values, sum(slot.numel() for slot in slots if slot.dim())
+
+
+def model_of(kind: str) -> Any:
+    plain = plain_model(tiny_config("llama", tied=True))
+    if kind == "lora":
+        peft = pytest.importorskip("peft")
+        torch.manual_seed(1)
+        plain = peft.get_peft_model(plain, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])).double()
+    return plain
+
+
+def starting_from(pipe: Pipeline) -> Weights:
+    mine = {name: p.detach().clone() for name, p in pipe.named_parameters()}
+    return {name: value for part in pipe.topology.gather_objects(mine) for name, value in part.items()}
+
+
+#: Model, stages, replicas, optimizers.
+Run = tuple[str, int, int | tuple[int, ...], tuple[str, ...]]
+SOME = ("adamw_torch_fused", "adafactor", "sgd")
+#: By the number of processes. The embedding is tied to the head, and belongs to the first stage's replicas.
+RUNS: dict[int, tuple[Run, ...]] = {
+    3: (("llama", 2, (2, 1), tuple(ALL)), ("llama", 1, 3, SOME), ("lora", 2, (1, 2), SOME)),
+    4: (("llama", 2, 2, SOME), ("llama", 4, 2, SOME)),
+}
+
+
+def _train_all(runs: tuple[Run, ...]) -> list[dict[str, Weights]]:
+    found = []
+    for model, num_stages, replicas, names in runs:
+        counts = {"num_processes": 4} if num_stages == 4 else {}
+        pipe = Pipeline(model_of(model), num_stages, 4, replicas=replicas, zero=1, **counts)
+        start, own = starting_from(pipe), {}
+        for name in names:
+            plain, plain_state = train(pipe, ALL[name], 0, start)
+            shared, state = train(pipe, ALL[name], 1, start)
+            for parameter, values in plain.items():
+                torch.testing.assert_close(shared[parameter], values, rtol=0, atol=1e-12, msg=f"{name}: {parameter}")
+            stages = pipe.topology.local_stages
+            most = min(len(pipe.topology.placement.workers[stage]) for stage in stages)
+            assert state <= plain_state
+            if "adafactor" not in name.lower() and most > 1:
+                # Runs of elements: of each parameter a part, or one element more.
+                assert state <= plain_state / most + 4 * len(plain), name
+            everyone = pipe.topology.gather_objects((shared, state))
+            own[name] = {}
+            for part, _ in everyone:
+                for parameter, values in part.items():
+                    assert torch.equal(own[name].setdefault(parameter, values), values), "replicas are equal"
+        found.append(own)
+    return found
+
+
+@pytest.mark.parametrize("num_processes", RUNS)
+def test_the_numbers_are_those_without_and_of_one_process(num_processes: int) -> None:
+    found = run_gloo(_train_all, num_processes, RUNS[num_processes])[0]
+    for (model, *_, names), own in zip(RUNS[num_processes], found, strict=True):
+        alone = Pipeline(model_of(model), 1, 4)
+        start = starting_from(alone)
+        for name in names:
+            expected, _ = train(alone, ALL[name], 0, start)
+            assert own[name].keys() == expected.keys()
+            for parameter, values in expected.items():
+                error = float((own[name][parameter] - values).abs().max())
+                assert error < 1e-12, f"{model}, {name}: {parameter} is off by {error:.1e}"
+            moved = [parameter for parameter, values in expected.items() if not torch.equal(values, start[parameter])]
+            assert len(moved) == (12 if model == "lora" else len(start))
+
+
+def test_an_optimizer_of_an_unknown_class_is_refused() -> None:
+    class Mine(torch.optim.AdamW):
+        """A step of its own could do anything."""
+
+    parameters = [torch.nn.Parameter(torch.zeros(2))]
+    for optimizer in (Mine(parameters), torch.optim.LBFGS(parameters)):
+        with pytest.raises(UserError, match=r"zero is 1 and the optimizer is .*(Mine|LBFGS), of which it is not known"):
+            treats_elements_alone(optimizer)
+    pipe = Pipeline(tiny_config("llama"), 2)
+    with pytest.raises(UserError, match="zero is 0; make the Pipeline with zero=1"):
+        pipe.shard_optimizer(torch.optim.AdamW(pipe.parameters()))
+
+
+def test_replicas_share_whole_parameters_evenly() -> None:
+    sizes = {"a": 5, "b": 9, "c": 4, "d": 1}
+    assert _wholes(sizes, 2) == {"b": [0, 9, 9], "a": [0, 0, 5], "c": [0, 0, 4], "d": [0, 1, 1]}
+
+
+def test_zero_needs_replicas() -> None:
+    assert PipelineConfig(2, replicas=(2, 1), zero=1).zero == 1
+    with pytest.raises(UserError, match="zero is 1 and replicas is 1: no stage has replicas"):
+        PipelineConfig(2, zero=1)
+    with pytest.raises(UserError, match="zero: found 2"):
+        PipelineConfig(2, replicas=2, zero=2)
+
+
+# ---------------------------------------------------------------------- the size of the state
+
+
+def _count_state() -> tuple[int, int, int]:
+    """The bytes of AdamW's state in this process, of its parameters, and the planner's figure."""
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=6,
+        num_attention_heads=16,
+        tie_word_embeddings=True,
+    )
+    ids = torch.zeros(4, 8, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids}
+    pipe = Pipeline(config, replicas=2, zero=1, dtype="bfloat16", num_micro_batches=2)
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    pipe.shard_optimizer(optimizer)
+    for parameter in pipe.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    tensors = [value for slots in optimizer.state.values() for value in slots.values()]
+    own = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    return (
+        own,
+        sum(p.numel() * p.element_size() for p in pipe.parameters()),
+        pipe.plan(batch).processes[0].memory.optimizer,
+    )
+
+
+def test_a_replica_keeps_its_part_of_the_state() -> None:
+    for own, weight_bytes, planned in run_gloo(_count_state, 2):
+        assert weight_bytes > 2 * 100e6, "bfloat16"
+        assert own == pytest.approx(2 * weight_bytes / 2, rel=0.05)
+        assert planned == pytest.approx(own, rel=0.05)
+
+
+# ---------------------------------------------------------------------- training
+
+
+class StopAt(TrainerCallback):
+    """Ends a run after this step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == self._step
+
+
+def _train_until(folder: str, last: int, optim: str, pipeline: dict[str, Any]) -> Weights:
+    settings = {"save_strategy": "steps", "save_steps": 3, "max_steps": 9, "num_micro_batches": 4, "optim": optim}
+    made = trainer(Path(folder), family="llama", dropout=0.2, callbacks=[StopAt(last)], **settings | pipeline)
+    assert made.train(resume_from_checkpoint=True).global_step == last
+    return weights(made)
+
+
+#: Number of processes, and how they are used.
+LEGS = (
+    (4, {"num_stages": 2, "replicas": 2, "zero": 1}),
+    (3, {"num_stages": 3}),
+    (3, {"num_stages": 1, "replicas": 3, "zero": 1}),
+)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adafactor"])
+def test_a_training_goes_on_with_other_replicas_and_without(optim: str, tmp_path: Path) -> None:
+    whole = _train_until(str(tmp_path / "whole"), 9, optim, {"num_stages": 1})
+    for last, (num_processes, pipeline) in zip((3, 6, 9), LEGS, strict=True):
+        found = run_gloo(_train_until, num_processes, str(tmp_path / "run"), last, optim, pipeline)[0]
+    for name, values in whole.items():
+        torch.testing.assert_close(found[name], values, rtol=0, atol=1e-5, msg=name)
+    last_one = tmp_path / "run" / "checkpoint-9"
+    plain = dict(AutoModelForCausalLM.from_pretrained(last_one).named_parameters())
+    assert all(torch.equal(plain[name], values) for name, values in found.items())
+    Pipeline(str(last_one), 1).save_pretrained(tmp_path / "alone")
+    for file in ("model.safetensors", "config.json", "generation_config.json"):
+        assert (tmp_path / "alone" / file).read_bytes() == (last_one / file).read_bytes(), file
+    states = [[*(tmp_path / run / "checkpoint-9" / FOLDER).glob("*.safetensors")] for run in ("whole", "run")]
+    ours, theirs = ({key: value for file in files for key, value in load_file(file).items()} for files in states)
+    assert {key: value.shape for key, value in ours.items()} == {key: value.shape for key, value in theirs.items()}
+
+
+class Overflow(TrainerCallback):
+    """Before one step, makes the loss's scale so large that float16 cannot hold the gradients."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self.made: Any = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step:
+            self.made.scaler.scale = 2.0**60
+            self.before = weights(self.made)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step + 1:
+            now = weights(self.made)
+            assert all(torch.equal(now[name], values) for name, values in self.before.items()), "nothing is updated"
+            self.made.scaler.scale = 2.0**16
+
+
+def _train_in_half_precision(folder: str) -> None:
+    config, saving = tiny_config("llama"), {"save_strategy": "steps", "save_steps": 2}
+    replicas = {"num_stages": 1, "replicas": 2, "family": "llama", "max_steps": 4}
+    for optim in ("adamw_torch", "adafactor", "adagrad"):
+        found = []
+        for zero in (0, 1):
+            half = Pipeline(plain_model(config, dtype=torch.bfloat16), 1, 2, replicas=2, zero=zero)
+            settings = {"fp32_master_weights": True, "optim": optim, "learning_rate": 1e-3, **saving, **replicas}
+            made = trainer(Path(folder, f"{optim}-{zero}"), **settings, zero=zero, model=half)
+            made.train()
+            copies = made.master_weights.copies  # type: ignore[union-attr]
+            found.append((weights(made), sum(copy.numel() for copy in copies.values())))
+        (plain, plain_size), (shared, size) = found
+        assert abs(size - plain_size / 2) < plain_size / 20
+        for name, values in plain.items():
+            torch.testing.assert_close(shared[name], values, rtol=0, atol=1e-5, msg=f"{optim}: {name}")
+        # Stopped after two steps, and gone on with: equal to the last bit.
+        half = Pipeline(plain_model(config, seed=7, dtype=torch.bfloat16), 1, 2, replicas=2, zero=1)
+        again = trainer(Path(folder, "again"), **settings, zero=1, model=half)
+        again.train(resume_from_checkpoint=Path(folder, f"{optim}-1", "checkpoint-2"))
+        assert all(torch.equal(weights(again)[name], values) for name, values in shared.items()), optim
+    losses = []
+    for zero in (0, 1):
+        spy, recorder = Overflow(1), Recorder()
+        made = trainer(Path(folder, "fp16"), fp16=True, zero=zero, callbacks=[spy, recorder], **replicas)
+        spy.made = made
+        made.train()
+        losses.append(recorder.losses)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+def test_float32_copies_are_shared_and_an_overflow_changes_nothing(tmp_path: Path) -> None:
+    run_gloo(_train_in_half_precision, 2, str(tmp_path))
