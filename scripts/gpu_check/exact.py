@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from gpu_check.checks import FAMILIES
 from hf_gpipe import Pipeline
 from hf_gpipe.recipe.pipeline import TRAINING_SCHEDULES
-from tests.emulated_cuda.comparing import config_of, gathered
+from tests.emulated_cuda.comparing import config_of
 from tests.oracle import Result, padded_batch, plain_model, run_plain
 
 #: Largest difference of a gradient, as a share of the norm of all of them, and of the loss, as a share of it.
@@ -83,16 +84,19 @@ class Comparison:
         pipe = Pipeline(self.model(family), num_micro_batches=NUM_MICRO_BATCHES, device=device, **values)
         batch = padded_batch(pipe.adapter.config)
         loss = float(pipe.train_step(batch if pipe.topology.rank == 0 else None))
-        gradients = gathered(pipe, {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None})
+        mine = {name: p.grad.cpu().double() for name, p in pipe.named_parameters() if p.grad is not None}
+        # Replicas of a stage have the same parameters, and each has the whole gradient.
+        found = [one for part in pipe.topology.gather_objects(mine) for one in part.items()]
         self.num_steps += 1
-        if gradients.keys() != expected.gradients.keys():
+        if {name for name, _ in found} != expected.gradients.keys():
             self.problems.append(f"{what}: gradients of other parameters")
             return
         norm = expected.norm
         errors = {"the loss": abs(loss - expected.loss) / abs(expected.loss)}
-        for name, gradient in gradients.items():
-            errors[name] = float((gradient.double() - expected.gradients[name].cpu().double()).norm()) / norm
-        name = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
+        for name, gradient in found:
+            error = float((gradient - expected.gradients[name].cpu().double()).norm()) / norm
+            errors[name] = max(error, errors.get(name, 0.0), key=lambda one: math.inf if math.isnan(one) else one)
+        name = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
         self.worst = max(self.worst, errors[name])
         if not errors[name] <= self.bound:
             self.problems.append(f"{what}: {name} is off by {errors[name]:.1e}, more than {self.bound:.1e}")
