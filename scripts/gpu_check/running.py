@@ -79,10 +79,10 @@ def call(check: Check, *, emulated: bool) -> list[dict[str, Any]]:
 
 def anonymous(text: str) -> str:
     """The text without names of this host and user, and without folders."""
-    text = re.sub(r"(?<![\w.])(?:~|\.{1,2})?(?:/[\w.@+~-]+)+/([\w.@+~-]+)", r"\1", text)
+    text = re.sub(r"(?<![\w.])(?:(?:~|\.{1,2})(?:/[\w.@+~-]+)*|(?:/[\w.@+~-]+)+)/([\w.@+~-]+)", r"\1", text)
     names = {socket.gethostname(): "HOST", socket.getfqdn(): "HOST", _user(): "USER"}
     for name, stands_for in names.items():
-        if len(name) > 2:
+        if name:
             text = re.sub(rf"\b{re.escape(name)}\b", stands_for, text)
     return text
 

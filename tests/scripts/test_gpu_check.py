@@ -21,8 +21,15 @@ ROOT = Path(__file__).parents[2]
 def test_on_emulated_devices(tmp_path: Path) -> None:
     """One process and two, a killed one, waits, a case of speed without its figures, and a profile."""
     check_available()
-    words = ["float64, 2 p", "bfloat16, one process, 2", "LAUNCH_BLOCKING=1, 2", "failed", "killed", "waiting", "order"]
-    words += ["2 GPUs: hf_gpipe 1f1b", "profile"]
+    words = [
+        "float64, 2 p",
+        "failed",
+        "killed",
+        "step, 2 processes",
+        "sanitizer, 1",
+        "2 GPUs: hf_gpipe 1f1b",
+        "profile",
+    ]
     command = [sys.executable, "-m", "gpu_check", "--emulated", "--quick", "--output", str(tmp_path)]
     command += ["--profile", str(tmp_path / "profiles"), "--only", *words]
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'scripts'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
@@ -79,9 +86,7 @@ def test_no_names_and_no_folders() -> None:
     assert anonymous("at /home/someone/src/x.py:3 < ~/y.py") == "at x.py:3 < y.py"
     user = getpass.getuser()
     text = anonymous(f"{socket.gethostname()} of {user} at 3 tokens/s, 1/2")
-    assert socket.gethostname() not in text
-    assert len(user) < 3 or user not in text
-    assert text.endswith("3 tokens/s, 1/2")
+    assert text == "HOST of USER at 3 tokens/s, 1/2"
 
 
 def test_the_work_of_the_comparisons() -> None:
