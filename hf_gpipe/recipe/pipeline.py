@@ -99,19 +99,20 @@ class PipelineConfig:
     """CPU threads per process; null: OMP_NUM_THREADS, or the machine's cores divided evenly."""
 
     def __post_init__(self) -> None:
-        counts = replicas_of(self.num_stages, self.replicas)
-        if self.num_processes is not None and self.num_processes > sum(counts):
+        if isinstance(self.replicas, tuple):
+            replicas_of(self.num_stages, self.replicas)
+        if self.num_processes is not None and self.num_processes > self.places:
             raise UserError(
                 f"num_processes is {self.num_processes} and num_stages is {self.num_stages}; a process without a stage "
                 "has nothing to do: use at most as many processes as stages, or more replicas."
             )
-        if self.zero and max(counts) == 1:
+        if self.zero and self.places == self.num_stages:
             raise UserError(
                 f"zero is {self.zero} and replicas is {self.replicas}: no stage has replicas that could share its "
                 "optimizer's state; use zero 0, or at least 2 replicas of a stage."
             )
-        if not is_table_file(self.schedule):
-            placement_for("gpipe", self.num_stages, self.processes, self.replicas)
+        if self.num_processes is not None and self.places > self.num_stages and not is_table_file(self.schedule):
+            placement_for("gpipe", self.num_stages, self.num_processes, self.replicas)
         for name, value in (("partition", self.partition), ("recompute", self.recompute)):
             if isinstance(value, tuple) and len(value) != self.num_stages:
                 raise UserError(
@@ -166,7 +167,7 @@ class PipelineConfig:
     @property
     def places(self) -> int:
         """How many replicas all stages have together."""
-        return sum(replicas_of(self.num_stages, self.replicas))
+        return sum(self.replicas) if isinstance(self.replicas, tuple) else self.num_stages * self.replicas
 
     @property
     def memory_bytes(self) -> int | None:
