@@ -180,7 +180,7 @@ class PipelineConfig:
         Args:
             accumulation: mini-batches per step; a step has the micro-batches of all of them.
         """
-        counts = replicas_of(self.num_stages, self.replicas)
+        counts = self.replicas if isinstance(self.replicas, tuple) else (self.replicas,)
         if not isinstance(self.num_micro_batches, int) or self.num_micro_batches * accumulation >= max(counts):
             return
         step = f"num_micro_batches is {self.num_micro_batches}"
