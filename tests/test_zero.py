@@ -106,7 +106,7 @@ SOME = ("adamw_torch_fused", "adafactor", "sgd")
 #: By the number of processes. The embedding is tied to the head, and belongs to the first stage's replicas.
 RUNS: dict[int, tuple[Run, ...]] = {
     3: (("llama", 2, (2, 1), (*ALL, TWO)), ("llama", 1, 3, SOME), ("lora", 2, (1, 2), SOME)),
-    4: (("llama", 2, 2, SOME), ("llama", 4, 2, SOME)),
+    4: (("llama", 2, 2, SOME), ("llama", 4, 2, SOME[:2])),
 }
 
 
@@ -117,16 +117,16 @@ def _train_all(runs: tuple[Run, ...]) -> list[dict[str, Weights]]:
         pipe = Pipeline(model_of(model), num_stages, 4, replicas=replicas, zero=1, **counts)
         start, own = starting_from(pipe), {}
         for name in names:
-            plain, plain_state = train(pipe, name, 0, start)
             shared, state = train(pipe, name, 1, start)
-            for parameter, values in plain.items():
-                torch.testing.assert_close(shared[parameter], values, rtol=0, atol=1e-12, msg=f"{name}: {parameter}")
-            stages = pipe.topology.local_stages
-            most = min(len(pipe.topology.placement.workers[stage]) for stage in stages)
-            assert state <= plain_state
-            if name in HONOURED and name != "adafactor" and most > 1:
+            if name in HONOURED:
+                # The others are compared with one process alone.
+                plain, plain_state = train(pipe, name, 0, start)
+                for path, values in plain.items():
+                    torch.testing.assert_close(shared[path], values, rtol=0, atol=1e-12, msg=f"{name}: {path}")
+                least = min(len(pipe.topology.placement.workers[stage]) for stage in pipe.topology.local_stages)
+                is_cut = name != "adafactor" and least > 1
                 # Runs of elements: of each parameter a part, or one element more.
-                assert state <= plain_state / most + 4 * len(plain), name
+                assert state <= (plain_state / least + 4 * len(plain) if is_cut else plain_state), name
             everyone = pipe.topology.gather_objects((shared, state))
             own[name] = {}
             for part, _ in everyone:
