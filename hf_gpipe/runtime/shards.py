@@ -87,11 +87,18 @@ class Shards:
         self._index: dict[str, int] = {}
         for stage, names in self._names.items():
             workers = topology.placement.workers[stage]
+            # A run of elements must be a view, so that its new values are those of the parameter.
+            cut = [name for name in names if by_element and parameters[name].is_contiguous()]
             sizes = {name: parameters[name].numel() for name in names}
-            self._ends |= _runs(sizes, len(workers)) if by_element else _wholes(sizes, len(workers))
+            self._ends |= _runs({name: sizes[name] for name in cut}, len(workers))
+            self._ends |= _wholes({name: sizes[name] for name in names if name not in cut}, len(workers))
             self._index |= dict.fromkeys(names, workers.index(topology.rank))
         self._serves = False
-        self._narrowed: list[tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor | None]] = []
+        self._narrowed: list[tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor]] = []
+
+    def are_like(self, other: Shards) -> bool:
+        """Whether the other ones are cut in the same way."""
+        return self._ends == other._ends
 
     def own(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         """This replica's shard of a tensor of a parameter's shape: a view.
@@ -118,8 +125,7 @@ class Shards:
             return None
         return tensor if stop - start == tensor.numel() else tensor.reshape(-1)[start:stop]
 
-    @property
-    def _stages(self) -> Iterator[tuple[list[str], tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]]]:
+    def _replicated(self) -> Iterator[tuple[list[str], tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]]]:
         """Of each stage with replicas: its parameters, its workers, and their groups for tensors and for the CPU."""
         for stage, names in self._names.items():
             yield names, self._topology.placement.workers[stage], self._replicas.groups_of(stage)
@@ -165,7 +171,7 @@ class Shards:
     @torch.no_grad()
     def share_values(self) -> None:
         """Give every replica the values of all shards. All replicas of these stages must call it."""
-        for names, workers, (group, _) in self._stages:
+        for names, workers, (group, _) in self._replicated():
             for index, rank in enumerate(workers):
                 parts = [self._part(name, self._parameters[name].data, index) for name in names]
                 sent = [part for part in parts if part is not None]
@@ -213,7 +219,7 @@ class Shards:
             The state of whole parameters in their leader; for the other replicas of its stage there is none.
         """
         whole = {name: slots for name, slots in states.items() if name not in self._ends}
-        for names, workers, (_, group) in self._stages:
+        for names, workers, (_, group) in self._replicated():
             kinds: list[Any] = [None] * len(workers)
             mine = {name: {slot: _kind(value) for slot, value in states.get(name, {}).items()} for name in names}
             dist.all_gather_object(kinds, mine, group=group)

@@ -47,8 +47,17 @@ class MasterWeights:
         optimizer.register_step_post_hook(lambda *_: self._give_values())
 
     def shard(self, shards: Shards, optimizer: torch.optim.Optimizer) -> None:
-        """Keep the copies, and the optimizer's state, of this replica's shards alone. A second call does nothing."""
+        """Keep the copies, and the optimizer's state, of this replica's shards alone. A second call does nothing.
+
+        Raises:
+            UserError: the copies are of other shards already.
+        """
         if self._shards is not None:
+            if not self._shards.are_like(shards):
+                raise UserError(
+                    f"zero is 1 and the optimizer is another one, {type(optimizer).__name__}, which would need other "
+                    "parts of the float32 master weights; make a new trainer"
+                )
             return
         self._shards = shards
         shards.cut_state(optimizer, self.copies)
