@@ -14,11 +14,13 @@ from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.partition import stages_of
+from hf_gpipe.partition.cluster import Cluster
 from hf_gpipe.planner.costs import InnerRecompute, ModelCosts
 from hf_gpipe.planner.devices import Device
 from hf_gpipe.planner.layers import LayerTracer
 from hf_gpipe.planner.measure import profile_layers
 from hf_gpipe.planner.memory import MemoryBound, MemoryEstimate, StageLayers, estimate_memory
+from hf_gpipe.planner.network import Network, one_level
 from hf_gpipe.planner.prefix_sums import LayerSums
 from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch
 from hf_gpipe.recipe import DecidedConfig
@@ -135,6 +137,7 @@ class Planner:
             step run as one table.
         device: what a process computes on.
         memory_bytes: the most that a process may use; None: the device's memory, where that is known.
+        cluster: the links between the processes; None: every pair of them has the device's link.
 
     Raises:
         UserError: there is no mini-batch, or the optimizer's state has no known size.
@@ -146,6 +149,7 @@ class Planner:
         inputs: PlanInputs,
         device: Device,
         memory_bytes: int | None = None,
+        cluster: Cluster | None = None,
     ) -> None:
         self._costs_of = costs_of
         inputs.check()
@@ -153,6 +157,7 @@ class Planner:
         self.rows = inputs.mini_batch().rows
         self.device = device
         self.memory_bytes = device.memory_bytes if memory_bytes is None else memory_bytes
+        self.cluster = cluster
         self._costs: dict[int, ModelCosts] = {}
         self._sums: dict[int, LayerSums] = {}
 
@@ -169,6 +174,7 @@ class Planner:
         measured: Mapping[int, ModelCosts] | None = None,
         profile_on: torch.device | None = None,
         memory_bytes: int | None = None,
+        cluster: Cluster | None = None,
     ) -> Planner:
         """Make the planner of a model that has its adapter.
 
@@ -182,6 +188,7 @@ class Planner:
             measured: costs with seconds, by the rows of the micro-batch.
             profile_on: where to measure the other layers' seconds; None: they are estimated.
             memory_bytes: the most that a process may use.
+            cluster: the links between the processes.
 
         Raises:
             UserError: there is no mini-batch, or the optimizer's state has no known size.
@@ -197,7 +204,7 @@ class Planner:
                 return profile_layers(adapter, workload, profile_on, peft=peft, loss=loss)
             return tracer().costs(workload)
 
-        return cls(costs_of, replace(inputs, example=mini_batch), device, memory_bytes)
+        return cls(costs_of, replace(inputs, example=mini_batch), device, memory_bytes, cluster)
 
     def within(self, memory_bytes: int | None) -> Planner:
         """The same planner with another limit; what it has computed is shared."""
@@ -273,7 +280,8 @@ class Planner:
         table = self.table(settings)
         placement = table.placement
         stages = stage_layers(settings)
-        timeline = simulate(table, _table_costs(sums, stages, table, self.inputs.optim, settings.zero))
+        network = Network(self.cluster or one_level(self.device, placement.num_processes), placement)
+        timeline = simulate(table, _table_costs(sums, stages, table, self.inputs.optim, settings.zero, network))
         state_shares = self._state_shares(settings, table)
 
         def memory(process: int, own: Sequence[int]) -> MemoryEstimate:
@@ -329,33 +337,32 @@ def _entries(settings: DecidedConfig) -> tuple[str | int, ...]:
     return settings.recompute
 
 
-def _table_costs(sums: LayerSums, stages: Sequence[StageLayers], table: Schedule, optimizer: str, zero: int) -> Costs:
+def _table_costs(
+    sums: LayerSums, stages: Sequence[StageLayers], table: Schedule, optimizer: str, zero: int, network: Network
+) -> Costs:
     """The costs for the simulation of a table."""
 
-    def update(stage: StageLayers, count: int) -> float:
+    def update(number: int, stage: StageLayers, count: int) -> float:
         seconds = sums.update_seconds(stage.start, stage.stop, optimizer)
         if not zero or count == 1:
             return seconds
-        # Each replica updates a part, and sends and receives all others.
-        gathered = (count - 1) * sums.owned(stage.start, stage.stop).trainable_bytes // count
-        return seconds / count + sums.device.link_seconds(gathered)
+        # Each replica updates a part, and sends it to the others: half of what a reduction takes.
+        values = sums.owned(stage.start, stage.stop).trainable_bytes
+        return seconds / count + network.reduce_seconds(number, values) / 2
 
     seconds = [sums.seconds(stage.start, stage.stop, stage.inner) for stage in stages]
     boundaries = [sums.costs.layers[stage.start].input_bytes for stage in stages[1:]]
-    # One process has all stages on one device, between which nothing travels.
-    is_local = table.placement.num_processes == 1
     return Costs(
         forward_seconds=[one.first_forward(share) for one, share in zip(seconds, recompute_shares(table), strict=True)],
         recompute_seconds=[one.forward for one in seconds],
         backward_seconds=[one.backward for one in seconds],
-        update_seconds=[update(*one) for one in zip(stages, table.placement.replicas, strict=True)],
-        transfer_seconds=[0.0 if is_local else sums.device.link_seconds(size) for size in boundaries],
+        update_seconds=[
+            update(number, *one) for number, one in enumerate(zip(stages, table.placement.replicas, strict=True))
+        ],
+        transfer_seconds=network.transfer_seconds(boundaries),
         reduce_seconds=[
-            # In a ring of r replicas each sends (r - 1) / r of the gradients twice.
-            sums.device.link_seconds(2 * (count - 1) * sums.held(stage.start, stage.stop).trainable_bytes // count)
-            if count > 1
-            else 0.0
-            for stage, count in zip(stages, table.placement.replicas, strict=True)
+            network.reduce_seconds(number, sums.held(stage.start, stage.stop).trainable_bytes)
+            for number, stage in enumerate(stages)
         ],
     )
 

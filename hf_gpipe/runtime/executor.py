@@ -20,7 +20,7 @@ from hf_gpipe.runtime.edges import Edge
 from hf_gpipe.runtime.micro_batch import PLAIN_STEP, Context, MicroBatch, StepOptions, on_devices
 from hf_gpipe.runtime.replicas import Replicas
 from hf_gpipe.runtime.stage import Stage
-from hf_gpipe.runtime.timing import ActionTime, Timer
+from hf_gpipe.runtime.timing import ActionTime, NamedRanges, Timer, is_profiled
 from hf_gpipe.schedule.actions import Action, ActionKind
 from hf_gpipe.schedule.messages import messages
 from hf_gpipe.schedule.table import Schedule
@@ -107,7 +107,7 @@ class Executor:
         last_update = next((one for one in reversed(actions) if one.kind == ActionKind.UPDATE), None)
         self._read(schedule)
         timer = Timer(self._devices) if is_measured else None
-        mark = timer.mark if timer is not None else _not_measured
+        mark = timer.mark if timer is not None else NamedRanges().mark if is_profiled() else _not_measured
         action, is_updating = None, False
         try:
             for place, action in enumerate(actions):

@@ -70,6 +70,31 @@ class Timer:
         return began + origin.elapsed_time(event) / 1000
 
 
+class NamedRanges:
+    """Gives each action a range in the traces of torch's profilers, named as in the table, such as "2F0".
+
+    `torch.profiler.profile()` records them, and `torch.autograd.profiler.emit_nvtx()` makes NVTX ranges of them.
+    """
+
+    def __init__(self) -> None:
+        self._num_marks = 0
+        self._range: torch.profiler.record_function | None = None
+
+    def mark(self, action: Action, device: torch.device) -> None:
+        """As `Timer.mark`: the first of an action's four calls opens its range, and the last one closes it."""
+        if self._num_marks % 4 == 0:
+            self._range = torch.profiler.record_function(str(action))
+            self._range.__enter__()
+        elif self._num_marks % 4 == 3 and self._range is not None:
+            self._range.__exit__(None, None, None)
+        self._num_marks += 1
+
+
+def is_profiled() -> bool:
+    """Whether one of torch's profilers records this thread."""
+    return torch.autograd._profiler_enabled()
+
+
 def _event(device: torch.device) -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))

@@ -33,9 +33,9 @@ def interleaved_orders(num_stages: int, num_micro_batches: int, placement: Place
     num_processes = placement.num_processes // num_replicas
     if not _is_in_turn(placement, num_processes):
         raise ScheduleError(
-            f"schedule 'interleaved_1f1b' wants all stages with as many replicas, and each replica's stages in turn in "
-            f"its own processes, but the placement is {placement}; use Placement.interleaved({num_stages}, P), and "
-            "replicated(D) of it, on D times P processes."
+            "schedule 'interleaved_1f1b' needs stages that are assigned to the processes in turn, the same number to "
+            f"each, and as many replicas of every stage; the placement is {placement}. Use "
+            f"Placement.interleaved({num_stages}, P), or replicated(D) of it."
         )
     orders: list[list[Action]] = [[] for _ in range(placement.num_processes)]
     for replica in range(num_replicas):

@@ -22,7 +22,7 @@ in which the stages before the last one wait for their first gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -48,8 +48,9 @@ class Costs:
     """None: as long as the forward."""
     update_seconds: Seconds | Sequence[Seconds] = 0
     """Of each stage, for the whole mini-batch."""
-    transfer_seconds: Seconds | Sequence[Seconds] = 0
-    """Of each boundary (K-1 values, boundary s lies between stages s and s+1), in either direction."""
+    transfer_seconds: Seconds | Sequence[Seconds] | Mapping[tuple[int, int, int], Seconds] = 0
+    """Of each boundary (K-1 values, boundary s lies between stages s and s+1), or of each of `Placement.edges`, in
+    either direction."""
     reduce_seconds: Seconds | Sequence[Seconds] = 0
     """Of each stage, for the reduction of its gradients over its replicas; a stage without replicas has none."""
 
@@ -161,8 +162,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         ActionKind.BACKWARD: _each(costs.backward_seconds, num_stages, "backward_seconds", "stages"),
         ActionKind.UPDATE: _each(costs.update_seconds, num_stages, "update_seconds", "stages"),
     }
-    transfer_seconds = _each(costs.transfer_seconds, num_stages - 1, "transfer_seconds", "boundaries")
-
+    transfer_seconds = _of_edges(costs.transfer_seconds, schedule)
     reduce_seconds = _each(costs.reduce_seconds, num_stages, "reduce_seconds", "stages")
 
     spans: list[Span] = []
@@ -189,9 +189,12 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         if consumer := action.consumer(num_stages):
             arrives_at[action] = end
             if not placement.is_local(action, consumer):
-                edge = (action.kind, action.stage, process, placement.process_of(consumer))
+                target = placement.process_of(consumer)
+                edge = (action.kind, action.stage, process, target)
+                lower, upper = (process, target) if action.stage < consumer.stage else (target, process)
                 travels_from = max(end, edge_free_at.get(edge, 0))
-                edge_free_at[edge] = travels_from + transfer_seconds[min(action.stage, consumer.stage)]
+                seconds_of_edge = transfer_seconds[min(action.stage, consumer.stage), lower, upper]
+                edge_free_at[edge] = travels_from + seconds_of_edge
                 arrives_at[action] = edge_free_at[edge]
 
     reduced_at: dict[int, Seconds] = {}
@@ -211,6 +214,20 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         spans.append(Span(process, action, start, free_at[place]))
     # A stable sort: what starts at the same time stays in the order of its process.
     return Timeline(schedule, tuple(sorted(spans, key=lambda span: (span.process, span.start))))
+
+
+def _of_edges(
+    value: Seconds | Sequence[Seconds] | Mapping[tuple[int, int, int], Seconds], schedule: Schedule
+) -> Mapping[tuple[int, int, int], Seconds]:
+    """One value for each edge, from those of the boundaries."""
+    edges = schedule.placement.edges
+    if not isinstance(value, Mapping):
+        of_boundary = _each(value, schedule.num_stages - 1, "transfer_seconds", "boundaries")
+        return {edge: of_boundary[edge[0]] for edge in edges}
+    if missing := set(edges) - set(value):
+        raise ScheduleError(f"transfer_seconds has no value for the edge {min(missing)}; give one for each edge.")
+    _each(list(value.values()), len(value), "transfer_seconds", "edges")
+    return value
 
 
 def _each(value: Number | Sequence[Number], count: int, name: str, of_what: str) -> tuple[Number, ...]:

@@ -1,4 +1,4 @@
-"""Runs one measurement in several processes joined by gloo, one thread each, and brings back what each returned.
+"""Runs one measurement in several processes of one job, one CPU thread each, and brings back what each returned.
 
 Fresh processes share nothing with the measurement before. Forked ones start at once and share the memory of what this
 process has imported: for a trial run, or for many processes that compute nothing.
@@ -25,6 +25,8 @@ Job: TypeAlias = Mapping[str, Any]
 """The arguments of a measurement: plain values, as in JSON."""
 
 GRACE_SECONDS = 2
+#: Names the backend of torch.distributed in the processes of a job; without it, gloo.
+BACKEND_VARIABLE = "HF_GPIPE_BENCH_BACKEND"
 
 
 class JobFailedError(Exception):
@@ -38,15 +40,17 @@ def run_job(
     *,
     fork: bool = False,
     timeout_seconds: float = 600,
+    variables: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Call `function(job)` in each process; the results in order of rank.
 
     Args:
         function: at the top of a module in this package; returns plain values.
         job: its argument.
-        num_processes: they are joined by gloo where there are several.
+        num_processes: they are joined by torch.distributed where there are several.
         fork: whether they are forks of this process, which must have started no thread.
         timeout_seconds: for all of it.
+        variables: more environment variables of the processes.
 
     Raises:
         JobFailedError: a process failed or took too long.
@@ -57,7 +61,10 @@ def run_job(
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         start = _fork if fork else _start
-        processes = [start(name, job, _environment(r, num_processes, port), Path(folder)) for r in range(num_processes)]
+        processes = [
+            start(name, job, {**_environment(rank, num_processes, port), **(variables or {})}, Path(folder))
+            for rank in range(num_processes)
+        ]
         complaint = _wait(processes, time.monotonic() + timeout_seconds)
         results = [Path(folder) / f"{rank}.json" for rank in range(num_processes)]
         if complaint or not all(path.exists() for path in results):
@@ -144,10 +151,12 @@ def _work(name: str, job: Job, folder: Path) -> None:
     module, _, function = name.partition(":")
     run = getattr(importlib.import_module(module), function)
     if num_processes > 1:
-        dist.init_process_group("gloo", rank=rank, world_size=num_processes, timeout=timedelta(seconds=300))
+        backend = os.environ.get(BACKEND_VARIABLE, "gloo")
+        store, limit = f"file://{folder}/store", timedelta(seconds=300)
+        dist.init_process_group(backend, store, rank=rank, world_size=num_processes, timeout=limit)
     (folder / f"{rank}.json").write_text(json.dumps(run(job)))
     if num_processes > 1:
-        dist.barrier()
+        dist.all_reduce(torch.zeros(1))  # of the CPU, whatever the backend of a GPU
         dist.destroy_process_group()
 
 

@@ -27,6 +27,10 @@ class Work:
     """M of one pipeline, or of one process that takes the whole mini-batch."""
     random_lengths: bool = False
     """Rows of 16 tokens up to `tokens`, padded to `tokens` at their ends."""
+    dtype: str = "float32"
+    """Of weights, gradients and arithmetic."""
+    device: str = "cpu"
+    """Where the model and the micro-batches are made; "cuda" is the current GPU of a process."""
     warmup_steps: int = 1
     steps: int = 4
 
@@ -53,7 +57,8 @@ class Work:
             attn_implementation="sdpa",
         )
         torch.manual_seed(0)
-        return LlamaForCausalLM(config).train()
+        with torch.device(self.device):
+            return LlamaForCausalLM(config).to(getattr(torch, self.dtype)).train()
 
     def batch(self) -> dict[str, torch.Tensor]:
         """The mini-batch as a collator gives it: input_ids, labels and, with random lengths, attention_mask (N, T)."""
@@ -74,7 +79,7 @@ class Work:
 
         Targets are the next tokens. No mask is needed: a row's padding comes after all that has a target.
         """
-        batch = self.batch()
+        batch = {name: tensor.to(self.device) for name, tensor in self.batch().items()}
         ids, targets = batch["input_ids"], F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
         count = count or self.micro_batches
         return list(zip(ids[rows].chunk(count), targets[rows].chunk(count), strict=True))

@@ -27,7 +27,7 @@ def config_of(family: str, **overrides: Any) -> PreTrainedConfig:
         d_model=16,
         d_kv=8,
         d_ff=32,
-        num_layers=2,
+        num_layers=overrides.pop("num_layers", 2),
         num_heads=2,
         dropout_rate=dropout,
         pad_token_id=0,
@@ -73,12 +73,12 @@ def outcome(
 
 
 def gathered(pipe: Pipeline, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of all processes, copied to the CPU."""
+    """The tensors of all processes, copied to the CPU. Replicas must have the same."""
     mine = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
     everything: dict[str, torch.Tensor] = {}
     for part in pipe.topology.gather_objects(mine):
-        assert not everything.keys() & part.keys(), "a parameter has two owners"
-        everything |= part
+        for name, tensor in part.items():
+            assert torch.equal(everything.setdefault(name, tensor), tensor), f"the replicas of {name} differ"
     return everything
 
 
@@ -88,12 +88,17 @@ def assert_equals_the_cpu_s(
     """Run two steps on the CPU and on the emulated devices, and compare all numbers."""
     expected = outcome(copy.deepcopy(config), "cpu", **of_pipeline)
     found = outcome(copy.deepcopy(config), device, **of_pipeline)
+    assert_same(found, expected, tolerance, str(of_pipeline))
+
+
+def assert_same(found: Outcome, expected: Outcome, tolerance: float = TOLERANCE, what: str = "") -> None:
+    """All numbers, gradients and weights, within `tolerance`."""
     for name, number in expected.numbers.items():
         assert abs(found.numbers[name] - number) <= tolerance * max(1.0, abs(number)), (
-            f"{of_pipeline}: {name} is {found.numbers[name]!r} and on the CPU {number!r}"
+            f"{what}: {name} is {found.numbers[name]!r} and on the CPU {number!r}"
         )
-    assert_near(found.gradients, expected.gradients, tolerance, f"{of_pipeline}: gradient")
-    assert_near(found.weights, expected.weights, tolerance, f"{of_pipeline}: weight")
+    assert_near(found.gradients, expected.gradients, tolerance, f"{what}: gradient")
+    assert_near(found.weights, expected.weights, tolerance, f"{what}: weight")
 
 
 def assert_near(

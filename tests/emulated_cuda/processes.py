@@ -5,6 +5,7 @@ The process of pytest has torch without the devices, so it starts one server pro
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import importlib
 import multiprocessing
@@ -166,6 +167,7 @@ def _run(request: Request) -> tuple[list[bytes], str, str | None]:
             if not ready:
                 ranks = sorted(rank for rank, _ in processes.values())
                 failure = f"processes {ranks} had not ended after {request.timeout:g} s"
+                failure += "".join(_stack(folder, *one) for one in sorted(processes.values()))
             for receiver in ready:
                 rank, process = processes.pop(receiver)  # type: ignore[index]
                 try:
@@ -184,10 +186,21 @@ def _run(request: Request) -> tuple[list[bytes], str, str | None]:
     return [results[rank] for rank in sorted(results)], printed, failure
 
 
+def _stack(folder: str, rank: int, process: int) -> str:
+    """Where a process waits."""
+    file = Path(folder) / f"stack of {rank}"
+    os.kill(process, signal.SIGUSR1)
+    end = time.monotonic() + 5
+    while time.monotonic() < end and not (file.exists() and "_serve" in file.read_text()):  # which is the last line
+        time.sleep(0.02)
+    return f"\nprocess {rank}: {file.read_text() if file.exists() else 'has not started'}"
+
+
 def _work(request: Request, rank: int, folder: str, output: int, sender: Connection) -> None:
     """Run the function in a forked process, send its result, and end."""
     os.dup2(output, 1)
     os.dup2(output, 2)
+    faulthandler.register(signal.SIGUSR1, (Path(folder) / f"stack of {rank}").open("w"), all_threads=False)
     try:
         outcome = True, pickle.dumps(_call(request, rank, folder))
     except BaseException:
@@ -213,7 +226,7 @@ def _call(request: Request, rank: int, folder: str) -> Any:
             init_method=store,
             rank=rank,
             world_size=request.num_processes,
-            timeout=timedelta(seconds=request.timeout),
+            timeout=timedelta(seconds=10 * request.timeout),  # the process is ended before
         )
     function: Any = importlib.import_module(request.module)
     for name in request.name.split("."):

@@ -43,12 +43,45 @@ def test_two_processes_on_two_devices_each() -> None:
     )
 
 
-@on_emulated_cuda(4)
-def test_every_schedule_runs_when_each_message_blocks_its_process() -> None:
+def run_all_schedules(num_processes: int) -> None:
     """As with CUDA_LAUNCH_BLOCKING=1, and for a moment whenever a kernel is loaded or memory is freed."""
     os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
-    for schedule, num_stages in (("gpipe", 4), ("gpipe_fused", 4), ("1f1b", 4), ("interleaved_1f1b", 8), ("naive", 4)):
-        config = config_of("marian")
+    config = config_of("marian", encoder_layers=4)
+    for schedule in ("gpipe", "gpipe_fused", "1f1b", "interleaved_1f1b", "naive"):
+        num_stages = 2 * num_processes if schedule == "interleaved_1f1b" else num_processes
         assert_equals_the_cpu_s(
             config, "cuda", num_stages=num_stages, num_micro_batches=4, schedule=schedule, recompute="stage"
         )
+
+
+@on_emulated_cuda(2)
+def test_every_schedule_runs_when_each_message_blocks_one_of_two_processes() -> None:
+    run_all_schedules(2)
+
+
+@on_emulated_cuda(4)
+def test_every_schedule_runs_when_each_message_blocks_one_of_four_processes() -> None:
+    run_all_schedules(4)
+
+
+@on_emulated_cuda(2)
+def test_replicas_of_one_stage() -> None:
+    for family in ("llama", "marian"):
+        assert_equals_the_cpu_s(config_of(family), "cuda", num_stages=1, num_micro_batches=3, replicas=2)
+
+
+@on_emulated_cuda(4)
+def test_replicas_of_two_stages() -> None:
+    """With blocking messages too: then the sum of one stage's gradients ends before the next action starts."""
+    for blocking in ("0", "1"):
+        os.environ["CUDA_LAUNCH_BLOCKING"] = blocking
+        for tied in (True, False):
+            assert_equals_the_cpu_s(
+                config_of("llama", tied=tied),
+                "cuda",
+                num_stages=2,
+                num_micro_batches=4,
+                schedule="1f1b",
+                recompute="stage",
+                replicas=2,
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hf_gpipe import Pipeline
 from hf_gpipe.recipe import PipelineConfig
 from tests.emulated_cuda.comparing import assert_near, config_of, gathered, outcome
 from tests.emulated_cuda.processes import on_emulated_cuda
-from tests.oracle import padded_batch, plain_model
+from tests.oracle import padded_batch, plain_model, run_pipeline, run_plain
 from tests.test_peft import adapted_model
 from tests.training.test_mixed_precision import Overflow
 from tests.training.toy import Recorder, Rows, trainer
@@ -24,12 +25,12 @@ THREE = ["cuda:0", "cuda:1", "cuda:2"]
 def generated(device: Any) -> list[Any]:
     tokens = []
     for family in ("llama", "marian"):
-        pipe = Pipeline(plain_model(config_of(family)), 3, device=device)
+        pipe = Pipeline(plain_model(config_of(family), dtype=torch.float32), 3, device=device)
         prompt = padded_batch(pipe.adapter.config)
         if family == "llama":  # padding is on the left of a prompt
             prompt = {name: tensor.flip(1) for name, tensor in prompt.items()}
         prompt.pop("labels")
-        for how in ({}, {"do_sample": True}):
+        for how in ({}, {"do_sample": True}, {"num_beams": 3}):
             torch.manual_seed(0)
             tokens.append(pipe.generate(**prompt, max_new_tokens=6, **how).tolist())
     return tokens
@@ -85,6 +86,29 @@ def test_the_trainer(tmp_path: Path) -> None:
 @on_emulated_cuda(2)
 def test_the_trainer_in_two_processes(tmp_path: Path) -> None:
     check_training(tmp_path)
+
+
+@on_emulated_cuda()
+def test_autocast_is_the_plain_model_s_on_the_same_device() -> None:
+    """CUDA's autocast converts other operations than the CPU's, so the plain model runs on an emulated device too."""
+    for family in ("llama", "marian"):
+        for dtype in (torch.bfloat16, torch.float16):
+            plain = plain_model(config_of(family), dtype=torch.float32)
+            batch = padded_batch(plain.config)
+            found = run_pipeline(Pipeline(copy.deepcopy(plain), 3, 2, device=THREE, autocast=dtype), batch)
+            plain.register_forward_hook(logits_in_float32)
+            with torch.autocast("cuda", dtype):
+                expected = run_plain(plain.to("cuda:3"), {name: t.to("cuda:3") for name, t in batch.items()}, 2)
+            assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+            in_float32 = run_plain(plain, {name: t.to("cuda:3") for name, t in batch.items()}, 2)
+            assert found.loss != in_float32.loss, "half precision shows"
+            gradients = [{name: t.cpu() for name, t in one.gradients.items()} for one in (found, expected)]
+            assert_near(*gradients, 1e-6, f"{family} {dtype}")
+
+
+def logits_in_float32(model: Any, inputs: Any, output: Any) -> None:
+    """As transformers' own losses do before the softmax."""
+    output.logits = output.logits.float()
 
 
 @on_emulated_cuda(2)

@@ -18,6 +18,7 @@ from hf_gpipe.runtime.channel import Channel, LocalChannel, RemoteChannel
 from hf_gpipe.runtime.edges import Edge, connect
 from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.micro_batch import MicroBatch
+from hf_gpipe.runtime.processes import Processes
 from hf_gpipe.runtime.topology import Topology
 from hf_gpipe.schedule import Placement, Schedule, build, placement_for
 from hf_gpipe.schedule.messages import num_communicators
@@ -186,7 +187,8 @@ def test_communicators_are_shared_and_set_up_one_after_another(
         log.clear()
         names = placement.devices or ("cuda:0",) * placement.num_stages
         devices = {stage: torch.device(names[stage]) for stage in placement.stages_of(rank)}
-        topology = Stub(rank, placement.num_processes, placement, next(iter(devices.values())), devices)
+        own = tuple(dict.fromkeys(devices.values()))
+        topology = Stub(rank, placement.num_processes, own, placement, devices)
         found = connect(topology, lambda stage, name: torch.float32)
         assert set(found) == {s for s in range(placement.num_stages - 1) if {s, s + 1} & set(devices)}
         for place, entry in enumerate(log):
@@ -199,14 +201,16 @@ def test_communicators_are_shared_and_set_up_one_after_another(
     assert all(own == created[0] for own in created)
 
 
-def discover() -> str:
+def on_two_kinds() -> str:
+    alone = Processes.of_job()
+    processes = Processes(alone.rank, 2, (torch.device("cpu" if alone.rank == 0 else "meta"),))
     with pytest.raises(UserError) as caught:
-        Topology.discover(2, "cpu" if dist.get_rank() == 0 else "meta")
+        Topology.of(processes, Placement.one_stage_each(2))
     return str(caught.value)
 
 
 def test_devices_of_several_kinds_in_several_processes_are_refused() -> None:
-    for message in run_gloo(discover, 2):
+    for message in run_gloo(on_two_kinds, 2):
         assert message.startswith("devices of several kinds (process 0: cpu; process 1: meta): with several processes ")
 
 

@@ -23,6 +23,7 @@ class Options:
         recompute: "none", or what is recomputed: the peers know only "on", ours its own modes, also one for each stage.
         schedule: where there is a choice.
         split: blocks on the first of two stages, beside the embedding; 0: `partition` says.
+        blocks: in place of `split`, the blocks on each of any number of stages.
         partition: how ours is cut where `split` is 0.
         length_bucketing: rows of similar length go together, and no micro-batch is longer than its longest row.
         peak_bytes: what the planner may let a process grow to, libraries included.
@@ -34,6 +35,11 @@ class Options:
     length_bucketing: bool = False
     peak_bytes: int | None = None
     partition: str = "auto"
+    blocks: tuple[int, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.blocks) or 2
 
 
 class Contender(Protocol):

@@ -1,4 +1,4 @@
-"""The two stages of a Llama for libraries that want modules of tensors: its own sub-modules, hung up anew."""
+"""The stages of a Llama for libraries that want modules of tensors: its own sub-modules, hung up anew."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BlockOnly(nn.Module):
         self.block, self.rotary = block, rotary
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(hidden.shape[1]).unsqueeze(0)
+        positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
         angles = self.rotary(hidden, position_ids=positions)
         output: torch.Tensor = self.block(
             hidden, attention_mask=None, position_ids=positions, position_embeddings=angles
@@ -48,10 +48,15 @@ def layers(model: Any) -> tuple[nn.Module, list[BlockOnly], nn.Module]:
     return model.model.embed_tokens, blocks, nn.Sequential(model.model.norm, model.lm_head)
 
 
-def stages(work: Work, options: Options) -> tuple[nn.Module, nn.Module]:
-    """The first and the second stage, cut after `options.split` blocks."""
+def stages(work: Work, options: Options) -> list[nn.Module]:
+    """The stages: two cut after `options.split` blocks, or those of `options.blocks`."""
     embedding, blocks, head = layers(work.model())
     recompute = options.recompute != "none"
-    first = nn.Sequential(embedding, Blocks(blocks[: options.split], recompute))
-    second = nn.Sequential(Blocks(blocks[options.split :], recompute), head)
-    return first, second
+    sizes = options.blocks or (options.split, len(blocks) - options.split)
+    parts: list[list[nn.Module]] = []
+    for size in sizes:
+        parts.append([Blocks(blocks[:size], recompute)])
+        blocks = blocks[size:]
+    parts[0].insert(0, embedding)
+    parts[-1].append(head)
+    return [nn.Sequential(*part) for part in parts]

@@ -11,12 +11,15 @@ from hf_gpipe import Pipeline
 
 
 class Ours:
-    """Two stages of a Pipeline."""
+    """Stages of a Pipeline."""
 
     def __init__(self, work: Work, options: Options, rank: int) -> None:
         recompute = options.recompute if isinstance(options.recompute, str) else list(options.recompute)
-        # Layers are the embedding, the blocks, the norm and the head.
-        first = 1 + options.split
+        partition: list[int] | str = options.partition
+        if sizes := list(options.blocks) or ([options.split, work.layers - options.split] if options.split else []):
+            partition = sizes  # layers are the embedding, the blocks, the norm and the head
+            partition[0] += 1
+            partition[-1] += 2
         memory = None
         if options.peak_bytes is not None:
             # The planner counts what a pipeline needs; what the libraries take, they take at their first steps.
@@ -26,11 +29,11 @@ class Ours:
         self.batch = work.batch()
         self.pipe = Pipeline(
             work.model(),
-            num_stages=2,
+            num_stages=options.num_stages,
             num_micro_batches=work.micro_batches,
             schedule=options.schedule,
             recompute=recompute,
-            partition=[first, work.layers + 3 - first] if options.split else options.partition,
+            partition=partition,
             length_bucketing=options.length_bucketing,
             example=self.batch,
             memory=memory,

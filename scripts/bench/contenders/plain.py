@@ -24,13 +24,13 @@ class Single:
         self.num_targets = work.num_targets()
 
     def step(self) -> float | None:
-        total = 0.0
+        losses = []
         for ids, targets in self.micro_batches:
             loss = loss_share(self.model(input_ids=ids, use_cache=False).logits, targets, self.num_targets)
             loss.backward()
-            total += loss.item()
+            losses.append(loss.detach())
         update(self.optimizer)
-        return total
+        return sum(loss.item() for loss in losses)
 
 
 class Twin(Single):

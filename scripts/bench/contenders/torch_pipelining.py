@@ -13,14 +13,16 @@ from bench.work import Work, loss_share, optimizer, update
 
 
 class TorchPipelining:
-    """Two stages. It divides gradients by M, so the loss of a micro-batch is told M times as large."""
+    """It divides gradients by M, so the loss of a micro-batch is told M times as large."""
 
     def __init__(self, work: Work, options: Options, rank: int) -> None:
         self.module, self.rank = stages(work, options)[rank], rank
+        self.is_last = rank == options.num_stages - 1
+        device = next(self.module.parameters()).device
         micro_batches = work.micro_batches_of()
         self.ids = torch.cat([ids for ids, _ in micro_batches])
         self.targets = torch.cat([targets for _, targets in micro_batches])
-        stage = pipelining.PipelineStage(self.module, rank, 2, torch.device("cpu"))
+        stage = pipelining.PipelineStage(self.module, rank, options.num_stages, device)
         schedule = getattr(pipelining, options.schedule)
         loss = partial(loss_share, num_targets=work.num_targets() / work.micro_batches)
         self.schedule = schedule(stage, work.micro_batches, loss_fn=loss)
@@ -30,7 +32,9 @@ class TorchPipelining:
         losses: list[torch.Tensor] = []
         if self.rank == 0:
             self.schedule.step(self.ids, return_outputs=False)
-        else:
+        elif self.is_last:
             self.schedule.step(target=self.targets, losses=losses, return_outputs=False)
+        else:
+            self.schedule.step(return_outputs=False)
         update(self.optimizer)
         return torch.stack(losses).mean().item() if losses else None

@@ -1,0 +1,116 @@
+"""Steps of a pipeline on GPUs beside the plain Hugging Face model on one of them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from gpu_check.checks import FAMILIES
+from hf_gpipe import Pipeline
+from hf_gpipe.recipe.pipeline import TRAINING_SCHEDULES
+from tests.emulated_cuda.comparing import config_of
+from tests.oracle import Result, padded_batch, plain_model, run_plain
+
+#: Largest difference of a gradient, as a share of the norm of all of them, and of the loss, as a share of it.
+#: In bfloat16 4 units of its rounding: a stage adds gradients in another order, and may use another attention kernel.
+BOUNDS = {"float64": 1e-10, "bfloat16": 2.0**-6}
+NUM_MICRO_BATCHES = 4
+RECOMPUTE = ("none", "block", "stage")
+
+
+def exact(job: dict[str, Any]) -> dict[str, Any]:
+    """Every schedule with every mode of recomputation and every family; with `quick` each schedule once."""
+    rank, num_processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(rank)
+    num_devices = job["num_devices"]
+    device: Any = "cuda" if num_processes > 1 else [f"cuda:{index}" for index in range(num_devices)]
+    places = max(num_processes, num_devices)
+    comparison = Comparison(job["dtype"])
+    for family, schedule, recompute in ways(job.get("families", FAMILIES), quick=job["quick"]):
+        num_stages = 2 * num_processes if schedule == "interleaved_1f1b" else max(2, places)
+        comparison.add(family, device, num_stages=num_stages, schedule=schedule, recompute=recompute)
+    return comparison.report()
+
+
+def replicas(job: dict[str, Any]) -> dict[str, Any]:
+    """Two replicas of each stage, one process each."""
+    num_processes = int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(int(os.environ["RANK"]))
+    comparison = Comparison(job["dtype"])
+    for family in FAMILIES[:1] if job["quick"] else FAMILIES:
+        for schedule in ("gpipe", "1f1b"):
+            comparison.add(
+                family, "cuda", num_stages=num_processes // 2, schedule=schedule, recompute="stage", replicas=2
+            )
+    return comparison.report()
+
+
+def ways(families: Sequence[str], *, quick: bool) -> Iterator[tuple[str, str, str]]:
+    """Families, schedules and modes of recomputation: all of each with all others; with `quick` each schedule once."""
+    for number, schedule in enumerate(TRAINING_SCHEDULES):
+        if quick:
+            yield families[number % len(families)], schedule, RECOMPUTE[number % len(RECOMPUTE)]
+            continue
+        for family in families:
+            for recompute in RECOMPUTE:
+                yield family, schedule, recompute
+
+
+class Comparison:
+    """Compares pipelines with the plain model, and keeps the largest difference.
+
+    Args:
+        dtype: of weights and arithmetic, by name.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype, self.bound = dtype, BOUNDS[dtype]
+        self.worst, self.num_steps = 0.0, 0
+        self.problems: list[str] = []
+        self._expected: dict[str, Result] = {}
+
+    def add(self, family: str, device: Any, **values: Any) -> None:
+        """Train one step of a pipeline, and compare its loss and all gradients. Every process must call it."""
+        what = f"{family} {' '.join(f'{name}={value}' for name, value in values.items())}"
+        if family not in self._expected:
+            plain = self.model(family).to("cuda")
+            batch = {name: tensor.to("cuda") for name, tensor in padded_batch(plain.config).items()}
+            self._expected[family] = run_plain(plain, batch, NUM_MICRO_BATCHES)
+        expected = self._expected[family]
+        pipe = Pipeline(self.model(family), num_micro_batches=NUM_MICRO_BATCHES, device=device, **values)
+        batch = padded_batch(pipe.adapter.config)
+        loss = float(pipe.train_step(batch if pipe.topology.rank == 0 else None))
+        mine = {name: p.grad.cpu().double() for name, p in pipe.named_parameters() if p.grad is not None}
+        # Replicas of a stage have the same parameters, and each has the whole gradient.
+        found = [one for part in pipe.topology.gather_objects(mine) for one in part.items()]
+        self.num_steps += 1
+        if {name for name, _ in found} != expected.gradients.keys():
+            self.problems.append(f"{what}: gradients of other parameters")
+            return
+        norm = expected.norm
+        errors = {"the loss": abs(loss - expected.loss) / abs(expected.loss)}
+        for name, gradient in found:
+            error = float((gradient - expected.gradients[name].cpu().double()).norm()) / norm
+            errors[name] = max(error, errors.get(name, 0.0), key=lambda one: math.inf if math.isnan(one) else one)
+        name = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
+        self.worst = max(self.worst, errors[name])
+        if not errors[name] <= self.bound:
+            self.problems.append(f"{what}: {name} is off by {errors[name]:.1e}, more than {self.bound:.1e}")
+
+    def model(self, family: str) -> Any:
+        """The plain model; in bfloat16 with the attention that transformers chooses."""
+        config = config_of(family)
+        if family == "llama":
+            config.num_hidden_layers = 6  # enough for two stages in each of four processes
+        model = plain_model(config, dtype=getattr(torch, self.dtype))
+        if self.dtype == "bfloat16" and model._supports_sdpa:
+            model.set_attn_implementation("sdpa")
+        return model
+
+    def report(self) -> dict[str, Any]:
+        figures = {"largest difference": self.worst, "bound": self.bound, "steps": self.num_steps}
+        return {"figures": figures, "problems": self.problems}

@@ -1,0 +1,108 @@
+"""The checks for GPUs run on emulated devices, and report what fails."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.emulated_cuda.processes import check_available
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_on_emulated_devices(tmp_path: Path) -> None:
+    """One process and two, a killed one, waits, a case of speed without its figures, and a profile."""
+    check_available()
+    words = [
+        "float64, 2 p",
+        "failed",
+        "killed",
+        "step, 2 processes",
+        "sanitizer, 1",
+        "2 GPUs: hf_gpipe 1f1b",
+        "profile",
+    ]
+    command = [sys.executable, "-m", "gpu_check", "--emulated", "--quick", "--output", str(tmp_path)]
+    command += ["--profile", str(tmp_path / "profiles"), "--only", *words]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'scripts'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "EMULATED" in done.stdout
+    text = (tmp_path / "gpu_check.json").read_text()
+    found = json.loads(text)
+    assert found["emulated"]
+    assert found["passed"]
+    assert len(found["environment"]["gpus"]) == 8
+    results = {one["kind"]: one["result"] for one in found["checks"]}
+    assert results.keys() == {"exactness", "hang", "order", "waiting", "speed", "profile"}
+    assert {name for name, result in results.items() if result == "skipped"} == {"order"}
+    assert not [one for one in found["checks"] if one["result"] == "failed"]
+    for one in found["checks"]:
+        assert one["kind"] != "speed" or one["figures"].keys() == {"last loss"}, "no figure of speed is real here"
+    assert str(ROOT) not in text
+    assert (tmp_path / "profiles" / "trace-stage1.json").exists()
+
+
+def test_no_gpu_is_one_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from gpu_check import __main__ as command
+    from gpu_check import running
+
+    monkeypatch.setattr(running, "call", lambda check, emulated: [{"gpus": []}])
+    assert command.main([]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "decides"),
+    [("waiting", "took too long", True), ("waiting", "exit codes [1]", False), ("exactness", "exit codes [1]", True)],
+)
+def test_a_check_that_breaks_is_a_result(monkeypatch: pytest.MonkeyPatch, kind: str, text: str, decides: bool) -> None:
+    from bench.processes import JobFailedError
+    from gpu_check import running
+    from gpu_check.checks import Check
+
+    def fail(check: Any, *, emulated: bool) -> Any:
+        raise JobFailedError(
+            f'gpu_check.waits:waits {{"a": 1}}: {text}\n  File "/a/b.py", line 3\nValueError: in /a/b.py'
+        )
+
+    monkeypatch.setattr(running, "call", fail)
+    result = running.run(Check(kind, "a", "waits:waits", {}), emulated=True)
+    assert (result.result, result.decides) == ("failed", decides)
+    assert result.message == f"{text}: ValueError: in b.py"
+
+
+def test_no_names_and_no_folders() -> None:
+    from gpu_check.running import anonymous
+
+    assert anonymous("at /home/someone/src/x.py:3 < ~/y.py") == "at x.py:3 < y.py"
+    user = getpass.getuser()
+    text = anonymous(f"{socket.gethostname()} of {user} at 3 tokens/s, 1/2")
+    assert text == "HOST of USER at 3 tokens/s, 1/2"
+
+
+def test_the_work_of_the_comparisons() -> None:
+    from gpu_check.peaks import peak_flops
+    from gpu_check.speed import comparisons, cut, flops_per_token
+
+    gpus = [{"name": "NVIDIA H100 80GB HBM3", "free_bytes": 80 << 30}] * 4
+    made = comparisons({"gpus": gpus}, 4, quick=False, emulated=False)
+    assert [one.num_gpus for one in made] == [1, 2, 4]
+    for one in made:
+        for case in one.cases:
+            assert sum(case.options.blocks) in (0, one.work.layers)
+    work = made[0].work
+    assert flops_per_token(work) == pytest.approx(6 * 1.3e9, rel=0.15)
+    assert cut(work, 2)[0] > cut(work, 2)[1], "the head takes time"
+    assert not comparisons({"gpus": [{"name": "", "free_bytes": 1 << 30}]}, 1, quick=False, emulated=False)
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("NVIDIA L40S") == 362e12
+    assert peak_flops("a GPU of no table") is None
