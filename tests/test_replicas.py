@@ -18,6 +18,9 @@ from transformers import MixtralConfig, PreTrainedConfig, PreTrainedModel
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import PipelineConfig
+from hf_gpipe.runtime import replicas
+from hf_gpipe.runtime.executor import last_backwards
+from hf_gpipe.schedule.actions import Action
 from tests.gloo import run_gloo
 from tests.oracle import (
     VOCABULARY,
@@ -201,6 +204,7 @@ def step(pipe: Pipeline, model: str) -> Step:
 
 def run_cases(cases: Sequence[Case]) -> list[Step]:
     """In one of the processes of a job: all cases with so many processes."""
+    replicas.BUCKET_BYTES = 3000  # so that a tiny stage has several
     return [step(pipeline_of(case), case.model) for case in cases]
 
 
@@ -252,10 +256,10 @@ def without_norm(model: PreTrainedModel) -> None:
     model.model.norm.forward = lambda hidden: hidden
 
 
-def run_without_norm(replicas: int) -> Result:
+def run_without_norm(num_replicas: int) -> Result:
     with pytest.raises(UserError, match="would never get one"):
-        Pipeline(tiny_config("llama"), 1, 1, replicas=replicas)
-    pipe = Pipeline(copy.deepcopy(plain_of("llama")), 1, 4, replicas=replicas)
+        Pipeline(tiny_config("llama"), 1, 1, replicas=num_replicas)
+    pipe = Pipeline(copy.deepcopy(plain_of("llama")), 1, 4, replicas=num_replicas)
     without_norm(pipe.models[0].model)
     batch = batches_of("llama")[0] if pipe.topology.is_reader else None
     loss = float(pipe.train_step(batch))
@@ -276,3 +280,34 @@ def test_a_replica_that_would_never_get_a_micro_batch_is_refused() -> None:
         PipelineConfig(num_stages=2, num_micro_batches=2, replicas=(1, 3)).check_micro_batches(1)
     with pytest.raises(UserError, match="is 2, of each of the 2 mini-batches of a step, and stage 0 has 5 replicas"):
         PipelineConfig(num_micro_batches=2, replicas=5).check_micro_batches(2)
+
+
+def buckets_before_reduction() -> tuple[int, int]:
+    """How many buckets of a stage have left before its G, and how many there are."""
+    replicas.BUCKET_BYTES = 3000
+    pipe = Pipeline(copy.deepcopy(plain_of("llama")), 1, 4, replicas=2, recompute="block")
+    left: list[int] = []
+    start = pipe._replicas.start
+
+    def counted(stage: int) -> None:
+        left.append(len(pipe._replicas._sums[stage]._started))
+        start(stage)
+
+    pipe._replicas.start = counted  # type: ignore[method-assign]
+    pipe.train_step(batches_of("llama")[0] if pipe.topology.is_reader else None)
+    return left[0], len(pipe._replicas._buckets[0])
+
+
+def test_gradients_leave_while_the_last_backward_computes() -> None:
+    for before, number in run_gloo(buckets_before_reduction, 2):
+        assert before == number > 3
+
+
+def test_a_reduction_begins_in_a_backward_only_where_no_other_comes_first() -> None:
+    def found(row: str) -> set[str]:
+        return {str(action) for action in last_backwards([Action.parse(word) for word in row.split()])}
+
+    assert found("0F0 1F0 1B0 0B0 1G 0G 0U 1U") == {"1B0"}
+    assert found("0F0 1F0 1B0 1G 0B0 0G 0U 1U") == {"1B0", "0B0"}
+    assert found("0F0 0F2 0B0 0B2 0G 0U") == {"0B2"}
+    assert found("0G 0U") == set()

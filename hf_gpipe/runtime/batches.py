@@ -1,7 +1,8 @@
 """One data loader per pipeline: the main process reads the mini-batches and sends them to all, ahead of use.
 
 A random collator or a network stream is read once and so cannot differ between stages. Mini-batches travel as bytes
-in safetensors form, from which every process computes the shapes that it will receive.
+in safetensors form, from which every process computes the shapes that it will receive. With replicas each process gets
+the rows of all of them: token ids are a few kilobytes per row, and the number of units needs all labels.
 """
 
 from __future__ import annotations

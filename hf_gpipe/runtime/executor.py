@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -65,6 +66,7 @@ class Executor:
         self._devices = {stage.device for stage in stages.values()}
         self._table: Schedule | None = None
         self._receives: dict[int, list[Action]] = {}
+        self._last_backwards: frozenset[Action] = frozenset()
 
     def run(
         self,
@@ -103,7 +105,7 @@ class Executor:
         shares = on_devices(own, self._devices)
         actions = schedule.actions[self._rank]
         last_update = next((one for one in reversed(actions) if one.kind == ActionKind.UPDATE), None)
-        receives = self._receives_of(schedule)
+        self._read(schedule)
         timer = Timer(self._devices) if is_measured else None
         mark = timer.mark if timer is not None else NamedRanges().mark if is_profiled() else _not_measured
         action, is_updating = None, False
@@ -111,7 +113,7 @@ class Executor:
             for place, action in enumerate(actions):
                 stage = self._stages[action.stage]
                 mark(action, stage.device)
-                for reader in receives.get(place, ()):
+                for reader in self._receives.get(place, ()):
                     self._announce(reader, micro_batches)
                 received: dict[str, torch.Tensor] = {}
                 if self._reads_message(action):
@@ -173,11 +175,18 @@ class Executor:
             stage.recompute(index)
             return {}
         if action.kind == ActionKind.BACKWARD:
-            return stage.backward(index, received)
+            with self._in_last_backward(action):
+                return stage.backward(index, received)
         context = Context(micro_batch, received, options)
         if schedule.is_training:
             return stage.forward(context, keep_graph=schedule.keeps_graph(action.stage, index))
         return stage.evaluate(context)
+
+    def _in_last_backward(self, action: Action) -> AbstractContextManager[None]:
+        """Where the process's next G is the stage's own and no B of the stage follows, that G begins in this B."""
+        if self._replicas is None or action not in self._last_backwards:
+            return nullcontext()
+        return self._replicas.in_last_backward(action.stage)
 
     def _send(self, action: Action, message: dict[str, torch.Tensor], micro_batch: MicroBatch) -> None:
         stage = self._stages[action.stage]
@@ -192,15 +201,16 @@ class Executor:
             return not stage.is_first
         return action.kind == ActionKind.BACKWARD and any(stage.trainable_outputs.values())
 
-    def _receives_of(self, schedule: Schedule) -> Mapping[int, Sequence[Action]]:
-        """The actions whose messages from other processes are announced before each action of this process."""
-        if schedule is not self._table:
-            receives = defaultdict(list)
-            for message in messages(schedule):
-                if message.receiver == self._rank and self._reads_message(message.consumer):
-                    receives[message.before].append(message.consumer)
-            self._table, self._receives = schedule, dict(receives)
-        return self._receives
+    def _read(self, schedule: Schedule) -> None:
+        """Derive from a table, once, the receives and the last backwards of this process."""
+        if schedule is self._table:
+            return
+        receives = defaultdict(list)
+        for message in messages(schedule):
+            if message.receiver == self._rank and self._reads_message(message.consumer):
+                receives[message.before].append(message.consumer)
+        self._table, self._receives = schedule, dict(receives)
+        self._last_backwards = last_backwards(schedule.actions[self._rank])
 
     def _channel(self, action: Action) -> Channel:
         """The channel that an action's message arrives on."""
@@ -229,6 +239,20 @@ class Executor:
         for edge in self._edges.values():
             edge.down.reset()
             edge.up.reset()
+
+
+def last_backwards(actions: Sequence[Action]) -> frozenset[Action]:
+    """The last B of each stage in which its G can begin: between the two no other G stands, for which order matters."""
+    found = set()
+    since: dict[int, Action] = {}
+    for action in actions:
+        if action.kind == ActionKind.BACKWARD:
+            since[action.stage] = action
+        elif action.kind == ActionKind.REDUCE:
+            if action.stage in since:
+                found.add(since[action.stage])
+            since.clear()
+    return frozenset(found)
 
 
 def _not_measured(action: Action, device: torch.device) -> None:

@@ -3,7 +3,8 @@
 Each process runs `generate` on an object of the model's own class without weights. Its forward runs the stages one
 after another, and the logits of the last position come back to every process, so that all of them search or sample the
 same tokens without further messages. The encoder runs once; then `generate` itself repeats its output for
-beams. Nothing is pipelined: a token depends on the one before it, and a stage waits while the others work.
+beams. Nothing is pipelined: a token depends on the one before it, and a stage waits while the others work. Of a stage
+with replicas the first one generates all rows, and the others wait too.
 """
 
 from __future__ import annotations

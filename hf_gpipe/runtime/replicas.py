@@ -1,12 +1,14 @@
 """The replicas of a stage sum their gradients: the action G of a table.
 
 Each replica has run its own micro-batches, and the loss of each is divided by the number of units in the whole
-mini-batch. So the sum over the replicas, not the mean, is the gradient of the mini-batch.
+mini-batch. So the sum over the replicas, not the mean, is the gradient of the mini-batch. Gradients travel in buckets:
+the first ones leave while the stage's last backward still computes, the last ones at G.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -31,14 +33,71 @@ class _Bucket:
     work: dist.Work
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """The sum of a stage's gradients, under way."""
+class _Sum:
+    """The sum of a stage's gradients in one step. All replicas start its buckets in the same order.
 
-    buckets: list[_Bucket]
-    has_gradient: torch.Tensor
-    """For each parameter whether any replica has a gradient, on the CPU, once `agreed` has ended."""
-    agreed: dist.Work
+    Args:
+        buckets: parameters whose gradients travel together.
+        group: of the replicas, for gradients.
+    """
+
+    def __init__(self, buckets: Sequence[Parameters], group: dist.ProcessGroup) -> None:
+        self._buckets, self._group = buckets, group
+        self._number = {parameter: number for number, bucket in enumerate(buckets) for parameter in bucket}
+        #: Of each bucket how many gradients are not complete.
+        self._missing = [len(bucket) for bucket in buckets]
+        self._started: list[_Bucket] = []
+        self._has_gradient: list[bool] = []
+        self._agreed: tuple[torch.Tensor, dist.Work] | None = None
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Context manager for the stage's last backward: a bucket starts as soon as its gradients are complete."""
+        hooks = [parameter.register_post_accumulate_grad_hook(self._note) for parameter in self._number]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def start_rest(self, on_cpu: dist.ProcessGroup) -> None:
+        """After the last backward: start the buckets that are left, for some parameters may have no gradient."""
+        while len(self._started) < len(self._buckets):
+            self._start_next()
+        flags = torch.tensor(self._has_gradient, dtype=torch.uint8)
+        self._agreed = flags, _started(dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=on_cpu, async_op=True))
+
+    def finish(self) -> None:
+        """Wait for the sums and put them into `.grad`."""
+        assert self._agreed is not None, "a sum that was begun in a backward was not started"
+        flags, agreed = self._agreed
+        agreed.wait()
+        has_gradient = iter(flags.tolist())
+        for bucket in self._started:
+            bucket.work.wait()
+            values = bucket.flat.split([p.numel() for p in bucket.parameters])
+            for parameter, value in zip(bucket.parameters, values, strict=True):
+                if next(has_gradient):
+                    parameter.grad = value.view_as(parameter)
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        """A parameter's gradient is complete. The engine adds to it once in a backward."""
+        number = self._number[parameter]  # type: ignore[index]
+        assert number >= len(self._started), "a gradient was added to after it had been sent"
+        self._missing[number] -= 1
+        while len(self._started) < len(self._buckets) and self._missing[len(self._started)] == 0:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        parameters = self._buckets[len(self._started)]
+        self._has_gradient += [p.grad is not None for p in parameters]
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
+        for parameter in parameters:
+            # Its values are in the bucket now.
+            parameter.grad = None
+        self._started.append(
+            _Bucket(parameters, flat, _started(dist.all_reduce(flat, group=self._group, async_op=True)))
+        )
 
 
 class Replicas:
@@ -51,11 +110,11 @@ class Replicas:
     """
 
     def __init__(self, models: Mapping[int, StageModel], ties: Ties, topology: Topology) -> None:
-        self._parameters: dict[int, Parameters] = {}
+        self._buckets: dict[int, list[Parameters]] = {}
         #: For gradients, and for what the host reads.
         self._groups: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
         self._followed: Parameters = []
-        self._pending: dict[int, _Pending] = {}
+        self._sums: dict[int, _Sum] = {}
         groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
         for workers in topology.placement.groups:
             on_cpu = topology.new_group(workers, torch.device("cpu"))
@@ -67,7 +126,7 @@ class Replicas:
             own = [(name, p) for name, p in models[stage].parameters.items() if p.requires_grad]
             # Stages share a group: the G of a table stand in one order on all workers.
             self._groups[stage] = groups[workers]
-            self._parameters[stage] = [p for name, p in own if name not in ties.names]
+            self._buckets[stage] = list(_in_buckets([p for name, p in own if name not in ties.names]))
             self._followed += [p for name, p in own if not topology.leads(ties.owner_stage[name])]
 
     def groups_of(self, stage: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -79,34 +138,33 @@ class Replicas:
         for parameter in self._followed:
             parameter.grad = None
 
+    @contextmanager
+    def in_last_backward(self, stage: int) -> Iterator[None]:
+        """Context manager for the last B of a stage: gradients that it completes travel while it goes on.
+
+        The next G of this process must be that of the stage.
+        """
+        if not self._buckets[stage]:
+            yield
+            return
+        self._sums[stage] = _Sum(self._buckets[stage], self._groups[stage][0])
+        with self._sums[stage].in_backward():
+            yield
+
     def start(self, stage: int) -> None:
         """Start to sum the gradients of a stage. They must not be used before `finish`."""
-        parameters, (group, on_cpu) = self._parameters[stage], self._groups[stage]
-        if not parameters:
+        if not self._buckets[stage]:
             return
-        has_gradient = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
-        agreed = _started(dist.all_reduce(has_gradient, op=dist.ReduceOp.MAX, group=on_cpu, async_op=True))
-        buckets = []
-        for some in _in_buckets(parameters):
-            flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in some])
-            for parameter in some:
-                # Its values are in the bucket now.
-                parameter.grad = None
-            buckets.append(_Bucket(some, flat, _started(dist.all_reduce(flat, group=group, async_op=True))))
-        self._pending[stage] = _Pending(buckets, has_gradient, agreed)
+        group, on_cpu = self._groups[stage]
+        if stage not in self._sums:
+            self._sums[stage] = _Sum(self._buckets[stage], group)
+        self._sums[stage].start_rest(on_cpu)
 
     def finish(self) -> None:
         """Wait for the sums of all stages and put them into `.grad`. A parameter without gradient anywhere has none."""
-        for stage, pending in self._pending.items():
-            pending.agreed.wait()
-            has_gradient = dict(zip(self._parameters[stage], pending.has_gradient.tolist(), strict=True))
-            for bucket in pending.buckets:
-                bucket.work.wait()
-                values = bucket.flat.split([p.numel() for p in bucket.parameters])
-                for parameter, value in zip(bucket.parameters, values, strict=True):
-                    if has_gradient[parameter]:
-                        parameter.grad = value.view_as(parameter)
-        self._pending.clear()
+        for one in self._sums.values():
+            one.finish()
+        self._sums.clear()
 
 
 def _in_buckets(parameters: Parameters) -> Iterator[Parameters]:

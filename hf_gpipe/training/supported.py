@@ -99,7 +99,7 @@ LIMITS = {
 _FULL_EVAL = "evaluation computes in the precision of training: use bf16 or fp16, or a model in bfloat16"
 _BLOCKS = "recompute='block' checkpoints each block in the one way there is, without reentrance"
 _LIGER = "stages keep transformers' own layers"
-_REPLICAS = "a pipeline has one replica of each stage"
+_REPLICAS = "the pipeline itself sums the gradients of replicas; DistributedDataParallel is not used"
 _OTHER_ENGINE = "it is another way to spread a model over devices"
 
 #: Field -> why it cannot be honoured, or what to use instead.
