@@ -55,15 +55,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     # What the options get wrong is said before anything that takes seconds.
-    if options.devices is not None and options.devices < 1:
-        raise UserError(f"--devices is {options.devices}; a pipeline needs at least 1.")
+    num_devices, cluster = _count(options.devices), None
     if options.table and options.json:
         raise UserError("--table and --json exclude each other: both say what is printed; leave one of them out.")
     if options.memory is not None:
         read_bytes(options.memory, "--memory")
-    recipe = _on_devices(load_recipe(options.recipe, options.overrides), options.overrides, options.devices)
-    config = replace(recipe.pipeline, memory=options.memory or recipe.pipeline.memory)
+    from hf_gpipe.planner.network import read_cluster
+
     device = _device(options)
+    if options.devices is not None and num_devices is None:
+        cluster = read_cluster(options.devices, device)
+        num_devices = cluster.num_devices
+    recipe = _on_devices(load_recipe(options.recipe, options.overrides), options.overrides, num_devices)
+    config = replace(recipe.pipeline, memory=options.memory or recipe.pipeline.memory)
 
     from hf_gpipe.planner.choose import search
     from hf_gpipe.planner.report import as_dict, draw_plan, overrides, report, search_report
@@ -72,6 +76,7 @@ def _plan(options: argparse.Namespace) -> int:
     if table is not None:
         config = replace(config, recompute=recompute_under(table, config.recompute))
     planner = _planner(recipe, device, config.memory_bytes, table, is_profiled=options.profile)
+    planner.cluster = cluster
     if options.search:
         found = search(planner, config)
         best = found.fastest[0] if found.fastest else found.leanest
@@ -99,6 +104,28 @@ def _plan(options: argparse.Namespace) -> int:
     return 0 if best.fits else 1
 
 
+def _count(text: str | None) -> int | None:
+    """A number of devices; None for a cluster.
+
+    Raises:
+        UserError: the text is neither.
+    """
+    from hf_gpipe.planner.network import is_cluster
+
+    if text is None or is_cluster(text):
+        return None
+    try:
+        count = int(text)
+    except ValueError:
+        raise UserError(
+            f"--devices is {text!r}; write a number of devices, such as 8, or a cluster, such as 4x8 or "
+            "4x8@25Gbit/s+50us,150GB/s+5us."
+        ) from None
+    if count < 1:
+        raise UserError(f"--devices is {count}; a pipeline needs at least 1.")
+    return count
+
+
 def _best(planner: Planner, config: PipelineConfig) -> Plan:
     from hf_gpipe.planner.choose import best_plan
 
@@ -120,6 +147,8 @@ def _on_devices(recipe: Recipe, overrides: Sequence[str], devices: int | None) -
     if devices is None:
         return recipe
     pipeline = recipe.pipeline
+    if isinstance(pipeline.replicas, int) and pipeline.replicas > 1:
+        return _replicas_on_devices(recipe, pipeline.replicas, devices)
     num_stages = pipeline.num_stages
     if devices > num_stages and pipeline.places == num_stages:
         if any(text.replace(" ", "").startswith("pipeline.num_stages=") for text in overrides):
@@ -134,6 +163,18 @@ def _on_devices(recipe: Recipe, overrides: Sequence[str], devices: int | None) -
             )
         num_stages = devices
     return replace(recipe, pipeline=replace(pipeline, num_stages=num_stages, num_processes=devices))
+
+
+def _replicas_on_devices(recipe: Recipe, replicas: int, devices: int) -> Recipe:
+    """The recipe with so many replicas of a pipeline, which share the devices evenly."""
+    of_replica, rest = divmod(devices, replicas)
+    if rest or not of_replica or of_replica > recipe.pipeline.num_stages:
+        raise UserError(
+            f"--devices is {devices}, pipeline.replicas {replicas} and pipeline.num_stages "
+            f"{recipe.pipeline.num_stages}: every replica has equally many devices, and each of them at least one "
+            f"stage; use a multiple of replicas, at most {replicas * recipe.pipeline.num_stages}, or more stages."
+        )
+    return replace(recipe, pipeline=replace(recipe.pipeline, num_processes=devices))
 
 
 def _device(options: argparse.Namespace) -> Device:
@@ -246,7 +287,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("recipe", help="the recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a value of the recipe")
-    parser.add_argument("--devices", type=int, help="number of devices, one process each; default: the recipe's")
+    parser.add_argument(
+        "--devices",
+        metavar="8 or 4x8",
+        help="number of devices, one process each (default: the recipe's), or a cluster: 4x8 is 4 machines of 8 "
+        "devices, 4x8@25Gbit/s+50us,150GB/s+5us names the links from the outside in, pipedream-a is a known one",
+    )
     parser.add_argument("--memory", help="memory limit of a process, with its unit, such as 80GiB")
     parser.add_argument("--device", help=f"the device of each process: {', '.join(DEVICES)}")
     parser.add_argument("--flops", help="for another device: operations per second, such as 312TFLOPS")

@@ -64,10 +64,6 @@ class Device:
         half = 0.5 if dtype == "float64" else 1.0
         return self.flops_per_second.get(dtype, half * self.flops_per_second["float32"])
 
-    def link_seconds(self, size_bytes: float) -> float:
-        """How long a message to a neighbouring device travels."""
-        return self.link.seconds(size_bytes)
-
 
 LINKS: dict[str, Link] = {
     link.name: link

@@ -13,6 +13,7 @@ from hf_gpipe.planner.advice import smallest_fix
 from hf_gpipe.planner.choose import Found
 from hf_gpipe.planner.memory import MemoryEstimate
 from hf_gpipe.planner.plan import Plan, StagePlan, seconds_text
+from hf_gpipe.planner.traffic import is_mesh, mesh_dict, mesh_lines
 from hf_gpipe.recipe.sizes import size_text
 from hf_gpipe.schedule import is_table_file
 from hf_gpipe.schedule.draw import figure as timeline_figure
@@ -70,6 +71,7 @@ def report(plan: Plan) -> str:
             f"{_runs(settings.partition)}",
         ),
     ]
+    lines += mesh_lines(plan)
     rows = "\n".join(_table(plan))
     lines_after = [
         ("step", _step(plan)),
@@ -141,11 +143,21 @@ def overrides(plan: Plan) -> str:
         "partition": "[" + ",".join(map(str, settings.partition)) + "]",
         "num_processes": settings.num_processes,
     }
+    if settings.replicas != 1:
+        values["replicas"] = str(_listed(settings.replicas)).replace(" ", "")
     return " ".join(f"pipeline.{key}={value}" for key, value in values.items())
+
+
+def _listed(replicas: int | Sequence[int]) -> int | list[int]:
+    return replicas if isinstance(replicas, int) else list(replicas)
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
     """A plan for a JSON file: bytes, seconds, numbers and names."""
+    return _as_dict(plan) | (mesh_dict(plan) if is_mesh(plan) else {})
+
+
+def _as_dict(plan: Plan) -> dict[str, Any]:
     return {
         "settings": _settings(plan),
         "device": plan.planner.device.name,

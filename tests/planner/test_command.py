@@ -72,6 +72,30 @@ def test_more_devices_make_more_stages(recipe: str, capsys: pytest.CaptureFixtur
     assert len(json.loads(capsys.readouterr().out)["stages"]) == 2
 
 
+def test_a_cluster_says_where_the_replicas_are_and_what_they_send(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replicas = [recipe, "pipeline.replicas=2", "--device", "t4"]
+    assert main([*replicas, "--devices", "2x2"]) == 0
+    out = capsys.readouterr().out
+    assert "cluster     2x2: 2 at 12.5 GB/s, each of 2 at 12.5 GB/s" in out
+    assert "replicas    2-2, processes of each stage 0,2 1,3" in out
+    plans = []
+    for devices in ("4", "2x2@1MB/s,12.5GB/s+10us", "2x2@12.5GB/s+10us,12.5GB/s+10us"):
+        assert main([*replicas, "--devices", devices, "--json"]) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    alike, slow, same = plans
+    assert slow["step_seconds"] > 2 * alike["step_seconds"]
+    # Two reductions share the link of a machine.
+    assert same["step_seconds"] >= alike["step_seconds"]
+    sent = slow["bytes_per_row"]
+    assert sent["total"] == sent["gradients"] + sent["boundaries"]
+    # Two replicas of each stage send 2 |w| in all, and four of the whole model three times that.
+    assert sent["data_parallel"] == pytest.approx(3 * sent["gradients"])
+    assert alike["bytes_per_row"] == sent
+    assert (alike["cluster"], slow["processes_of_stages"]) == (None, [[0, 2], [1, 3]])
+
+
 def test_a_search(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([recipe, "--memory", "1GiB", "--search"]) == 0
     out = capsys.readouterr().out
@@ -124,7 +148,9 @@ def test_layers_measured_here(recipe: str, capsys: pytest.CaptureFixture[str]) -
     [
         (["--devices", "0"], "--devices is 0; a pipeline needs at least 1"),
         (["--devices", "4", "pipeline.num_stages=2"], "--devices is 4 and pipeline.num_stages is 2"),
-        (["--devices", "many"], "argument --devices: invalid int value: 'many'"),
+        (["--devices", "many"], "--devices is 'many'; write a number of devices"),
+        (["--devices", "2x2@1GB/s", "pipeline.num_stages=4"], "has 2 levels .* and links for 1"),
+        (["--devices", "2x3", "pipeline.replicas=4"], "--devices is 6, pipeline.replicas 4 and pipeline.num_stages 2"),
         (["--memory", "80"], "--memory is '80', without a unit; write for example 80GiB"),
         (["--device", "a100-8"], "the device 'a100-8' is unknown; known are p100, .*did you mean 'a100-80'"),
         (["--flops", "3TFLOPS"], "--flops and --bandwidth go together"),

@@ -17,7 +17,7 @@ def test_a_device_by_its_name() -> None:
     assert a100.flops_for("bfloat16") == 312e12
     assert a100.flops_for("float32") == 19.5e12
     assert a100.flops_for("float64") == 19.5e12 / 2
-    assert a100.link_seconds(12.5e9) == pytest.approx(1 + 3e-5)
+    assert a100.link.seconds(12.5e9) == pytest.approx(1 + 3e-5)
     assert device("a100-80").link == LINKS["nvlink3"]
 
 
