@@ -33,7 +33,7 @@ from tests.emulated_cuda.build import NoCompilerError, library
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 #: Seconds after which the processes of a test are ended.
-TIMEOUT = 60.0
+TIMEOUT = 300.0
 #: What the tests import. A forked process has it at once.
 PRELOADED = ("hf_gpipe.training.job", "hf_gpipe.training.trainer", "hf_gpipe.planner.decide", "tests.oracle", "peft")
 

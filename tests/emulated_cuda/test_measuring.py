@@ -1,0 +1,99 @@
+"""Times, memory and the planner on emulated devices, and choices of devices that are refused."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_gpipe import Pipeline, train
+from hf_gpipe.errors import RecipeError, UserError
+from hf_gpipe.planner import measure
+from hf_gpipe.recipe import PipelineConfig
+from hf_gpipe.training.meter import peak_memory_bytes
+from tests.emulated_cuda.comparing import config_of
+from tests.emulated_cuda.mutants import mutate
+from tests.emulated_cuda.processes import on_emulated_cuda, run_emulated
+from tests.oracle import plain_model
+from tests.test_execution import decisions, measured
+from tests.training.toy import trainer
+
+
+def test_a_measured_step_tells_where_the_time_goes() -> None:
+    for times, table in run_emulated(measured, 2):
+        assert [one.action for one in times] == table
+        for before, after in pairwise(times):
+            assert before.end <= after.start
+        for one in times:
+            assert min(one.waiting, one.sending) >= 0
+            assert one.start < one.end
+
+
+def test_the_planner_decides_the_same_in_every_process() -> None:
+    first, second = run_emulated(planned, 2)
+    assert first == second
+
+
+def planned() -> list[object]:
+    # The product of two matrices that is quick on a GPU takes long here.
+    mutate(measure._matrix_rate, "4096", "64")
+    assert measure.this_machine(torch.device("cuda:1")).name == "emulated CUDA device 1"
+    return decisions()
+
+
+@on_emulated_cuda()
+def test_memory_is_that_of_the_fullest_device() -> None:
+    devices = [torch.device("cuda:0"), torch.device("cuda:1")]
+    kept = torch.zeros(1 << 20, device="cuda:1")
+    assert peak_memory_bytes(devices) == torch.cuda.max_memory_allocated("cuda:1") == kept.nbytes
+    mutate(measure._matrix_rate, "4096", "64")
+    assert measure.this_machine(devices[1]).memory_bytes == torch.cuda.mem_get_info("cuda:1")[0] + kept.nbytes
+
+
+@on_emulated_cuda()
+def test_the_trainer_empties_the_cache(tmp_path: Path) -> None:
+    emptied: list[int] = []
+    torch.cuda.empty_cache = lambda: emptied.append(made.state.global_step)
+    model = plain_model(config_of("marian"), dtype=torch.float32)
+    options: dict[str, Any] = {"max_steps": 4, "save_strategy": "no", "torch_empty_cache_steps": 2, "use_cpu": False}
+    made = trainer(tmp_path, model=model, **options)
+    assert made.args.n_gpu == 1
+    made.train()
+    assert emptied == [0, 2], "as transformers does"
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (["cuda:0", "cuda:0"], "would share one GPU: cuda:0 of process 1"),
+        (["cuda:0", "cuda:9"], "device 'cuda:9' was asked for and torch finds 8 CUDA devices"),
+        (["cuda:0", "cpu"], "process 1 on cpu and process 0 on cuda"),
+    ],
+)
+def test_devices_that_two_processes_cannot_have(devices: list[str], message: str) -> None:
+    for found in run_emulated(refusal, 2, devices):
+        assert message in found
+
+
+def refusal(devices: list[str]) -> str:
+    with pytest.raises(UserError) as caught:
+        Pipeline(config_of("llama"), 2, device=devices)
+    return str(caught.value)
+
+
+@on_emulated_cuda()
+def test_the_train_command_starts_a_process_for_each_gpu() -> None:
+    def started(**values: Any) -> int:
+        recipe: Any = SimpleNamespace(pipeline=PipelineConfig(**values))
+        return train._num_processes(recipe)
+
+    assert started(num_stages=3) == 3
+    assert started(num_stages=12) == 8
+    assert started(num_stages=12, device="cpu") == 12
+    assert started(num_stages=4, devices=("cuda:0", "cuda:1")) == 2
+    with pytest.raises(RecipeError, match="num_processes is 9 and this machine has 8 GPUs"):
+        started(num_stages=9, num_processes=9)
