@@ -176,5 +176,5 @@ def _misfit(error: ValidationError, cls: type, values: Mapping[str, Any]) -> Mis
             found, schema = found[index], of_list["items"]
     else:
         within = []
-    hint = nearest(found, choices(schema)) if isinstance(found, str) else ""
+    hint = nearest(found, map(str, choices(schema))) if isinstance(found, str) else ""
     return MisfitError((str(name), *within), f": found {show(found)}, expected {describe(schema)}{hint}")

@@ -216,8 +216,8 @@ def placement_for(name: str, num_stages: int, num_processes: int, replicas: int 
         return Placement.one_stage_each(num_stages, counts)
     if num_processes % counts[0]:
         raise ScheduleError(
-            f"replicas is {counts[0]} and the number of processes is {num_processes}: every replica of the pipeline has "
-            "processes of its own, and as many as the others; use a multiple of replicas."
+            f"replicas is {counts[0]} and the number of processes is {num_processes}: every replica of the pipeline "
+            "has processes of its own, and as many as the others; use a multiple of replicas."
         )
     place = Placement.interleaved if name == "interleaved_1f1b" else Placement.spread
     return place(num_stages, num_processes // counts[0]).replicated(counts[0])

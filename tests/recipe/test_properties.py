@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.errors import RecipeError
@@ -131,6 +131,8 @@ def test_yaml_gives_back_what_was_written(value: Any) -> None:
 
 @settings(deadline=None, max_examples=200)
 @given(st.sampled_from(list(KEYS)), values)
+@example(("pipeline", "zero"), "x")  # no text is near to a number
+@example(("pipeline", "zero"), True)
 def test_any_value_at_any_key_is_accepted_or_refused_by_name(key: Path, value: Any) -> None:
     if fits(value, KEYS[key]):
         with contextlib.suppress(RecipeError):

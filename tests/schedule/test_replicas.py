@@ -258,14 +258,14 @@ def test_a_copy_of_a_placement_keeps_its_devices() -> None:
         (lambda: Placement([(0, 2)]), "without a gap"),
         (lambda: Placement([(0, 1), 2], ["cpu", "cpu"]), "2 devices for 2 stages with 3 replicas"),
         (lambda: Placement.one_stage_each(2).replicated(0), "0 replicas"),
-        (lambda: placement_for("gpipe", 2, 3, 2), "replicas is 2 and the number of processes 3: .* multiple"),
+        (lambda: placement_for("gpipe", 2, 3, 2), "replicas is 2 and the number of processes is 3: .* multiple"),
         (lambda: placement_for("gpipe", 2, 2, [2, 1]), r"replicas \[2, 1\] are on 3 processes, and there are 2"),
         (lambda: placement_for("gpipe", 2, 3, [2, 1, 1]), r"replicas \[2, 1, 1\] has 3 entries for 2 stages"),
         (lambda: placement_for("gpipe", 2, 2, 0), "replicas is 0: every stage has at least one"),
         (lambda: build("gpipe", 2, 2, Placement.one_stage_each(2), replicas=2), r"replicas is 2, but .* have \[1, 1\]"),
         (
             lambda: build("interleaved_1f1b", 4, 4, Placement([(0, 1), (0, 1), 0, 0])),
-            "as many replicas, .* but the placement is 0,1 0,1 0 0; use",
+            "as many replicas of every stage; the placement is 0,1 0,1 0 0. Use",
         ),
     ],
 )
