@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_on_emulated_devices(tmp_path: Path) -> None:
-    """One process and two, a killed one, waits, a case of speed without its figures, and a profile."""
+    """One process and two, a killed one, waits, and a profile."""
     check_available()
     words = [
         "float64, 2 p",
@@ -27,7 +27,6 @@ def test_on_emulated_devices(tmp_path: Path) -> None:
         "killed",
         "step, 2 processes",
         "sanitizer, 1",
-        "2 GPUs: hf_gpipe 1f1b",
         "profile",
     ]
     command = [sys.executable, "-m", "gpu_check", "--emulated", "--quick", "--output", str(tmp_path)]
@@ -42,11 +41,9 @@ def test_on_emulated_devices(tmp_path: Path) -> None:
     assert found["passed"]
     assert len(found["environment"]["gpus"]) == 8
     results = {one["kind"]: one["result"] for one in found["checks"]}
-    assert results.keys() == {"exactness", "hang", "order", "waiting", "speed", "profile"}
+    assert results.keys() == {"exactness", "hang", "order", "waiting", "profile"}
     assert {name for name, result in results.items() if result == "skipped"} == {"order"}
     assert not [one for one in found["checks"] if one["result"] == "failed"]
-    for one in found["checks"]:
-        assert one["kind"] != "speed" or one["figures"].keys() == {"last loss"}, "no figure of speed is real here"
     assert str(ROOT) not in text
     assert (tmp_path / "profiles" / "trace-stage1.json").exists()
 
