@@ -343,7 +343,7 @@ def test_the_number_of_processes_is_that_of_the_workers() -> None:
     assert PipelineConfig(4, replicas=2, num_processes=4).processes == 4
     with pytest.raises(UserError, match=r"num_processes is 5 and num_stages is 2.* or more replicas"):
         PipelineConfig(2, replicas=2, num_processes=5)
-    with pytest.raises(UserError, match="replicas is 2 and the number of processes 3"):
+    with pytest.raises(UserError, match="replicas is 2 and the number of processes is 3"):
         PipelineConfig(2, replicas=2, num_processes=3)
     with pytest.raises(UserError, match=r"replicas \[2, 1\] are on 3 processes, and there are 2"):
         PipelineConfig(2, replicas=(2, 1), num_processes=2)
