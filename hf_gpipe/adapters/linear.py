@@ -126,7 +126,7 @@ class _Products(TorchFunctionMode):
 
     def _parameter_of(self, matrix: torch.Tensor) -> nn.Parameter | None:
         """The parameter that a matrix is, or is a view of."""
-        return self._trained.get(id(matrix)) or self._trained.get(id(matrix._base))
+        return self._trained.get(id(matrix) if matrix._base is None else id(matrix._base))
 
 
 _PRODUCTS = {F.linear, torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.__matmul__, torch._grouped_mm}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -121,12 +122,23 @@ class Stage:
         return message
 
     @torch.no_grad()
-    def weight_backward(self, micro_batch: int) -> None:
-        """W: add the weight gradients that I left to `.grad`, and free what it kept, one layer after the other."""
+    def weight_backward(self, micro_batch: int, completed: Callable[[torch.nn.Parameter], None] | None = None) -> None:
+        """W: add the weight gradients that I left to `.grad`, and free what it kept, one layer after the other.
+
+        Args:
+            micro_batch: its number.
+            completed: called with each parameter once all its parts have been added.
+        """
         kept = self._kept.pop(micro_batch)
+        parts = Counter(product.parameter for product in kept) if completed is not None else Counter()
         kept.reverse()
         while kept:
-            kept.pop().add()
+            product = kept.pop()
+            product.add()
+            if completed is not None:
+                parts[product.parameter] -= 1
+                if not parts[product.parameter]:
+                    completed(product.parameter)
 
     def deferred(self, micro_batch: int) -> set[torch.nn.Parameter]:
         """The parameters whose gradients W of a micro-batch adds to."""
