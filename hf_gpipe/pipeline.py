@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_gpipe.adapters.autocast import Autocast, keeping_weights
 from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.adapters.whole import refresh, whole_model
-from hf_gpipe.building import ModelSource, Source, Trained, make_stages
+from hf_gpipe.building import ModelSource, Source, Trained, boundary_dtype, make_stages
 from hf_gpipe.errors import UserError
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.advice import advising
@@ -159,6 +159,7 @@ class Pipeline(StageParameters):
         self.config, self.planned = self._planning.decide(given)
         config = self.config
         config.check_micro_batches(accumulation)
+        sent = boundary_dtype(config.boundary_dtype, self.adapter)
         self.num_stages = config.num_stages
         self.num_micro_batches = config.num_micro_batches
         self.schedule_name = config.schedule
@@ -188,7 +189,7 @@ class Pipeline(StageParameters):
         self._trained = Trained.of(self.models, self.adapter, self.topology)
         self.stages = make_stages(self.models, self.adapter, self._trained.layers, self._loss)
         self._edges = connect(
-            self.topology, lambda stage, name: self.adapter.carry_dtype(self.partition[stage][0], name)
+            self.topology, lambda stage, name: self.adapter.carry_dtype(self.partition[stage][0], name), sent
         )
         self._executor = Executor(self.stages, self._edges, self.topology.rank, self._replicas)
 
