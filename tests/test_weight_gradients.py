@@ -7,15 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
-from torch.nn import functional as F
 from transformers import Gemma2Config, GPT2Config, MixtralConfig, PreTrainedConfig, PreTrainedModel, T5Config
 
 from hf_gpipe import Pipeline
-from hf_gpipe.adapters.linear import hand_over
-from hf_gpipe.adapters.weight_gradients import WeightGradients, kept_bytes
-from hf_gpipe.errors import UserError
 from hf_gpipe.schedule import Action, ActionKind, Placement, Schedule, build, check_table
 from tests.oracle import VOCABULARY, assert_same, padded_batch, plain_model, run_pipeline, run_plain
 from tests.oracle import tiny_config as oracle_config
@@ -27,7 +21,7 @@ EXACT = ("llama", "gpt2", "t5", "m2m_100")
 
 
 def split_table(table: Schedule, delay: int) -> Schedule:
-    """The same table with I and W for B; W comes `delay` I of its stage after its own I, the last ones before U or G."""
+    """The same table with I and W for B. W comes after `delay` more I of its stage, at the latest before G and U."""
     rows = []
     for actions in table.actions:
         row: list[Action] = []

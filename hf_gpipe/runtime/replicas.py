@@ -7,9 +7,10 @@ the first ones leave while the stage's last B or W still computes, the last ones
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from hf_gpipe.runtime.topology import Topology
 BUCKET_BYTES = 25 << 20
 
 Parameters = list[torch.nn.Parameter]
+Tensor = TypeVar("Tensor", bound=torch.Tensor)
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class _Sum:
         incomplete: Collection[torch.nn.Parameter] | None = None,
     ) -> None:
         self._buckets, self._group = buckets, group
-        self._number = {parameter: number for number, bucket in enumerate(buckets) for parameter in bucket}
+        self._number: dict[torch.Tensor, int] = {one: number for number, bucket in enumerate(buckets) for one in bucket}
         #: Of each bucket how many gradients are not complete.
         self._missing = [sum(incomplete is None or p in incomplete for p in bucket) for bucket in buckets]
         self._started: list[_Bucket] = []
@@ -88,7 +90,7 @@ class _Sum:
 
     def note(self, parameter: torch.Tensor) -> None:
         """A parameter's gradient is complete. The engine adds to it once in a backward."""
-        number = self._number.get(parameter)  # type: ignore[call-overload]
+        number = self._number.get(parameter)
         if number is None:  # a tied one, which is summed at the update
             return
         assert number >= len(self._started), "a gradient was added to after it had been sent"
@@ -138,7 +140,8 @@ class Replicas:
             own = [(name, p) for name, p in models[stage].parameters.items() if p.requires_grad]
             # Stages share a group: the G of a table stand in one order on all workers.
             self._groups[stage] = groups[workers]
-            self._buckets[stage] = list(_in_buckets([p for name, p in own if name not in ties.names]))
+            # From the last one, whose gradient comes first.
+            self._buckets[stage] = list(in_buckets([p for name, p in reversed(own) if name not in ties.names]))
             self._followed += [p for name, p in own if not topology.leads(ties.owner_stage[name])]
 
     def groups_of(self, stage: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -197,17 +200,17 @@ class Replicas:
         self._sums.clear()
 
 
-def _in_buckets(parameters: Parameters) -> Iterator[Parameters]:
-    """The parameters of each type in groups of about `BUCKET_BYTES`, from the last one, whose gradient comes first."""
-    by_type: dict[torch.dtype, Parameters] = {}
-    for parameter in reversed(parameters):
-        by_type.setdefault(parameter.dtype, []).append(parameter)
+def in_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors of each type, in their order, in groups of about `BUCKET_BYTES`."""
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_type.setdefault(tensor.dtype, []).append(tensor)
     for some in by_type.values():
-        bucket: Parameters = []
+        bucket: list[Tensor] = []
         size = 0
-        for parameter in some:
-            bucket.append(parameter)
-            size += parameter.numel() * parameter.element_size()
+        for tensor in some:
+            bucket.append(tensor)
+            size += tensor.numel() * tensor.element_size()
             if size >= BUCKET_BYTES:
                 yield bucket
                 bucket, size = [], 0
