@@ -111,7 +111,8 @@ class _Products(TorchFunctionMode):
             given, matrix, *rest = args
             if func is torch._grouped_mm:
                 offsets = kwargs.get("offs")
-                if offsets is not None and set(kwargs) <= {"offs"} and not rest:
+                others = [value for name, value in kwargs.items() if name != "offs" and value is not None]
+                if offsets is not None and not others and not rest:
                     return _multiply_groups(self._gradients, given, parameter, matrix, offsets)
             elif matrix.dim() == 2 and matrix.is_contiguous() and parameter.is_contiguous():
                 bias = rest[0] if rest else kwargs.get("bias")

@@ -105,7 +105,7 @@ class Executor:
         shares = on_devices(own, self._devices)
         actions = schedule.actions[self._rank]
         last_update = next((one for one in reversed(actions) if one.kind == ActionKind.UPDATE), None)
-        self._read(schedule)
+        self.prepare(schedule)
         timer = Timer(self._devices) if is_measured else None
         mark = timer.mark if timer is not None else NamedRanges().mark if is_profiled() else _not_measured
         action, is_updating = None, False
@@ -214,8 +214,11 @@ class Executor:
             return not stage.is_first
         return action.kind.takes_gradient and any(stage.trainable_outputs.values())
 
-    def _read(self, schedule: Schedule) -> None:
-        """Derive from a table, once, the receives and the last backwards of this process."""
+    def prepare(self, schedule: Schedule) -> None:
+        """Derive from a table, once, the receives and the last backwards of this process.
+
+        Raises UserError if a stage cannot run its I and W.
+        """
         if schedule is self._table:
             return
         receives = defaultdict(list)
