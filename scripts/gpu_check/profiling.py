@@ -26,14 +26,14 @@ def profile(job: dict[str, Any]) -> dict[str, Any]:
     with torch.profiler.profile() as recorded:
         pipe.train_step(batch)
     recorded.export_chrome_trace(str(folder / f"trace-stage{rank}.json"))
-    names = {event.name for event in recorded.events()}
-    missing = {str(action) for action in pipe.schedule(4).actions[rank] if action.micro_batch is not None} - names
-    problems = [f"no ranges of {sorted(missing)}"] if missing else []
+    actions = {f"action {action}" for action in pipe.schedule(4).actions[rank]}
+    found = actions & {event.name for event in recorded.events()}
+    problems = [f"no ranges named {sorted(actions - found)}"] if found != actions else []
     if not job["emulated"]:
         with torch.autograd.profiler.emit_nvtx():  # seen where Nsight Systems runs this
             pipe.train_step(batch)
         torch.cuda.memory._dump_snapshot(str(folder / f"memory-stage{rank}.pickle"))
     return {
-        "figures": {"actions": len(names & {str(one) for one in pipe.schedule(4).actions[rank]})},
+        "figures": {"actions": len(found)},
         "problems": problems,
     }

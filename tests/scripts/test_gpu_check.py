@@ -19,16 +19,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_on_emulated_devices(tmp_path: Path) -> None:
-    """One process and two, a killed one, waits, and a profile."""
+    """Of each kind of check one: in one process and in two, with one killed, and speed without its figures."""
     check_available()
-    words = [
-        "float64, 2 p",
-        "failed",
-        "killed",
-        "step, 2 processes",
-        "sanitizer, 1",
-        "profile",
-    ]
+    words = ["float64, 2 p", "a failed", "killed", "raised", "step, 2 processes", "sanitizer, 1", "profile", "speed"]
     command = [sys.executable, "-m", "gpu_check", "--emulated", "--quick", "--output", str(tmp_path)]
     command += ["--profile", str(tmp_path / "profiles"), "--only", *words]
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'scripts'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
@@ -41,9 +34,13 @@ def test_on_emulated_devices(tmp_path: Path) -> None:
     assert found["passed"]
     assert len(found["environment"]["gpus"]) == 8
     results = {one["kind"]: one["result"] for one in found["checks"]}
-    assert results.keys() == {"exactness", "hang", "order", "waiting", "profile"}
+    assert results.keys() == {"exactness", "hang", "order", "waiting", "profile", "speed"}
     assert {name for name, result in results.items() if result == "skipped"} == {"order"}
     assert not [one for one in found["checks"] if one["result"] == "failed"]
+    speed = {one["name"]: one["figures"] for one in found["checks"] if one["kind"] == "speed"}
+    assert len(speed) == 6
+    assert len({round(one["last loss"], 4) for name, one in speed.items() if name.startswith("2 GPUs")}) == 1
+    assert all(one.keys() == {"last loss"} for one in speed.values())
     assert str(ROOT) not in text
     assert (tmp_path / "profiles" / "trace-stage1.json").exists()
 
@@ -101,5 +98,7 @@ def test_the_work_of_the_comparisons() -> None:
     assert cut(work, 2)[0] > cut(work, 2)[1], "the head takes time"
     assert not comparisons({"gpus": [{"name": "", "free_bytes": 1 << 30}]}, 1, quick=False, emulated=False)
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert peak_flops("NVIDIA L40S") == 362e12
-    assert peak_flops("a GPU of no table") is None
+    assert peak_flops("NVIDIA L40S") == 362.05e12
+    assert peak_flops("NVIDIA H100 NVL") == 835e12
+    assert peak_flops("NVIDIA H200 NVL") is None
+    assert peak_flops("NVIDIA GeForce RTX 4090 Laptop GPU") is None
