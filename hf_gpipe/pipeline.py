@@ -192,6 +192,7 @@ class Pipeline(StageParameters):
             self.topology, lambda stage, name: self.adapter.carry_dtype(self.partition[stage][0], name), sent
         )
         self._executor = Executor(self.stages, self._edges, self.topology.rank, self._replicas)
+        self._executor.prepare(self.schedule(self.num_micro_batches * accumulation))
 
     # ------------------------------------------------------------------ training and evaluation
 

@@ -2,12 +2,12 @@
 
 Each replica has run its own micro-batches, and the loss of each is divided by the number of units in the whole
 mini-batch. So the sum over the replicas, not the mean, is the gradient of the mini-batch. Gradients travel in buckets:
-the first ones leave while the stage's last backward still computes, the last ones at G.
+the first ones leave while the stage's last B or W still computes, the last ones at G.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -41,13 +41,19 @@ class _Sum:
     Args:
         buckets: parameters whose gradients travel together.
         group: of the replicas, for gradients.
+        incomplete: the parameters whose gradients the stage's last B or W adds to; None: it may be any.
     """
 
-    def __init__(self, buckets: Sequence[Parameters], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[Parameters],
+        group: dist.ProcessGroup,
+        incomplete: Collection[torch.nn.Parameter] | None = None,
+    ) -> None:
         self._buckets, self._group = buckets, group
         self._number: dict[torch.Tensor, int] = {one: number for number, bucket in enumerate(buckets) for one in bucket}
         #: Of each bucket how many gradients are not complete.
-        self._missing = [len(bucket) for bucket in buckets]
+        self._missing = [sum(incomplete is None or p in incomplete for p in bucket) for bucket in buckets]
         self._started: list[_Bucket] = []
         self._has_gradient: list[bool] = []
         self._agreed: tuple[torch.Tensor, dist.Work] | None = None
@@ -55,7 +61,7 @@ class _Sum:
     @contextmanager
     def in_backward(self) -> Iterator[None]:
         """Context manager for the stage's last backward: a bucket starts as soon as its gradients are complete."""
-        hooks = [parameter.register_post_accumulate_grad_hook(self._note) for parameter in self._number]
+        hooks = [parameter.register_post_accumulate_grad_hook(self.note) for parameter in self._number]
         try:
             yield
         finally:
@@ -82,11 +88,17 @@ class _Sum:
                 if next(has_gradient):
                     parameter.grad = value.view_as(parameter)
 
-    def _note(self, parameter: torch.Tensor) -> None:
+    def note(self, parameter: torch.Tensor) -> None:
         """A parameter's gradient is complete. The engine adds to it once in a backward."""
-        number = self._number[parameter]
+        number = self._number.get(parameter)
+        if number is None:  # a tied one, which is summed at the update
+            return
         assert number >= len(self._started), "a gradient was added to after it had been sent"
         self._missing[number] -= 1
+        self.start_complete()
+
+    def start_complete(self) -> None:
+        """Start the next buckets as long as their gradients are complete."""
         while len(self._started) < len(self._buckets) and self._missing[len(self._started)] == 0:
             self._start_next()
 
@@ -153,6 +165,24 @@ class Replicas:
         self._sums[stage] = _Sum(self._buckets[stage], self._groups[stage][0])
         with self._sums[stage].in_backward():
             yield
+
+    def before_last_weights(
+        self, stage: int, incomplete: Collection[torch.nn.Parameter]
+    ) -> Callable[[torch.nn.Parameter], None] | None:
+        """As `in_last_backward`, for the last W of a stage.
+
+        Args:
+            stage: its number.
+            incomplete: the parameters whose gradients this W adds to.
+
+        Returns:
+            To be called in W with each of them once its gradient is complete; None: nothing travels.
+        """
+        if not self._buckets[stage]:
+            return None
+        self._sums[stage] = _Sum(self._buckets[stage], self._groups[stage][0], incomplete)
+        self._sums[stage].start_complete()
+        return self._sums[stage].note
 
     def start(self, stage: int) -> None:
         """Start to sum the gradients of a stage. They must not be used before `finish`."""
