@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -47,6 +48,8 @@ from hf_gpipe.runtime.topology import Topology
 from hf_gpipe.schedule.builders import build, placement_for
 from hf_gpipe.schedule.file import recompute_under
 from hf_gpipe.schedule.table import Schedule
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["Evaluation", "ModelSource", "Pipeline", "Update"]
 
@@ -197,6 +200,9 @@ class Pipeline:
         self._replicas = Replicas(self.models, self.ties, self.topology)
         self._trained = Trained.of(self.models, self.adapter, self.topology)
         self.stages = make_stages(self.models, self.adapter, self._trained.layers, self._loss)
+        if self.num_stages - 1 in self.models and self.adapter.projection.name is None:
+            reason = self.adapter.projection.reason
+            logger.warning(f"training makes the logits of a micro-batch whole: {reason}")
         self._edges = connect(
             self.topology, lambda stage, name: self.adapter.carry_dtype(self.partition[stage][0], name)
         )
