@@ -21,12 +21,14 @@ from hf_gpipe.adapters.dropout import DropoutSeeds, default_generator, key
 from hf_gpipe.adapters.head import DeferredLogits, Projection
 from hf_gpipe.adapters.known_mask import with_known_masks
 from hf_gpipe.adapters.layers import Layer, StackName, stacks_of
+from hf_gpipe.adapters.linear import hand_over
 from hf_gpipe.adapters.position_tables import hollow, lend_tables, shared_tables
 from hf_gpipe.adapters.probe import observe_family
 from hf_gpipe.adapters.routers import RouterPort, complete, find_routers
 from hf_gpipe.adapters.skeleton import build_skeleton
 from hf_gpipe.adapters.stubs import EmbeddingStub, HeadStub, PassThrough, Port, admit, resemble
-from hf_gpipe.errors import DataError
+from hf_gpipe.adapters.weight_gradients import WeightGradients
+from hf_gpipe.errors import DataError, UserError
 
 IGNORED_LABEL = -100
 
@@ -288,6 +290,9 @@ class StageModel:
         self.port = Port()
         self.router_port = RouterPort(is_last=self.is_last)
         self._projection: Projection | None = None
+        #: Where the stage's linear layers put their weight gradients; None: they are autograd's.
+        self.weight_gradients: WeightGradients | None = None
+        self._is_compiled = False
         self._pending: dict[str, nn.Module] = {}
         self._strip()
 
@@ -408,9 +413,31 @@ class StageModel:
         Args:
             backend: of torch.compile; None: its default.
         """
+        self._is_compiled = True
         for layer in self.layers:
             if layer.kind == "block":
                 self.model.get_submodule(layer.name).compile(**({"backend": backend} if backend else {}))
+
+    def defer_weight_gradients(self) -> WeightGradients:
+        """Let the linear layers give their weight gradients to `weight_gradients`, from the next forward on.
+
+        The head is left out: the gradient of its output is as large as the logits, and would be kept.
+
+        Raises UserError if the blocks are compiled: their backward computes every gradient at once.
+        """
+        if self.weight_gradients is None:
+            if self._is_compiled:
+                raise UserError(
+                    "the schedule has the gradients of weights (W) apart from those of inputs (I), and torch.compile "
+                    "compiles both into one backward; set torch_compile to false, or use a schedule without I and W, "
+                    "such as 1f1b"
+                )
+            self.weight_gradients = WeightGradients()
+            for layer in self.layers:
+                if layer.kind != "head":
+                    for name in layer.all_modules:
+                        hand_over(self.model.get_submodule(name), self.weight_gradients)
+        return self.weight_gradients
 
     def checkpoint_blocks(self) -> None:
         """Turn on transformers' gradient checkpointing, which recomputes each block's forward in backward.

@@ -12,8 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_gpipe.adapters.head import DeferredLogits
+from hf_gpipe.adapters.weight_gradients import Product
 from hf_gpipe.runtime.loss import TokenLoss
 
 #: Logits of a chunk, at least. Fewer would make products of matrices slow.
@@ -108,7 +110,7 @@ class _Chunks:
     def run(
         self,
         hidden: torch.Tensor,
-        weight: torch.Tensor,
+        weight: nn.Parameter,
         bias: torch.Tensor | None,
         outer: torch.Tensor,
         wanted: tuple[bool, ...],
@@ -130,8 +132,10 @@ class _Chunks:
         dtype = self._autocast_dtype or hidden.dtype
         factor = self._loss.units(self._targets).to(outer.dtype).mul_(outer / self._num_units)
         of_hidden = torch.empty_like(hidden) if wanted[0] else None
-        of_weight = _GradientSum(weight) if wanted[1] else None
-        of_bias = _GradientSum(bias) if bias is not None and wanted[2] else None
+        # Hooks need to be called by autograd; replicas have some in a step's last backward.
+        has_hooks = bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
+        of_weight = torch.zeros_like(weight) if wanted[1] and (has_hooks or not weight.is_leaf) else None
+        of_bias = torch.zeros_like(bias) if bias is not None and wanted[2] else None
         matrix = weight.to(dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             logits = hidden.new_empty((min(self._positions, len(hidden)), len(weight)), dtype=dtype)
@@ -150,14 +154,12 @@ class _Chunks:
                 if of_hidden is not None:
                     of_hidden[rows] = gradient @ matrix
                 if of_weight is not None:
-                    of_weight.add_product(gradient.t(), inputs)
+                    of_weight += gradient.t() @ inputs
+                elif wanted[1]:
+                    Product(weight, gradient, inputs).add()
                 if of_bias is not None:
-                    of_bias.add(gradient.sum(0))
-        return (
-            of_hidden,
-            None if of_weight is None else of_weight.to_return,
-            None if of_bias is None else of_bias.to_return,
-        )
+                    of_bias += gradient.sum(0)
+        return of_hidden, of_weight, of_bias
 
     def _loss_of(
         self, projected: torch.Tensor, targets: torch.Tensor, factor: torch.Tensor, with_gradient: bool
@@ -174,36 +176,3 @@ class _Chunks:
             return losses, None
         (gradient,) = torch.autograd.grad(logits, leaf, gradient.mul_(factor[:, None]).to(logits.dtype))
         return losses, gradient
-
-
-class _GradientSum:
-    """The gradient of a parameter, added up over chunks: in its `.grad` where that is safe, else in a new tensor.
-
-    Where there is no gradient yet, autograd makes the new tensor `.grad` without a copy. Hooks need to be called by
-    autograd; replicas have some in a step's last backward.
-    """
-
-    def __init__(self, parameter: torch.Tensor) -> None:
-        self._dtype = parameter.dtype
-        has_hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-        is_there = parameter.is_leaf and parameter.grad is not None and not has_hooks
-        self._is_there = is_there
-        self._sum = parameter.grad if is_there else None
-
-    def add(self, part: torch.Tensor) -> None:
-        if self._sum is None:
-            self._sum = part.to(self._dtype)
-        else:
-            self._sum += part
-
-    def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Add the product of two matrices, without a tensor of its size where its type is the parameter's."""
-        if self._sum is not None and left.dtype == self._dtype:
-            self._sum.addmm_(left, right)
-        else:
-            self.add(left @ right)
-
-    @property
-    def to_return(self) -> torch.Tensor | None:
-        """The gradient for autograd to accumulate."""
-        return None if self._is_there else self._sum

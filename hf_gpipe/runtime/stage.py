@@ -1,7 +1,8 @@
-"""The three actions on one stage: forward, recompute and backward of a micro-batch."""
+"""The actions on one stage and micro-batch: forward, recompute, and backward, which may be in two parts."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hf_gpipe.adapters import StageModel
+from hf_gpipe.adapters.weight_gradients import Product
 from hf_gpipe.runtime.channel import Shapes
 from hf_gpipe.runtime.head import deferred_loss
 from hf_gpipe.runtime.loss import PLAIN, TokenLoss
@@ -62,6 +64,8 @@ class Stage:
         self.trainable_outputs = {} if model.is_last else wants_gradient(model.stop)
         self.loss = loss
         self._live: dict[int, _Live] = {}
+        #: Of each micro-batch between its I and W the parts of its weight gradients.
+        self._kept: dict[int, list[Product]] = {}
 
     @property
     def is_first(self) -> bool:
@@ -115,6 +119,39 @@ class Stage:
             if self.trainable_inputs[name]
         }
 
+    def input_backward(self, micro_batch: int, gradients: Mapping[str, torch.Tensor]) -> Tensors:
+        """I: as `backward`, but the gradients of linear layers' weights are left to W.
+
+        The graph is freed. The inputs of these layers and the gradients of their outputs are kept.
+        """
+        with self.model.defer_weight_gradients().keeping() as kept:
+            message = self.backward(micro_batch, gradients)
+        self._kept[micro_batch] = kept
+        return message
+
+    @torch.no_grad()
+    def weight_backward(self, micro_batch: int, completed: Callable[[torch.nn.Parameter], None] | None = None) -> None:
+        """W: add the weight gradients that I left to `.grad`, and free what it kept, one layer after the other.
+
+        Args:
+            micro_batch: its number.
+            completed: called with each parameter once all its parts have been added.
+        """
+        kept = self._kept.pop(micro_batch)
+        parts = Counter(product.parameter for product in kept) if completed is not None else Counter()
+        kept.reverse()
+        while kept:
+            product = kept.pop()
+            product.add()
+            if completed is not None:
+                parts[product.parameter] -= 1
+                if not parts[product.parameter]:
+                    completed(product.parameter)
+
+    def deferred(self, micro_batch: int) -> set[torch.nn.Parameter]:
+        """The parameters whose gradients W of a micro-batch adds to."""
+        return {product.parameter for product in self._kept[micro_batch]}
+
     def evaluate(self, context: Context) -> Tensors:
         """F of a table without backwards: the tensors for the next stage, on the last stage the losses of the rows.
 
@@ -156,6 +193,13 @@ class Stage:
     def reset(self) -> None:
         """Drop everything of the current step, after a failure."""
         self._live.clear()
+        self._kept.clear()
+        self.end_step()
+
+    def end_step(self) -> None:
+        """Drop what depends on the values of the weights, which may change now."""
+        if self.model.weight_gradients is not None:
+            self.model.weight_gradients.forget()
 
     def _graph(self, inputs: Tensors, outputs: Tensors) -> _Graph:
         roots = {}
