@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields, replace
@@ -39,6 +40,8 @@ from hf_gpipe.schedule.builders import build, placement_for
 from hf_gpipe.schedule.file import recompute_under
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.stage_parameters import StageParameters
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["Evaluation", "ModelSource", "Pipeline", "Update"]
 
@@ -188,6 +191,9 @@ class Pipeline(StageParameters):
         super().__init__(models, self.topology, config.zero, seed, self.peft)
         self._trained = Trained.of(self.models, self.adapter, self.topology)
         self.stages = make_stages(self.models, self.adapter, self._trained.layers, self._loss)
+        if self.num_stages - 1 in self.models and self.adapter.projection.name is None:
+            reason = self.adapter.projection.reason
+            logger.warning(f"training makes the logits of a micro-batch whole: {reason}")
         self._edges = connect(
             self.topology, lambda stage, name: self.adapter.carry_dtype(self.partition[stage][0], name), sent
         )
