@@ -12,6 +12,7 @@ from hf_gpipe.recipe.section import Count, OneOf, Positive, Text, section
 from hf_gpipe.recipe.sizes import read_bytes
 from hf_gpipe.schedule import (
     SCHEDULES,
+    SPLIT_SCHEDULES,
     TABLE_SUFFIX,
     Schedule,
     is_table_file,
@@ -22,7 +23,8 @@ from hf_gpipe.schedule import (
 )
 
 AUTO = "auto"
-TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "forward_only")
+# The executor does not run I and W yet.
+TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "forward_only" and name not in SPLIT_SCHEDULES)
 PARTITIONS = (*STRATEGIES, *COST_STRATEGIES, AUTO)
 
 RecomputeChoice: TypeAlias = str | tuple[str | int, ...]

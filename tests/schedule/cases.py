@@ -12,10 +12,13 @@ Recompute = str | tuple[int | None, ...]
 
 @st.composite
 def placements(draw: st.DrawFn, name: str = "gpipe") -> Placement:
-    """Any stages in any processes, contiguous, looped or scattered; dealt out in turn where the schedule wants it."""
+    """Any stages in any processes, contiguous, looped or scattered; in turn or in a V where the schedule wants it."""
     if name == "interleaved_1f1b":
         num_processes = draw(st.integers(1, 4))
         return Placement.interleaved(num_processes * draw(st.integers(1, 4)), num_processes)
+    if name in ("zb_v", "v_half"):
+        num_processes = draw(st.integers(1, 4))
+        return Placement.v_shaped(2 * num_processes, num_processes)
     num_stages = draw(st.integers(1, 6))
     drawn = draw(st.lists(st.integers(0, 3), min_size=num_stages, max_size=num_stages))
     numbers = {process: number for number, process in enumerate(sorted(set(drawn)))}
