@@ -22,7 +22,7 @@ from hf_gpipe.planner.measure import profile_layers
 from hf_gpipe.planner.memory import MemoryBound, MemoryEstimate, StageLayers, estimate_memory
 from hf_gpipe.planner.network import Network, one_level
 from hf_gpipe.planner.prefix_sums import LayerSums
-from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch
+from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch, sent_share
 from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 from hf_gpipe.runtime.recompute import Recompute
@@ -281,7 +281,7 @@ class Planner:
         placement = table.placement
         stages = stage_layers(settings)
         network = Network(self.cluster or one_level(self.device, placement.num_processes), placement)
-        timeline = simulate(table, _table_costs(sums, stages, table, self.inputs.optim, settings.zero, network))
+        timeline = simulate(table, _table_costs(sums, stages, table, self.inputs.optim, settings, network))
         state_shares = self._state_shares(settings, table)
 
         def memory(process: int, own: Sequence[int]) -> MemoryEstimate:
@@ -338,20 +338,26 @@ def _entries(settings: DecidedConfig) -> tuple[str | int, ...]:
 
 
 def _table_costs(
-    sums: LayerSums, stages: Sequence[StageLayers], table: Schedule, optimizer: str, zero: int, network: Network
+    sums: LayerSums,
+    stages: Sequence[StageLayers],
+    table: Schedule,
+    optimizer: str,
+    settings: DecidedConfig,
+    network: Network,
 ) -> Costs:
     """The costs for the simulation of a table."""
 
     def update(number: int, stage: StageLayers, count: int) -> float:
         seconds = sums.update_seconds(stage.start, stage.stop, optimizer)
-        if not zero or count == 1:
+        if not settings.zero or count == 1:
             return seconds
         # Each replica updates a part, and sends it to the others: half of what a reduction takes.
         values = sums.owned(stage.start, stage.stop).trainable_bytes
         return seconds / count + network.reduce_seconds(number, values) / 2
 
     seconds = [sums.seconds(stage.start, stage.stop, stage.inner) for stage in stages]
-    boundaries = [sums.costs.layers[stage.start].input_bytes for stage in stages[1:]]
+    share = sent_share(settings.boundary_dtype, sums.costs.dtype)
+    boundaries = [share * sums.costs.layers[stage.start].input_bytes for stage in stages[1:]]
     return Costs(
         forward_seconds=[one.first_forward(share) for one, share in zip(seconds, recompute_shares(table), strict=True)],
         recompute_seconds=[one.forward for one in seconds],

@@ -53,12 +53,6 @@ def read_table(
             raise ScheduleError(
                 "the table has forwards only; a training step has a B for each F, and a U.", "process 0"
             )
-        if table.split:
-            stage, micro_batch = min(table.split, key=str)
-            raise ScheduleError(
-                f"the table has {table.gradient_action(stage, micro_batch or 0)}: I and W cannot be run yet; write B.",
-                "process 0",
-            )
         if table.placement.devices is not None:
             raise ScheduleError(
                 "the devices of stages are set by the argument device, or pipeline.devices; leave the line out.",
