@@ -44,7 +44,7 @@ from hf_gpipe.runtime.shards import Shards, treats_elements_alone
 from hf_gpipe.runtime.ties import Ties
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.runtime.topology import Topology
-from hf_gpipe.schedule.builders import build, placement_for
+from hf_gpipe.schedule.builders import build
 from hf_gpipe.schedule.file import recompute_under
 from hf_gpipe.schedule.table import Schedule
 
@@ -108,7 +108,7 @@ class Pipeline:
     def __init__(
         self,
         model: ModelSource,
-        num_stages: int | None = None,
+        num_stages: int | str | None = None,
         num_micro_batches: int | str | None = None,
         schedule: str | None = None,
         recompute: str | Sequence[str | int] | None = None,
@@ -173,8 +173,7 @@ class Pipeline:
         self.recompute = config.recompute
         self.partition = cut(len(self.adapter.layers), config.num_stages, config.partition)
         recomputed = Recompute.parse(config.recompute, config.num_stages)
-        counts = config.num_stages, processes.num_processes
-        placement = placement_for(config.schedule, *counts, config.replicas) if table is None else table.placement
+        placement = config.placed(config.schedule) if table is None else table.placement
         self.topology = Topology.of(processes, placement)
         self._table = None if table is None else replace(table, placement=self.topology.placement)
         self._table_recompute = recomputed.of_table

@@ -106,7 +106,7 @@ class Seconds:
         """F, the recomputation R of this share of the micro-batches, and B."""
         return self.first_forward(recomputed) + recomputed * self.forward + self.backward
 
-    def divided(self, number: int) -> Seconds:
+    def divided(self, number: float) -> Seconds:
         return Seconds(self.forward_only / number, self.forward / number, self.backward / number)
 
     @classmethod

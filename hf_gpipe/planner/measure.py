@@ -205,12 +205,18 @@ def this_machine(device: torch.device, num_processes: int = 1) -> Device:
         num_processes: processes that will share a CPU's memory.
     """
     rates = {dtype: _matrix_rate(getattr(torch, dtype), device) for dtype in _DTYPES}
+    memory = device_memory(device, num_processes)
+    if device.type == "cuda":
+        return Device(torch.cuda.get_device_name(device), memory, rates, _memory_rate(device), LINKS["pcie4"])
+    return Device("this machine", memory, rates, _memory_rate(device), _loopback(), _RESERVED_SHARE)
+
+
+def device_memory(device: torch.device, num_processes: int = 1) -> int:
+    """Bytes that a process can have of a device, as in `this_machine`."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        memory = free + torch.cuda.memory_reserved(device)
-        return Device(torch.cuda.get_device_name(device), memory, rates, _memory_rate(device), LINKS["pcie4"])
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_processes
-    return Device("this machine", memory, rates, _memory_rate(device), _loopback(), _RESERVED_SHARE)
+        return int(free + torch.cuda.memory_reserved(device))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_processes
 
 
 def _matrix_rate(dtype: torch.dtype, device: torch.device) -> float:

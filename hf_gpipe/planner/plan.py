@@ -6,12 +6,13 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import TypeAlias
 
 import torch
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.peft import PeftAdapter
-from hf_gpipe.errors import ScheduleError
+from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.partition import stages_of
 from hf_gpipe.partition.cluster import Cluster
@@ -24,9 +25,13 @@ from hf_gpipe.planner.network import Network, one_level
 from hf_gpipe.planner.prefix_sums import LayerSums
 from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch
 from hf_gpipe.recipe import DecidedConfig
+from hf_gpipe.recipe.sizes import size_text
 from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 from hf_gpipe.runtime.recompute import Recompute
-from hf_gpipe.schedule import ActionKind, Costs, Schedule, Timeline, build, placement_for, recompute_under, simulate
+from hf_gpipe.schedule import ActionKind, Costs, Placement, Schedule, Timeline, build, recompute_under, simulate
+
+MemoryLimit: TypeAlias = int | tuple[int, ...] | None
+"""Bytes that any process may use, or each of them; None: no limit is known."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +118,16 @@ class Plan:
 
     @cached_property
     def fullest_process(self) -> ProcessPlan:
-        """The process that needs the most memory; the first of several equal ones."""
-        return max(self.processes, key=lambda process: process.memory.total)
+        """The process that needs the most memory, as a share of its limit; the first of several equal ones."""
+        return max(self.processes, key=self._fullness_of)
+
+    @property
+    def fullness(self) -> float:
+        """The share of its limit that the fullest process needs; its bytes where no limit is known."""
+        return self._fullness_of(self.fullest_process)
+
+    def _fullness_of(self, process: ProcessPlan) -> float:
+        return process.memory.total / (self.planner.limit_of(process.number) or 1)
 
     @cached_property
     def slowest_stage(self) -> StagePlan:
@@ -123,21 +136,22 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every process stays within the limit; True where none is known."""
-        limit = self.planner.memory_bytes
-        return limit is None or self.peak_bytes <= limit
+        """Whether every process stays within its limit; True where none is known."""
+        return self.planner.memory_bytes is None or self.fullness <= 1
 
 
 class Planner:
-    """Makes plans for one model, one mini-batch and one kind of device.
+    """Makes plans for one model, one mini-batch and one kind of device, of which each process may have another amount.
 
     Args:
         costs_of: rows of a micro-batch -> the costs of the model's layers. It is asked once for each number of rows.
         inputs: the shape of a mini-batch, how many are accumulated in a step, and the optimizer. The micro-batches of a
             step run as one table.
         device: what a process computes on.
-        memory_bytes: the most that a process may use; None: the device's memory, where that is known.
+        memory_bytes: the most that a process may use, or one number for each process; None: the device's memory, where
+            that is known.
         cluster: the links between the processes; None: every pair of them has the device's link.
+        speeds: of each process, relative to `device`; None: all are as fast.
 
     Raises:
         UserError: there is no mini-batch, or the optimizer's state has no known size.
@@ -148,8 +162,9 @@ class Planner:
         costs_of: Callable[[int], ModelCosts],
         inputs: PlanInputs,
         device: Device,
-        memory_bytes: int | None = None,
+        memory_bytes: MemoryLimit = None,
         cluster: Cluster | None = None,
+        speeds: Sequence[float] | None = None,
     ) -> None:
         self._costs_of = costs_of
         inputs.check()
@@ -158,6 +173,7 @@ class Planner:
         self.device = device
         self.memory_bytes = device.memory_bytes if memory_bytes is None else memory_bytes
         self.cluster = cluster
+        self.speeds = speeds
         self._costs: dict[int, ModelCosts] = {}
         self._sums: dict[int, LayerSums] = {}
 
@@ -173,8 +189,9 @@ class Planner:
         as_on_gpu: bool = False,
         measured: Mapping[int, ModelCosts] | None = None,
         profile_on: torch.device | None = None,
-        memory_bytes: int | None = None,
+        memory_bytes: MemoryLimit = None,
         cluster: Cluster | None = None,
+        speeds: Sequence[float] | None = None,
     ) -> Planner:
         """Make the planner of a model that has its adapter.
 
@@ -187,8 +204,9 @@ class Planner:
             as_on_gpu: whether the stages will run on GPUs, whose attention keeps less.
             measured: costs with seconds, by the rows of the micro-batch.
             profile_on: where to measure the other layers' seconds; None: they are estimated.
-            memory_bytes: the most that a process may use.
+            memory_bytes: the most that a process may use, or one number for each process.
             cluster: the links between the processes.
+            speeds: of each process, relative to the device.
 
         Raises:
             UserError: there is no mini-batch, or the optimizer's state has no known size.
@@ -204,13 +222,37 @@ class Planner:
                 return profile_layers(adapter, workload, profile_on, peft=peft, loss=loss)
             return tracer().costs(workload)
 
-        return cls(costs_of, replace(inputs, example=mini_batch), device, memory_bytes, cluster)
+        return cls(costs_of, replace(inputs, example=mini_batch), device, memory_bytes, cluster, speeds)
 
-    def within(self, memory_bytes: int | None) -> Planner:
+    def within(self, memory_bytes: MemoryLimit) -> Planner:
         """The same planner with another limit; what it has computed is shared."""
         other = copy.copy(self)
         other.memory_bytes = memory_bytes
         return other
+
+    def limit_of(self, process: int) -> int | None:
+        """The most bytes that a process may use; None: no limit is known."""
+        return self.memory_bytes[process] if isinstance(self.memory_bytes, tuple) else self.memory_bytes
+
+    def limits_of(self, placement: Placement) -> list[int | None]:
+        """For each stage the limit of a process that holds it: the smallest of its replicas'."""
+        limits = [[self.limit_of(process) for process in own] for own in placement.workers]
+        return [min((limit for limit in own if limit is not None), default=None) for own in limits]
+
+    def speeds_of(self, placement: Placement) -> list[float]:
+        """For each stage the relative speed of its slowest replica, for which the others wait."""
+        if self.speeds is None:
+            return [1.0] * placement.num_stages
+        return [min(self.speeds[process] for process in own) for own in placement.workers]
+
+    def _check_processes(self, placement: Placement) -> None:
+        """Raise UserError where there are other numbers of limits or speeds than of processes."""
+        for name, values in (("memory", self.memory_bytes), ("speeds", self.speeds)):
+            if isinstance(values, Sequence) and len(values) != placement.num_processes:
+                raise UserError(
+                    f"{name} has {len(values)} entries and the plan has {placement.num_processes} processes; give one "
+                    "entry for each process."
+                )
 
     @property
     def num_layers(self) -> int:
@@ -264,8 +306,10 @@ class Planner:
             if asked != (given.num_stages, given.num_micro_batches, given.placement.num_processes):
                 raise ScheduleError(f"the table {name} is of other numbers of stages, micro-batches or processes.")
             recompute_under(given, settings.recompute)
+            self._check_processes(given.placement)
             return given.of_first(num_micro_batches)
-        placement = placement_for(name, num_stages, num_processes, settings.replicas)
+        placement = settings.placed(name)
+        self._check_processes(placement)
         of_table = Recompute.parse(settings.recompute, num_stages).of_table
         return build(name, num_stages, num_micro_batches, placement, of_table)
 
@@ -281,7 +325,8 @@ class Planner:
         placement = table.placement
         stages = stage_layers(settings)
         network = Network(self.cluster or one_level(self.device, placement.num_processes), placement)
-        timeline = simulate(table, _table_costs(sums, stages, table, self.inputs.optim, settings.zero, network))
+        speeds = self.speeds_of(placement)
+        timeline = simulate(table, _table_costs(sums, stages, table, speeds, self.inputs.optim, settings.zero, network))
         state_shares = self._state_shares(settings, table)
 
         def memory(process: int, own: Sequence[int]) -> MemoryEstimate:
@@ -338,19 +383,28 @@ def _entries(settings: DecidedConfig) -> tuple[str | int, ...]:
 
 
 def _table_costs(
-    sums: LayerSums, stages: Sequence[StageLayers], table: Schedule, optimizer: str, zero: int, network: Network
+    sums: LayerSums,
+    stages: Sequence[StageLayers],
+    table: Schedule,
+    speeds: Sequence[float],
+    optimizer: str,
+    zero: int,
+    network: Network,
 ) -> Costs:
     """The costs for the simulation of a table."""
 
     def update(number: int, stage: StageLayers, count: int) -> float:
-        seconds = sums.update_seconds(stage.start, stage.stop, optimizer)
+        seconds = sums.update_seconds(stage.start, stage.stop, optimizer) / speeds[number]
         if not zero or count == 1:
             return seconds
         # Each replica updates a part, and sends it to the others: half of what a reduction takes.
         values = sums.owned(stage.start, stage.stop).trainable_bytes
         return seconds / count + network.reduce_seconds(number, values) / 2
 
-    seconds = [sums.seconds(stage.start, stage.stop, stage.inner) for stage in stages]
+    seconds = [
+        sums.seconds(stage.start, stage.stop, stage.inner).divided(speed)
+        for stage, speed in zip(stages, speeds, strict=True)
+    ]
     boundaries = [sums.costs.layers[stage.start].input_bytes for stage in stages[1:]]
     return Costs(
         forward_seconds=[one.first_forward(share) for one, share in zip(seconds, recompute_shares(table), strict=True)],
@@ -381,6 +435,13 @@ def _time_of(timeline: Timeline, process: int) -> TimeEstimate:
         update=seconds[ActionKind.UPDATE],
         bubble=max(float(timeline.total_seconds) - sum(seconds.values()), 0.0),
     )
+
+
+def limit_text(limit: MemoryLimit) -> str:
+    """A limit of memory for people: "80 GiB", or "24 GiB, 12 GiB" for each process."""
+    if limit is None:
+        return "not known"
+    return ", ".join(map(size_text, limit)) if isinstance(limit, tuple) else size_text(limit)
 
 
 def seconds_text(seconds: float) -> str:
