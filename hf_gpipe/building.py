@@ -146,6 +146,17 @@ def make_stages(
     }
 
 
+def boundary_dtype(name: str | None, adapter: Adapter) -> torch.dtype | None:
+    """The type that `boundary_dtype` names. Raises UserError unless it is narrower than the model's."""
+    dtype = _read_dtype(name, "boundary_dtype")
+    if dtype is not None and dtype.itemsize >= adapter.dtype.itemsize:
+        raise UserError(
+            f"boundary_dtype is {name} and the model's type is {str(adapter.dtype).removeprefix('torch.')}, which "
+            "is not wider: nothing would be sent in fewer bytes; name a narrower type, or leave boundary_dtype out"
+        )
+    return dtype
+
+
 @dataclass(frozen=True)
 class Trained:
     """What is trained, by `requires_grad` when the stages are made: which gradients are sent depends on it.

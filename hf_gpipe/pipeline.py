@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -17,10 +15,7 @@ from transformers import PreTrainedModel
 from hf_gpipe.adapters.autocast import Autocast, keeping_weights
 from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.adapters.whole import refresh, whole_model
-from hf_gpipe.building import ModelSource, Source, Trained, make_stages
-from hf_gpipe.checkpoint import hub
-from hf_gpipe.checkpoint.peft import load_adapters, save_adapters
-from hf_gpipe.checkpoint.save import save_model
+from hf_gpipe.building import ModelSource, Source, Trained, boundary_dtype, make_stages
 from hf_gpipe.errors import UserError
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.advice import advising
@@ -34,19 +29,19 @@ from hf_gpipe.runtime.edges import connect
 from hf_gpipe.runtime.evaluation import Evaluation
 from hf_gpipe.runtime.executor import Executor, StepResult
 from hf_gpipe.runtime.generation import Generator
-from hf_gpipe.runtime.gradient_norm import clip, gradient_norm, loss_and_norm
+from hf_gpipe.runtime.gradient_norm import loss_and_norm
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.micro_batch import Batch, LogitsCallback, StepOptions, make_micro_batches
 from hf_gpipe.runtime.recompute import Recompute
-from hf_gpipe.runtime.replicas import Replicas
-from hf_gpipe.runtime.shards import Shards, treats_elements_alone
-from hf_gpipe.runtime.ties import Ties
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.runtime.topology import Topology
 from hf_gpipe.schedule.builders import build
 from hf_gpipe.schedule.file import recompute_under
 from hf_gpipe.schedule.table import Schedule
+from hf_gpipe.stage_parameters import StageParameters
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["Evaluation", "ModelSource", "Pipeline", "Update"]
 
@@ -56,7 +51,7 @@ Update = Callable[[torch.Tensor, torch.Tensor], None]
 Both are float64 scalars on the CPU, the same on every process; in the norm each tied parameter counts once."""
 
 
-class Pipeline:
+class Pipeline(StageParameters):
     """A model trained by pipeline parallelism, exactly like the plain model (GPipe, arXiv 1811.06965).
 
     In one process without a launcher all stages live in it. Under torchrun, `accelerate launch` or
@@ -167,6 +162,7 @@ class Pipeline:
         self.config, self.planned = self._planning.decide(given)
         config = self.config
         config.check_micro_batches(accumulation)
+        sent = boundary_dtype(config.boundary_dtype, self.adapter)
         self.num_stages = config.num_stages
         self.num_micro_batches = config.num_micro_batches
         self.schedule_name = config.schedule
@@ -177,30 +173,31 @@ class Pipeline:
         self.topology = Topology.of(processes, placement)
         self._table = None if table is None else replace(table, placement=self.topology.placement)
         self._table_recompute = recomputed.of_table
-        self.seed = seed
         self.length_bucketing = length_bucketing
         self.step = 0
         self.loss_scale = 1.0
 
-        self.models = {
+        models = {
             stage: self._source.stage_model(self.partition[stage], where, seed)
             for stage, where in self.topology.stage_devices.items()
         }
         self._source = replace(self._source, model=None)
-        for stage, stage_model in self.models.items():
+        for stage, stage_model in models.items():
             if stage in recomputed.block_stages:
                 stage_model.checkpoint_blocks()
             if config.torch_compile:
                 stage_model.compile_blocks(config.torch_compile_backend)
-        self.ties = Ties(self.models, self.topology)
-        self._replicas = Replicas(self.models, self.ties, self.topology)
+        super().__init__(models, self.topology, config.zero, seed, self.peft)
         self._trained = Trained.of(self.models, self.adapter, self.topology)
         self.stages = make_stages(self.models, self.adapter, self._trained.layers, self._loss)
+        if self.num_stages - 1 in self.models and self.adapter.projection.name is None:
+            reason = self.adapter.projection.reason
+            logger.warning(f"training makes the logits of a micro-batch whole: {reason}")
         self._edges = connect(
-            self.topology, lambda stage, name: self.adapter.carry_dtype(self.partition[stage][0], name)
+            self.topology, lambda stage, name: self.adapter.carry_dtype(self.partition[stage][0], name), sent
         )
         self._executor = Executor(self.stages, self._edges, self.topology.rank, self._replicas)
-        self._shards: WeakKeyDictionary[torch.optim.Optimizer, Shards] = WeakKeyDictionary()
+        self._executor.prepare(self.schedule(self.num_micro_batches * accumulation))
 
     # ------------------------------------------------------------------ training and evaluation
 
@@ -374,14 +371,7 @@ class Pipeline:
                 inputs = replace(inputs, tables={config.schedule: table})
         return replace(self._planning, inputs=inputs).planner(config).plan(config)
 
-    # ------------------------------------------------------------------ parameters and gradients
-
-    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """This process's parameters under their Hugging Face names; a tied one once, in the process that owns it."""
-        for stage, stage_model in self.models.items():
-            for name, parameter in stage_model.parameters.items():
-                if self.ties.owner_stage[name] == stage:
-                    yield name, parameter
+    # ------------------------------------------------------------------ the whole model
 
     @property
     def model(self) -> PreTrainedModel:
@@ -407,74 +397,6 @@ class Pipeline:
         """Whether this process has all stages, on one device."""
         return self.topology.num_processes == 1 and len(set(self.topology.stage_devices.values())) == 1
 
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """This process's parameters, for an optimizer."""
-        return (parameter for _, parameter in self.named_parameters())
-
-    def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the replicas of a stage share the steps of an optimizer, and its state: ZeRO-1, for `zero` 1.
-
-        Each replica then updates a shard of every parameter in `optimizer.step()`, which all replicas must call, and
-        has the other replicas' new values after it. Everything else is as before. `PipelineTrainer` does this itself.
-
-            pipe = Pipeline(model, 2, 8, replicas=2, zero=1)
-            optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-4)
-            pipe.shard_optimizer(optimizer)
-
-        Args:
-            optimizer: of `parameters()`, or of some of them; of a class whose update of a parameter is known not to
-                depend on other parameters.
-
-        Raises:
-            UserError: its class is another one, or `zero` is 0.
-        """
-        shards = self.shards_of(optimizer)
-        if shards is None:
-            raise UserError("shard_optimizer: zero is 0; make the Pipeline with zero=1, or leave the call out")
-        shards.serve(optimizer)
-
-    def shards_of(self, optimizer: torch.optim.Optimizer) -> Shards | None:
-        """What each replica updates in the steps of an optimizer; None if it updates all, with `zero` 0.
-
-        Raises:
-            UserError: the class of the optimizer is not known to treat each parameter alone.
-        """
-        if not self.config.zero:
-            return None
-        if optimizer not in self._shards:
-            trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
-            by_element = treats_elements_alone(optimizer)
-            self._shards[optimizer] = Shards(trained, self.ties.owner_stage, by_element, self._replicas, self.topology)
-        return self._shards[optimizer]
-
-    def zero_grad(self) -> None:
-        """Drop all gradients."""
-        for parameter in self.parameters():
-            parameter.grad = None
-
-    def clip_grad_norm_(self, max_norm: float, norm: torch.Tensor | float | None = None) -> torch.Tensor:
-        """Scale all gradients so that their norm over the whole model is at most `max_norm`.
-
-        Args:
-            max_norm: the largest norm that stays as it is.
-            norm: of the gradients, where it is known, as `update` gets it; None: every process computes it.
-
-        Returns:
-            The norm before, a float64 tensor, the same on every process; each tied parameter counts once.
-        """
-        before = self.grad_norm() if norm is None else torch.as_tensor(norm, dtype=torch.float64)
-        clip(self.parameters(), max_norm, float(before))
-        return before
-
-    def grad_norm(self) -> torch.Tensor:
-        """The 2-norm of the gradient of the whole model, a float64 tensor, the same on every process."""
-        return gradient_norm(self._counted_parameters(), self.topology)
-
-    def _counted_parameters(self) -> list[torch.nn.Parameter]:
-        """Each parameter of the model once over all processes: those that this one owns and leads."""
-        owner_stage, leads = self.ties.owner_stage, self.topology.leads
-        return [parameter for name, parameter in self.named_parameters() if leads(owner_stage[name])]
-
     # ------------------------------------------------------------------ between steps
 
     def advising_on_memory(self) -> AbstractContextManager[None]:
@@ -499,29 +421,3 @@ class Pipeline:
         finally:
             for stage in self.stages.values():
                 stage.model.model.train()
-
-    # ------------------------------------------------------------------ loading and saving
-
-    def load_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Replace the weights by those of a Hub id or directory, in place, so that optimizers keep their parameters.
-
-        Every process must call it, and reads its own stages' tensors; with PEFT adapters only those, in PEFT's format.
-        Raises CheckpointError if the files are missing or do not fit the model.
-        """
-        if self.peft is not None:
-            load_adapters(Path(directory), self.models, self.peft)
-            return
-        for stage_model in self.models.values():
-            hub.reload(stage_model, directory, self.seed)
-
-    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write the model in Hub format; `from_pretrained` of plain transformers loads it.
-
-        Every process must call it and writes its own stages, one shard per stage. An interrupted save leaves the old
-        checkpoint or none, never a part. With PEFT adapters only those are written, in PEFT's format.
-        """
-        self.ties.refresh_copies()
-        if self.peft is not None:
-            save_adapters(Path(directory), self.models, self.ties.owner_stage, self.topology, self.peft)
-            return
-        save_model(Path(directory), self.models, self.ties.owner_stage, self.topology)

@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("exactness",),
     ("planner",),
-    ("building",),
+    ("building", "stage_parameters"),
     ("pipeline",),
     ("data",),
     ("training",),

@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, TrainerCallback
+from transformers.optimization import AdafactorSchedule
 
 from hf_gpipe import Pipeline
 from hf_gpipe.checkpoint.state import FOLDER
@@ -310,6 +311,11 @@ def _train_in_half_precision(folder: str) -> None:
         again = trainer(Path(folder, "again"), **values, zero=1, model=half)
         again.train(resume_from_checkpoint=Path(folder, f"{optim}-1", "checkpoint-2"))
         assert all(torch.equal(weights(again)[name], tensor) for name, tensor in shared.items()), optim
+    given = Pipeline(config, 1, 2, replicas=2, zero=1)
+    adafactor = transformers.Adafactor(given.parameters(), warmup_init=True)
+    made = trainer(Path(folder), **replicas, model=given, zero=1, optimizers=(adafactor, AdafactorSchedule(adafactor)))
+    with pytest.raises(UserError, match="the scheduler is AdafactorSchedule, which reads the optimizer's state"):
+        made.train()
     losses = []
     for zero in (0, 1):
         spy, recorder = Overflow(1), Recorder()

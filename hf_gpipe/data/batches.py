@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate
+
+import numpy as np
 
 from hf_gpipe.data.deterministic import stable_random
 
@@ -32,17 +33,16 @@ def length_bucketed_batches(lengths: Sequence[int], batch_size: int, seed: int, 
     rng = stable_random("batches", seed, epoch)
     order = list(range(len(lengths)))
     rng.shuffle(order)
-    batches = []
+    keys, batches = np.asarray(lengths, dtype=np.int64), list[list[int]]()
     for pool in _cut(order, batch_size * POOL_BATCHES):
-        # A stable sort: equally long examples stay shuffled.
-        batches += _cut(sorted(pool, key=lengths.__getitem__), batch_size)
+        batches += _cut(_sorted(pool, keys), batch_size)
     rng.shuffle(batches)
     return batches
 
 
 def num_token_batches(tokens: Sequence[int], batch_tokens: int) -> int:
     """The number of mini-batches of about `batch_tokens`; `tokens` are those of each example."""
-    return max(1, min(len(tokens), round(sum(tokens) / batch_tokens))) if tokens else 0
+    return max(1, min(len(tokens), round(int(np.sum(tokens)) / batch_tokens))) if len(tokens) else 0
 
 
 def token_batches(
@@ -75,11 +75,11 @@ def token_batches(
     if lengths is None:
         return cut_evenly(order, tokens, num_batches)
     num_pools = -(-num_batches // POOL_BATCHES)
-    ordered = []
+    keys, ordered = np.asarray(lengths, dtype=np.int64), list[int]()
     for number, pool in enumerate(cut_evenly(order, [1] * len(tokens), num_pools)):
         # Up and down in turn, for a mini-batch may lie across the border of two pools.
-        ordered += sorted(pool, key=lengths.__getitem__, reverse=number % 2 == 1)
-    batches = [sorted(batch, key=lengths.__getitem__) for batch in cut_evenly(ordered, tokens, num_batches)]
+        ordered += _sorted(pool, keys if number % 2 == 0 else -keys)
+    batches = [_sorted(batch, keys) for batch in cut_evenly(ordered, tokens, num_batches)]
     rng.shuffle(batches)
     return batches
 
@@ -92,7 +92,8 @@ def cut_evenly(order: Sequence[int], tokens: Sequence[int], count: int) -> list[
         tokens: the tokens of each example, by index.
         count: the number of runs; 0 only if there are no examples.
     """
-    sums = [0, *accumulate(tokens[row] for row in order)]
+    of_order = np.asarray(tokens, dtype=np.int64)[np.asarray(order, dtype=np.int64)]
+    sums: list[int] = [0, *np.cumsum(of_order).tolist()]
     cuts = [0]
     for number in range(1, count):
         # The border nearest to the ideal one that leaves an example for each run before and after it.
@@ -101,6 +102,12 @@ def cut_evenly(order: Sequence[int], tokens: Sequence[int], count: int) -> list[
         nearest = after - 1 if after and ideal - sums[after - 1] <= sums[after] - ideal else after
         cuts.append(min(max(nearest, cuts[-1] + 1), len(order) - count + number))
     return [list(order[start:end]) for start, end in zip(cuts, [*cuts[1:], len(order)], strict=True) if start < end]
+
+
+def _sorted(rows: list[int], keys: np.ndarray) -> list[int]:
+    """The rows by their keys; those with equal keys stay shuffled."""
+    found: list[int] = np.asarray(rows)[np.argsort(keys[rows], kind="stable")].tolist()
+    return found
 
 
 def _cut(order: list[int], size: int) -> list[list[int]]:

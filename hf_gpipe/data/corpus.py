@@ -108,9 +108,11 @@ def _write(folder: Path, parts: Sequence[Part], fields: PairFields, data: DataSe
         writers = {split: stack.enter_context(_Writer(folder / f"{split}.arrow")) for split in SPLITS}
 
         def add(split: str, pair: Pair) -> None:
-            if split == "train" or data.max_held_out is None or kept[split, pair.language] < data.max_held_out:
-                writers[split].add(pair)
+            if split != "train" and data.max_held_out is not None:
                 kept[split, pair.language] += 1
+                if kept[split, pair.language] > data.max_held_out:
+                    return
+            writers[split].add(pair)
 
         for place, part in enumerate(parts):
             fractions = held_out_of(part, data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from hf_gpipe.data.formats import SOURCE, TARGET
@@ -75,7 +76,7 @@ class PairFields:
                 f"or target, or write {PLACEHOLDER} into the other side's field"
             )
 
-    @property
+    @cached_property
     def english_side(self) -> str | None:
         """The side that is English; None if it is not known."""
         if self.english is not None:
@@ -127,18 +128,18 @@ class PairFields:
         source, target = sides
         key = source if self.split_by == "source" else target
         made = []
-        for from_, to, target_side in ((source, target, "target"), (target, source, "source")):
-            if self._goes_to(target_side):
-                code = ENGLISH if target_side == self.english_side else known
-                made.append(Pair(tagged(from_, code) if tags else from_, to, known, key))
+        for side in self._target_sides:
+            from_, to = (source, target) if side == "target" else (target, source)
+            code = ENGLISH if side == self.english_side else known
+            made.append(Pair(tagged(from_, code) if tags else from_, to, known, key))
         return made
 
-    def _goes_to(self, side: str) -> bool:
-        """Whether there is a pair whose target is this side."""
-        if self.direction is None:
-            return side == "target"
-        is_english = side == self.english_side
-        return self.direction == "both" or is_english == (self.direction == "to_english")
+    @cached_property
+    def _target_sides(self) -> list[str]:
+        """The sides that are the target of a pair."""
+        if self.direction in (None, "both"):
+            return ["target"] if self.direction is None else ["target", "source"]
+        return [side for side in SIDES if (side == self.english_side) == (self.direction == "to_english")]
 
 
 def _text(row: Mapping[str, Any], field: str, where: str, *, may_be_empty: bool = False) -> Any:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
-from typing import overload
+from typing import NamedTuple, overload
 
 import pyarrow  # type: ignore[import-untyped]
 import pyarrow.compute  # type: ignore[import-untyped]
@@ -22,8 +23,7 @@ MAX_TOKENIZER_EXAMPLES = 250_000
 SPLITS = ("train", "validation", "test")
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(NamedTuple):
     """A source and its translation. `source` includes its target tag, if there is one.
 
     `language` is that of the side that is not English, the key of reports per language. Pairs with equal `split_key`
@@ -148,6 +148,7 @@ def check_fractions(validation_fraction: float, test_fraction: float) -> None:
         )
 
 
+@lru_cache(2**16)  # of a corpus of many languages, English keys recur
 def split_of(key: str, validation_fraction: float, test_fraction: float) -> str:
     """The split of pairs with this split key: "train", "validation" or "test", by a hash of the key alone."""
     position = stable_fraction(key)

@@ -21,7 +21,7 @@ class PairReader:
 
     def __init__(self, fields: PairFields, languages: Sequence[str], tags: bool) -> None:
         self.fields, self.tags = fields, tags
-        self._asked = list(languages)
+        self._asked = dict.fromkeys(languages)
         #: The languages of the rows read so far, requested or not.
         self.found: set[str] = set()
         #: Rows without text on one side, by the name of their part.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from functools import cached_property
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_gpipe.data.pairs import Pair, languages_of, texts_in_blocks
 from hf_gpipe.data.progress import progress
 from hf_gpipe.data.store import cached, fingerprint, read_table, write_table
+from hf_gpipe.data.threads import in_turn
 from hf_gpipe.data.tokenizer import identity_of_tokenizer
 from hf_gpipe.errors import DataError
 
@@ -25,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 # A tokenizer is faster with many texts at a time; a stream that is resumed reads at most so many pairs again.
 _PAIRS_AT_ONCE = 256
+# Texts of a side, in each thread, whose ids are remembered: tens of megabytes.
+_REMEMBERED_TEXTS = 100_000
+_PAIRS_OF_ONE_THREAD = 20_000
 
 _SCHEMA = pyarrow.schema([(name, pyarrow.list_(pyarrow.int32())) for name in ("source", "target")])
 
@@ -96,12 +101,14 @@ class TokenizedPairs:
     def lengths(self) -> list[int]:
         """The number of tokens of each pair, source and target together, for length bucketing."""
         sources, targets = (_lengths(column) for column in self._table.columns)
-        return pyarrow.compute.add(sources, targets).to_pylist()
+        added: list[int] = pyarrow.compute.add(sources, targets).to_numpy().tolist()
+        return added
 
     @property
     def target_tokens(self) -> list[int]:
         """The number of labels of each pair that have a loss."""
-        return _lengths(self._table.column("target")).to_pylist()
+        counts: list[int] = _lengths(self._table.column("target")).to_numpy().tolist()
+        return counts
 
 
 class _Tokenize:
@@ -110,46 +117,106 @@ class _Tokenize:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, max_source_tokens: int, max_target_tokens: int, decoder_only: bool
     ) -> None:
-        self._tokenizer, self._decoder_only = tokenizer, decoder_only
-        self._max_source_tokens, self._max_target_tokens = max_source_tokens, max_target_tokens
+        suffix: list[int] = []
+        # As the target side: multilingual tokenizers such as mBART's then put the target language's tokens around it.
+        of_target: dict[str, Any] = {"as_target": True}
+        end = _end_of_sequence(tokenizer) if decoder_only else []
+        if decoder_only:
+            # Some tokenizers end a text with </s> on their own; the others need it to part source and target.
+            suffix = [] if tokenizer("").input_ids[-1:] == end else end
+            of_target = {"add_special_tokens": False}
         #: Sources and targets.
         self.num_truncated = [0, 0]
-        # Limits and tokenizers that do not fit are an error without any text too.
-        self._encode([], [])
+        self._sides = (
+            _Side(tokenizer, max_source_tokens, "max_source_tokens", suffix),
+            _Side(tokenizer, max_target_tokens, "max_target_tokens", end, **of_target),
+        )
+
+    def __call__(self, block: tuple[list[str], list[str]]) -> pyarrow.RecordBatch:
+        """The ids of sources and targets, as rows of an Arrow table."""
+        columns = [_list_array(side.encode(texts)) for side, texts in zip(self._sides, block, strict=True)]
+        return pyarrow.record_batch(columns, schema=_SCHEMA)
 
     def batches(self, pairs: Sequence[Pair]) -> Iterator[pyarrow.RecordBatch]:
-        """The ids of sources and targets, as rows of an Arrow table."""
+        """The ids of all pairs, in order."""
+        # Half of the time goes into Python objects. A second thread needs a tokenizer of its own, and a copy takes time.
+        workers = [self, deepcopy(self)] if len(pairs) > _PAIRS_OF_ONE_THREAD else [self]
         with progress(None, "tokenising", "pairs", len(pairs)) as shown:
-            for sources, targets in texts_in_blocks(pairs):
-                yield pyarrow.record_batch(list(map(_list_array, self._encode(sources, targets))), schema=_SCHEMA)
-                shown.update(len(sources))
+            for batch in in_turn(workers, texts_in_blocks(pairs)):
+                yield batch
+                shown.update(len(batch))
+        self.num_truncated = [sum(side) for side in zip(*(worker.counts() for worker in workers), strict=True)]
+
+    def counts(self) -> list[int]:
+        """The sources and targets that were cut."""
+        return [side.num_truncated for side in self._sides]
 
     def write(self, folder: Path, pairs: Sequence[Pair]) -> None:
         """Fill an entry of the cache."""
         write_table(folder / "tokens.arrow", _SCHEMA, self.batches(pairs))
         (folder / "truncated.json").write_text(json.dumps(self.num_truncated))
 
-    def _encode(self, sources: list[str], targets: list[str]) -> tuple[list[list[int]], list[list[int]]]:
-        tokenizer, limits = self._tokenizer, (self._max_source_tokens, self._max_target_tokens)
-        suffix: list[int] = []
-        # As the target side: multilingual tokenizers such as mBART's then put the target language's tokens around it.
-        of_target: dict[str, Any] = {"as_target": True}
-        end = _end_of_sequence(tokenizer) if self._decoder_only else []
-        if self._decoder_only:
-            # Some tokenizers end a text with </s> on their own; the others need it to part source and target.
-            suffix = [] if tokenizer("").input_ids[-1:] == end else end
-            of_target = {"add_special_tokens": False}
-        of_sources, num_sources = _encode(sources, tokenizer, limits[0], "max_source_tokens", suffix)
-        of_targets, num_targets = _encode(targets, tokenizer, limits[1], "max_target_tokens", end, **of_target)
-        self.num_truncated[0] += num_sources
-        self.num_truncated[1] += num_targets
-        return of_sources, of_targets
+
+class _Side:
+    """The sources or the targets: each text to its ids and a suffix, at most `max_tokens` together.
+
+    A text is encoded once as long as it is remembered: in a corpus of many languages the English sentences recur.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_tokens: int,
+        key: str,
+        suffix: list[int],
+        *,
+        as_target: bool = False,
+        add_special_tokens: bool = True,
+    ) -> None:
+        if max_tokens < 2:
+            raise DataError(f"{key} is {max_tokens}; it must be at least 2, for one token and the end of the sequence")
+        self._tokenizer, self._suffix, self._limit = tokenizer, suffix, max_tokens - len(suffix)
+        self._argument, self._add_special_tokens = "text_target" if as_target else "text", add_special_tokens
+        #: The ids of texts, and whether the text was cut.
+        self._known: dict[str, tuple[np.ndarray, bool]] = {}
+        self.num_truncated = 0
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text."""
+        if len(self._known) > _REMEMBERED_TEXTS:
+            self._known.clear()
+        new = [text for text in dict.fromkeys(texts) if text not in self._known]
+        rows = self._ids(new, truncation=False)
+        long = [index for index, row in enumerate(rows) if len(row) > self._limit]
+        # The tokenizer itself cuts, since it knows which special tokens stand where.
+        for index, row in zip(long, self._ids([new[index] for index in long], truncation=True), strict=True):
+            rows[index] = row
+        are_cut = set(long)
+        for index, (text, row) in enumerate(zip(new, rows, strict=True)):
+            self._known[text] = np.array(row + self._suffix, dtype=np.int32), index in are_cut
+        found = [self._known[text] for text in texts]
+        self.num_truncated += sum(is_cut for _, is_cut in found)
+        return [ids for ids, _ in found]
+
+    def _ids(self, texts: list[str], truncation: bool) -> list[list[int]]:
+        if not texts:
+            return []
+        ids: list[list[int]] = self._tokenizer(
+            **{self._argument: texts},
+            add_special_tokens=self._add_special_tokens,
+            # Half of the time goes into what is returned.
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            truncation=truncation,
+            max_length=self._limit if truncation else None,
+            verbose=False,
+        )["input_ids"]
+        return ids
 
 
-def _list_array(rows: list[list[int]]) -> pyarrow.ListArray:
+def _list_array(rows: list[np.ndarray]) -> pyarrow.ListArray:
     offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
-    ids = np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=int(offsets[-1]))
-    return pyarrow.ListArray.from_arrays(pyarrow.array(offsets), pyarrow.array(ids))
+    return pyarrow.ListArray.from_arrays(pyarrow.array(offsets), pyarrow.array(np.concatenate(rows)))
 
 
 def _lengths(column: pyarrow.ChunkedArray) -> pyarrow.ChunkedArray:
@@ -234,45 +301,6 @@ class StreamedExamples:
         )
         self._has_told |= bool(rows.num_truncated_sources or rows.num_truncated_targets)
         return rows
-
-
-def _encode(
-    texts: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    max_tokens: int,
-    key: str,
-    suffix: list[int],
-    *,
-    as_target: bool = False,
-    add_special_tokens: bool = True,
-) -> tuple[list[list[int]], int]:
-    """The ids of each text followed by `suffix`, at most `max_tokens` long, and how many texts were cut for that."""
-    if max_tokens < 2:
-        raise DataError(f"{key} is {max_tokens}; it must be at least 2, for one token and the end of the sequence")
-    limit = max_tokens - len(suffix)
-
-    def encode(some: list[str], truncation: bool) -> list[list[int]]:
-        if not some:
-            return []
-        batch = {"text_target" if as_target else "text": some}
-        ids: list[list[int]] = tokenizer(
-            **batch,
-            add_special_tokens=add_special_tokens,
-            # Half of the time goes into what is returned.
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            truncation=truncation,
-            max_length=limit if truncation else None,
-            verbose=False,
-        )["input_ids"]
-        return ids
-
-    rows = encode(list(texts), truncation=False)
-    long = [index for index, row in enumerate(rows) if len(row) > limit]
-    # The tokenizer itself cuts, since it knows which special tokens stand where.
-    for index, row in zip(long, encode([texts[index] for index in long], truncation=True), strict=True):
-        rows[index] = row
-    return [row + suffix for row in rows], len(long)
 
 
 def _end_of_sequence(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -172,6 +172,7 @@ class ModelCosts:
         micro_batch_bytes: of its ids, masks and labels, which every stage holds from the step's begin to its end.
         dtype: of the weights, such as "float32".
         compute_dtype: of the matrix products: autocast's, or the weights'.
+        whole_logits: why training makes the logits of a micro-batch whole; empty where it makes them in chunks.
         stage_seconds: what a stage spends on a micro-batch beyond its layers; None where nothing was measured.
         update_seconds_per_parameter: measured time of the optimizer, clipping included; None where nothing was.
     """
@@ -181,6 +182,7 @@ class ModelCosts:
     micro_batch_bytes: int
     dtype: str
     compute_dtype: str
+    whole_logits: str = ""
     stage_seconds: Seconds | None = None
     update_seconds_per_parameter: float | None = None
 

@@ -23,7 +23,7 @@ from hf_gpipe.planner.measure import profile_layers
 from hf_gpipe.planner.memory import MemoryBound, MemoryEstimate, StageLayers, estimate_memory
 from hf_gpipe.planner.network import Network, one_level
 from hf_gpipe.planner.prefix_sums import LayerSums
-from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch
+from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch, sent_share
 from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.recipe.sizes import size_text
 from hf_gpipe.runtime.loss import PLAIN, TokenLoss
@@ -326,7 +326,7 @@ class Planner:
         stages = stage_layers(settings)
         network = Network(self.cluster or one_level(self.device, placement.num_processes), placement)
         speeds = self.speeds_of(placement)
-        timeline = simulate(table, _table_costs(sums, stages, table, speeds, self.inputs.optim, settings.zero, network))
+        timeline = simulate(table, _table_costs(sums, stages, table, speeds, self.inputs.optim, settings, network))
         state_shares = self._state_shares(settings, table)
 
         def memory(process: int, own: Sequence[int]) -> MemoryEstimate:
@@ -388,14 +388,14 @@ def _table_costs(
     table: Schedule,
     speeds: Sequence[float],
     optimizer: str,
-    zero: int,
+    settings: DecidedConfig,
     network: Network,
 ) -> Costs:
     """The costs for the simulation of a table."""
 
     def update(number: int, stage: StageLayers, count: int) -> float:
         seconds = sums.update_seconds(stage.start, stage.stop, optimizer) / speeds[number]
-        if not zero or count == 1:
+        if not settings.zero or count == 1:
             return seconds
         # Each replica updates a part, and sends it to the others: half of what a reduction takes.
         values = sums.owned(stage.start, stage.stop).trainable_bytes
@@ -405,7 +405,8 @@ def _table_costs(
         sums.seconds(stage.start, stage.stop, stage.inner).divided(speed)
         for stage, speed in zip(stages, speeds, strict=True)
     ]
-    boundaries = [sums.costs.layers[stage.start].input_bytes for stage in stages[1:]]
+    share = sent_share(settings.boundary_dtype, sums.costs.dtype)
+    boundaries = [share * sums.costs.layers[stage.start].input_bytes for stage in stages[1:]]
     return Costs(
         forward_seconds=[one.first_forward(share) for one, share in zip(seconds, recompute_shares(table), strict=True)],
         recompute_seconds=[one.forward for one in seconds],

@@ -78,6 +78,8 @@ def report(plan: Plan) -> str:
             f"{_runs(settings.partition)}",
         ),
     ]
+    if costs.whole_logits:
+        lines.append(("logits", f"made whole: {costs.whole_logits}"))
     lines += mesh_lines(plan)
     rows = "\n".join(_table(plan))
     lines_after = [

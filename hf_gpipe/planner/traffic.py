@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hf_gpipe.planner.plan import Plan
+from hf_gpipe.planner.workload import sent_share
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ def traffic(plan: Plan) -> Traffic:
     """The bytes of one step of a plan, divided by its rows."""
     layers, table = plan.costs.layers, plan.timeline.schedule
     sums, placement = plan.planner.sums(plan.settings.num_micro_batches), table.placement
-    gradients = boundaries = 0
+    gradients = boundaries = 0.0
+    share = sent_share(plan.settings.boundary_dtype, plan.costs.dtype)
     for stage in plan.stages:
         gradient_bytes = sums.held(stage.layers.start, stage.layers.stop).trainable_bytes
         gradients += 2 * (placement.replicas[stage.number] - 1) * gradient_bytes
@@ -41,7 +43,7 @@ def traffic(plan: Plan) -> Traffic:
             micro_batches = range(table.num_micro_batches)
             num_messages = sum(own[m % len(own)] != before[m % len(before)] for m in micro_batches)
             first = layers[stage.layers.start]
-            boundaries += num_messages * (first.input_bytes + first.gradient_input_bytes)
+            boundaries += num_messages * share * (first.input_bytes + first.gradient_input_bytes)
     rows = plan.planner.rows * plan.planner.inputs.accumulation
     whole = 2 * (placement.num_processes - 1) * plan.costs.total.trainable_bytes
     return Traffic(gradients / rows, boundaries / rows, whole / rows)

@@ -32,6 +32,11 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one weight."""
 
 
+def sent_share(boundary_dtype: str | None, dtype: str) -> float:
+    """Bytes of a message per byte of what crosses a boundary, where hidden states have the type of the weights."""
+    return 1.0 if boundary_dtype is None else ITEM_BYTES[boundary_dtype] / ITEM_BYTES[dtype]
+
+
 def largest_micro_batch(num_rows: int, num_micro_batches: int) -> int:
     """Rows of the largest of the min(M, n) parts that a mini-batch of n rows is cut into."""
     return -(-num_rows // min(num_micro_batches, num_rows))

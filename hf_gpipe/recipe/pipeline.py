@@ -89,6 +89,10 @@ class PipelineConfig:
     its part of the weights, and gets the rest from the others (ZeRO-1); 0: each replica keeps and updates all. With
     `replicas` auto, 1 counts where the planner chooses replicas."""
 
+    boundary_dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    """The type in which hidden states and their gradients are sent from stage to stage, narrower than the model's, for
+    slow links; it rounds them. null: the model's type, and nothing is rounded."""
+
     num_processes: Count | None = None
     """Number of processes that share the stages; null: one per replica of a stage, but at most one per GPU, or one for
     each of `devices`; with `replicas` or `num_stages` auto one per GPU."""

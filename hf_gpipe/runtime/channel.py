@@ -192,6 +192,39 @@ class RemoteChannel(Channel):
             )
 
 
+class NarrowChannel(Channel):
+    """Sends tensors in a type of fewer bytes over another channel, and gives the receiver their own type again.
+
+    Args:
+        channel: carries the messages.
+        sent: the type; tensors that are not wider, and integers, keep theirs.
+        dtype_of: own type of a carried tensor by its name.
+    """
+
+    def __init__(self, channel: Channel, sent: torch.dtype, dtype_of: Callable[[str], torch.dtype]) -> None:
+        self._channel, self._sent, self._dtype_of = channel, sent, dtype_of
+
+    def send(self, micro_batch: int, tensors: Tensors, shapes: Shapes) -> None:
+        narrow = {name: tensor.to(narrowed(tensor.dtype, self._sent)) for name, tensor in tensors.items()}
+        self._channel.send(micro_batch, narrow, shapes)
+
+    def expect(self, micro_batch: int, shapes: Shapes) -> None:
+        self._channel.expect(micro_batch, shapes)
+
+    def receive(self, micro_batch: int) -> dict[str, torch.Tensor]:
+        received = self._channel.receive(micro_batch)
+        return {name: tensor.to(self._dtype_of(name)) for name, tensor in received.items()}
+
+    def flush(self) -> None:
+        self._channel.flush()
+
+    def reset(self) -> None:
+        self._channel.reset()
+
+    def check(self) -> None:
+        self._channel.check()
+
+
 class RoutedChannel(Channel):
     """Between stages with replicas: each micro-batch has its own channel.
 
@@ -228,6 +261,12 @@ class RoutedChannel(Channel):
         channel = self._routes[micro_batch % len(self._routes)]
         assert channel is not None, f"micro-batch {micro_batch} does not pass through this process here"
         return channel
+
+
+def narrowed(dtype: torch.dtype, sent: torch.dtype | None) -> torch.dtype:
+    """The type in which a tensor of type `dtype` is sent, where `sent` is that of wider floating-point numbers."""
+    is_wider = sent is not None and dtype.is_floating_point and dtype.itemsize > sent.itemsize
+    return sent if sent is not None and is_wider else dtype
 
 
 def check_shapes(tensors: Tensors, shapes: Shapes) -> None:

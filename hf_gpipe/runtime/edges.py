@@ -11,7 +11,15 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from hf_gpipe.runtime.channel import Channel, DeviceChannel, LocalChannel, RemoteChannel, RoutedChannel
+from hf_gpipe.runtime.channel import (
+    Channel,
+    DeviceChannel,
+    LocalChannel,
+    NarrowChannel,
+    RemoteChannel,
+    RoutedChannel,
+    narrowed,
+)
 from hf_gpipe.runtime.topology import Topology
 from hf_gpipe.schedule.messages import Link, communicators, links_between
 
@@ -31,8 +39,16 @@ class Edge:
         self.down.check()
         self.up.check()
 
+    def narrow(self, sent: torch.dtype | None, dtype_of: Callable[[str], torch.dtype]) -> Edge:
+        """The edge on which wider tensors travel in the type `sent`; itself for None."""
+        if sent is None:
+            return self
+        return Edge(NarrowChannel(self.down, sent, dtype_of), NarrowChannel(self.up, sent, dtype_of))
 
-def connect(topology: Topology, dtype_of: Callable[[int, str], torch.dtype]) -> dict[int, Edge]:
+
+def connect(
+    topology: Topology, dtype_of: Callable[[int, str], torch.dtype], sent: torch.dtype | None = None
+) -> dict[int, Edge]:
     """Create the edges of this process's stages, by the number of the stage before each edge.
 
     Every process must call it, because communicators are created by all processes in the same order.
@@ -40,6 +56,8 @@ def connect(topology: Topology, dtype_of: Callable[[int, str], torch.dtype]) -> 
     Args:
         topology: the processes and which stages they hold.
         dtype_of: type of a carried tensor, from the number of the stage that receives it and its name.
+        sent: type in which wider ones travel, also between stages of one process, so that the numbers do not depend on
+            the processes; None: their own.
     """
     links = {link: _communicator(topology, link) for link in communicators(topology.placement)}
     between: dict[tuple[int, int, int], Edge] = {}
@@ -48,17 +66,20 @@ def connect(topology: Topology, dtype_of: Callable[[int, str], torch.dtype]) -> 
             continue
         if worker == following:
             devices = topology.stage_devices[stage], topology.stage_devices[stage + 1]
-            between[stage, worker, following] = Edge(_within(*devices), _within(*devices[::-1]))
+            edge = Edge(_within(*devices), _within(*devices[::-1]))
+            between[stage, worker, following] = edge.narrow(sent, partial(dtype_of, stage + 1))
             continue
         down, up = links_between(topology.placement, stage, worker, following)
         is_sender = topology.rank == worker
         peer = following if is_sender else worker
         device = topology.stage_devices[stage if is_sender else stage + 1]
         dtypes = partial(dtype_of, stage + 1)
-        between[stage, worker, following] = Edge(
-            RemoteChannel(peer, 2 * stage, links[down], device, dtypes),
-            RemoteChannel(peer, 2 * stage + 1, links[up], device, dtypes),
+        sent_dtypes = partial(_sent_dtype, dtypes, sent)
+        edge = Edge(
+            RemoteChannel(peer, 2 * stage, links[down], device, sent_dtypes),
+            RemoteChannel(peer, 2 * stage + 1, links[up], device, sent_dtypes),
         )
+        between[stage, worker, following] = edge.narrow(sent, dtypes)
     edges = {}
     for stage, (own, other) in enumerate(pairwise(topology.placement.workers)):
         # The replicas of both stages are the same again after so many micro-batches.
@@ -72,6 +93,10 @@ def connect(topology: Topology, dtype_of: Callable[[int, str], torch.dtype]) -> 
                 RoutedChannel([None if edge is None else edge.up for edge in routes]),
             )
     return edges
+
+
+def _sent_dtype(dtype_of: Callable[[str], torch.dtype], sent: torch.dtype | None, name: str) -> torch.dtype:
+    return narrowed(dtype_of(name), sent)
 
 
 def _within(source: torch.device, target: torch.device) -> Channel:

@@ -105,7 +105,7 @@ class Executor:
         shares = on_devices(own, self._devices)
         actions = schedule.actions[self._rank]
         last_update = next((one for one in reversed(actions) if one.kind == ActionKind.UPDATE), None)
-        self._read(schedule)
+        self.prepare(schedule)
         timer = Timer(self._devices) if is_measured else None
         mark = timer.mark if timer is not None else NamedRanges().mark if is_profiled() else _not_measured
         action, is_updating = None, False
@@ -156,6 +156,8 @@ class Executor:
     def _complete(self, result: StepResult, reduce: Callable[[StepResult], None] | None, timer: Timer | None) -> None:
         """Before the update: wait until everything was computed and sent, then call `reduce`."""
         self._flush()
+        for stage in self._stages.values():
+            stage.end_step()
         if timer is not None:
             timer.synchronize()
         if reduce is not None:
@@ -169,7 +171,7 @@ class Executor:
         received: dict[str, torch.Tensor],
         options: StepOptions,
     ) -> dict[str, torch.Tensor]:
-        """Run F, R or B. Returns the tensors for the neighbouring stage; F of the last stage returns its outputs."""
+        """Run F, R, B, I or W. Returns the tensors for the neighbouring stage; F of the last stage its outputs."""
         stage, index = self._stages[action.stage], micro_batch.index
         if action.kind == ActionKind.RECOMPUTE:
             stage.recompute(index)
@@ -177,16 +179,27 @@ class Executor:
         if action.kind == ActionKind.BACKWARD:
             with self._in_last_backward(action):
                 return stage.backward(index, received)
+        if action.kind == ActionKind.INPUT:
+            return stage.input_backward(index, received)
+        if action.kind == ActionKind.WEIGHT:
+            stage.weight_backward(index, self._before_last_weights(action))
+            return {}
         context = Context(micro_batch, received, options)
         if schedule.is_training:
             return stage.forward(context, keep_graph=schedule.keeps_graph(action.stage, index))
         return stage.evaluate(context)
 
     def _in_last_backward(self, action: Action) -> AbstractContextManager[None]:
-        """Where the process's next G is the stage's own and no B of the stage follows, that G begins in this B."""
+        """Where the process's next G is the stage's own and no B or W of the stage follows, that G begins in this B."""
         if self._replicas is None or action not in self._last_backwards:
             return nullcontext()
         return self._replicas.in_last_backward(action.stage)
+
+    def _before_last_weights(self, action: Action) -> Callable[[torch.nn.Parameter], None] | None:
+        """The same for a W, which completes what I has left; returns what W must call with each completed parameter."""
+        if self._replicas is None or action not in self._last_backwards:
+            return None
+        return self._replicas.before_last_weights(action.stage, self._stages[action.stage].deferred(_index(action)))
 
     def _send(self, action: Action, message: dict[str, torch.Tensor], micro_batch: MicroBatch) -> None:
         stage = self._stages[action.stage]
@@ -199,16 +212,21 @@ class Executor:
         stage = self._stages[action.stage]
         if action.kind == ActionKind.FORWARD:
             return not stage.is_first
-        return action.kind == ActionKind.BACKWARD and any(stage.trainable_outputs.values())
+        return action.kind.takes_gradient and any(stage.trainable_outputs.values())
 
-    def _read(self, schedule: Schedule) -> None:
-        """Derive from a table, once, the receives and the last backwards of this process."""
+    def prepare(self, schedule: Schedule) -> None:
+        """Derive from a table, once, the receives and the last backwards of this process.
+
+        Raises UserError if a stage cannot run its I and W.
+        """
         if schedule is self._table:
             return
         receives = defaultdict(list)
         for message in messages(schedule):
             if message.receiver == self._rank and self._reads_message(message.consumer):
                 receives[message.before].append(message.consumer)
+        for number in {number for number, _ in schedule.split} & self._stages.keys():
+            self._stages[number].model.defer_weight_gradients()
         self._table, self._receives = schedule, dict(receives)
         self._last_backwards = last_backwards(schedule.actions[self._rank])
 
@@ -242,11 +260,11 @@ class Executor:
 
 
 def last_backwards(actions: Sequence[Action]) -> frozenset[Action]:
-    """The last B of each stage in which its G can begin: between the two no other G stands, for which order matters."""
+    """The last B or W of each stage, where its G can begin: no other G stands between the two, for order matters."""
     found = set()
     since: dict[int, Action] = {}
     for action in actions:
-        if action.kind == ActionKind.BACKWARD:
+        if action.kind.completes_micro_batch:
             since[action.stage] = action
         elif action.kind == ActionKind.REDUCE:
             if action.stage in since:

@@ -3,8 +3,8 @@
 Each process runs `generate` on an object of the model's own class without weights. Its forward runs the stages one
 after another, and the logits of the last position come back to every process, so that all of them search or sample the
 same tokens without further messages. The encoder runs once; then `generate` itself repeats its output for
-beams. Nothing is pipelined: a token depends on the one before it, and a stage waits while the others work. Of a stage
-with replicas the first one generates all rows, and the others wait too.
+beams. Nothing is pipelined: a token depends on the one before it, and a stage waits while the others work. Replicas
+generate different rows (`spread_rows.py`), each pipeline of them in a lock-step of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 from transformers.utils import ModelOutput
@@ -29,6 +30,7 @@ from hf_gpipe.adapters.intercept import extend_class
 from hf_gpipe.adapters.layers import StackName
 from hf_gpipe.errors import StageError, UserError, nearest
 from hf_gpipe.runtime.edges import Edge
+from hf_gpipe.runtime.spread_rows import joined, number_of_parts, part_of, pipelines
 from hf_gpipe.runtime.topology import Topology
 
 _SECOND_MODEL = "drafts tokens with another model or head, which the pipeline does not have"
@@ -101,6 +103,12 @@ class Generator:
         #: The stage that holds each stack's last layer.
         self._last = {adapter.layers[i].stack: stage for stage, layers in enumerate(partition) for i in layers}
         self._model = _in_lock_step(self)
+        self._pipelines = pipelines(topology.placement)
+        several = self._pipelines if len(self._pipelines) > 1 else ()
+        self._groups = [topology.new_group(workers, topology.device) for workers in several]
+        #: The pipeline that this process is in during a call, and the group of its processes; None: of all.
+        self._number = 0
+        self._group: dist.ProcessGroup | None = None
 
     @property
     def device(self) -> torch.device:
@@ -119,9 +127,24 @@ class Generator:
             StageError: the forward of a stage failed.
         """
         streamer = inputs.get("streamer") if self._topology.is_reader else None
-        shared = self._topology.from_reader(lambda: self._checked(inputs))
-        arguments = {n: v.to(self.device) if isinstance(v, torch.Tensor) else v for n, v in shared.items()}
+        shared, num_parts = self._topology.from_reader(lambda: self._checked(inputs))
         self._share_random_state()
+        if num_parts == 1:
+            self._number, self._group = 0, None
+            return self._generated(shared, streamer)
+        rank, tokens = self._topology.rank, None
+        own = next((i for i, workers in enumerate(self._pipelines[:num_parts]) if rank in workers), None)
+        if own is not None:
+            self._number, self._group = own, self._groups[own]
+            tokens = self._generated(part_of(shared, own, num_parts)).cpu()
+        everyone = self._topology.gather_objects(tokens)
+        firsts = [workers[0] for workers in self._pipelines[:num_parts]]
+        parts = [part for rank in firsts if (part := everyone[rank]) is not None]
+        return joined(parts, lambda name: self._setting(shared, name)).to(self.device)
+
+    def _generated(self, shared: Mapping[str, Any], streamer: Any = None) -> Any:
+        """The result of `generate` for some rows, in every process of their pipeline."""
+        arguments = {n: v.to(self.device) if isinstance(v, torch.Tensor) else v for n, v in shared.items()}
         if self._setting(arguments, "use_cache") is not False:
             arguments["past_key_values"] = PipelineCache(self._stages)
         output = self._model.generate(**arguments, streamer=streamer)
@@ -176,8 +199,7 @@ class Generator:
             edge.check()
         outputs: dict[str, torch.Tensor] = {}
         for number, stage in self._stages.items():
-            # Of several replicas the first generates.
-            if not stage.runs(stack) or not self._topology.leads(number):
+            if not stage.runs(stack) or self._worker_of(number) != self._topology.rank:
                 continue
             given = {n: v.to(stage.device) if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
             if cache is not None:
@@ -186,11 +208,11 @@ class Generator:
                 carry = {}
                 if not self._begins(stage, stack):
                     channel = self._edges[number - 1].down
-                    channel.expect(0, self._shapes(stage.start, inputs))
-                    carry = channel.receive(0)
+                    channel.expect(self._number, self._shapes(stage.start, inputs))
+                    carry = channel.receive(self._number)
                 outputs = stage(given, carry)
                 if number < self._last[stack]:
-                    self._edges[number].down.send(0, outputs, self._shapes(stage.stop, inputs))
+                    self._edges[number].down.send(self._number, outputs, self._shapes(stage.stop, inputs))
                     outputs = {}
             except Exception as error:
                 for edge in self._edges.values():
@@ -218,18 +240,29 @@ class Generator:
         return shapes
 
     def _from_last(self, stack: StackName, value: torch.Tensor) -> torch.Tensor:
-        """Broadcast the value of the process with the stack's last stage to the first device of every process."""
-        value = value.to(self.device)
-        self._topology.broadcast(value, self._topology.leader_of(self._last[stack]))
+        """Broadcast the value of the process with the stack's last stage, to the first device of all in lock-step."""
+        value, source = value.to(self.device), self._worker_of(self._last[stack])
+        if self._group is None:
+            self._topology.broadcast(value, source)
+        else:
+            dist.broadcast(value, group_src=dist.get_group_rank(self._group, source), group=self._group)
         return value
+
+    def _worker_of(self, stage: int) -> int:
+        """The process that runs a stage in this process's pipeline."""
+        return self._topology.placement.workers[stage][self._number]
 
     # ------------------------------------------------------------------ arguments
 
-    def _checked(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments in a form that can be sent to other processes. Raises UserError if one is not supported."""
+    def _checked(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+        """The arguments in a form that can be sent to other processes, and how many pipelines generate.
+
+        Raises UserError if an argument is not supported.
+        """
         arguments = {name: value for name, value in inputs.items() if name != "streamer"}
         self._check(arguments)
-        return {name: v.cpu() if isinstance(v, torch.Tensor) else v for name, v in arguments.items()}
+        num_parts = number_of_parts(arguments, lambda name: self._setting(inputs, name), len(self._pipelines))
+        return {name: v.cpu() if isinstance(v, torch.Tensor) else v for name, v in arguments.items()}, num_parts
 
     def _check(self, arguments: Mapping[str, Any]) -> None:
         """Raise UserError for arguments that would be ignored, give wrong results or lead to a hang."""

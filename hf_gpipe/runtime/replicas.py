@@ -2,14 +2,15 @@
 
 Each replica has run its own micro-batches, and the loss of each is divided by the number of units in the whole
 mini-batch. So the sum over the replicas, not the mean, is the gradient of the mini-batch. Gradients travel in buckets:
-the first ones leave while the stage's last backward still computes, the last ones at G.
+the first ones leave while the stage's last B or W still computes, the last ones at G.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from hf_gpipe.runtime.topology import Topology
 BUCKET_BYTES = 25 << 20
 
 Parameters = list[torch.nn.Parameter]
+Tensor = TypeVar("Tensor", bound=torch.Tensor)
 
 
 @dataclass(frozen=True)
@@ -39,13 +41,19 @@ class _Sum:
     Args:
         buckets: parameters whose gradients travel together.
         group: of the replicas, for gradients.
+        incomplete: the parameters whose gradients the stage's last B or W adds to; None: it may be any.
     """
 
-    def __init__(self, buckets: Sequence[Parameters], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[Parameters],
+        group: dist.ProcessGroup,
+        incomplete: Collection[torch.nn.Parameter] | None = None,
+    ) -> None:
         self._buckets, self._group = buckets, group
-        self._number = {parameter: number for number, bucket in enumerate(buckets) for parameter in bucket}
+        self._number: dict[torch.Tensor, int] = {one: number for number, bucket in enumerate(buckets) for one in bucket}
         #: Of each bucket how many gradients are not complete.
-        self._missing = [len(bucket) for bucket in buckets]
+        self._missing = [sum(incomplete is None or p in incomplete for p in bucket) for bucket in buckets]
         self._started: list[_Bucket] = []
         self._has_gradient: list[bool] = []
         self._agreed: tuple[torch.Tensor, dist.Work] | None = None
@@ -53,7 +61,7 @@ class _Sum:
     @contextmanager
     def in_backward(self) -> Iterator[None]:
         """Context manager for the stage's last backward: a bucket starts as soon as its gradients are complete."""
-        hooks = [parameter.register_post_accumulate_grad_hook(self._note) for parameter in self._number]
+        hooks = [parameter.register_post_accumulate_grad_hook(self.note) for parameter in self._number]
         try:
             yield
         finally:
@@ -80,11 +88,17 @@ class _Sum:
                 if next(has_gradient):
                     parameter.grad = value.view_as(parameter)
 
-    def _note(self, parameter: torch.Tensor) -> None:
+    def note(self, parameter: torch.Tensor) -> None:
         """A parameter's gradient is complete. The engine adds to it once in a backward."""
-        number = self._number[parameter]  # type: ignore[index]
+        number = self._number.get(parameter)
+        if number is None:  # a tied one, which is summed at the update
+            return
         assert number >= len(self._started), "a gradient was added to after it had been sent"
         self._missing[number] -= 1
+        self.start_complete()
+
+    def start_complete(self) -> None:
+        """Start the next buckets as long as their gradients are complete."""
         while len(self._started) < len(self._buckets) and self._missing[len(self._started)] == 0:
             self._start_next()
 
@@ -126,7 +140,8 @@ class Replicas:
             own = [(name, p) for name, p in models[stage].parameters.items() if p.requires_grad]
             # Stages share a group: the G of a table stand in one order on all workers.
             self._groups[stage] = groups[workers]
-            self._buckets[stage] = list(_in_buckets([p for name, p in own if name not in ties.names]))
+            # From the last one, whose gradient comes first.
+            self._buckets[stage] = list(in_buckets([p for name, p in reversed(own) if name not in ties.names]))
             self._followed += [p for name, p in own if not topology.leads(ties.owner_stage[name])]
 
     def groups_of(self, stage: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -151,6 +166,24 @@ class Replicas:
         with self._sums[stage].in_backward():
             yield
 
+    def before_last_weights(
+        self, stage: int, incomplete: Collection[torch.nn.Parameter]
+    ) -> Callable[[torch.nn.Parameter], None] | None:
+        """As `in_last_backward`, for the last W of a stage.
+
+        Args:
+            stage: its number.
+            incomplete: the parameters whose gradients this W adds to.
+
+        Returns:
+            To be called in W with each of them once its gradient is complete; None: nothing travels.
+        """
+        if not self._buckets[stage]:
+            return None
+        self._sums[stage] = _Sum(self._buckets[stage], self._groups[stage][0], incomplete)
+        self._sums[stage].start_complete()
+        return self._sums[stage].note
+
     def start(self, stage: int) -> None:
         """Start to sum the gradients of a stage. They must not be used before `finish`."""
         if not self._buckets[stage]:
@@ -167,17 +200,17 @@ class Replicas:
         self._sums.clear()
 
 
-def _in_buckets(parameters: Parameters) -> Iterator[Parameters]:
-    """The parameters of each type in groups of about `BUCKET_BYTES`, from the last one, whose gradient comes first."""
-    by_type: dict[torch.dtype, Parameters] = {}
-    for parameter in reversed(parameters):
-        by_type.setdefault(parameter.dtype, []).append(parameter)
+def in_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors of each type, in their order, in groups of about `BUCKET_BYTES`."""
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_type.setdefault(tensor.dtype, []).append(tensor)
     for some in by_type.values():
-        bucket: Parameters = []
+        bucket: list[Tensor] = []
         size = 0
-        for parameter in some:
-            bucket.append(parameter)
-            size += parameter.numel() * parameter.element_size()
+        for tensor in some:
+            bucket.append(tensor)
+            size += tensor.numel() * tensor.element_size()
             if size >= BUCKET_BYTES:
                 yield bucket
                 bucket, size = [], 0

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.runtime.replicas import BUCKET_BYTES, Replicas
+from hf_gpipe.runtime.replicas import Replicas, in_buckets
 from hf_gpipe.runtime.topology import Topology
 
 Slots: TypeAlias = dict[str, Any]
@@ -174,10 +174,13 @@ class Shards:
         for names, workers, (group, _) in self._replicated():
             for index, rank in enumerate(workers):
                 parts = [self._part(name, self._parameters[name].data, index) for name in names]
-                sent = [part for part in parts if part is not None]
-                if sent:
-                    # In buckets, and into the parameters themselves.
-                    dist._broadcast_coalesced(group, sent, BUCKET_BYTES, dist.get_group_rank(group, rank))
+                for bucket in in_buckets(part for part in parts if part is not None):
+                    flat = torch.cat([part.flatten() for part in bucket])
+                    dist.broadcast(flat, group_src=dist.get_group_rank(group, rank), group=group)
+                    if rank == self._topology.rank:
+                        continue
+                    for part, values in zip(bucket, flat.split([part.numel() for part in bucket]), strict=True):
+                        part.copy_(values.view_as(part))
 
     # ------------------------------------------------------------------ state
 

@@ -1,7 +1,8 @@
-"""The three actions on one stage: forward, recompute and backward of a micro-batch."""
+"""The actions on one stage and micro-batch: forward, recompute, and backward, which may be in two parts."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -9,7 +10,9 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hf_gpipe.adapters import StageModel
+from hf_gpipe.adapters.weight_gradients import Product
 from hf_gpipe.runtime.channel import Shapes
+from hf_gpipe.runtime.head import deferred_loss
 from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 
@@ -27,7 +30,7 @@ class _Graph:
     roots: dict[str, GradientEdge]
     """Edges of the outputs that depend on a trained parameter; gradients of other outputs are not used."""
     loss: torch.Tensor | None
-    """The loss on the last stage; None on others."""
+    """The loss on the last stage, whose value is complete after backward; None on others."""
 
 
 @dataclass
@@ -36,6 +39,8 @@ class _Live:
 
     context: Context
     graph: _Graph | None = None
+    loss: torch.Tensor | None = None
+    """What F returned on the last stage."""
 
 
 class Stage:
@@ -59,6 +64,8 @@ class Stage:
         self.trainable_outputs = {} if model.is_last else wants_gradient(model.stop)
         self.loss = loss
         self._live: dict[int, _Live] = {}
+        #: Of each micro-batch between its I and W the parts of its weight gradients.
+        self._kept: dict[int, list[Product]] = {}
 
     @property
     def is_first(self) -> bool:
@@ -75,6 +82,8 @@ class Stage:
     def forward(self, context: Context, *, keep_graph: bool) -> Tensors:
         """F of a training table: run the stage; returns the tensors for the next stage, on the last stage the loss.
 
+        The value of the loss is complete after B.
+
         Args:
             context: the micro-batch's record.
             keep_graph: whether backward follows without a recomputation.
@@ -82,8 +91,9 @@ class Stage:
         with torch.set_grad_enabled(keep_graph):
             inputs, outputs = self._run(context)
         graph = self._graph(inputs, outputs) if keep_graph else None
-        self._live[context.micro_batch.index] = _Live(context, graph)
-        return {name: tensor.detach() for name, tensor in outputs.items()}
+        results = {name: tensor.detach() for name, tensor in outputs.items()}
+        self._live[context.micro_batch.index] = _Live(context, graph, results.get("loss"))
+        return results
 
     def recompute(self, micro_batch: int) -> None:
         """R: run the stage's forward again from the inputs that F kept, now with a graph. It receives no message."""
@@ -99,6 +109,8 @@ class Stage:
         if graph.loss is not None:
             if graph.loss.requires_grad:
                 graph.loss.backward(torch.full_like(graph.loss, scale))
+            if live.loss is not None:
+                live.loss.copy_(graph.loss.detach())
         elif roots := graph.roots:
             torch.autograd.backward(list(roots.values()), [gradients[name] for name in roots])
         return {
@@ -106,6 +118,39 @@ class Stage:
             for name, tensor in graph.inputs.items()
             if self.trainable_inputs[name]
         }
+
+    def input_backward(self, micro_batch: int, gradients: Mapping[str, torch.Tensor]) -> Tensors:
+        """I: as `backward`, but the gradients of linear layers' weights are left to W.
+
+        The graph is freed. The inputs of these layers and the gradients of their outputs are kept.
+        """
+        with self.model.defer_weight_gradients().keeping() as kept:
+            message = self.backward(micro_batch, gradients)
+        self._kept[micro_batch] = kept
+        return message
+
+    @torch.no_grad()
+    def weight_backward(self, micro_batch: int, completed: Callable[[torch.nn.Parameter], None] | None = None) -> None:
+        """W: add the weight gradients that I left to `.grad`, and free what it kept, one layer after the other.
+
+        Args:
+            micro_batch: its number.
+            completed: called with each parameter once all its parts have been added.
+        """
+        kept = self._kept.pop(micro_batch)
+        parts = Counter(product.parameter for product in kept) if completed is not None else Counter()
+        kept.reverse()
+        while kept:
+            product = kept.pop()
+            product.add()
+            if completed is not None:
+                parts[product.parameter] -= 1
+                if not parts[product.parameter]:
+                    completed(product.parameter)
+
+    def deferred(self, micro_batch: int) -> set[torch.nn.Parameter]:
+        """The parameters whose gradients W of a micro-batch adds to."""
+        return {product.parameter for product in self._kept[micro_batch]}
 
     def evaluate(self, context: Context) -> Tensors:
         """F of a table without backwards: the tensors for the next stage, on the last stage the losses of the rows.
@@ -148,6 +193,13 @@ class Stage:
     def reset(self) -> None:
         """Drop everything of the current step, after a failure."""
         self._live.clear()
+        self._kept.clear()
+        self.end_step()
+
+    def end_step(self) -> None:
+        """Drop what depends on the values of the weights, which may change now."""
+        if self.model.weight_gradients is not None:
+            self.model.weight_gradients.forget()
 
     def _graph(self, inputs: Tensors, outputs: Tensors) -> _Graph:
         roots = {}
@@ -164,12 +216,14 @@ class Stage:
             name: tensor.detach().requires_grad_(self.trainable_inputs[name]) for name, tensor in context.carry.items()
         }
         micro_batch = context.micro_batch
-        outputs = self.model(micro_batch.inputs, received, micro_batch.seed)
+        deferred = self.model.deferred_logits()
+        outputs = self.model(micro_batch.inputs, received, micro_batch.seed, deferred)
         if self.is_last:
             targets = self.model.adapter.targets(micro_batch.inputs)
-            losses = self.loss(outputs["logits"], targets)
-            loss = losses.sum() / micro_batch.num_units
-            if (auxiliary := outputs.get("auxiliary_loss")) is not None:
-                loss = loss + auxiliary / micro_batch.num_micro_batches
-            outputs = {"loss": loss}
+            auxiliary = outputs.get("auxiliary_loss")
+            added = None if auxiliary is None else auxiliary / micro_batch.num_micro_batches
+            if deferred is not None:
+                return received, {"loss": deferred_loss(deferred, targets, self.loss, micro_batch.num_units, added)}
+            loss = self.loss(outputs["logits"], targets).sum() / micro_batch.num_units
+            outputs = {"loss": loss if added is None else loss + added}
         return received, outputs

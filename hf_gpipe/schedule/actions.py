@@ -6,12 +6,18 @@ stage 2, "2U" the optimizer update of stage 2. What an action needs before it ma
     F  the boundary that F of stage s-1 sent (stage 0 reads the batch)
     R  F of the same (s, m). It runs the stage's forward again with gradients and does not need the incoming gradient,
        so a process may run it while it would otherwise wait.
-    B  R of the same (s, m), or F where the table has no R; and the gradient that B of stage s+1 sent (the last stage
-       starts from its own loss)
-    G  B of every micro-batch that its worker runs on the stage. It sums the stage's gradients over its replicas: a
-       collective, which begins when all of them have reached it and runs while they go on. Only a stage with several
-       replicas has a G, one on each of them
-    U  G of the stage, or where it has none B of every micro-batch; one on each replica
+    B  R of the same (s, m), or F where the table has no R; and the gradient that B or I of stage s+1 sent (the last
+       stage starts from its own loss)
+    I  what B needs. It computes and sends the gradient of the stage's inputs, as B does, and leaves the gradients of
+       the weights to W
+    W  I of the same (s, m)
+    G  B, or I and W, of every micro-batch that its worker runs on the stage. It sums the stage's gradients over its
+       replicas: a collective, which begins when all of them have reached it and runs while they go on. Only a stage
+       with several replicas has a G, one on each of them
+    U  G of the stage, or where it has none B, or I and W, of every micro-batch; one on each replica
+
+A stage has for each micro-batch either B, or I and W: the backward in two parts (zero bubble, arXiv 2401.10241, section
+2). The set `split` has the (stage, micro-batch) pairs of I and W; it tells which action a neighbour's message is from.
 """
 
 from __future__ import annotations
@@ -19,9 +25,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
+from typing import TypeAlias
 
 from hf_gpipe.errors import ScheduleError
 
@@ -32,13 +40,25 @@ class ActionKind(StrEnum):
     FORWARD = "F"
     RECOMPUTE = "R"
     BACKWARD = "B"
+    INPUT = "I"
+    WEIGHT = "W"
     REDUCE = "G"
     UPDATE = "U"
 
     @property
     def word(self) -> str:
         """The kind in full, in lower case."""
-        return self.name.lower()
+        return self.name.lower() + (" gradient" if self in (ActionKind.INPUT, ActionKind.WEIGHT) else "")
+
+    @property
+    def takes_gradient(self) -> bool:
+        """Whether it takes the gradient of the stage's outputs, uses up the graph and sends a gradient: B or I."""
+        return self in (ActionKind.BACKWARD, ActionKind.INPUT)
+
+    @property
+    def completes_micro_batch(self) -> bool:
+        """Whether the gradients of the weights have the micro-batch's part after it: B or W."""
+        return self in (ActionKind.BACKWARD, ActionKind.WEIGHT)
 
     @property
     def is_of_mini_batch(self) -> bool:
@@ -46,9 +66,9 @@ class ActionKind(StrEnum):
         return self in (ActionKind.REDUCE, ActionKind.UPDATE)
 
 
-TEXT_VERSION = 2
+TEXT_VERSION = 3
 """Version of the text of a table and its actions. It changes with a new kind of action or a new meaning of a word.
-Version 2 has G and several workers per stage; every text of version 1 means the same in it."""
+Version 2 has G and several workers per stage, version 3 I and W; a text of an earlier version means the same in it."""
 
 _NUMBER = r"0|[1-9][0-9]{0,8}"
 _ACTION_TEXT = re.compile(rf"({_NUMBER})([A-Z])({_NUMBER})?")
@@ -92,7 +112,7 @@ class Action:
         match = _ACTION_TEXT.fullmatch(text)
         if match is None:
             raise ScheduleError(
-                f"{text!r} is not an action: write the stage, one of F, R or B and the micro-batch, as in 2F0, "
+                f"{text!r} is not an action: write the stage, one of F, R, B, I or W and the micro-batch, as in 2F0, "
                 "or the stage and G or U, as in 2U."
             )
         stage, kind, micro_batch = match.groups()
@@ -103,21 +123,30 @@ class Action:
             )
         return cls(ActionKind(kind), int(stage), None if micro_batch is None else int(micro_batch))
 
-    def source(self, num_stages: int) -> Action | None:
+    def source(self, num_stages: int, split: Split = frozenset()) -> Action | None:
         """The neighbouring stage's action whose message this one receives; None if it receives none."""
         if self.kind == ActionKind.FORWARD and self.stage > 0:
             return Action(ActionKind.FORWARD, self.stage - 1, self.micro_batch)
-        if self.kind == ActionKind.BACKWARD and self.stage < num_stages - 1:
-            return Action(ActionKind.BACKWARD, self.stage + 1, self.micro_batch)
+        if self.kind.takes_gradient and self.stage < num_stages - 1:
+            return gradient_action(self.stage + 1, self.micro_batch, split)
         return None
 
-    def consumer(self, num_stages: int) -> Action | None:
+    def consumer(self, num_stages: int, split: Split = frozenset()) -> Action | None:
         """The neighbouring stage's action that receives this one's message; None if it sends none."""
         if self.kind == ActionKind.FORWARD and self.stage < num_stages - 1:
             return Action(ActionKind.FORWARD, self.stage + 1, self.micro_batch)
-        if self.kind == ActionKind.BACKWARD and self.stage > 0:
-            return Action(ActionKind.BACKWARD, self.stage - 1, self.micro_batch)
+        if self.kind.takes_gradient and self.stage > 0:
+            return gradient_action(self.stage - 1, self.micro_batch, split)
         return None
+
+
+Split: TypeAlias = AbstractSet[tuple[int, int | None]]
+"""The (stage, micro-batch) pairs that have I and W in place of B."""
+
+
+def gradient_action(stage: int, micro_batch: int | None, split: Split) -> Action:
+    """Return I of a (stage, micro-batch) whose backward is split, B of any other."""
+    return Action(ActionKind.INPUT if (stage, micro_batch) in split else ActionKind.BACKWARD, stage, micro_batch)
 
 
 @dataclass(frozen=True, slots=True, init=False)

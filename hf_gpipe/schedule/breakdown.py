@@ -20,6 +20,7 @@ class Parts:
     forward: Seconds = 0
     recompute: Seconds = 0
     backward: Seconds = 0
+    """B, and I and W."""
     send: Seconds = 0
     """Sending messages."""
     wait: Seconds = 0
@@ -150,7 +151,7 @@ def _parts(spans: Sequence[Span], wait: Seconds, total: Seconds) -> Parts:
     known = Parts(
         forward=computing(ActionKind.FORWARD),
         recompute=computing(ActionKind.RECOMPUTE),
-        backward=computing(ActionKind.BACKWARD),
+        backward=sum(map(computing, (ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT))),
         send=sum(span.sending for span in spans),
         wait=wait,
         update=computing(ActionKind.UPDATE),

@@ -6,12 +6,12 @@ would otherwise keep the others waiting.
 
 A schedule says in which order each stage works, and each replica of a stage takes its own micro-batches out of that
 order. Where a process holds several stages, it also needs to know which of them is next. The clock assumes that a
-forward and a recomputation take one tick and a backward two. Whenever a device is free it starts, among its stages'
-next actions:
+backward takes two ticks and every other action one. Whenever a device is free it starts, among its stages' next
+actions:
 
 1. one that has all it needs, and of these the one whose micro-batch is farthest on its way (down the stages, then up
    again). So a boundary goes on to the next process early, and a gradient does not wait in memory. A recomputation
-   counts here once its gradient has come, so that its backward follows at once;
+   counts here once its gradient has come, so that its backward follows at once. W comes last, for no one waits for it;
 2. else, a recomputation whose gradient is still on its way, the deepest stage first: its gradient comes first. It
    fills time in which the process would be idle.
 
@@ -24,13 +24,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule.actions import Action, ActionKind, Placement
+from hf_gpipe.schedule.actions import Action, ActionKind, Placement, gradient_action
 
-TICKS = {ActionKind.FORWARD: 1, ActionKind.RECOMPUTE: 1, ActionKind.BACKWARD: 2}
+TICKS = {
+    ActionKind.FORWARD: 1,
+    ActionKind.RECOMPUTE: 1,
+    ActionKind.BACKWARD: 2,
+    ActionKind.INPUT: 1,
+    ActionKind.WEIGHT: 1,
+}
 
 
 def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> list[list[Action]]:
-    """The order of each process, from the order of each stage (forwards, recomputations and backwards).
+    """The order of each process, from the order of each stage (F, R, B, I and W).
 
     Of a stage with replicas only the order within each replica counts.
 
@@ -45,6 +51,7 @@ def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> lis
         return process_orders
 
     num_stages = placement.num_stages
+    split = {(a.stage, a.micro_batch) for queue in queues for a in queue if a.kind == ActionKind.INPUT}
     next_index = [0] * len(queues)
     free_at: dict[tuple[int, str | None], int] = {}
     finished_at: dict[Action, int] = {}
@@ -56,14 +63,14 @@ def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> lis
             if next_index[number] == len(queue):
                 continue
             action = queue[next_index[number]]
-            source = action.source(num_stages)
+            source = action.source(num_stages, split)
             if source is not None and source not in finished_at:
                 continue
             place = placement.place_of(placement.process_of(action), action)
             start = max(free_at.get(place, 0), finished_at[source] if source else 0)
             fills, rank = False, -way(action, num_stages)
             if action.kind == ActionKind.RECOMPUTE:
-                gradient = Action(ActionKind.BACKWARD, action.stage, action.micro_batch).source(num_stages)
+                gradient = gradient_action(action.stage, action.micro_batch, split).source(num_stages, split)
                 fills = gradient is not None and (gradient not in finished_at or finished_at[gradient] > start)
                 rank = -action.stage if fills else rank
             found.append((start, fills, rank, action, number))
@@ -73,7 +80,9 @@ def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> lis
         startable = choices()
         if not startable:
             waiting = next(queue[index] for queue, index in zip(queues, next_index, strict=True) if index < len(queue))
-            raise ScheduleError(f"deadlock: {waiting} waits for {waiting.source(num_stages)}, and no stage can go on.")
+            raise ScheduleError(
+                f"deadlock: {waiting} waits for {waiting.source(num_stages, split)}, and no stage can go on."
+            )
         start, _, _, action, number = min(startable)
         process = placement.process_of(action)
         free_at[placement.place_of(process, action)] = finished_at[action] = start + TICKS[action.kind]
@@ -91,5 +100,7 @@ def by_worker(order: Sequence[Action], placement: Placement) -> list[list[Action
 
 
 def way(action: Action, num_stages: int) -> int:
-    """How far a micro-batch has come when it is at this action: down the stages, then up again."""
+    """How far a micro-batch has come when it is at this action: down the stages, then up again. W is beside its way."""
+    if action.kind == ActionKind.WEIGHT:
+        return -1
     return action.stage if action.kind == ActionKind.FORWARD else 2 * num_stages - 1 - action.stage

@@ -26,6 +26,8 @@ _COLOURS = {
     ActionKind.FORWARD: "#5b9bd5",
     ActionKind.RECOMPUTE: "#f2c14e",
     ActionKind.BACKWARD: "#2a7f62",
+    ActionKind.INPUT: "#5fb49c",
+    ActionKind.WEIGHT: "#1f4e3d",
     ActionKind.REDUCE: "#c8553d",
     ActionKind.UPDATE: "#8e5ea2",
 }
@@ -33,6 +35,8 @@ _LABEL_COLOURS = {
     ActionKind.FORWARD: "black",
     ActionKind.RECOMPUTE: "black",
     ActionKind.BACKWARD: "white",
+    ActionKind.INPUT: "black",
+    ActionKind.WEIGHT: "white",
     ActionKind.REDUCE: "white",
     ActionKind.UPDATE: "white",
 }

@@ -59,7 +59,7 @@ def messages(schedule: Schedule) -> tuple[Message, ...]:
     found = []
     for process, action in _clock_order(schedule):
         passed[process] += 1
-        consumer = action.consumer(schedule.num_stages)
+        consumer = schedule.consumer(action)
         if consumer is None:
             continue
         receiver = schedule.placement.process_of(consumer)
@@ -114,7 +114,7 @@ def executable_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     num_stages, workers = schedule.num_stages, schedule.placement.workers
     reached = [0] * len(schedule.actions)
     done: set[Action] = set()
-    # F, R and B stand once in the table, G on each replica of its stage.
+    # F, R, B, I and W stand once in the table, G on each replica of its stage.
     num_reduced = [0] * num_stages
 
     def waits_for(action: Action) -> Action | None:
@@ -122,7 +122,7 @@ def executable_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
         if action.kind == ActionKind.UPDATE:
             is_reduced = len(workers[action.stage]) in (1, num_reduced[action.stage])
             return None if is_reduced else Action(ActionKind.REDUCE, action.stage)
-        source = action.source(num_stages)
+        source = schedule.source(action)
         return None if source is None or source in done else source
 
     progress = True
@@ -154,16 +154,15 @@ def _clock_order(schedule: Schedule) -> list[tuple[int, Action]]:
 
     An action starts after the one before it in its list, and after the end of its source, so both come before it.
     """
-    num_stages = schedule.num_stages
     started = [-1] * len(schedule.actions)
     free_at: dict[tuple[int, str | None], int] = {}
     ends: dict[Action, int] = {}
     order: list[tuple[int, int, int, Action]] = []
     for process, action in executable_order(schedule):
         place = schedule.placement.place_of(process, action)
-        source = action.source(num_stages)
+        source = schedule.source(action)
         start = max(started[process] + 1, free_at.get(place, 0), ends[source] if source else 0)
         started[process] = start
         ends[action] = free_at[place] = start + _FINE * TICKS.get(action.kind, 1)
-        order.append((start, way(action, num_stages), process, action))
+        order.append((start, way(action, schedule.num_stages), process, action))
     return [(process, action) for _, _, process, action in sorted(order)]

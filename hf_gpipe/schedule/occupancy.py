@@ -2,7 +2,8 @@
 
 A micro-batch's input comes when the stage before sends it and stays until the stage's last action on the micro-batch.
 Its autograd graph is there from the end of the forward or recomputation that makes it to the end of the backward. A
-gradient that comes early waits for its backward to begin.
+gradient that comes early waits for its backward to begin. Where the backward is split, the input and the graph stay
+until the end of I, and what W needs from then to the end of W.
 """
 
 from __future__ import annotations
@@ -28,32 +29,36 @@ class Held(StrEnum):
     GRAPH = "graph"
     GRADIENT = "gradient"
     """The gradient received from the stage after, while it waits for its backward."""
+    DEFERRED = "deferred"
+    """What W needs: inputs and output gradients of linear layers, from the end of I to the end of W."""
     FORWARD_ONLY = "forward only"
     """Working memory of a forward without a graph, while it runs; the next three are alike."""
     FORWARD = "forward"
     """Or the recomputation that makes the graph."""
     BACKWARD = "backward"
+    """Or I."""
+    WEIGHT = "weight gradient"
+    """W."""
     FIRST_BACKWARD = "first backward"
-    """The extra memory of the stage's first backward, which makes the gradients of the weights."""
+    """The extra memory of the stage's first B or W, which makes the gradients of the weights."""
     WEIGHT_GRADIENTS = "gradients of weights"
-    """From the end of the first backward on."""
+    """From the end of the first B or W on."""
 
 
 def holdings(timeline: Timeline, stage: int, process: int) -> Iterator[tuple[Held, Seconds, Seconds]]:
     """Yield the things that a stage holds in one of its workers for each micro-batch: (what, from, until)."""
     schedule, ran = timeline.schedule, timeline.spans_of
-    num_stages = schedule.num_stages
-    backwards = [
-        span for action, span in ran[stage].items() if action.kind == ActionKind.BACKWARD and span.process == process
+    completed = [
+        span for action, span in ran[stage].items() if action.kind.completes_micro_batch and span.process == process
     ]
-    first_backward = min(backwards, key=lambda span: span.end, default=None)
+    first_completed = min(completed, key=lambda span: span.end, default=None)
     for micro_batch in schedule.placement.micro_batches_of(stage, process, schedule.num_micro_batches):
         forward = ran[stage][Action(ActionKind.FORWARD, stage, micro_batch)]
-        backward = ran[stage].get(Action(ActionKind.BACKWARD, stage, micro_batch))
-        last = backward or forward
-        yield Held.MICRO_BATCH, forward.computes, last.end
-        if source := forward.action.source(num_stages):
-            yield Held.INPUT, ran[source.stage][source].end, last.end
+        backward = ran[stage].get(schedule.gradient_action(stage, micro_batch))
+        weight = ran[stage].get(Action(ActionKind.WEIGHT, stage, micro_batch))
+        yield Held.MICRO_BATCH, forward.computes, (weight or backward or forward).end
+        if source := schedule.source(forward.action):
+            yield Held.INPUT, ran[source.stage][source].end, (backward or forward).end
         again = ran[stage].get(Action(ActionKind.RECOMPUTE, stage, micro_batch))
         if backward is None or again is not None:
             yield Held.FORWARD_ONLY, forward.computes, forward.end
@@ -62,12 +67,16 @@ def holdings(timeline: Timeline, stage: int, process: int) -> Iterator[tuple[Hel
         maker = again or forward
         yield Held.FORWARD, maker.computes, maker.end
         yield Held.GRAPH, maker.end, backward.end
-        if source := backward.action.source(num_stages):
+        if source := schedule.source(backward.action):
             yield Held.GRADIENT, ran[source.stage][source].end, backward.computes
         yield Held.BACKWARD, backward.computes, backward.end
-        if backward is first_backward:
-            yield Held.FIRST_BACKWARD, backward.computes, backward.end
-            yield Held.WEIGHT_GRADIENTS, backward.end, math.inf
+        if weight is not None:
+            yield Held.DEFERRED, backward.end, weight.end
+            yield Held.WEIGHT, weight.computes, weight.end
+        completing = weight or backward
+        if completing is first_completed:
+            yield Held.FIRST_BACKWARD, completing.computes, completing.end
+            yield Held.WEIGHT_GRADIENTS, completing.end, math.inf
 
 
 Amounts = Mapping[Held, Mapping[str, float]]

@@ -1,9 +1,9 @@
 """Chooses the micro-batches that a stage recomputes, so that it never keeps more autograd graphs alive than a limit.
 
 A graph lives from the start of the forward that keeps it, or of the recomputation R that makes it anew, to the end of
-its backward B. Every backward needs its graph, so each one takes one place among those that the limit allows; a forward
-that keeps its graph holds a place from then on. An R stands directly before its B in the order of its stage, so it
-holds a place for no other action's length.
+its backward: B, or I where the backward is split. Every backward needs its graph, so each one takes one place among
+those that the limit allows; a forward that keeps its graph holds a place from then on. An R stands directly before its
+backward in the order of its stage, so it holds a place for no other action's length.
 
 Where a stage reaches its limit, one of the kept graphs has to go, and the best is the one whose backward comes last: it
 would hold its place longest. Chosen so from the first action to the last, the recomputations are the fewest possible
@@ -19,14 +19,14 @@ from typing import TypeAlias
 from hf_gpipe.schedule.actions import Action, ActionKind
 
 Limits: TypeAlias = tuple[int | None, ...]
-"""For each stage the most graphs alive at once. None: no limit, so no R; 0: R before every B, needed or not."""
+"""For each stage the most graphs alive at once. None: no limit, so no R; 0: R before every B or I, needed or not."""
 
 
 def with_recomputations(order: Sequence[Action], limits: Limits) -> list[Action]:
     """The order of a stage, or of a process with several stages, with the R that the stages' limits need.
 
     Args:
-        order: forwards and backwards.
+        order: forwards and backwards, whole (B) or split (I and W).
         limits: one for each stage of the pipeline; it holds for each stage by itself.
     """
     recomputed: dict[int, frozenset[int | None]] = {}
@@ -34,7 +34,7 @@ def with_recomputations(order: Sequence[Action], limits: Limits) -> list[Action]
         recomputed[stage] = _recomputed([action for action in order if action.stage == stage], limits[stage])
     result: list[Action] = []
     for action in order:
-        if action.kind == ActionKind.BACKWARD and action.micro_batch in recomputed[action.stage]:
+        if action.kind.takes_gradient and action.micro_batch in recomputed[action.stage]:
             result.append(Action(ActionKind.RECOMPUTE, action.stage, action.micro_batch))
         result.append(action)
     return result
@@ -42,7 +42,7 @@ def with_recomputations(order: Sequence[Action], limits: Limits) -> list[Action]
 
 def _recomputed(order: Sequence[Action], limit: int | None) -> frozenset[int | None]:
     """The micro-batches of one stage whose forward does not keep its graph."""
-    backward_at = {action.micro_batch: at for at, action in enumerate(order) if action.kind == ActionKind.BACKWARD}
+    backward_at = {action.micro_batch: at for at, action in enumerate(order) if action.kind.takes_gradient}
     if limit is None:
         return frozenset()
     if limit == 0:
@@ -55,6 +55,8 @@ def _recomputed(order: Sequence[Action], limit: int | None) -> frozenset[int | N
                 continue
             kept.add(action.micro_batch)
             places = limit
+        elif action.kind == ActionKind.WEIGHT:
+            continue
         else:
             kept.discard(action.micro_batch)
             places = limit - 1  # The backward's own graph takes one.

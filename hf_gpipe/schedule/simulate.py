@@ -53,6 +53,10 @@ class Costs:
     either direction."""
     reduce_seconds: Seconds | Sequence[Seconds] = 0
     """Of each stage, for the reduction of its gradients over its replicas; a stage without replicas has none."""
+    input_seconds: Seconds | Sequence[Seconds] | None = None
+    """Of each stage, of I: the gradient of the stage's inputs. None: half of the backward."""
+    weight_seconds: Seconds | Sequence[Seconds] | None = None
+    """Of each stage, of W: the gradients of the weights. None: half of the backward."""
 
 
 class Span(NamedTuple):
@@ -155,21 +159,29 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         ScheduleError: a sequence of costs that does not fit the stages, a negative cost, or a table that deadlocks.
     """
     num_stages, placement = schedule.num_stages, schedule.placement
+
+    def each(value: Seconds | Sequence[Seconds], name: str) -> tuple[Seconds, ...]:
+        return _each(value, num_stages, name, "stages")
+
+    backward_seconds = each(costs.backward_seconds, "backward_seconds")
+    half = tuple(one * Fraction(1, 2) for one in backward_seconds)
     recompute_seconds = costs.forward_seconds if costs.recompute_seconds is None else costs.recompute_seconds
     seconds = {
-        ActionKind.FORWARD: _each(costs.forward_seconds, num_stages, "forward_seconds", "stages"),
-        ActionKind.RECOMPUTE: _each(recompute_seconds, num_stages, "recompute_seconds", "stages"),
-        ActionKind.BACKWARD: _each(costs.backward_seconds, num_stages, "backward_seconds", "stages"),
-        ActionKind.UPDATE: _each(costs.update_seconds, num_stages, "update_seconds", "stages"),
+        ActionKind.FORWARD: each(costs.forward_seconds, "forward_seconds"),
+        ActionKind.RECOMPUTE: each(recompute_seconds, "recompute_seconds"),
+        ActionKind.BACKWARD: backward_seconds,
+        ActionKind.INPUT: half if costs.input_seconds is None else each(costs.input_seconds, "input_seconds"),
+        ActionKind.WEIGHT: half if costs.weight_seconds is None else each(costs.weight_seconds, "weight_seconds"),
+        ActionKind.UPDATE: each(costs.update_seconds, "update_seconds"),
     }
     transfer_seconds = _of_edges(costs.transfer_seconds, schedule)
-    reduce_seconds = _each(costs.reduce_seconds, num_stages, "reduce_seconds", "stages")
+    reduce_seconds = each(costs.reduce_seconds, "reduce_seconds")
 
     spans: list[Span] = []
     free_at: dict[tuple[int, str | None], Seconds] = {}
     started: list[Seconds] = [0] * placement.num_processes
     arrives_at: dict[Action, Seconds] = {}
-    edge_free_at: dict[tuple[ActionKind, int, int, int], Seconds] = {}
+    edge_free_at: dict[tuple[bool, int, int, int], Seconds] = {}
     reached_at: dict[int, Seconds] = {}
     updates: list[tuple[int, Action]] = []
     for process, action in executable_order(schedule):
@@ -180,17 +192,17 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             free = free_at.get(placement.place_of(process, action), 0)
             reached_at[action.stage] = max(reached_at.get(action.stage, 0), free)
             continue
-        source = action.source(num_stages)
+        source = schedule.source(action)
         place = placement.place_of(process, action)
         start = max(started[process], free_at.get(place, 0), arrives_at[source] if source else 0)
         end = start + seconds[action.kind][action.stage]
         spans.append(Span(process, action, start, end))
         started[process], free_at[place] = start, end
-        if consumer := action.consumer(num_stages):
+        if consumer := schedule.consumer(action):
             arrives_at[action] = end
             if not placement.is_local(action, consumer):
                 target = placement.process_of(consumer)
-                edge = (action.kind, action.stage, process, target)
+                edge = (action.kind.takes_gradient, action.stage, process, target)
                 lower, upper = (process, target) if action.stage < consumer.stage else (target, process)
                 travels_from = max(end, edge_free_at.get(edge, 0))
                 seconds_of_edge = transfer_seconds[min(action.stage, consumer.stage), lower, upper]

@@ -3,7 +3,7 @@
 A table is plain data. The same object is validated, simulated, drawn and executed, and it has a text form that can be
 read, compared and edited. GPipe with two stages and two micro-batches, recomputation on:
 
-    table: 2
+    table: 3
     schedule: gpipe
     num_stages: 2
     num_micro_batches: 2
@@ -11,7 +11,7 @@ read, compared and edited. GPipe with two stages and two micro-batches, recomput
     process 0: 0F0 0F1 0R1 0B1 0R0 0B0 0U
     process 1: 1F0 1F1 1R1 1B1 1R0 1B0 1U
 
-The first line has the version of this text, so that a later one can say more; texts of version 1 are read too.
+The first line has the version of this text, so that a later one can say more; earlier texts are read too.
 `schedule` is a name for people. `placement` gives the process of each stage, or the processes of its replicas with
 commas: in `placement: 0,1 2` stage 0 has two replicas, on processes 0 and 1, and micro-batch m runs on replica m % 2. A
 line `devices: cuda:0 cuda:1 cuda:0` follows where devices are given: one for each replica of each stage, in the order
@@ -26,7 +26,7 @@ from functools import cached_property
 from typing import NoReturn
 
 from hf_gpipe.errors import ScheduleError, nearest
-from hf_gpipe.schedule.actions import TEXT_VERSION, Action, ActionKind, Placement, parse_number
+from hf_gpipe.schedule.actions import TEXT_VERSION, Action, ActionKind, Placement, gradient_action, parse_number
 
 _HEADER_KEYS = ("table", "schedule", "num_stages", "num_micro_batches", "placement", "devices")
 
@@ -56,7 +56,29 @@ class Schedule:
     @cached_property
     def is_training(self) -> bool:
         """Whether the table has backward actions."""
-        return any(action.kind == ActionKind.BACKWARD for actions in self.actions for action in actions)
+        return any(action.kind.takes_gradient for actions in self.actions for action in actions)
+
+    @cached_property
+    def split(self) -> frozenset[tuple[int, int | None]]:
+        """The (stage, micro-batch) pairs whose backward is split into I and W."""
+        return frozenset(
+            (action.stage, action.micro_batch)
+            for actions in self.actions
+            for action in actions
+            if action.kind == ActionKind.INPUT
+        )
+
+    def source(self, action: Action) -> Action | None:
+        """The neighbouring stage's action whose message this one receives; None if it receives none."""
+        return action.source(self.num_stages, self.split)
+
+    def consumer(self, action: Action) -> Action | None:
+        """The neighbouring stage's action that receives this one's message; None if it sends none."""
+        return action.consumer(self.num_stages, self.split)
+
+    def gradient_action(self, stage: int, micro_batch: int) -> Action:
+        """B of a (stage, micro-batch), or its I where the backward is split."""
+        return gradient_action(stage, micro_batch, self.split)
 
     def keeps_graph(self, stage: int, micro_batch: int) -> bool:
         """Whether this forward keeps its autograd graph: a backward follows, and no recomputation lies between."""
@@ -73,7 +95,7 @@ class Schedule:
                     open_forwards.add(where)
                 elif action.kind == ActionKind.RECOMPUTE:
                     open_forwards.discard(where)
-                elif action.kind == ActionKind.BACKWARD and where in open_forwards:
+                elif action.kind.takes_gradient and where in open_forwards:
                     keeping.add(where)
         return frozenset(keeping)
 
@@ -207,7 +229,7 @@ def _check_version(header: dict[str, str]) -> None:
     if header["table"] not in versions:
         raise ScheduleError(
             f"the table's text is of version {_shown(header['table'])}, and this version of hf_gpipe reads versions "
-            f"{' and '.join(versions)}; write table: {TEXT_VERSION}, and what that version has."
+            f"{', '.join(versions[:-1])} and {versions[-1]}; write table: {TEXT_VERSION}, and what that version has."
         )
 
 

@@ -4,8 +4,8 @@ The checks go from simple to subtle, so that the first error is the one to corre
 
 1. the table's shape fits its placement, and every action stands once, on the process that holds its stage and, of the
    stage's replicas, the one that its micro-batch belongs to;
-2. nothing is missing: one F for every (stage, micro-batch), and in training one B, one U for each replica of a stage,
-   and where a stage has several, one G for each;
+2. nothing is missing: one F for every (stage, micro-batch), and in training one B, or one I and one W; one U for each
+   replica of a stage, and where a stage has several, one G for each;
 3. within a process, an action comes after what it needs of its own stage, and updates come last: clipping and tied
    parameters need the gradients of all stages, so no update may stand before another stage's backward or reduction;
    reductions stand in one order on all processes, for each is a collective;
@@ -126,12 +126,26 @@ def _check_complete(schedule: Schedule, positions: list[dict[Action, int]]) -> N
             if action not in positions[home]:
                 _fail(schedule, f"{action} is missing from process {home}; {rule}", home)
 
-    required = [ActionKind.FORWARD, ActionKind.BACKWARD] if schedule.is_training else [ActionKind.FORWARD]
-    for kind in required:
+    def check_each(kind: ActionKind) -> None:
         for stage in range(schedule.num_stages):
             for micro_batch in range(schedule.num_micro_batches):
-                check(Action(kind, stage, micro_batch), "it must occur exactly once.")
+                if kind == ActionKind.FORWARD or not is_split(stage, micro_batch):
+                    check(Action(kind, stage, micro_batch), "it must occur exactly once.")
+                    continue
+                for part in (ActionKind.INPUT, ActionKind.WEIGHT):
+                    check(Action(part, stage, micro_batch), "a backward is one B, or one I and one W.")
+                if Action(kind, stage, micro_batch) in placed:
+                    both = Action(kind, stage, micro_batch), Action(ActionKind.INPUT, stage, micro_batch)
+                    home = _homes(schedule, both[0])[0]
+                    _fail(schedule, f"{both[0]} and {both[1]} are both on process {home}; keep B, or I and W.", home)
+
+    def is_split(stage: int, micro_batch: int) -> bool:
+        return any(Action(part, stage, micro_batch) in placed for part in (ActionKind.INPUT, ActionKind.WEIGHT))
+
+    placed = {action for own in positions for action in own}
+    check_each(ActionKind.FORWARD)
     if schedule.is_training:
+        check_each(ActionKind.BACKWARD)
         for stage, count in enumerate(schedule.placement.replicas):
             if count > 1:
                 check(Action(ActionKind.REDUCE, stage), "every replica of a stage reduces its gradients once.")
@@ -171,11 +185,14 @@ def _needs_of_own_stage(schedule: Schedule, process: int, action: Action) -> lis
     stage, micro_batch = action.stage, action.micro_batch
     if action.kind == ActionKind.RECOMPUTE:
         return [Action(ActionKind.FORWARD, stage, micro_batch)]
-    if action.kind == ActionKind.BACKWARD:
+    if action.kind.takes_gradient:
         return [Action(ActionKind.FORWARD, stage, micro_batch), Action(ActionKind.RECOMPUTE, stage, micro_batch)]
+    if action.kind == ActionKind.WEIGHT:
+        return [Action(ActionKind.INPUT, stage, micro_batch)]
     if action.kind.is_of_mini_batch:
         own = schedule.placement.micro_batches_of(stage, process, schedule.num_micro_batches)
-        needs = [Action(ActionKind.BACKWARD, stage, m) for m in own]
+        kinds = (ActionKind.BACKWARD, ActionKind.WEIGHT)
+        needs = [Action(kinds[(stage, m) in schedule.split], stage, m) for m in own]
         return [*needs, Action(ActionKind.REDUCE, stage)] if action.kind == ActionKind.UPDATE else needs
     return []
 
@@ -198,20 +215,20 @@ def _check_order_of_reductions(schedule: Schedule) -> None:
 
 def _check_order_on_edges(schedule: Schedule) -> None:
     """Messages of one kind from a stage on one process to a stage on another are received in the order of sending."""
-    placement, num_stages = schedule.placement, schedule.num_stages
-    sent: dict[tuple[ActionKind, int, int, int], list[Action]] = {}
-    received: dict[tuple[ActionKind, int, int, int], list[Action]] = {}
+    placement = schedule.placement
+    sent: dict[tuple[bool, int, int, int], list[Action]] = {}
+    received: dict[tuple[bool, int, int, int], list[Action]] = {}
     for process, actions in enumerate(schedule.actions):
         for action in actions:
-            if (consumer := action.consumer(num_stages)) and placement.process_of(consumer) != process:
-                edge = action.kind, action.stage, process, placement.process_of(consumer)
+            if (consumer := schedule.consumer(action)) and placement.process_of(consumer) != process:
+                edge = action.kind.takes_gradient, action.stage, process, placement.process_of(consumer)
                 sent.setdefault(edge, []).append(action)
-            if (source := action.source(num_stages)) and placement.process_of(source) != process:
-                edge = source.kind, source.stage, placement.process_of(source), process
+            if (source := schedule.source(action)) and placement.process_of(source) != process:
+                edge = source.kind.takes_gradient, source.stage, placement.process_of(source), process
                 received.setdefault(edge, []).append(action)
     for edge, messages in sent.items():
         for sender, receiver in zip(messages, received[edge], strict=True):
-            if receiver.source(num_stages) != sender:
+            if schedule.source(receiver) != sender:
                 _fail(
                     schedule,
                     f"{receiver} takes the message of {sender}: stage {receiver.stage} must receive in the order in "

@@ -53,6 +53,7 @@ class PipelineTrainingArguments(TrainingArguments):
     memory: str | None = field(default=None, metadata=_PIPELINE["memory"])
     replicas: int | list[int] | str = field(default=1, metadata=_PIPELINE["replicas"])
     zero: int = field(default=PipelineConfig.zero, metadata=_PIPELINE["zero"])
+    boundary_dtype: str | None = field(default=PipelineConfig.boundary_dtype, metadata=_PIPELINE["boundary_dtype"])
     timeline_steps: int | None = field(default=TrainingSection.timeline_steps, metadata=_TRAINING["timeline_steps"])
     logit_clipping: float | None = field(default=TrainingSection.logit_clipping, metadata=_TRAINING["logit_clipping"])
     fp32_master_weights: bool = field(
@@ -178,7 +179,7 @@ class PipelineTrainingArguments(TrainingArguments):
         """The pipeline that these arguments ask for."""
         same_name = (
             *("num_stages", "num_micro_batches", "schedule", "recompute", "partition", "memory", "replicas", "zero"),
-            "torch_compile",
+            *("boundary_dtype", "torch_compile"),
         )
         return PipelineConfig(
             **{name: getattr(self, name) for name in same_name},

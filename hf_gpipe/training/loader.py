@@ -58,6 +58,7 @@ class MiniBatches:
     batch_tokens: int | None = None
     temperature: float = 1.0
     _places: list[Places] = field(default_factory=list, init=False, repr=False, compare=False)
+    _rows: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[Batch]:
         """The mini-batches of the first epoch."""
@@ -124,10 +125,9 @@ class MiniBatches:
         size, drawn = self.batch_size, self._drawn(epoch)
         lengths = None
         if self.order == "group_by_length":
-            every = self._lengths()
-            lengths = [every[row] for row in drawn]
+            lengths = np.asarray(self._lengths())[drawn]
         if self.batch_tokens is not None:
-            tokens = [self._target_tokens[row] for row in drawn]
+            tokens = self._target_tokens[drawn]
             is_shuffled = self.order != "sequential"
             count = self._num_token_batches
             batches = token_batches(tokens, count, self.seed, epoch, lengths, shuffled=is_shuffled)
@@ -138,28 +138,31 @@ class MiniBatches:
         else:
             batches = [list(range(i, min(i + size, len(drawn)))) for i in range(0, len(drawn), size)]
         is_whole = self.batch_tokens is not None or not self.drop_last
-        return [[drawn[place] for place in batch] for batch in batches if len(batch) == size or is_whole]
+        return [drawn[batch].tolist() for batch in batches if len(batch) == size or is_whole]
 
-    def _drawn(self, epoch: int) -> Sequence[int]:
-        """The rows of an epoch, by index."""
-        return (
-            range(len(self.dataset))
-            if self.temperature == 1
-            else epoch_rows(self._languages, self.temperature, self.seed, epoch)
-        )
+    def _drawn(self, epoch: int) -> np.ndarray:
+        """The rows of an epoch, by index; kept until another epoch is asked for."""
+        if epoch not in self._rows:
+            self._rows.clear()
+            self._rows[epoch] = (
+                np.arange(len(self.dataset))
+                if self.temperature == 1
+                else np.array(epoch_rows(self._languages, self.temperature, self.seed, epoch))
+            )
+        return self._rows[epoch]
 
     @cached_property
     def _num_token_batches(self) -> int:
         """The mini-batches of every epoch: those of the first."""
         assert self.batch_tokens is not None
-        return num_token_batches([self._target_tokens[row] for row in self._drawn(0)], self.batch_tokens)
+        return num_token_batches(self._target_tokens[self._drawn(0)], self.batch_tokens)
 
     @cached_property
-    def _target_tokens(self) -> Sequence[int]:
+    def _target_tokens(self) -> np.ndarray:
         """Of each row."""
         if hasattr(self.dataset, "target_tokens"):
-            return list(self.dataset.target_tokens)
-        return [target_tokens(self.dataset[index]) for index in range(len(self.dataset))]
+            return np.asarray(self.dataset.target_tokens)
+        return np.array([target_tokens(self.dataset[index]) for index in range(len(self.dataset))], dtype=np.int64)
 
     @cached_property
     def _languages(self) -> Sequence[str]:

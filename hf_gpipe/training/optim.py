@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel, Trainer, get_scheduler
+from transformers.optimization import AdafactorSchedule
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import Pipeline
@@ -67,15 +68,21 @@ def _keep_embeddings_exact(pipe: Pipeline) -> None:
                 GlobalOptimManager.get_instance().register_module_override(module, "weight", {"optim_bits": 32})
 
 
-def shard_optimizer(pipe: Pipeline, optimizer: Optimizer, master_weights: MasterWeights | None) -> None:
+def shard_optimizer(pipe: Pipeline, optimizer: Optimizer, scheduler: Any, master_weights: MasterWeights | None) -> None:
     """Let the replicas of a stage share the steps of its optimizer and its state, if the pipeline's `zero` is 1.
 
     Raises:
-        UserError: the class of the optimizer is not known to treat each parameter alone.
+        UserError: the class of the optimizer is not known to treat each parameter alone, or the scheduler reads state
+            that another replica has.
     """
     shards = pipe.shards_of(optimizer)
     if shards is None:
         return
+    if isinstance(scheduler, AdafactorSchedule):
+        raise UserError(
+            "zero is 1 and the scheduler is AdafactorSchedule, which reads the optimizer's state of parameters that "
+            'another replica may update: use zero 0, or another scheduler, such as lr_scheduler_type "constant"'
+        )
     if master_weights is not None:
         master_weights.shard(shards, optimizer)
     else:

@@ -48,6 +48,8 @@ def measure_step(
         forward_seconds=_medians(every_span, ActionKind.FORWARD, pipe.num_stages),
         recompute_seconds=_medians(every_span, ActionKind.RECOMPUTE, pipe.num_stages),
         backward_seconds=_medians(every_span, ActionKind.BACKWARD, pipe.num_stages),
+        input_seconds=_medians(every_span, ActionKind.INPUT, pipe.num_stages),
+        weight_seconds=_medians(every_span, ActionKind.WEIGHT, pipe.num_stages),
         update_seconds=_medians(every_span, ActionKind.UPDATE, pipe.num_stages),
     )
     return Timeline.from_spans(schedule, chosen), simulate(schedule, costs)

@@ -295,7 +295,7 @@ class PipelineTrainer(InspectedTrainer):
             # Those of other processes, where it was made of all parameters of the whole model.
             group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
         check_optimizer(self.optimizer, updated_parameters(self.pipe, self.master_weights).values())
-        shard_optimizer(self.pipe, self.optimizer, self.master_weights)
+        shard_optimizer(self.pipe, self.optimizer, self.lr_scheduler, self.master_weights)
         return self.optimizer
 
     # ------------------------------------------------------------------ callbacks and logs

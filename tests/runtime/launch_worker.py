@@ -40,7 +40,7 @@ def body(what: str, folder: Path) -> None:
             time.sleep(3)
             raise UserError("the cause, explained") from error
         if what in ("wait", "stuck", "watchdog"):
-            time.sleep(120)
+            time.sleep(600)
     if what == "watchdog":
         job.note_abort(timedelta(seconds=2))
         threading.Timer(1, abort_in_a_thread_outside_of_python).start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from transformers.generation.streamers import BaseStreamer
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import StageError, UnsupportedModelError, UserError
 from hf_gpipe.runtime.generation import REFUSED
+from hf_gpipe.runtime.spread_rows import pipelines
+from hf_gpipe.schedule.actions import Placement
 from tests.gloo import run_gloo
 from tests.oracle import VOCABULARY, padded_batch, plain_model, run_plain, tiny_config
 
@@ -309,3 +312,65 @@ def test_two_gloo_processes() -> None:
             assert "cannot be sent" in results[f"{family}, refusal of prefix_allowed_tokens_fn"]
         for name, tokens in expected.items():
             assert torch.equal(results[name], tokens), name
+
+
+#: Ends that rows of one half reach, and those of the other do not, or later.
+ENDS: dict[str, dict[str, Any]] = {
+    "llama": {"eos_token_id": [4, 5]},
+    "llama, beams": {"eos_token_id": [3, 41], "num_beams": 3, "num_return_sequences": 2},
+    "marian": {"eos_token_id": [3, 5]},
+}
+#: K and replicas on four processes -> for each process its rows of four.
+MESHES: dict[tuple[int, int | tuple[int, ...]], list[int]] = {
+    (2, 2): [2, 2, 2, 2],
+    (1, 4): [1, 1, 1, 1],
+    (2, (1, 3)): [4, 4, 4, 4],
+    (3, (2, 1, 1)): [4, 4, 4, 4],
+}
+
+
+def _on_replicas() -> dict[str, Any]:
+    rank = torch.distributed.get_rank()
+    results: dict[str, Any] = {}
+    for (num_stages, replicas), rows in MESHES.items():
+        for family in ("llama", "marian") if num_stages == 2 and replicas == 2 else ("llama",):
+            model = sharp_model(family)
+            pipe = Pipeline(model, num_stages, 4, replicas=replicas)
+            found: list[int] = []
+            decode = pipe._generator.decode
+
+            def noted(inputs: dict[str, Any], decode: Any = decode, found: list[int] = found) -> Any:
+                ids = inputs.get("decoder_input_ids", inputs.get("input_ids"))
+                found.append(len(ids))
+                return decode(inputs)
+
+            pipe._generator.decode = noted  # type: ignore[method-assign]
+            named = METHODS | {name: options for name, options in ENDS.items() if name.startswith(family)}
+            for method, options in named.items():
+                torch.manual_seed(5 if rank == 0 else 99)
+                arguments = {**prompts(model), "max_new_tokens": 10, **options} if rank == 0 else {}
+                found.clear()
+                results[f"{num_stages} {replicas} {family} {method}"] = pipe.generate(**arguments)
+                if method in ("greedy", "sampling"):
+                    assert found[0] == (rows[rank] if method == "greedy" else 8)
+    return results
+
+
+def test_replicas_generate_different_rows_and_the_plain_models_tokens() -> None:
+    everyone = run_gloo(_on_replicas, 4)
+    expected = {
+        f"{family} {method}": plain_tokens(sharp_model(family), **options)
+        for family in ("llama", "marian")
+        for method, options in (METHODS | ENDS).items()
+        if method not in ENDS or method.startswith(family)
+    }
+    for results in everyone:
+        for name, tokens in results.items():
+            assert torch.equal(tokens, expected[re.sub(r"^.*?(?=llama|marian)", "", name)]), name
+
+
+def test_the_pipelines_of_replicas() -> None:
+    assert pipelines(Placement(((0, 1), (2, 3, 4)))) == ((0, 2), (1, 3))
+    assert pipelines(Placement(((0, 2), (1, 3), (0, 2), (1, 3)))) == ((0, 1), (2, 3))
+    # A process would have to be in two.
+    assert pipelines(Placement(((0, 1), (1, 0)))) == ((0, 1),)

@@ -31,7 +31,7 @@ def command(what: str, folder: Path) -> list[str]:
 
 def run(what: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(what, folder), cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+        command(what, folder), cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=200
     )
 
 
@@ -72,15 +72,16 @@ def test_processes_join_one_job(what: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_failure_is_told_once(what: str, exit_code: int, message: str, tmp_path: Path) -> None:
-    start = time.monotonic()
     result = run(what, tmp_path)
+    ended = time.time()
     line = next(
-        n for n, text in enumerate(Path(launch_worker.__file__).read_text().splitlines(), 1) if "sleep(120" in text
+        n for n, text in enumerate(Path(launch_worker.__file__).read_text().splitlines(), 1) if "sleep(600" in text
     )
     found = re.sub(r"(distributed_c10d.py, line )\d+", r"\1{torch}", result.stderr)
     assert found == message.format(error=tmp_path / "error.txt", line=line, torch="{torch}") + "\n"
     assert (result.returncode, result.stdout) == (exit_code, "")
-    assert time.monotonic() - start < 30
+    # Since both were there: starting them takes as long as the machine needs.
+    assert ended - max(file.stat().st_mtime for file in tmp_path.glob("*.pid")) < 30
     assert_ended(tmp_path)
     if what == "fault":
         assert "raise KeyError" in (tmp_path / "error.txt").read_text()
@@ -97,7 +98,7 @@ def test_a_failure_is_told_once(what: str, exit_code: int, message: str, tmp_pat
 def test_no_process_outlives_its_launcher(number: int, exit_code: int, message: str, tmp_path: Path) -> None:
     with waiting_job(tmp_path) as launcher:
         launcher.send_signal(number)
-        _, stderr = launcher.communicate(timeout=30)
+        _, stderr = launcher.communicate(timeout=60)
         assert (launcher.returncode, stderr) == (exit_code, message)
         assert_ended(tmp_path)
 
@@ -109,7 +110,7 @@ def waiting_job(folder: Path) -> Iterator[subprocess.Popen[str]]:
         command("wait", folder), cwd=REPOSITORY, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
     ) as launcher:
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 200
             while len(process_ids(folder)) < 2:
                 assert launcher.poll() is None
                 assert time.monotonic() < deadline

@@ -6,11 +6,13 @@ from hypothesis import strategies as st
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule import Action, ActionKind, Placement, Schedule, build
+from hf_gpipe.schedule.actions import gradient_action
 
 F, R, B, U = ActionKind.FORWARD, ActionKind.RECOMPUTE, ActionKind.BACKWARD, ActionKind.UPDATE
+W = ActionKind.WEIGHT
 
 GPIPE_2_2 = """\
-table: 2
+table: 3
 schedule: gpipe
 num_stages: 2
 num_micro_batches: 2
@@ -33,15 +35,15 @@ def test_text_that_is_not_an_action(text: str) -> None:
         Action.parse(text)
 
 
-@pytest.mark.parametrize(("text", "kind"), [("2X0", "X"), ("1I3", "I"), ("1W3", "W")])
+@pytest.mark.parametrize(("text", "kind"), [("2X0", "X"), ("1A3", "A")])
 def test_a_kind_that_this_version_does_not_have(text: str, kind: str) -> None:
-    with pytest.raises(ScheduleError, match=f"'{text}': {kind} is not a kind .* version 2 .* has F, R, B, G, U"):
+    with pytest.raises(ScheduleError, match=f"'{text}': {kind} is not a kind .* version 3 .* has F, R, B, I, W, G, U"):
         Action.parse(text)
 
 
-@pytest.mark.parametrize("text", ["2F", "2U0", "2U5", "2G0"])
+@pytest.mark.parametrize("text", ["2F", "2I", "2W", "2U0", "2U5", "2G0"])
 def test_only_a_reduction_and_an_update_stand_without_a_micro_batch(text: str) -> None:
-    with pytest.raises(ScheduleError, match=rf"action {text}: .* in version 2 of the table's text"):
+    with pytest.raises(ScheduleError, match=rf"action {text}: .* in version 3 of the table's text"):
         Action.parse(text)
 
 
@@ -63,13 +65,17 @@ def test_messages_go_to_the_neighbour() -> None:
     assert Action(R, 1, 5).consumer(3) is None
 
 
-@given(st.sampled_from([F, B]), st.integers(0, 5), st.integers(0, 9))
-def test_consumer_is_the_inverse_of_source(kind: ActionKind, stage: int, micro_batch: int) -> None:
-    action = Action(kind, stage, micro_batch)
-    if source := action.source(6):
-        assert source.consumer(6) == action
-    if consumer := action.consumer(6):
-        assert consumer.source(6) == action
+@given(st.booleans(), st.integers(0, 5), st.integers(0, 9), st.sets(st.tuples(st.integers(0, 5), st.integers(0, 9))))
+def test_consumer_is_the_inverse_of_source(
+    is_forward: bool, stage: int, micro_batch: int, split: set[tuple[int, int | None]]
+) -> None:
+    action = Action(F, stage, micro_batch) if is_forward else gradient_action(stage, micro_batch, split)
+    assert action.kind == (F if is_forward else ActionKind.INPUT if (stage, micro_batch) in split else B)
+    if source := action.source(6, split):
+        assert source.consumer(6, split) == action
+    if consumer := action.consumer(6, split):
+        assert consumer.source(6, split) == action
+    assert Action(W, stage, micro_batch).source(6, split) is Action(W, stage, micro_batch).consumer(6, split) is None
 
 
 def test_placements() -> None:
@@ -163,10 +169,10 @@ def test_text_round_trip_is_exact(schedule: Schedule) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("table: 2\n", "", "^line 1: found 'schedule: gpipe', expected a line that starts with table:"),
-        ("table: 2", "table: 3", "^line 1: .*version '3', and this version of hf_gpipe reads versions 1 and 2"),
-        ("table: 2", "table:", "^line 1: .*version ''"),
-        ("table: 2\n", "# mine\ntable: 1\n", "^line 1: found '# mine'"),
+        ("table: 3\n", "", "^line 1: found 'schedule: gpipe', expected a line that starts with table:"),
+        ("table: 3", "table: 4", "^line 1: .*version '4', and this version of hf_gpipe reads versions 1, 2 and 3"),
+        ("table: 3", "table:", "^line 1: .*version ''"),
+        ("table: 3\n", "# mine\ntable: 1\n", "^line 1: found '# mine'"),
         ("schedule: gpipe\n", "", "^line 2: found 'num_stages: 2', expected .* schedule:"),
         ("schedule: gpipe", "schedule:", "^line 2: schedule name ''"),
         ("num_stages", "num_stage", "^line 3: .*did you mean 'num_stages'"),
@@ -177,7 +183,7 @@ def test_text_round_trip_is_exact(schedule: Schedule) -> None:
         (
             "placement: 0 1",
             "placement: 0,x 1",
-            "^line 5: placement: found '0,x 1', .* one process .* 0,1 2 .*version 2",
+            "^line 5: placement: found '0,x 1', .* one process .* 0,1 2 .*version 3",
         ),
         ("placement: 0 1", "placement: 0, 1", "^line 5: placement: found '0, 1'"),
         ("placement: 0 1", "placement: 0,0 1", "^line 5: placement: the replicas of stage 0 .*none twice"),

@@ -1,0 +1,70 @@
+"""How the rows of a generation are spread over replicas: number i of each stage form a pipeline, which has its part.
+
+With stages of unlike replication there are as many pipelines as the stage with the fewest replicas has; the processes
+of the others wait. A pipeline in which a process of another one has a part is left out: a process can be in one only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hf_gpipe.schedule.actions import Placement
+
+#: The arguments of `generate` that have a row for each text.
+_OF_ROWS = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask", "token_type_ids")
+#: Arguments and settings whose effect on a row may depend on the other rows, or whose results have other dimensions.
+_OF_ALL_ROWS = (
+    *("do_sample", "return_dict_in_generate", "streamer"),
+    *("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"),
+)
+
+
+def pipelines(placement: Placement) -> tuple[tuple[int, ...], ...]:
+    """The workers of each pipeline; number i runs the stages as replica i."""
+    found = [tuple(dict.fromkeys(own[i] for own in placement.workers)) for i in range(min(placement.replicas))]
+    are_apart = len({worker for one in found for worker in one}) == sum(map(len, found))
+    return tuple(found if are_apart else found[:1])
+
+
+def number_of_parts(arguments: Mapping[str, Any], setting: Callable[[str], Any], most: int) -> int:
+    """How many parts the rows of a call of `generate` are cut into; 1 where a row's tokens may depend on other rows.
+
+    Args:
+        arguments: of the call.
+        setting: the value in effect of an argument or a setting, by its name.
+        most: the number of pipelines.
+    """
+    has_others = any(isinstance(value, torch.Tensor) and name not in _OF_ROWS for name, value in arguments.items())
+    starts_alike = isinstance(setting("decoder_start_token_id"), int | None)
+    if has_others or not starts_alike or any(setting(name) for name in _OF_ALL_ROWS):
+        return 1
+    return min(most, len(arguments["input_ids"]))
+
+
+def part_of(arguments: Mapping[str, Any], number: int, count: int) -> dict[str, Any]:
+    """The arguments for one of `count` parts of the rows, whose sizes differ by at most one."""
+    if count == 1:
+        return dict(arguments)
+    return {
+        name: torch.tensor_split(value, count)[number] if isinstance(value, torch.Tensor) else value
+        for name, value in arguments.items()
+    }
+
+
+def joined(parts: Sequence[torch.Tensor], setting: Callable[[str], Any]) -> torch.Tensor:
+    """The tokens (N, T) of all parts, filled up as transformers fills rows that ended before the longest one.
+
+    Args:
+        parts: token ids (n, t) of each.
+        setting: as for `number_of_parts`.
+    """
+    length = max(part.shape[1] for part in parts)
+    pad, ends = setting("pad_token_id"), setting("eos_token_id")
+    end = ends[0] if isinstance(ends, list | tuple) else ends
+    if pad is None or (pad == 0 and end is not None and (setting("num_beams") or 1) > 1):
+        # Beam search takes a 0 for none.
+        pad = end
+    return torch.cat([torch.nn.functional.pad(part, (0, length - part.shape[1]), value=pad or 0) for part in parts])

@@ -1,0 +1,144 @@
+"""The parameters of this process's stages: their names, gradients, shares among replicas, and files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+
+from hf_gpipe.adapters import StageModel
+from hf_gpipe.adapters.peft import PeftAdapter
+from hf_gpipe.checkpoint import hub
+from hf_gpipe.checkpoint.peft import load_adapters, save_adapters
+from hf_gpipe.checkpoint.save import save_model
+from hf_gpipe.errors import UserError
+from hf_gpipe.runtime.gradient_norm import clip, gradient_norm
+from hf_gpipe.runtime.replicas import Replicas
+from hf_gpipe.runtime.shards import Shards, treats_elements_alone
+from hf_gpipe.runtime.ties import Ties
+from hf_gpipe.runtime.topology import Topology
+
+
+class StageParameters:
+    """The part of `Pipeline` that is about parameters. Every process must create it.
+
+    Args:
+        models: the stages of this process, by number.
+        topology: the processes.
+        zero: 1: replicas share the updates of an optimizer.
+        seed: of weights that a checkpoint does not have.
+        peft: the PEFT adapters that are trained, if any.
+    """
+
+    def __init__(
+        self, models: dict[int, StageModel], topology: Topology, zero: int, seed: int, peft: PeftAdapter | None
+    ) -> None:
+        self.models, self.topology, self.seed, self.peft = models, topology, seed, peft
+        self.ties = Ties(models, topology)
+        self._replicas = Replicas(models, self.ties, topology)
+        self._zero = zero
+        self._shards: WeakKeyDictionary[torch.optim.Optimizer, Shards] = WeakKeyDictionary()
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """This process's parameters under their Hugging Face names; a tied one once, in the process that owns it."""
+        for stage, stage_model in self.models.items():
+            for name, parameter in stage_model.parameters.items():
+                if self.ties.owner_stage[name] == stage:
+                    yield name, parameter
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """This process's parameters, for an optimizer."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the replicas of a stage share the steps of an optimizer, and its state: ZeRO-1, for `zero` 1.
+
+        Each replica then updates a shard of every parameter in `optimizer.step()`, which all replicas must call, and
+        has the other replicas' new values after it. Everything else is as before. `PipelineTrainer` does this itself.
+
+            pipe = Pipeline(model, 2, 8, replicas=2, zero=1)
+            optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-4)
+            pipe.shard_optimizer(optimizer)
+
+        Args:
+            optimizer: of `parameters()`, or of some of them; of a class whose update of a parameter is known not to
+                depend on other parameters.
+
+        Raises:
+            UserError: its class is another one, or `zero` is 0.
+        """
+        shards = self.shards_of(optimizer)
+        if shards is None:
+            raise UserError("shard_optimizer: zero is 0; make the Pipeline with zero=1, or leave the call out")
+        shards.serve(optimizer)
+
+    def shards_of(self, optimizer: torch.optim.Optimizer) -> Shards | None:
+        """The shards of the parameters that replicas update in an optimizer's steps; None with `zero` 0.
+
+        Raises:
+            UserError: the class of the optimizer is not known to treat each parameter alone.
+        """
+        if not self._zero:
+            return None
+        if optimizer not in self._shards:
+            trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
+            by_element = treats_elements_alone(optimizer)
+            self._shards[optimizer] = Shards(trained, self.ties.owner_stage, by_element, self._replicas, self.topology)
+        return self._shards[optimizer]
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def clip_grad_norm_(self, max_norm: float, norm: torch.Tensor | float | None = None) -> torch.Tensor:
+        """Scale all gradients so that their norm over the whole model is at most `max_norm`.
+
+        Args:
+            max_norm: the largest norm that stays as it is.
+            norm: of the gradients, where it is known, as `update` gets it; None: every process computes it.
+
+        Returns:
+            The norm before, a float64 tensor, the same on every process; each tied parameter counts once.
+        """
+        before = self.grad_norm() if norm is None else torch.as_tensor(norm, dtype=torch.float64)
+        clip(self.parameters(), max_norm, float(before))
+        return before
+
+    def grad_norm(self) -> torch.Tensor:
+        """The 2-norm of the gradient of the whole model, a float64 tensor, the same on every process."""
+        return gradient_norm(self._counted_parameters(), self.topology)
+
+    def _counted_parameters(self) -> list[torch.nn.Parameter]:
+        """Each parameter of the model once over all processes: those that this one owns and leads."""
+        owner_stage, leads = self.ties.owner_stage, self.topology.leads
+        return [parameter for name, parameter in self.named_parameters() if leads(owner_stage[name])]
+
+    # ------------------------------------------------------------------ loading and saving
+
+    def load_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Replace the weights by those of a Hub id or directory, in place, so that optimizers keep their parameters.
+
+        Every process must call it, and reads its own stages' tensors; with PEFT adapters only those, in PEFT's format.
+        Raises CheckpointError if the files are missing or do not fit the model.
+        """
+        if self.peft is not None:
+            load_adapters(Path(directory), self.models, self.peft)
+            return
+        for stage_model in self.models.values():
+            hub.reload(stage_model, directory, self.seed)
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Write the model in Hub format; `from_pretrained` of plain transformers loads it.
+
+        Every process must call it and writes its own stages, one shard per stage. An interrupted save leaves the old
+        checkpoint or none, never a part. With PEFT adapters only those are written, in PEFT's format.
+        """
+        self.ties.refresh_copies()
+        if self.peft is not None:
+            save_adapters(Path(directory), self.models, self.ties.owner_stage, self.topology, self.peft)
+            return
+        save_model(Path(directory), self.models, self.ties.owner_stage, self.topology)
