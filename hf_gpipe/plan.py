@@ -18,7 +18,8 @@ from hf_gpipe.schedule import Schedule, draw_text, recompute_under
 
 if TYPE_CHECKING:
     from hf_gpipe.planner.devices import Device
-    from hf_gpipe.planner.plan import MemoryLimit, Plan, Planner
+    from hf_gpipe.planner.limits import MemoryLimit
+    from hf_gpipe.planner.plan import Plan, Planner
     from hf_gpipe.recipe import PipelineConfig
 
 DESCRIPTION = """\

@@ -14,9 +14,10 @@ from hf_gpipe.errors import PartitionError, ScheduleError, UserError
 from hf_gpipe.partition import COST_STRATEGIES, by_cost
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.costs import InnerRecompute
+from hf_gpipe.planner.limits import limit_text, limits_of, speeds_of
 from hf_gpipe.planner.memory import MemoryBound, StageLayers
 from hf_gpipe.planner.mesh import meshes, too_few_rows
-from hf_gpipe.planner.plan import Plan, Planner, inner_recompute, limit_text, recompute_shares, stage_layers
+from hf_gpipe.planner.plan import Plan, Planner, inner_recompute, recompute_shares, stage_layers
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig, RecomputeChoice
 from hf_gpipe.schedule import Placement, replicas_of
 from hf_gpipe.schedule.occupancy import Held
@@ -247,7 +248,7 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
     # Of r replicas the busiest runs M / r micro-batches, rounded up; the others wait for the slowest.
     of_replica = [
         -(-table.num_micro_batches // count) / table.num_micro_batches / speed
-        for count, speed in zip(placement.replicas, planner.speeds_of(placement), strict=True)
+        for count, speed in zip(placement.replicas, speeds_of(planner.speeds, placement), strict=True)
     ]
 
     def seconds(stage: int, start: int, stop: int) -> float:
@@ -294,7 +295,7 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
 def _caps(planner: Planner, placement: Placement) -> list[float]:
     """For each stage the most bytes that it may need, where a process's stages share its memory evenly."""
     caps = []
-    for own, limit in zip(placement.workers, planner.limits_of(placement), strict=True):
+    for own, limit in zip(placement.workers, limits_of(planner.memory_bytes, placement), strict=True):
         if limit is None:
             return []
         caps.append(limit / max(len(placement.stages_of(process)) for process in own))
@@ -317,7 +318,7 @@ def choose_recompute(planner: Planner, settings: DecidedConfig) -> RecomputeChoi
     settings = replace(settings, recompute="none")
     bound, layers = planner.memory_bound(settings), stage_layers(settings)
     placement = planner.table(settings).placement
-    limits = planner.limits_of(placement)
+    limits = limits_of(planner.memory_bytes, placement)
     entries: list[str | int] = ["none"] * settings.num_stages
     for own in dict.fromkeys(map(placement.stages_of, range(placement.num_processes))):
         limit = min((one for stage in own if (one := limits[stage]) is not None), default=None)

@@ -27,6 +27,7 @@ from hf_gpipe.partition.cluster import Cluster
 from hf_gpipe.partition.hierarchical import partition_cluster, partitions_by_stages
 from hf_gpipe.partition.pricing import Array, LayerCosts, MemoryCosts, Objective
 from hf_gpipe.planner.costs import InnerRecompute
+from hf_gpipe.planner.limits import limit_of, limits_of, speeds_of
 from hf_gpipe.planner.network import Network, one_level
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.recipe import AUTO, PipelineConfig
@@ -193,7 +194,9 @@ def _priced(planner: Planner, config: PipelineConfig, count: int) -> tuple[Layer
     costs = LayerCosts(
         [one.of_micro_batch() for one in seconds], [*(one.input_bytes for one in layers[1:]), 0.0], trained
     )
-    limits = [one for process in range(config.processes) if (one := planner.limit_of(process)) is not None]
+    limits = [
+        one for process in range(config.processes) if (one := limit_of(planner.memory_bytes, process)) is not None
+    ]
     if not limits:
         return costs, None
     share = planner.inputs.state_share(sums.costs.dtype)
@@ -242,7 +245,7 @@ class _StepCosts:
 
     def least_seconds(self, mesh: Mesh) -> float:
         """The bound of the module's comment."""
-        placement, speeds = mesh.workers, self._planner.speeds_of(mesh.workers)
+        placement, speeds = mesh.workers, speeds_of(self._planner.speeds, mesh.workers)
         if mesh.num_stages * max(placement.replicas) > placement.num_processes and len(set(placement.replicas)) == 1:
             # Several stages of a process share its time.
             rounds = -(-self._num_micro_batches // placement.replicas[0])
@@ -267,7 +270,7 @@ class _StepCosts:
     def may_fit(self, mesh: Mesh) -> bool:
         """Whether weights, gradients and optimizer state alone fit some split."""
         placement = mesh.workers
-        limits = self._planner.limits_of(placement)
+        limits = limits_of(self._planner.memory_bytes, placement)
         needed = []
         for stage, (replicas, limit) in enumerate(zip(placement.replicas, limits, strict=True)):
             if limit is None:

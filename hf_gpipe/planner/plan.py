@@ -6,32 +6,28 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import TypeAlias
 
 import torch
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.peft import PeftAdapter
-from hf_gpipe.errors import ScheduleError, UserError
+from hf_gpipe.errors import ScheduleError
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.partition import stages_of
 from hf_gpipe.partition.cluster import Cluster
 from hf_gpipe.planner.costs import InnerRecompute, ModelCosts
 from hf_gpipe.planner.devices import Device
 from hf_gpipe.planner.layers import LayerTracer
+from hf_gpipe.planner.limits import MemoryLimit, check_processes, limit_of, speeds_of
 from hf_gpipe.planner.measure import profile_layers
 from hf_gpipe.planner.memory import MemoryBound, MemoryEstimate, StageLayers, estimate_memory
 from hf_gpipe.planner.network import Network, one_level
 from hf_gpipe.planner.prefix_sums import LayerSums
 from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch, sent_share
 from hf_gpipe.recipe import DecidedConfig
-from hf_gpipe.recipe.sizes import size_text
 from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 from hf_gpipe.runtime.recompute import Recompute
-from hf_gpipe.schedule import ActionKind, Costs, Placement, Schedule, Timeline, build, recompute_under, simulate
-
-MemoryLimit: TypeAlias = int | tuple[int, ...] | None
-"""Bytes that any process may use, or each of them; None: no limit is known."""
+from hf_gpipe.schedule import ActionKind, Costs, Schedule, Timeline, build, recompute_under, simulate
 
 
 @dataclass(frozen=True)
@@ -127,7 +123,7 @@ class Plan:
         return self._fullness_of(self.fullest_process)
 
     def _fullness_of(self, process: ProcessPlan) -> float:
-        return process.memory.total / (self.planner.limit_of(process.number) or 1)
+        return process.memory.total / (limit_of(self.planner.memory_bytes, process.number) or 1)
 
     @cached_property
     def slowest_stage(self) -> StagePlan:
@@ -230,30 +226,6 @@ class Planner:
         other.memory_bytes = memory_bytes
         return other
 
-    def limit_of(self, process: int) -> int | None:
-        """The most bytes that a process may use; None: no limit is known."""
-        return self.memory_bytes[process] if isinstance(self.memory_bytes, tuple) else self.memory_bytes
-
-    def limits_of(self, placement: Placement) -> list[int | None]:
-        """For each stage the limit of a process that holds it: the smallest of its replicas'."""
-        limits = [[self.limit_of(process) for process in own] for own in placement.workers]
-        return [min((limit for limit in own if limit is not None), default=None) for own in limits]
-
-    def speeds_of(self, placement: Placement) -> list[float]:
-        """For each stage the relative speed of its slowest replica, for which the others wait."""
-        if self.speeds is None:
-            return [1.0] * placement.num_stages
-        return [min(self.speeds[process] for process in own) for own in placement.workers]
-
-    def _check_processes(self, placement: Placement) -> None:
-        """Raise UserError where there are other numbers of limits or speeds than of processes."""
-        for name, values in (("memory", self.memory_bytes), ("speeds", self.speeds)):
-            if isinstance(values, Sequence) and len(values) != placement.num_processes:
-                raise UserError(
-                    f"{name} has {len(values)} entries and the plan has {placement.num_processes} processes; give one "
-                    "entry for each process."
-                )
-
     @property
     def num_layers(self) -> int:
         """Layers of the model, the same for every micro-batch."""
@@ -306,10 +278,10 @@ class Planner:
             if asked != (given.num_stages, given.num_micro_batches, given.placement.num_processes):
                 raise ScheduleError(f"the table {name} is of other numbers of stages, micro-batches or processes.")
             recompute_under(given, settings.recompute)
-            self._check_processes(given.placement)
+            check_processes(self.memory_bytes, self.speeds, given.placement)
             return given.of_first(num_micro_batches)
         placement = settings.placed(name)
-        self._check_processes(placement)
+        check_processes(self.memory_bytes, self.speeds, placement)
         of_table = Recompute.parse(settings.recompute, num_stages).of_table
         return build(name, num_stages, num_micro_batches, placement, of_table)
 
@@ -325,7 +297,7 @@ class Planner:
         placement = table.placement
         stages = stage_layers(settings)
         network = Network(self.cluster or one_level(self.device, placement.num_processes), placement)
-        speeds = self.speeds_of(placement)
+        speeds = speeds_of(self.speeds, placement)
         timeline = simulate(table, _table_costs(sums, stages, table, speeds, self.inputs.optim, settings, network))
         state_shares = self._state_shares(settings, table)
 
@@ -436,13 +408,6 @@ def _time_of(timeline: Timeline, process: int) -> TimeEstimate:
         update=seconds[ActionKind.UPDATE],
         bubble=max(float(timeline.total_seconds) - sum(seconds.values()), 0.0),
     )
-
-
-def limit_text(limit: MemoryLimit) -> str:
-    """A limit of memory for people: "80 GiB", or "24 GiB, 12 GiB" for each process."""
-    if limit is None:
-        return "not known"
-    return ", ".join(map(size_text, limit)) if isinstance(limit, tuple) else size_text(limit)
 
 
 def seconds_text(seconds: float) -> str:

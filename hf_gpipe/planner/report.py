@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.planner.advice import smallest_fix
+from hf_gpipe.planner.limits import limit_of, limit_text
 from hf_gpipe.planner.memory import MemoryEstimate
-from hf_gpipe.planner.plan import Plan, Planner, StagePlan, limit_text, seconds_text
+from hf_gpipe.planner.plan import Plan, Planner, StagePlan, seconds_text
 from hf_gpipe.planner.search import Found
 from hf_gpipe.planner.traffic import bytes_text, is_mesh, mesh_dict, mesh_lines, traffic
 from hf_gpipe.recipe.sizes import size_text
@@ -94,7 +95,7 @@ def report(plan: Plan) -> str:
 def verdict(plan: Plan) -> str:
     """Whether a plan fits; where it does not, the smallest change that makes it fit."""
     process = plan.fullest_process
-    limit = plan.planner.limit_of(process.number)
+    limit = limit_of(plan.planner.memory_bytes, process.number)
     if limit is None:
         return f"needs {size_text(plan.peak_bytes)} a process; --memory says whether that is there"
     needs = f"process {process.number} needs {size_text(plan.peak_bytes)} of {size_text(limit)}"
