@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters.autocast import Autocast, scope_of
 from hf_gpipe.adapters.dropout import DropoutSeeds, default_generator, key
+from hf_gpipe.adapters.head import DeferredLogits, Projection
 from hf_gpipe.adapters.known_mask import with_known_masks
 from hf_gpipe.adapters.layers import Layer, StackName, stacks_of
 from hf_gpipe.adapters.linear import hand_over
@@ -80,6 +81,8 @@ class Adapter(ABC):
         stack_layers = [layer for stack in self.stacks for layer in stack.layers()]
         head = observation.head
         self.layers: tuple[Layer, ...] = (*stack_layers, Layer(head, "head", "decoder", (head,)))
+        #: The linear layer that makes the logits, or the reason why training needs them whole.
+        self.projection = observation.projection
         #: Hidden states that each layer receives, by its first module; the sizes are the tiny clone's.
         self._given = {block: stack.form.hidden for stack in self.stacks for block in stack.blocks} | observation.inputs
         blocks = [block for stack in self.stacks for block in stack.blocks]
@@ -286,6 +289,7 @@ class StageModel:
         self.model = adapter.skeleton()
         self.port = Port()
         self.router_port = RouterPort(is_last=self.is_last)
+        self._projection: Projection | None = None
         #: Where the stage's linear layers put their weight gradients; None: they are autograd's.
         self.weight_gradients: WeightGradients | None = None
         self._is_compiled = False
@@ -389,6 +393,8 @@ class StageModel:
             for position, name in enumerate(layer.modules):
                 is_entrance = layer is self.layers[0] and layer.kind != "embedding" and position == 0
                 admit(self.model.get_submodule(name), name, self.port, is_entrance=is_entrance)
+        if self.is_last and (projection := self.adapter.projection.name) is not None:
+            self._projection = Projection(self.model.get_submodule(projection))
         if self.adapter.routers:
             complete(self.model.get_submodule(self.adapter.stacks[-1].path), self.router_port)
         self.device = device
@@ -458,17 +464,28 @@ class StageModel:
         """This stage's persistent buffers by Hugging Face name."""
         return self._buffers
 
-    def __call__(self, inputs: Inputs, carry: Tensors, micro_batch_seed: int | None = None) -> dict[str, torch.Tensor]:
+    def deferred_logits(self) -> DeferredLogits | None:
+        """For a forward that leaves out the logits; None where the stage makes none, or can only make them whole."""
+        return None if self._projection is None else DeferredLogits()
+
+    def __call__(
+        self,
+        inputs: Inputs,
+        carry: Tensors,
+        micro_batch_seed: int | None = None,
+        deferred: DeferredLogits | None = None,
+    ) -> dict[str, torch.Tensor]:
         """Run the stage on one micro-batch.
 
         Args:
             inputs: as returned by `Adapter.prepare` or prepared by transformers' `generate`, on the stage's device.
             carry: the tensors received from the previous stage; empty on the first stage.
             micro_batch_seed: seed of dropout for this micro-batch and step; None leaves the generator alone.
+            deferred: made by `deferred_logits`; the logits are left out, and can be computed by it.
 
         Returns:
-            The carry for the next stage. On the last stage {"logits": (B, T, V)}; for a mixture of experts with an
-            auxiliary loss also {"auxiliary_loss": ()}, times its coefficient.
+            The carry for the next stage. On the last stage {"logits": (B, T, V)} unless they are deferred; for a
+            mixture of experts with an auxiliary loss also {"auxiliary_loss": ()}, times its coefficient.
         """
         if self.adapter.autocast is not None:
             # Autocast converts a leaf once for all its uses, so their gradients would be summed in half precision.
@@ -480,7 +497,9 @@ class StageModel:
             self.port.seeds = DropoutSeeds(self._generator, self._layer_keys, micro_batch_seed)
         try:
             with scope_of(self.adapter.autocast):
-                return self.adapter.run(self, inputs, carry)
+                if deferred is None or self._projection is None:
+                    return self.adapter.run(self, inputs, carry)
+                return self._projection.run(lambda: self.adapter.run(self, inputs, carry), deferred)
         finally:
             self.port.close()
             self.router_port.close()

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters.autocast import Autocast, scope_of
+from hf_gpipe.adapters.head import FoundProjection, find_projection
 from hf_gpipe.adapters.skeleton import build
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.errors import UnsupportedModelError
@@ -75,6 +76,7 @@ class Observation:
     Attributes:
         stacks: one, or the encoder's and the decoder's.
         head: the module that ran last.
+        projection: the linear layer in the head that makes the logits, if they can be made in parts.
         embeddings: modules before the blocks whose input is not hidden states.
         idle: modules with weights that a forward on ids alone does not call, such as an image encoder.
         inputs: the first tensor that each module outside of the blocks, and each stack's first block, received.
@@ -85,6 +87,7 @@ class Observation:
 
     stacks: tuple[ObservedStack, ...]
     head: str
+    projection: FoundProjection
     embeddings: frozenset[str]
     idle: tuple[str, ...]
     inputs: dict[str, Given]
@@ -181,14 +184,17 @@ def observe(model: PreTrainedModel, autocast: Autocast | None = None) -> Observa
     idle = tuple(name for name in units if name not in calls.entered)
     inputs = {name: calls.inputs[name] for name in (*units, *(f"{one}.0" for one in lists)) if name in calls.inputs}
     encoded = getattr(calls.result, "encoder_last_hidden_state", None)
+    constants = _constants(model, units, calls.result)
+    projection = find_projection(model, head, calls.entered, calls.result.logits, lambda: _forward(model, autocast))
     return Observation(
         tuple(stacks),
         head,
+        projection,
         frozenset(embeddings),
         idle,
         inputs,
         _routers(model, calls, lists),
-        _constants(model, units, calls.result),
+        constants,
         None if encoded is None else encoded.dtype,
     )
 
@@ -208,7 +214,6 @@ def tiny_batch(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def _run(model: PreTrainedModel, autocast: Autocast | None = None) -> _Calls:
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
-    device = torch.device("cpu") if autocast is None else autocast.device
     calls = _Calls()
     handles = []
 
@@ -235,10 +240,7 @@ def _run(model: PreTrainedModel, autocast: Autocast | None = None) -> _Calls:
             handles.append(module.register_forward_pre_hook(enter(name), with_kwargs=True))
             handles.append(module.register_forward_hook(leave(name), with_kwargs=True))
     try:
-        batch = {name: tensor.to(device) for name, tensor in tiny_batch(model).items()}
-        # With a graph, from which `_constants` reads what gradients reach.
-        with torch.enable_grad(), scope_of(autocast):
-            calls.result = model.eval().to(device)(**batch, use_cache=False)
+        calls.result = _forward(model, autocast)
     except Exception as error:
         raise UnsupportedModelError(
             f"{model.config.model_type}: a tiny clone of the model does not run on ids alone: "
@@ -248,6 +250,14 @@ def _run(model: PreTrainedModel, autocast: Autocast | None = None) -> _Calls:
         for handle in handles:
             handle.remove()
     return calls
+
+
+def _forward(model: PreTrainedModel, autocast: Autocast | None) -> Any:
+    device = torch.device("cpu") if autocast is None else autocast.device
+    batch = {name: tensor.to(device) for name, tensor in tiny_batch(model).items()}
+    # With a graph, from which `_constants` reads what gradients reach.
+    with torch.enable_grad(), scope_of(autocast):
+        return model.eval().to(device)(**batch, use_cache=False)
 
 
 def _form(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> BlockForm | None:

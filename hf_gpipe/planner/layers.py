@@ -166,6 +166,7 @@ class LayerTracer:
             micro_batch_bytes=sum(tensor.nbytes for tensor in inputs.values()),
             dtype=_name(adapter.dtype),
             compute_dtype=_name(compute),
+            whole_logits=adapter.projection.reason,
         )
 
     def _traced(self, index: int, inputs: Inputs) -> _Traced:

@@ -166,6 +166,7 @@ def _grouped(left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
 
 _FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,
+    _aten.addmm_: flop_registry[_aten.addmm],
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     _aten._grouped_mm: _grouped,

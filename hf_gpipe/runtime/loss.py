@@ -5,7 +5,8 @@ adds its sum, divided by the number of units of the whole mini-batch. The units 
 
 At a large vocabulary the loss is the peak of the last stage's memory.
 `torch.nn.functional.cross_entropy` keeps the logarithms of all probabilities for backward and makes two more tensors of
-that size there. Here forward turns the probabilities into the gradient in place, and backward scales it in place.
+that size there. Here forward turns the probabilities into the gradient in place, and backward scales it in place. Where
+the logits can be made in parts, training never has all of them (runtime/head.py).
 """
 
 from __future__ import annotations
@@ -67,8 +68,49 @@ class TokenLoss:
         flat, targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
         if flat.dtype in (torch.float16, torch.bfloat16):
             flat = flat.float()
-        losses: torch.Tensor = _CrossEntropy.apply(flat, targets, self.label_smoothing, self.logit_clipping)
+        losses: torch.Tensor = _CrossEntropy.apply(flat, targets, self)
         return losses
+
+    def with_gradient(
+        self, logits: torch.Tensor, targets: torch.Tensor, *, overwrite: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of every position and its gradient, in float32 at least.
+
+        Args:
+            logits: (N, V), without a graph.
+            targets: (N,).
+            overwrite: whether the gradient may take the memory of the logits.
+
+        Returns:
+            (N,), 0 where the target is ignored; and (N, V), which has no meaning where the target is ignored.
+        """
+        smoothing, bound = self.label_smoothing, self.logit_clipping
+        is_ignored = ~self.units(targets)
+        columns = targets.masked_fill(is_ignored, 0)[:, None]
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        seen, is_clipped = logits, None
+        if bound is not None:
+            wide = logits.to(dtype)
+            seen = wide.clamp(-bound, bound)
+            is_clipped = seen != wide
+        largest = seen.amax(-1, keepdim=True).to(dtype)
+        losses = (smoothing - 1) * seen.gather(1, columns).to(dtype)
+        if smoothing:
+            losses -= smoothing * seen.mean(-1, keepdim=True, dtype=dtype)
+        if seen.dtype == dtype and (overwrite or is_clipped is not None):
+            # In the memory of the logits, which nothing else reads.
+            gradient = seen.sub_(largest).exp_()
+            gradient.div_(gradient.sum(-1, keepdim=True))
+        else:
+            gradient = torch.softmax(seen, dim=-1, dtype=dtype)
+        # The logarithm of the sum of exponentials, from the largest logit, whose probability never underflows.
+        losses += largest - gradient.amax(-1, keepdim=True).log()
+        if smoothing:
+            gradient.sub_(smoothing / gradient.shape[1])
+        gradient.scatter_add_(1, columns, torch.full_like(losses, smoothing - 1))
+        if is_clipped is not None:
+            gradient.masked_fill_(is_clipped, 0)
+        return losses.squeeze(1).masked_fill(is_ignored, 0), gradient
 
 
 PLAIN = TokenLoss()
@@ -79,36 +121,13 @@ class _CrossEntropy(torch.autograd.Function):
     """Losses (N,) of logits (N, V) and targets (N,); its backward can run once."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, smoothing: float, bound: float | None
-    ) -> torch.Tensor:
-        is_ignored = ~TokenLoss.units(targets)
-        columns = targets.masked_fill(is_ignored, 0)[:, None]
-        seen, is_clipped = logits, None
-        if bound is not None:
-            seen = logits.clamp(-bound, bound)
-            is_clipped = seen != logits
-        largest = seen.amax(-1, keepdim=True)
-        losses = (smoothing - 1) * seen.gather(1, columns)
-        if smoothing:
-            losses -= smoothing * seen.mean(-1, keepdim=True)
-        if is_clipped is None:
-            gradient = torch.softmax(seen, dim=-1)
-        else:  # in the memory of the clipped logits, which nothing else reads
-            gradient = seen.sub_(largest).exp_()
-            gradient.div_(gradient.sum(-1, keepdim=True))
-        # The logarithm of the sum of exponentials, from the largest logit, whose probability never underflows.
-        losses += largest - gradient.amax(-1, keepdim=True).log()
-        if smoothing:
-            gradient.sub_(smoothing / gradient.shape[1])
-        gradient.scatter_add_(1, columns, torch.full_like(losses, smoothing - 1))
-        if is_clipped is not None:
-            gradient.masked_fill_(is_clipped, 0)
-        ctx.save_for_backward(gradient, is_ignored)
-        return losses.squeeze(1).masked_fill(is_ignored, 0)
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, loss: TokenLoss) -> torch.Tensor:
+        losses, gradient = loss.with_gradient(logits, targets)
+        ctx.save_for_backward(gradient, loss.units(targets))
+        return losses
 
     @staticmethod
-    def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        gradient, is_ignored = ctx.saved_tensors
+    def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        gradient, is_unit = ctx.saved_tensors
         # In place: nothing else reads it, and it is as large as the logits.
-        return gradient.mul_(outer.masked_fill(is_ignored, 0)[:, None]), None, None, None
+        return gradient.mul_(outer.masked_fill(~is_unit, 0)[:, None]), None, None

@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.weight_gradients import Product
 from hf_gpipe.runtime.channel import Shapes
+from hf_gpipe.runtime.head import deferred_loss
 from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 
@@ -29,7 +30,7 @@ class _Graph:
     roots: dict[str, GradientEdge]
     """Edges of the outputs that depend on a trained parameter; gradients of other outputs are not used."""
     loss: torch.Tensor | None
-    """The loss on the last stage; None on others."""
+    """The loss on the last stage, whose value is complete after backward; None on others."""
 
 
 @dataclass
@@ -38,6 +39,8 @@ class _Live:
 
     context: Context
     graph: _Graph | None = None
+    loss: torch.Tensor | None = None
+    """What F returned on the last stage."""
 
 
 class Stage:
@@ -79,6 +82,8 @@ class Stage:
     def forward(self, context: Context, *, keep_graph: bool) -> Tensors:
         """F of a training table: run the stage; returns the tensors for the next stage, on the last stage the loss.
 
+        The value of the loss is complete after B.
+
         Args:
             context: the micro-batch's record.
             keep_graph: whether backward follows without a recomputation.
@@ -86,8 +91,9 @@ class Stage:
         with torch.set_grad_enabled(keep_graph):
             inputs, outputs = self._run(context)
         graph = self._graph(inputs, outputs) if keep_graph else None
-        self._live[context.micro_batch.index] = _Live(context, graph)
-        return {name: tensor.detach() for name, tensor in outputs.items()}
+        results = {name: tensor.detach() for name, tensor in outputs.items()}
+        self._live[context.micro_batch.index] = _Live(context, graph, results.get("loss"))
+        return results
 
     def recompute(self, micro_batch: int) -> None:
         """R: run the stage's forward again from the inputs that F kept, now with a graph. It receives no message."""
@@ -103,6 +109,8 @@ class Stage:
         if graph.loss is not None:
             if graph.loss.requires_grad:
                 graph.loss.backward(torch.full_like(graph.loss, scale))
+            if live.loss is not None:
+                live.loss.copy_(graph.loss.detach())
         elif roots := graph.roots:
             torch.autograd.backward(list(roots.values()), [gradients[name] for name in roots])
         return {
@@ -208,12 +216,14 @@ class Stage:
             name: tensor.detach().requires_grad_(self.trainable_inputs[name]) for name, tensor in context.carry.items()
         }
         micro_batch = context.micro_batch
-        outputs = self.model(micro_batch.inputs, received, micro_batch.seed)
+        deferred = self.model.deferred_logits()
+        outputs = self.model(micro_batch.inputs, received, micro_batch.seed, deferred)
         if self.is_last:
             targets = self.model.adapter.targets(micro_batch.inputs)
-            losses = self.loss(outputs["logits"], targets)
-            loss = losses.sum() / micro_batch.num_units
-            if (auxiliary := outputs.get("auxiliary_loss")) is not None:
-                loss = loss + auxiliary / micro_batch.num_micro_batches
-            outputs = {"loss": loss}
+            auxiliary = outputs.get("auxiliary_loss")
+            added = None if auxiliary is None else auxiliary / micro_batch.num_micro_batches
+            if deferred is not None:
+                return received, {"loss": deferred_loss(deferred, targets, self.loss, micro_batch.num_units, added)}
+            loss = self.loss(outputs["logits"], targets).sum() / micro_batch.num_units
+            outputs = {"loss": loss if added is None else loss + added}
         return received, outputs

@@ -140,7 +140,7 @@ def test_flops_of_a_block_and_of_the_head() -> None:
     products = 2 * tokens * (4 * width * width + 3 * width * 64)
     assert block.forward_flops == products + attention
     assert block.backward_flops == 2 * products + 2.5 * attention  # flash attention makes the scores again
-    assert (head.forward_flops, head.backward_flops) == (2 * tokens * width * 50, 4 * tokens * width * 50)
+    assert (head.forward_flops, head.backward_flops) == (0, 6 * tokens * width * 50), "all of it is in the backward"
 
 
 def test_boundaries_are_what_crosses() -> None:

@@ -1,0 +1,178 @@
+"""The loss of deferred logits: projection, loss and their gradients, some positions at a time, all of it in backward.
+
+Logits (B, T, V) and their gradient would be the largest tensors of the last stage. Here forward computes nothing of
+the head. Backward makes the logits of a chunk of positions, turns them into their gradient in place, adds the chunk's
+part to the gradients of the projection and of the hidden states, and goes on in the same memory. So no micro-batch
+keeps more than its hidden states between F and B, a recomputation does not run the head again, and F of a recomputed
+stage does not run it at all. The value of the loss is there after backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from hf_gpipe.adapters.head import DeferredLogits
+from hf_gpipe.adapters.weight_gradients import Product
+from hf_gpipe.runtime.loss import TokenLoss
+
+#: Logits of a chunk, at least. Fewer would make products of matrices slow.
+CHUNK_LOGITS = 1 << 23
+
+
+def chunk_positions(width: int, vocabulary: int) -> int:
+    """The number of positions in a chunk.
+
+    The weight's gradient is read and written once for each chunk. With half as many positions as the width D, that
+    takes little time beside the arithmetic, and the chunk's logits take half the memory of the weight.
+    """
+    return max(width // 2, CHUNK_LOGITS // vocabulary, 1)
+
+
+def deferred_loss(
+    deferred: DeferredLogits,
+    targets: torch.Tensor,
+    loss: TokenLoss,
+    num_units: int,
+    added: torch.Tensor | None = None,
+    positions: int | None = None,
+) -> torch.Tensor:
+    """The loss of a micro-batch, (): the sum over its units, divided by `num_units`, and `added`.
+
+    Its value is complete only after its backward, which can run once, or at once where a graph is made and nothing
+    requires a gradient. A forward without a graph, after which another one is made, computes nothing.
+
+    Args:
+        deferred: the logits; its forward has ended.
+        targets: (B, T).
+        loss: of each position.
+        num_units: units of the loss in the mini-batch.
+        added: (), an auxiliary loss.
+        positions: in a chunk; None: as many as `chunk_positions` says.
+    """
+    linear = deferred.projection
+    hidden = deferred.take_hidden().flatten(0, -2)
+    if positions is None:
+        positions = chunk_positions(linear.in_features, linear.out_features)
+    chunks = _Chunks(deferred, targets.flatten(), loss, num_units, positions)
+    tensors = (hidden, linear.weight, linear.bias, added)
+    if not any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        value = chunks.first_value(added)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                chunks.run(hidden, linear.weight, linear.bias, torch.ones_like(value), (False,) * 3, value)
+        return value
+    loss_value: torch.Tensor = _DeferredLoss.apply(*tensors, chunks)
+    return loss_value
+
+
+class _DeferredLoss(torch.autograd.Function):
+    """A node of the graph that computes the loss together with its gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        added: torch.Tensor | None,
+        chunks: _Chunks,
+    ) -> torch.Tensor:
+        value = chunks.first_value(added)
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.chunks, ctx.value = chunks, value.detach()
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradients = ctx.chunks.run(*ctx.saved_tensors, outer, ctx.needs_input_grad[:3], ctx.value)
+        return (*gradients, outer if ctx.needs_input_grad[3] else None, None)
+
+
+class _Chunks:
+    """Everything that the loss is computed from, apart from what has a gradient."""
+
+    def __init__(
+        self, deferred: DeferredLogits, targets: torch.Tensor, loss: TokenLoss, num_units: int, positions: int
+    ) -> None:
+        self._finish, self._is_finished = deferred.finish, deferred.is_projection_alone
+        self._dtype, self._autocast_dtype = deferred.dtype, deferred.autocast_dtype
+        self._targets, self._loss, self._num_units, self._positions = targets, loss, num_units, positions
+
+    def first_value(self, added: torch.Tensor | None) -> torch.Tensor:
+        """A new tensor for the loss, of the type in which it is computed, with what is added to it."""
+        dtype = torch.promote_types(self._dtype, torch.float32)
+        value = torch.zeros((), dtype=dtype, device=self._targets.device)
+        return value if added is None else value + added
+
+    def run(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        outer: torch.Tensor,
+        wanted: tuple[bool, ...],
+        value: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Compute the loss and the wanted gradients of hidden states, weight and bias.
+
+        Args:
+            hidden: (N, D).
+            weight: (V, D).
+            bias: (V,).
+            outer: (), gradient of the loss.
+            wanted: whether the gradients of `hidden`, `weight` and `bias` are.
+            value: (); the loss is added to it.
+
+        Returns:
+            The gradients; None for a weight's that was added to its `.grad` already.
+        """
+        dtype = self._autocast_dtype or hidden.dtype
+        factor = self._loss.units(self._targets).to(outer.dtype).mul_(outer / self._num_units)
+        of_hidden = torch.empty_like(hidden) if wanted[0] else None
+        # Hooks need to be called by autograd; replicas have some in a step's last backward.
+        has_hooks = bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
+        of_weight = torch.zeros_like(weight) if wanted[1] and (has_hooks or not weight.is_leaf) else None
+        of_bias = torch.zeros_like(bias) if bias is not None and wanted[2] else None
+        matrix = weight.to(dtype)
+        with torch.autocast(hidden.device.type, enabled=False):
+            logits = hidden.new_empty((min(self._positions, len(hidden)), len(weight)), dtype=dtype)
+            for start in range(0, len(hidden), self._positions):
+                rows = slice(start, start + self._positions)
+                inputs = hidden[rows].to(dtype)
+                projected = logits[: len(inputs)]
+                if bias is None:
+                    torch.mm(inputs, matrix.t(), out=projected)
+                else:
+                    torch.addmm(bias.to(dtype), inputs, matrix.t(), out=projected)
+                losses, gradient = self._loss_of(projected, self._targets[rows], factor[rows], any(wanted))
+                value += losses.sum() / self._num_units
+                if gradient is None:
+                    continue
+                if of_hidden is not None:
+                    of_hidden[rows] = gradient @ matrix
+                if of_weight is not None:
+                    of_weight += gradient.t() @ inputs
+                elif wanted[1]:
+                    Product(cast(nn.Parameter, weight), gradient, inputs).add()
+                if of_bias is not None:
+                    of_bias += gradient.sum(0)
+        return of_hidden, of_weight, of_bias
+
+    def _loss_of(
+        self, projected: torch.Tensor, targets: torch.Tensor, factor: torch.Tensor, with_gradient: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Losses (N,) and the gradient (N, V) of the projection's output, in its type; its memory may be reused."""
+        if self._is_finished:
+            losses, gradient = self._loss.with_gradient(projected, targets, overwrite=True)
+            return losses, gradient.mul_(factor[:, None]).to(projected.dtype) if with_gradient else None
+        leaf = projected.detach().requires_grad_(with_gradient)
+        with torch.set_grad_enabled(with_gradient):
+            logits = self._finish(leaf[None])[0]
+        losses, gradient = self._loss.with_gradient(logits.detach(), targets)
+        if not with_gradient:
+            return losses, None
+        (gradient,) = torch.autograd.grad(logits, leaf, gradient.mul_(factor[:, None]).to(logits.dtype))
+        return losses, gradient
