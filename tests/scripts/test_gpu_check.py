@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from hf_gpipe.schedule import build, placement_for
 from tests.emulated_cuda.processes import check_available
 
 ROOT = Path(__file__).parents[2]
@@ -81,6 +82,19 @@ def test_no_names_and_no_folders() -> None:
     user = getpass.getuser()
     text = anonymous(f"{socket.gethostname()} of {user} at 3 tokens/s, 1/2")
     assert text == "HOST of USER at 3 tokens/s, 1/2"
+
+
+@pytest.mark.parametrize(("num_processes", "num_devices"), [(1, 1), (1, 2), (1, 4), (2, 1), (4, 1)])
+def test_every_schedule_has_a_table_on_these_gpus(num_processes: int, num_devices: int) -> None:
+    from gpu_check.checks import FAMILIES
+    from gpu_check.exact import NUM_MICRO_BATCHES, stages_of, ways
+
+    for quick in (True, False):
+        for _, schedule, recompute in ways(FAMILIES, quick=quick):
+            num_stages = stages_of(schedule, num_processes, num_devices)
+            assert num_stages >= min(num_devices, 2)
+            placement = placement_for(schedule, num_stages, num_processes)
+            build(schedule, num_stages, NUM_MICRO_BATCHES, placement, "none" if recompute == "block" else recompute)
 
 
 def test_the_work_of_the_comparisons() -> None:
