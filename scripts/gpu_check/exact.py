@@ -60,7 +60,8 @@ def ways(families: Sequence[str], *, quick: bool) -> Iterator[tuple[str, str, st
     """Families, schedules and modes of recomputation: all of each with all others; with `quick` each schedule once."""
     for number, schedule in enumerate(TRAINING_SCHEDULES):
         if quick:
-            yield families[number % len(families)], schedule, RECOMPUTE[number % len(RECOMPUTE)]
+            # Not always the same mode with a family.
+            yield families[number % len(families)], schedule, RECOMPUTE[(number + number // 3) % len(RECOMPUTE)]
             continue
         for family in families:
             for recompute in RECOMPUTE:
