@@ -14,8 +14,8 @@ from tests.emulated_cuda.test_measuring import make_products_small
 RECIPE = """\
 model:
   config: {model_type: t5, d_model: 16, d_kv: 8, num_heads: 2, num_layers: 1, num_decoder_layers: 1, d_ff: 16}
-data: {kind: cldr, languages: [de], templates: [weekday], examples_per_language: 40, test_fraction: 0.1}
-tokenizer: {vocab_size: 300}
+data: {kind: cldr, languages: [de, fr], templates: [weekday, month_day], examples_per_language: 200, test_fraction: 0.1}
+tokenizer: {vocab_size: 320}
 pipeline: {num_stages: 2, num_micro_batches: 2, num_processes: 1}
 training: {output_dir: OUTPUT, max_steps: 3, batch_size: 4, logging_steps: 1, save_steps: 3}
 evaluation: {max_examples: 2, max_new_tokens: 4, samples: 1}
@@ -26,11 +26,11 @@ evaluation: {max_examples: 2, max_new_tokens: 4, samples: 1}
 def test_plan_and_train(tmp_path: Path) -> None:
     make_products_small()
     losses = []
-    for device in ("pipeline.devices=[cuda:1, cuda:0]", "pipeline.device=cuda", "pipeline.device=cpu"):
-        folder = tmp_path / device
-        recipe = tmp_path / "recipe.yaml"
+    recipe = tmp_path / "recipe.yaml"
+    for number, device in enumerate(("devices=[cuda:1, cuda:0]", "device=cuda", "device=cpu")):
+        folder = tmp_path / str(number)
         recipe.write_text(RECIPE.replace("OUTPUT", str(folder)))
-        assert train.main([str(recipe), device]) == 0
+        assert train.main([str(recipe), f"pipeline.{device}"]) == 0
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         losses.append([line["loss"] for line in lines if "loss" in line])
     assert losses[0] == pytest.approx(losses[2], rel=1e-6)
