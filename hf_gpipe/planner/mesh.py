@@ -109,8 +109,8 @@ def meshes(planner: Planner, config: PipelineConfig, counts: Sequence[int]) -> l
 def too_few_rows(num_micro_batches: int, replicas: int) -> str:
     """The message where a step can have fewer micro-batches than a stage has replicas."""
     return (
-        f"a step has at most {num_micro_batches} micro-batches, one for each row, and a stage has {replicas} replicas, "
-        "which take them in turn: some would never get one; use more rows in a mini-batch, or fewer replicas."
+        f"a step has at most {num_micro_batches} micro-batches and a stage has {replicas} replicas, which take them in "
+        "turn: some would never get one; use more micro-batches, more rows in a mini-batch, or fewer replicas."
     )
 
 

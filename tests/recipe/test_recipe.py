@@ -271,7 +271,7 @@ def test_stages_and_replicas_that_are_left_open() -> None:
     assert decided.is_decided
     assert decided.reopened(num_stages="auto", replicas="auto", partition="auto") == config
     config.check_micro_batches(1, rows=1)
-    with pytest.raises(UserError, match="num_stages is auto, and the number of processes .* give num_processes"):
+    with pytest.raises(UserError, match=r"num_stages is auto, and the number of processes .* give num_processes"):
         replace(config, num_processes=None).processes  # noqa: B018  # what is tested
     for changes, message in (
         ({"replicas": (2, 1)}, "num_stages is auto and replicas is a list"),
