@@ -52,9 +52,12 @@ class PipelineConfig:
 
     schedule: Annotated[str, OneOf((*TRAINING_SCHEDULES, AUTO), TABLE_SUFFIX)] = "gpipe"
     """Order of work. gpipe: as in the paper; gpipe_fused: the last stage runs each backward right after its forward;
-    1f1b: least memory; interleaved_1f1b: several stages per process, assigned in turn; naive: no pipelining; auto: the
-    planner chooses; or the file of a table of your own, such as tables/mine.txt, whose R actions are the recomputations
-    (python -m hf_gpipe.plan RECIPE --table writes one)."""
+    1f1b: least memory; interleaved_1f1b: several stages per process, assigned in turn; zb_h1: 1f1b with gradients of
+    inputs and weights apart, a third of its bubble in its memory; zb_h2: twice the memory, no bubble between steps that
+    do not wait for each other; zb_v: two stages per process in a V, no bubble in 1f1b's memory; v_half: the same in
+    half of it, with half of 1f1b's bubble; naive: no pipelining; auto: the planner chooses; or the file of a table of
+    your own, such as tables/mine.txt, whose R actions are the recomputations (python -m hf_gpipe.plan RECIPE --table
+    writes one)."""
 
     recompute: Annotated[Annotated[str, OneOf((*_MODES, AUTO))] | _Entries, _Listed] = "stage"
     """The activations that are recomputed in backward, not kept. none: nothing; block: the inside of each block; stage:
