@@ -325,7 +325,7 @@ def test_help_of_the_sections_names_every_key_with_its_text() -> None:
         assert max(map(len, text.splitlines())) <= 110
         for name, key in all_keys():
             assert name != section or f"  {name}.{key.name}: " in text
-    assert "pipeline.num_stages: a whole number of at least 1; default: 1" in section_help("pipeline")
+    assert "pipeline.num_stages: a whole number of at least 1 or 'auto'; default: 1" in section_help("pipeline")
     assert "training.output_dir: a string that is not empty; required" in section_help("training")
     assert "data.max_number: a whole number of at least 1; default: 999; data.kind: cldr\n" in section_help("data")
     assert "default: 1.0; data.kind: all but text\n" in section_help("data")
