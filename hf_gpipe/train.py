@@ -134,7 +134,9 @@ def _check(recipe: Recipe) -> None:
     if "RANK" not in os.environ:
         # In another launcher's job the main process reads it.
         recipe.pipeline.table(recipe.training.gradient_accumulation_steps, _num_processes(recipe))
-    recipe.pipeline.check_micro_batches(recipe.training.gradient_accumulation_steps)
+    # With a number of tokens the number of rows is not known before they are read.
+    rows = recipe.training.batch_size if recipe.training.batch_tokens is None else None
+    recipe.pipeline.check_micro_batches(recipe.training.gradient_accumulation_steps, rows)
 
 
 def _num_processes(recipe: Recipe) -> int:
