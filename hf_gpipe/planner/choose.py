@@ -16,10 +16,11 @@ from hf_gpipe.planner.costs import InnerRecompute
 from hf_gpipe.planner.memory import MemoryBound, StageLayers
 from hf_gpipe.planner.plan import Plan, Planner, inner_recompute, recompute_shares, stage_layers
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig, RecomputeChoice
+from hf_gpipe.schedule import SPLIT_SCHEDULES, V_SHAPED
 from hf_gpipe.schedule.occupancy import Held
 
-AUTO_SCHEDULES = ("1f1b", "gpipe_fused", "gpipe", "interleaved_1f1b")
-"""The schedules that "auto" chooses from, the one with the least memory first."""
+AUTO_SCHEDULES = ("1f1b", "gpipe_fused", "gpipe", "interleaved_1f1b", *SPLIT_SCHEDULES)
+"""The schedules that "auto" chooses from. Of equally good ones the first is chosen."""
 
 #: Stages of one process that a search tries.
 _STAGES_A_PROCESS = (1, 2)
@@ -80,10 +81,24 @@ def _allowed(planner: Planner, config: PipelineConfig) -> Iterator[PipelineConfi
     """The configuration with its schedule and M decided, in every way that is worth a try."""
     schedules = AUTO_SCHEDULES if config.schedule == AUTO else (config.schedule,)
     for schedule in schedules:
-        if schedule == "interleaved_1f1b" and config.schedule == AUTO and config.processes == config.places:
+        if config.schedule == AUTO and not _is_worth_a_try(schedule, config, config.num_stages):
             continue
         for num_micro_batches in micro_batch_counts(planner.rows, config.num_micro_batches):
             yield replace(config, schedule=schedule, num_micro_batches=num_micro_batches)
+
+
+def _is_worth_a_try(schedule: str, config: PipelineConfig, num_stages: int) -> bool:
+    """Whether a schedule can run so many stages on the configuration's processes, and is not another one there."""
+    is_uniform = isinstance(config.replicas, int)
+    places = num_stages * config.replicas if isinstance(config.replicas, int) else sum(config.replicas)
+    if schedule == "interleaved_1f1b":
+        return config.processes < places
+    if schedule not in SPLIT_SCHEDULES:
+        return True
+    # A compiled block has one backward, and in one process no one waits for I.
+    if config.torch_compile or places == num_stages * config.processes:
+        return False
+    return is_uniform and places == 2 * config.processes if schedule in V_SHAPED else places == config.processes
 
 
 def micro_batch_counts(rows: int, asked: int | str) -> list[int]:
@@ -294,7 +309,9 @@ def _configs(planner: Planner, config: PipelineConfig) -> Sequence[PipelineConfi
         is_given = num_stages == config.num_stages and not isinstance(config.partition, str)
         for partition in dict.fromkeys((AUTO, "count", config.partition if is_given else AUTO)):
             for schedule in AUTO_SCHEDULES:
-                if schedule == "interleaved_1f1b" and num_stages == of_replica:
+                if not _is_worth_a_try(
+                    schedule, replace(config, num_stages=num_stages, num_processes=config.processes)
+                ):
                     continue
                 found += [
                     replace(

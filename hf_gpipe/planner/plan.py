@@ -37,6 +37,7 @@ class TimeEstimate:
     recompute: float
     """Of whole stages; the recomputation of blocks is part of the backward."""
     backward: float
+    """Whole, or in its two parts."""
     update: float
     bubble: float
     """Waiting, for other stages and for messages."""
@@ -356,12 +357,15 @@ def _table_costs(
         return seconds / count + network.reduce_seconds(number, values) / 2
 
     seconds = [sums.seconds(stage.start, stage.stop, stage.inner) for stage in stages]
+    weights = [sums.weight_seconds(stage.start, stage.stop) for stage in stages]
     share = sent_share(settings.boundary_dtype, sums.costs.dtype)
     boundaries = [share * sums.costs.layers[stage.start].input_bytes for stage in stages[1:]]
     return Costs(
         forward_seconds=[one.first_forward(share) for one, share in zip(seconds, recompute_shares(table), strict=True)],
         recompute_seconds=[one.forward for one in seconds],
         backward_seconds=[one.backward for one in seconds],
+        input_seconds=[one.backward - weight for one, weight in zip(seconds, weights, strict=True)],
+        weight_seconds=weights,
         update_seconds=[
             update(number, *one) for number, one in enumerate(zip(stages, table.placement.replicas, strict=True))
         ],
@@ -383,7 +387,7 @@ def _time_of(timeline: Timeline, process: int) -> TimeEstimate:
     return TimeEstimate(
         forward=seconds[ActionKind.FORWARD],
         recompute=seconds[ActionKind.RECOMPUTE],
-        backward=seconds[ActionKind.BACKWARD],
+        backward=sum(seconds[kind] for kind in (ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT)),
         update=seconds[ActionKind.UPDATE],
         bubble=max(float(timeline.total_seconds) - sum(seconds.values()), 0.0),
     )
