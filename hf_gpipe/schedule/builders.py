@@ -279,7 +279,7 @@ def build(
 @lru_cache(maxsize=256)
 def _build(name: str, num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> Schedule:
     orders = SCHEDULES[name](num_stages, num_micro_batches, placement, limits)
-    orders = [whole_backwards(order, placement) for order in orders]
+    orders = [whole_backwards(order, process, placement) for process, order in enumerate(orders)]
     if any(action.kind.takes_gradient for order in orders for action in order):
         for process, order in enumerate(orders):
             orders[process] = _with_reductions(order, process, placement)

@@ -27,8 +27,8 @@ def zb_h1(num_stages: int, num_micro_batches: int, placement: Placement, limits:
     """1F1B with a split backward and 1F1B's memory (ZB-H1, arXiv 2401.10241, section 2.2 and figure 3).
 
     Stage s starts with K-s-1 forwards, as in 1F1B, and runs the W of a micro-batch with the I of the s-th after it. So
-    every stage holds at most K micro-batches between F and W. For M >= K the bubble is (K-1) (F+I-W), a third of 1F1B's
-    (K-1) (F+B) where F, I and W take equally long: a step of M (F+I+W) + (K-1) (F+I-W).
+    every stage holds at most K micro-batches between F and W. The paper gives the bubble (K-1) (F+I-W). With F = I = W and
+    M >= K a step takes exactly M (F+I+W) + (K-1) F here: a third of 1F1B's bubble (K-1) (F+B).
 
     K = 3, M = 4, without recomputation:
 
@@ -42,8 +42,8 @@ def zb_h1(num_stages: int, num_micro_batches: int, placement: Placement, limits:
 def zb_h2(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
     """ZB-H1 with about twice the forwards before the first backward (ZB-H2, arXiv 2401.10241, section 2.2, figure 3).
 
-    Stage s starts with 2(K-s-1) forwards and runs the W of a micro-batch with the I of the 2s-th after it, so every
-    stage holds at most 2K-1 micro-batches between F and W. For M >= 2K-1 and F = I = W no process waits between its
+    Stage s starts with 2(K-s-1) forwards and runs the W of a micro-batch with the I of the 2s-th after it. So at most
+    2K-1 micro-batches are between F and W in any stage. For M >= 2K-1 and F = I = W no process waits between its
     first and its last action: n steps whose updates wait for no other process take n M (F+I+W) + (K-1) F. One step
     takes as long as with zb_h1. With M between K and 2K-1 it starts with fewer forwards.
 
@@ -107,16 +107,20 @@ def v_half(num_stages: int, num_micro_batches: int, placement: Placement, limits
     return _v_listed(num_micro_batches, placement, limits, num_processes + 2, [*in_flight, *[math.inf] * num_processes])
 
 
-def whole_backwards(order: Sequence[Action], placement: Placement) -> list[Action]:
-    """The order of a process with B in place of I and W where W follows directly and no other device waits for I."""
+def whole_backwards(order: Sequence[Action], process: int, placement: Placement) -> list[Action]:
+    """The order of a process with B for I and W where W is the device's next action and no other device waits for I."""
     result: list[Action] = []
+    last_on: dict[str | None, int] = {}
     for action in order:
-        before = result[-1] if result else None
+        device = placement.device_of(action.stage, process)
+        place = last_on.get(device, -1)
+        before = result[place] if place >= 0 else None
         if before == Action(_I, action.stage, action.micro_batch) and action.kind == _W:
             consumer = before.consumer(placement.num_stages)
             if consumer is None or placement.is_local(before, consumer):
-                result[-1] = Action(ActionKind.BACKWARD, action.stage, action.micro_batch)
+                result[place] = Action(ActionKind.BACKWARD, action.stage, action.micro_batch)
                 continue
+        last_on[device] = len(result)
         result.append(action)
     return result
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from hf_gpipe.schedule import SCHEDULES, Action, ActionKind, Placement, Schedule, build
 from hf_gpipe.schedule.occupancy import Held, most_of_equal_stages
+
+V_SHAPED = ("zb_v", "v_half")
 
 Recompute = str | tuple[int | None, ...]
 
@@ -16,7 +20,7 @@ def placements(draw: st.DrawFn, name: str = "gpipe") -> Placement:
     if name == "interleaved_1f1b":
         num_processes = draw(st.integers(1, 4))
         return Placement.interleaved(num_processes * draw(st.integers(1, 4)), num_processes)
-    if name in ("zb_v", "v_half"):
+    if name in V_SHAPED:
         num_processes = draw(st.integers(1, 4))
         return Placement.v_shaped(2 * num_processes, num_processes)
     num_stages = draw(st.integers(1, 6))
@@ -50,3 +54,9 @@ def stage_order(schedule: Schedule, stage: int) -> list[Action]:
 def peak(schedule: Schedule, stage: int, held: Held) -> int:
     """The most that a stage of a table holds at once, a backward taking twice as long as a forward."""
     return most_of_equal_stages(schedule)[stage][held]
+
+
+def whole(order: list[Action]) -> list[Action]:
+    """An order with B for I, and without W."""
+    kept = [action for action in order if action.kind != ActionKind.WEIGHT]
+    return [replace(action, kind=ActionKind.BACKWARD) if action.kind == ActionKind.INPUT else action for action in kept]
