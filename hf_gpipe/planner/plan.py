@@ -383,7 +383,7 @@ def _time_of(timeline: Timeline, process: int) -> TimeEstimate:
     return TimeEstimate(
         forward=seconds[ActionKind.FORWARD],
         recompute=seconds[ActionKind.RECOMPUTE],
-        backward=seconds[ActionKind.BACKWARD],
+        backward=seconds[ActionKind.BACKWARD] + seconds[ActionKind.INPUT] + seconds[ActionKind.WEIGHT],
         update=seconds[ActionKind.UPDATE],
         bubble=max(float(timeline.total_seconds) - sum(seconds.values()), 0.0),
     )
