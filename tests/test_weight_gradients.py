@@ -16,6 +16,8 @@ from hf_gpipe import Pipeline
 from hf_gpipe.adapters.linear import hand_over
 from hf_gpipe.adapters.weight_gradients import WeightGradients, kept_bytes
 from hf_gpipe.errors import StageError, UserError
+from hf_gpipe.planner.layers import LayerTracer
+from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime import replicas
 from hf_gpipe.schedule import Action, ActionKind, Placement, Schedule, build, check_table
 from tests.gloo import run_gloo
@@ -297,3 +299,23 @@ def test_nothing_is_left_after_a_step(tmp_path: Path) -> None:
     expected = run_plain(plain_model(config), batch, 3)
     assert_same(run_pipeline(pipe, batch), expected)
     assert not stage._kept
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_planner_knows_what_is_kept(family: str, tmp_path: Path) -> None:
+    config = tiny_config(family, tied=True)
+    pipe = Pipeline(config, 3, 2, written(tmp_path, 3, 2, ("none",) * 3, 9, [0] * 3), partition=[1, 3, 2])
+    stage, kept = pipe.stages[1], []
+    perform = stage.weight_backward
+
+    def noted(index: int, *rest: Any) -> None:
+        kept.append(stage.deferred_bytes(index))
+        perform(index, *rest)
+
+    stage.weight_backward = noted  # type: ignore[method-assign]
+    batch = padded_batch(config)
+    batch["attention_mask"].fill_(1)
+    pipe.train_step(batch)
+    costs = LayerTracer(pipe.adapter).costs(Workload.of_batch(batch, 2))
+    assert kept == [sum(layer.deferred_bytes for layer in costs.layers[1:4])] * 2
+    assert costs.layers[0].deferred_bytes == costs.layers[-1].deferred_bytes == 0
