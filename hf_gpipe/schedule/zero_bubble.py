@@ -27,8 +27,8 @@ def zb_h1(num_stages: int, num_micro_batches: int, placement: Placement, limits:
     """1F1B with a split backward and 1F1B's memory (ZB-H1, arXiv 2401.10241, section 2.2 and figure 3).
 
     Stage s starts with K-s-1 forwards, as in 1F1B, and runs the W of a micro-batch with the I of the s-th after it. So
-    every stage holds at most K micro-batches between F and W. The paper gives the bubble (K-1) (F+I-W). With F = I = W and
-    M >= K a step takes exactly M (F+I+W) + (K-1) F here: a third of 1F1B's bubble (K-1) (F+B).
+    every stage holds at most K micro-batches between F and W. The paper gives the bubble (K-1) (F+I-W). With F = I = W
+    and M >= K a step takes exactly M (F+I+W) + (K-1) F here: a third of 1F1B's bubble (K-1) (F+B).
 
     K = 3, M = 4, without recomputation:
 

@@ -181,6 +181,8 @@ class WaitingStage:
     def reset(self) -> None:
         """There is nothing to forget."""
 
+    end_step = reset
+
 
 class _Layer(torch.autograd.Function):
     """A layer whose backward ends at a given time."""
