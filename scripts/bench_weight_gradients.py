@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--repetitions", type=int, default=25)
-    parser.add_argument("--schedules", nargs="+", default=["1f1b", "zero_bubble"], help="of --host")
+    parser.add_argument("--schedules", nargs="+", default=["1f1b", "zb_h1"], help="of --host")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
