@@ -107,6 +107,7 @@ def _amounts(sums: LayerSums, stage: StageLayers, gradient_bytes: float) -> Amou
         Held.DEFERRED: {"activations": _deferred_bytes(sums, stage)},
         # From the start of its backward on a gradient is working memory of that.
         Held.GRADIENT: {"early_gradients": _gradient_bytes(sums, stage)},
+        Held.DEFERRED: {"activations": _deferred_bytes(sums, stage)},
         Held.FORWARD_ONLY: {"working": sums.forward_only_peak_bytes(*run)},
         Held.FORWARD: {"working": graphs.forward_peak_bytes(*run)},
         Held.BACKWARD: {"working": max(backward - graph, 0)},
@@ -129,6 +130,11 @@ def _deferred_bytes(sums: LayerSums, stage: StageLayers) -> float:
 def _received_bytes(sums: LayerSums, stage: StageLayers) -> int:
     """The bytes that cross the boundary before a stage."""
     return sums.costs.layers[stage.start].input_bytes if stage.start else 0
+
+
+def _deferred_bytes(sums: LayerSums, stage: StageLayers) -> int:
+    """The bytes that I of a stage keeps for W."""
+    return sum(layer.deferred_bytes for layer in sums.costs.layers[stage.start : stage.stop])
 
 
 def _gradient_bytes(sums: LayerSums, stage: StageLayers) -> int:
