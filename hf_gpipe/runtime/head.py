@@ -9,7 +9,7 @@ stage does not run it at all. The value of the loss is there after backward.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -110,7 +110,7 @@ class _Chunks:
     def run(
         self,
         hidden: torch.Tensor,
-        weight: nn.Parameter,
+        weight: torch.Tensor,
         bias: torch.Tensor | None,
         outer: torch.Tensor,
         wanted: tuple[bool, ...],
@@ -156,7 +156,7 @@ class _Chunks:
                 if of_weight is not None:
                     of_weight += gradient.t() @ inputs
                 elif wanted[1]:
-                    Product(weight, gradient, inputs).add()
+                    Product(cast(nn.Parameter, weight), gradient, inputs).add()
                 if of_bias is not None:
                     of_bias += gradient.sum(0)
         return of_hidden, of_weight, of_bias
@@ -167,7 +167,7 @@ class _Chunks:
         """Losses (N,) and the gradient (N, V) of the projection's output, in its type; its memory may be reused."""
         if self._is_finished:
             losses, gradient = self._loss.with_gradient(projected, targets, overwrite=True)
-            return losses, gradient.mul_(factor[:, None]).to(projected.dtype) if with_gradient else None
+            return losses, torch.mul(gradient, factor[:, None], out=projected) if with_gradient else None
         leaf = projected.detach().requires_grad_(with_gradient)
         with torch.set_grad_enabled(with_gradient):
             logits = self._finish(leaf[None])[0]
