@@ -145,7 +145,12 @@ def _check(recipe: Recipe) -> None:
 def _num_processes(recipe: Recipe) -> int:
     """The number of processes that share the stages: that of the recipe, or one per stage, but at most one per GPU.
 
-    Raises RecipeError if the launcher started another number, or there are not enough GPUs.
+    Where the planner chooses stages or replicas, it does so in these processes, for their number: that of the recipe,
+    or one for each device.
+
+    Raises:
+        UserError: the launcher started another number, there are not enough GPUs, or neither recipe nor devices say how
+            many processes there are.
     """
     import torch
 
@@ -159,7 +164,8 @@ def _num_processes(recipe: Recipe) -> int:
             )
         return started
     if pipeline.devices is not None:
-        return asked or min(pipeline.processes, len(pipeline.devices))
+        num_devices = len(pipeline.devices)
+        return asked or (num_devices if pipeline.is_mesh_open else min(pipeline.processes, num_devices))
     if pipeline.device == "cpu" or not torch.cuda.is_available():
         return pipeline.processes
     num_gpus = torch.cuda.device_count()
@@ -168,7 +174,7 @@ def _num_processes(recipe: Recipe) -> int:
             f"pipeline.num_processes is {asked} and this machine has {num_gpus} GPUs, one for each process at most; "
             f"use {num_gpus} or fewer (several stages share a process), or pipeline.device=cpu"
         )
-    return asked or min(pipeline.processes, num_gpus)
+    return asked or (num_gpus if pipeline.is_mesh_open else min(pipeline.processes, num_gpus))
 
 
 def _fail(error: UserError) -> int:

@@ -9,8 +9,12 @@ machine. "lost" is what the step took beyond its table, in milliseconds; of that
 was "sending" (handing messages over), or waited for messages on their way ("travel", the rest). "recomputed after
 the gradient" is not what the tables do; it shows what recomputing before it arrives gains.
 
+"mesh" is D = 2 pipelines of K = 4, at the pace "easy", whose replicas reduce their gradients: at once, and in 20 ms on
+an emulated link, in buckets of which the first leave inside of the last backward.
+
     python scripts/bench_emulated.py                                   about 15 minutes
     python scripts/bench_emulated.py --processes 8 --micro-batches 32 --steps 5 --json emulated.json
+    python scripts/bench_emulated.py --paces mesh                      a minute
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ class Pace:
 EASY = Pace(0.020, 0.040, 64 * KIBIBYTE)
 HARD = Pace(0.005, 0.010, 1024 * KIBIBYTE)
 PACES = {"easy": EASY, "hard": HARD}
+MESH = "mesh"
 QUICK = Pace(0.001, 0.002, 64 * KIBIBYTE)
 
 #: The settings of each table: see `Emulated`.
@@ -62,6 +67,59 @@ TABLES: tuple[dict[str, Any], ...] = (
 #: One micro-batch after another: its time is known without measuring many of them.
 NAIVE: dict[str, Any] = {"schedule": "naive"}
 NAIVE_MICRO_BATCHES = 8
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Replicas, whose gradients are reduced at once and in `reduce_seconds`, and the targets for them.
+
+    Attributes:
+        replicas: D.
+        processes: K.
+        of_table: the least share of the table's speed.
+        longer: the most by which a step is longer with the reduction, as a share of `reduce_seconds`.
+    """
+
+    replicas: int
+    processes: int
+    micro_batches: int
+    reduce_seconds: float
+    of_table: float = 0.95
+    longer: float = 0.3
+    schedules: tuple[str, ...] = ("1f1b", "gpipe_fused", "gpipe")
+
+    def settings(self, pace: Pace) -> list[Emulated]:
+        """Of each schedule without and with the reduction's time."""
+        return [
+            Emulated(
+                schedule,
+                self.processes,
+                self.micro_batches,
+                **asdict(pace),
+                replicas=self.replicas,
+                reduce_seconds=seconds,
+            )
+            for schedule in self.schedules
+            for seconds in (0.0, self.reduce_seconds)
+        ]
+
+    def verdicts(self, settings: Sequence[Emulated], steps: Sequence[Sequence[Step]]) -> str:
+        """Both targets, for each schedule."""
+        rows = []
+        for i in range(0, len(settings), 2):
+            without, reduced = ([one.seconds for one in own] for own in steps[i : i + 2])
+            of_table = Spread.of(settings[i + 1].predicted_seconds() / seconds for seconds in reduced)
+            longer = Spread.of((b - a) / self.reduce_seconds for a, b in zip(without, reduced, strict=True))
+            is_reached = of_table.median >= self.of_table and longer.median <= self.longer
+            reached = "yes" if is_reached else "no"
+            rows.append(
+                [settings[i].schedule, of_table.text(3), f"{self.of_table}", longer.text(), f"{self.longer}", reached]
+            )
+        return table(["schedule", "of its table", "at least", "longer by, in G", "at most", "reached"], rows)
+
+
+REPLICATED = Mesh(replicas=2, processes=4, micro_batches=32, reduce_seconds=0.020)
+QUICK_REPLICATED = Mesh(2, 2, 4, 0.002, schedules=("1f1b",))
 
 
 @dataclass(frozen=True)
@@ -96,7 +154,12 @@ def speed_ups(setting: Emulated, steps: Sequence[Step]) -> Spread:
 def name_of(setting: Emulated) -> str:
     """The schedule, and what it recomputes when."""
     late = " after the gradient" if setting.recomputes_late else ""
-    return setting.schedule + ("" if setting.recompute == "none" else f", {setting.recompute} recomputed{late}")
+    reduced = (
+        f", G of {1000 * seconds:g} ms" if isinstance(seconds := setting.reduce_seconds, float) and seconds else ""
+    )
+    return (
+        setting.schedule + reduced + ("" if setting.recompute == "none" else f", {setting.recompute} recomputed{late}")
+    )
 
 
 def summary(settings: Sequence[Emulated], steps: Sequence[Sequence[Step]]) -> str:
@@ -106,6 +169,7 @@ def summary(settings: Sequence[Emulated], steps: Sequence[Sequence[Step]]) -> st
         rows.append(
             [
                 name_of(setting),
+                f"{setting.replicas}",
                 f"{setting.processes}",
                 f"{setting.micro_batches}",
                 Spread.of(one.seconds for one in own).text(3),
@@ -117,7 +181,18 @@ def summary(settings: Sequence[Emulated], steps: Sequence[Sequence[Step]]) -> st
                 *_losses(setting, own),
             ]
         )
-    header = ["schedule", "K", "M", "seconds a step", "speed-up", "bound", "of bound", "of its table", "cores busy"]
+    header = [
+        "schedule",
+        "D",
+        "K",
+        "M",
+        "seconds a step",
+        "speed-up",
+        "bound",
+        "of bound",
+        "of its table",
+        "cores busy",
+    ]
     return table([*header, "lost ms", "late", "sending", "travel"], rows)
 
 
@@ -145,24 +220,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", nargs="+", type=int, default=[2, 4, 8, 16], metavar="K")
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[8, 32], metavar="M")
-    parser.add_argument("--paces", nargs="+", choices=PACES, default=list(PACES), help="default: both")
+    parser.add_argument("--paces", nargs="+", choices=[*PACES, MESH], default=[*PACES, MESH])
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each table")
     parser.add_argument("--quiet", type=float, default=120, help="seconds to wait for a quiet machine before each pace")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--quick", action="store_true", help="2 processes, milliseconds, to see that everything runs")
     arguments = parser.parse_args(argv)
-    paces = [PACES[name] for name in arguments.paces]
     processes, micro_batches, steps = arguments.processes, arguments.micro_batches, arguments.steps
     if arguments.quick:
-        paces, processes, micro_batches, steps = [QUICK], [2], [4], 1
+        processes, micro_batches, steps = [2], [4], 1
     results = []
-    for pace in paces:
-        settings = settings_of(pace, processes, micro_batches)
+    for name in ["", MESH] if arguments.quick else arguments.paces:
+        pace = QUICK if arguments.quick else PACES.get(name, EASY)
+        mesh = QUICK_REPLICATED if arguments.quick else REPLICATED
+        settings = mesh.settings(pace) if name == MESH else settings_of(pace, processes, micro_batches)
         if not arguments.quick and not machine.wait_until_quiet(arguments.quiet):
             print("the machine is not quiet", file=sys.stderr)
         found = emulate(settings, steps, lambda text: print(text, file=sys.stderr, flush=True))
         print(f"{pace.text()}\n\n{summary(settings, found)}\n", flush=True)
-        if pace == EASY and (text := verdicts(settings, found)):
+        if name == MESH:
+            print(f"{mesh.verdicts(settings, found)}\n", flush=True)
+        elif pace == EASY and (text := verdicts(settings, found)):
             print(f"{text}\n", flush=True)
         for setting, own in zip(settings, found, strict=True):
             results.append(

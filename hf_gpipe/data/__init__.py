@@ -9,6 +9,7 @@ The words: a *row* is a record of a file or data set; a *pair* is a source and i
     corpus, stream         all pairs at once, memory-mapped; or pairs read while they are trained on
     cldr/, text            generated pairs; documents
     store                  the cache of prepared data
+    threads                work in threads
     tokenizer, tokenized   training a tokenizer; pairs to examples
     sampling, batches      the examples of an epoch, and of each mini-batch
     collate                examples to tensors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_gpipe.data.pairs import Pair, languages_of, texts_in_blocks
 from hf_gpipe.data.progress import progress
 from hf_gpipe.data.store import cached, fingerprint, read_table, write_table
+from hf_gpipe.data.threads import in_turn
 from hf_gpipe.data.tokenizer import identity_of_tokenizer
 from hf_gpipe.errors import DataError
 
@@ -25,8 +27,9 @@ logger = logging.getLogger(__name__)
 
 # A tokenizer is faster with many texts at a time; a stream that is resumed reads at most so many pairs again.
 _PAIRS_AT_ONCE = 256
-# Texts of a side whose ids are remembered: tens of megabytes.
+# Texts of a side, in each thread, whose ids are remembered: tens of megabytes.
 _REMEMBERED_TEXTS = 100_000
+_PAIRS_OF_ONE_THREAD = 20_000
 
 _SCHEMA = pyarrow.schema([(name, pyarrow.list_(pyarrow.int32())) for name in ("source", "target")])
 
@@ -122,23 +125,31 @@ class _Tokenize:
             # Some tokenizers end a text with </s> on their own; the others need it to part source and target.
             suffix = [] if tokenizer("").input_ids[-1:] == end else end
             of_target = {"add_special_tokens": False}
+        #: Sources and targets.
+        self.num_truncated = [0, 0]
         self._sides = (
             _Side(tokenizer, max_source_tokens, "max_source_tokens", suffix),
             _Side(tokenizer, max_target_tokens, "max_target_tokens", end, **of_target),
         )
 
-    @property
-    def num_truncated(self) -> list[int]:
-        """The sources and targets that were cut."""
-        return [side.num_truncated for side in self._sides]
+    def __call__(self, block: tuple[list[str], list[str]]) -> pyarrow.RecordBatch:
+        """The ids of sources and targets, as rows of an Arrow table."""
+        columns = [_list_array(side.encode(texts)) for side, texts in zip(self._sides, block, strict=True)]
+        return pyarrow.record_batch(columns, schema=_SCHEMA)
 
     def batches(self, pairs: Sequence[Pair]) -> Iterator[pyarrow.RecordBatch]:
-        """The ids of sources and targets, as rows of an Arrow table."""
+        """The ids of all pairs, in order."""
+        # Half of the time goes into Python objects. A second thread needs its own tokenizer, and a copy takes time.
+        workers = [self, deepcopy(self)] if len(pairs) > _PAIRS_OF_ONE_THREAD else [self]
         with progress(None, "tokenising", "pairs", len(pairs)) as shown:
-            for block in texts_in_blocks(pairs):
-                columns = [_list_array(side.encode(texts)) for side, texts in zip(self._sides, block, strict=True)]
-                yield pyarrow.record_batch(columns, schema=_SCHEMA)
-                shown.update(len(block[0]))
+            for batch in in_turn(workers, texts_in_blocks(pairs)):
+                yield batch
+                shown.update(len(batch))
+        self.num_truncated = [sum(side) for side in zip(*(worker.counts() for worker in workers), strict=True)]
+
+    def counts(self) -> list[int]:
+        """The sources and targets that were cut."""
+        return [side.num_truncated for side in self._sides]
 
     def write(self, folder: Path, pairs: Sequence[Pair]) -> None:
         """Fill an entry of the cache."""

@@ -6,10 +6,10 @@ run, `simulate` predicts its time, `draw_text`, `draw_png`, `write_trace` and `b
 
 from hf_gpipe.schedule.actions import Action, ActionKind, Placement, replicas_of
 from hf_gpipe.schedule.breakdown import Breakdown, Parts, breakdown
-from hf_gpipe.schedule.builders import RECOMPUTE_MODES, SCHEDULES, build, placement_for
+from hf_gpipe.schedule.builders import RECOMPUTE_MODES, SCHEDULES, SPLIT_SCHEDULES, build, placement_for
 from hf_gpipe.schedule.draw import draw_png, draw_text
 from hf_gpipe.schedule.file import TABLE_SUFFIX, is_table_file, read_table, recompute_under
-from hf_gpipe.schedule.simulate import Costs, Span, Timeline, simulate
+from hf_gpipe.schedule.simulate import Costs, Span, Timeline, seconds_of_steps, simulate
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.trace import write_trace
 from hf_gpipe.schedule.validate import check_table
@@ -17,6 +17,7 @@ from hf_gpipe.schedule.validate import check_table
 __all__ = [
     "RECOMPUTE_MODES",
     "SCHEDULES",
+    "SPLIT_SCHEDULES",
     "TABLE_SUFFIX",
     "Action",
     "ActionKind",
@@ -37,6 +38,7 @@ __all__ = [
     "read_table",
     "recompute_under",
     "replicas_of",
+    "seconds_of_steps",
     "simulate",
     "write_trace",
 ]

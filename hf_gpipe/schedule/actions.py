@@ -251,6 +251,20 @@ class Placement:
             )
         return cls(tuple(stage % num_processes for stage in range(num_stages)))
 
+    @classmethod
+    def v_shaped(cls, num_stages: int, num_processes: int) -> Placement:
+        """Stages in the shape of a V: process k of P has the stages k and 2P-1-k, so the last one has two neighbours.
+
+        Raises:
+            ScheduleError: the number of stages is not twice the number of processes.
+        """
+        if num_processes < 1 or num_stages != 2 * num_processes:
+            raise ScheduleError(
+                f"{num_stages} stages cannot be placed in a V on {num_processes} processes: every process holds two. "
+                "Let num_stages be twice the number of processes."
+            )
+        return cls((*range(num_processes), *reversed(range(num_processes))))
+
     def replicated(self, times: int) -> Placement:
         """D copies of this placement: the workers of copy d follow those of copy d - 1, in the same order.
 

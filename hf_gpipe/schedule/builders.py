@@ -19,12 +19,12 @@ from functools import lru_cache
 
 from hf_gpipe.errors import ScheduleError, nearest
 from hf_gpipe.schedule.actions import Action, ActionKind, Placement, replicas_of
-from hf_gpipe.schedule.clock import by_worker, merge
 from hf_gpipe.schedule.file import TABLE_SUFFIX
 from hf_gpipe.schedule.interleaved import interleaved_orders
-from hf_gpipe.schedule.recompute import Limits, with_recomputations
+from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations, with_recomputations
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.validate import check_table
+from hf_gpipe.schedule.zero_bubble import v_half, whole_backwards, zb_h1, zb_h2, zb_v
 
 Builder = Callable[[int, int, Placement, Limits], list[list[Action]]]
 """(num_stages, num_micro_batches, placement, limits of live graphs) -> each process's actions, without G and U."""
@@ -45,7 +45,7 @@ def naive(num_stages: int, num_micro_batches: int, placement: Placement, limits:
         [action for m in range(num_micro_batches) for action in (_forward(s, m), _backward(s, m))]
         for s in range(num_stages)
     ]
-    return _merge(orders, placement, limits)
+    return merge_with_recomputations(orders, placement, limits)
 
 
 def gpipe(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
@@ -70,7 +70,7 @@ def gpipe(num_stages: int, num_micro_batches: int, placement: Placement, limits:
         [_forward(s, m) for m in micro_batches] + [_backward(s, m) for m in reversed(micro_batches)]
         for s in range(num_stages)
     ]
-    return _merge(orders, placement, limits)
+    return merge_with_recomputations(orders, placement, limits)
 
 
 def gpipe_fused(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
@@ -91,7 +91,7 @@ def gpipe_fused(num_stages: int, num_micro_batches: int, placement: Placement, l
         for s in range(last)
     ]
     orders.append([action for m in range(num_micro_batches) for action in (_forward(last, m), _backward(last, m))])
-    return _merge(orders, placement, _fused_last(limits))
+    return merge_with_recomputations(orders, placement, fused_last(limits))
 
 
 def one_forward_one_backward(
@@ -130,7 +130,7 @@ def one_forward_one_backward(
                 order += [_forward(s, later) for later in own[index + ahead : index + ahead + 1]]
                 order.append(_backward(s, m))
         orders.append(order)
-    return _merge(orders, placement, _fused_last(limits))
+    return merge_with_recomputations(orders, placement, fused_last(limits))
 
 
 def interleaved_1f1b(
@@ -158,14 +158,14 @@ def interleaved_1f1b(
     has_several_devices = len(set(placement.devices or ())) > 1
     is_one_process = placement.replicas == (placement.num_processes,) * num_stages
     if is_one_process and not has_several_devices:
-        return naive(num_stages, num_micro_batches, placement, _fused_last(limits))
+        return naive(num_stages, num_micro_batches, placement, fused_last(limits))
     if is_one_process or len(placement.places) == placement.num_processes:
         return one_forward_one_backward(num_stages, num_micro_batches, placement, limits)
     orders = interleaved_orders(num_stages, num_micro_batches, placement)
     if not has_several_devices:
-        return [with_recomputations(order, _fused_last(limits)) for order in orders]
+        return [with_recomputations(order, fused_last(limits)) for order in orders]
     of_stages = [[action for order in orders for action in order if action.stage == s] for s in range(num_stages)]
-    return _merge(of_stages, placement, _fused_last(limits))
+    return merge_with_recomputations(of_stages, placement, fused_last(limits))
 
 
 def forward_only(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
@@ -178,8 +178,11 @@ def forward_only(num_stages: int, num_micro_batches: int, placement: Placement, 
         stage 2  .. .. F0 F1 F2
     """
     orders = [[_forward(s, m) for m in range(num_micro_batches)] for s in range(num_stages)]
-    return _merge(orders, placement, limits)
+    return merge_with_recomputations(orders, placement, limits)
 
+
+SPLIT_SCHEDULES: dict[str, Builder] = {"zb_h1": zb_h1, "zb_h2": zb_h2, "zb_v": zb_v, "v_half": v_half}
+"""Those whose backward is split into I and W."""
 
 SCHEDULES: dict[str, Builder] = {
     "naive": naive,
@@ -187,12 +190,14 @@ SCHEDULES: dict[str, Builder] = {
     "gpipe_fused": gpipe_fused,
     "1f1b": one_forward_one_backward,
     "interleaved_1f1b": interleaved_1f1b,
+    **SPLIT_SCHEDULES,
     "forward_only": forward_only,
 }
 
 
 def placement_for(name: str, num_stages: int, num_processes: int, replicas: int | Sequence[int] = 1) -> Placement:
-    """The placement of a schedule's stages: assigned in turn for interleaved_1f1b, consecutive for every other.
+    """The placement of a schedule's stages: assigned in turn for interleaved_1f1b, in the shape of a V for zb_v and
+    v_half, consecutive for every other.
 
     Args:
         name: one of `SCHEDULES`.
@@ -219,7 +224,8 @@ def placement_for(name: str, num_stages: int, num_processes: int, replicas: int 
             f"replicas is {counts[0]} and the number of processes is {num_processes}: every replica of the pipeline "
             "has processes of its own, and as many as the others; use a multiple of replicas."
         )
-    place = Placement.interleaved if name == "interleaved_1f1b" else Placement.spread
+    places = {"interleaved_1f1b": Placement.interleaved, "zb_v": Placement.v_shaped, "v_half": Placement.v_shaped}
+    place = places.get(name, Placement.spread)
     return place(num_stages, num_processes // counts[0]).replicated(counts[0])
 
 
@@ -241,8 +247,8 @@ def build(
         num_stages: K, at least 1.
         num_micro_batches: M, at least 1, of the whole mini-batch; it may be smaller than K.
         placement: where the stages are; None: each replica of a stage in its own process.
-        recompute: "stage": a backward is preceded by a recomputation R of its stage, but for the last stage of
-            gpipe_fused, 1f1b and interleaved_1f1b; "none": no R; or for each stage the most autograd graphs that it may
+        recompute: "stage": a backward (B or I) is preceded by a recomputation R of its stage, but for the last stage of
+            all but naive and gpipe; "none": no R; or for each stage the most autograd graphs that it may
             keep alive at once on each of its replicas (at least 1; None: any number), with as few R as this allows: see
             `hf_gpipe.schedule.recompute`.
         replicas: the number of replicas of every stage, or of each; None: the placement's, without a placement 1.
@@ -273,7 +279,8 @@ def build(
 @lru_cache(maxsize=256)
 def _build(name: str, num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> Schedule:
     orders = SCHEDULES[name](num_stages, num_micro_batches, placement, limits)
-    if any(action.kind == ActionKind.BACKWARD for order in orders for action in order):
+    orders = [whole_backwards(order, process, placement) for process, order in enumerate(orders)]
+    if any(action.kind.takes_gradient for order in orders for action in order):
         for process, order in enumerate(orders):
             orders[process] = _with_reductions(order, process, placement)
             # The updates of a process stand at its end, where every gradient is complete: see `validate`.
@@ -286,10 +293,11 @@ def _build(name: str, num_stages: int, num_micro_batches: int, placement: Placem
 def _with_reductions(order: list[Action], process: int, placement: Placement) -> list[Action]:
     """The order of a process, with a G of each stage that has replicas.
 
-    It stands directly after the process's last B of the stage, so that it overlaps with what the process still runs; at
-    the end if there is none. A G never stands before that of a deeper stage, so all processes have one order of them.
+    It stands directly after the process's last B or W of the stage, so that it overlaps with what the process still
+    runs; at the end if there is none. A G never stands before that of a deeper stage, so all processes have one
+    order of them.
     """
-    last = {action.stage: index for index, action in enumerate(order) if action.kind == ActionKind.BACKWARD}
+    last = {action.stage: index for index, action in enumerate(order) if action.kind.completes_micro_batch}
     waiting = [stage for stage in placement.stages_of(process) if placement.replicas[stage] > 1]
     result: list[Action] = []
     for index, action in enumerate(order):
@@ -327,17 +335,6 @@ def _limits(name: str, num_stages: int, recompute: str | tuple[int | None, ...])
                 "one; give at least 1, or None for no limit."
             )
     return tuple(recompute)
-
-
-def _fused_last(limits: Limits) -> Limits:
-    """Let the last stage keep one graph under "stage" too: its gradient is available as soon as its forward ends."""
-    return (*limits[:-1], 1 if limits[-1] == 0 else limits[-1])
-
-
-def _merge(orders: list[list[Action]], placement: Placement, limits: Limits) -> list[list[Action]]:
-    """The order of each process. The limits hold for each replica of a stage by itself."""
-    replicas = [replica for order in orders for replica in by_worker(order, placement)]
-    return merge([with_recomputations(replica, limits) for replica in replicas], placement)
 
 
 def _forward(stage: int, micro_batch: int) -> Action:

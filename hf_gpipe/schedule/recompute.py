@@ -16,10 +16,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from hf_gpipe.schedule.actions import Action, ActionKind
+from hf_gpipe.schedule.actions import Action, ActionKind, Placement
+from hf_gpipe.schedule.clock import by_worker, merge
 
 Limits: TypeAlias = tuple[int | None, ...]
 """For each stage the most graphs alive at once. None: no limit, so no R; 0: R before every B or I, needed or not."""
+
+
+def fused_last(limits: Limits) -> Limits:
+    """Let the last stage keep one graph under "stage" too: its gradient is available as soon as its forward ends."""
+    return (*limits[:-1], 1 if limits[-1] == 0 else limits[-1])
+
+
+def merge_with_recomputations(orders: list[list[Action]], placement: Placement, limits: Limits) -> list[list[Action]]:
+    """The order of each process, from that of each stage. The limits hold for each replica of a stage by itself."""
+    replicas = [replica for order in orders for replica in by_worker(order, placement)]
+    return merge([with_recomputations(replica, limits) for replica in replicas], placement)
 
 
 def with_recomputations(order: Sequence[Action], limits: Limits) -> list[Action]:

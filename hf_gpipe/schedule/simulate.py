@@ -158,74 +158,102 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     Raises:
         ScheduleError: a sequence of costs that does not fit the stages, a negative cost, or a table that deadlocks.
     """
-    num_stages, placement = schedule.num_stages, schedule.placement
-
-    def each(value: Seconds | Sequence[Seconds], name: str) -> tuple[Seconds, ...]:
-        return _each(value, num_stages, name, "stages")
-
-    backward_seconds = each(costs.backward_seconds, "backward_seconds")
-    half = tuple(one * Fraction(1, 2) for one in backward_seconds)
-    recompute_seconds = costs.forward_seconds if costs.recompute_seconds is None else costs.recompute_seconds
-    seconds = {
-        ActionKind.FORWARD: each(costs.forward_seconds, "forward_seconds"),
-        ActionKind.RECOMPUTE: each(recompute_seconds, "recompute_seconds"),
-        ActionKind.BACKWARD: backward_seconds,
-        ActionKind.INPUT: half if costs.input_seconds is None else each(costs.input_seconds, "input_seconds"),
-        ActionKind.WEIGHT: half if costs.weight_seconds is None else each(costs.weight_seconds, "weight_seconds"),
-        ActionKind.UPDATE: each(costs.update_seconds, "update_seconds"),
-    }
-    transfer_seconds = _of_edges(costs.transfer_seconds, schedule)
-    reduce_seconds = each(costs.reduce_seconds, "reduce_seconds")
-
-    spans: list[Span] = []
-    free_at: dict[tuple[int, str | None], Seconds] = {}
-    started: list[Seconds] = [0] * placement.num_processes
-    arrives_at: dict[Action, Seconds] = {}
-    edge_free_at: dict[tuple[bool, int, int, int], Seconds] = {}
-    reached_at: dict[int, Seconds] = {}
-    updates: list[tuple[int, Action]] = []
-    for process, action in executable_order(schedule):
-        if action.kind == ActionKind.UPDATE:
-            updates.append((process, action))
-            continue
-        if action.kind == ActionKind.REDUCE:
-            free = free_at.get(placement.place_of(process, action), 0)
-            reached_at[action.stage] = max(reached_at.get(action.stage, 0), free)
-            continue
-        source = schedule.source(action)
-        place = placement.place_of(process, action)
-        start = max(started[process], free_at.get(place, 0), arrives_at[source] if source else 0)
-        end = start + seconds[action.kind][action.stage]
-        spans.append(Span(process, action, start, end))
-        started[process], free_at[place] = start, end
-        if consumer := schedule.consumer(action):
-            arrives_at[action] = end
-            if not placement.is_local(action, consumer):
-                target = placement.process_of(consumer)
-                edge = (action.kind.takes_gradient, action.stage, process, target)
-                lower, upper = (process, target) if action.stage < consumer.stage else (target, process)
-                travels_from = max(end, edge_free_at.get(edge, 0))
-                seconds_of_edge = transfer_seconds[min(action.stage, consumer.stage), lower, upper]
-                edge_free_at[edge] = travels_from + seconds_of_edge
-                arrives_at[action] = edge_free_at[edge]
-
-    reduced_at: dict[int, Seconds] = {}
-    reducing_until: list[Seconds] = [0] * placement.num_processes
-    for stage in sorted(reached_at, key=lambda stage: (reached_at[stage], -stage)):
-        start = max(reached_at[stage], *(reducing_until[process] for process in placement.workers[stage]))
-        reduced_at[stage] = start + reduce_seconds[stage]
-        for process in placement.workers[stage]:
-            reducing_until[process] = reduced_at[stage]
-            spans.append(Span(process, Action(ActionKind.REDUCE, stage), start, reduced_at[stage]))
-
-    # Every process's updates come last, so all reductions are known by now.
-    for process, action in updates:
-        place = placement.place_of(process, action)
-        start = max(started[process], free_at.get(place, 0), reduced_at.get(action.stage, 0))
-        started[process], free_at[place] = start, start + seconds[action.kind][action.stage]
-        spans.append(Span(process, action, start, free_at[place]))
     # A stable sort: what starts at the same time stays in the order of its process.
-    return Timeline(schedule, tuple(sorted(spans, key=lambda span: (span.process, span.start))))
+    spans = sorted(_Clock(schedule, costs).step(), key=lambda span: (span.process, span.start))
+    return Timeline(schedule, tuple(spans))
+
+
+def seconds_of_steps(schedule: Schedule, costs: Costs, num_steps: int) -> Seconds:
+    """Predict the time of consecutive steps in which a process waits for nothing but its messages and reductions.
+
+    It begins its next step when its own updates are done. So it is where nothing needs the gradients of all stages
+    before an update, or where updates are checked afterwards (zero bubble, arXiv 2401.10241, section 4). A process that
+    is done early then begins the next step early.
+
+    Raises:
+        ScheduleError: as `simulate`.
+    """
+    clock = _Clock(schedule, costs)
+    return max((span.end for _ in range(num_steps) for span in clock.step()), default=0)
+
+
+class _Clock:
+    """The times of one step after another."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        num_stages = schedule.num_stages
+
+        def each(value: Seconds | Sequence[Seconds], name: str) -> tuple[Seconds, ...]:
+            return _each(value, num_stages, name, "stages")
+
+        backward_seconds = each(costs.backward_seconds, "backward_seconds")
+        half = tuple(one * Fraction(1, 2) for one in backward_seconds)
+        recompute_seconds = costs.forward_seconds if costs.recompute_seconds is None else costs.recompute_seconds
+        self._seconds = {
+            ActionKind.FORWARD: each(costs.forward_seconds, "forward_seconds"),
+            ActionKind.RECOMPUTE: each(recompute_seconds, "recompute_seconds"),
+            ActionKind.BACKWARD: backward_seconds,
+            ActionKind.INPUT: half if costs.input_seconds is None else each(costs.input_seconds, "input_seconds"),
+            ActionKind.WEIGHT: half if costs.weight_seconds is None else each(costs.weight_seconds, "weight_seconds"),
+            ActionKind.UPDATE: each(costs.update_seconds, "update_seconds"),
+            ActionKind.REDUCE: each(costs.reduce_seconds, "reduce_seconds"),
+        }
+        self._transfer_seconds = _of_edges(costs.transfer_seconds, schedule)
+        self._schedule = schedule
+        self._order = tuple(executable_order(schedule))
+        self._free_at: dict[tuple[int, str | None], Seconds] = {}
+        self._started: list[Seconds] = [0] * schedule.placement.num_processes
+        self._edge_free_at: dict[tuple[bool, int, int, int], Seconds] = {}
+
+    def step(self) -> list[Span]:
+        """The next step; all times are from the start of the first one."""
+        schedule, placement, seconds = self._schedule, self._schedule.placement, self._seconds
+        free_at, started, edge_free_at = self._free_at, self._started, self._edge_free_at
+        spans: list[Span] = []
+        arrives_at: dict[Action, Seconds] = {}
+        reached_at: dict[int, Seconds] = {}
+        updates: list[tuple[int, Action]] = []
+        for process, action in self._order:
+            if action.kind == ActionKind.UPDATE:
+                updates.append((process, action))
+                continue
+            if action.kind == ActionKind.REDUCE:
+                free = free_at.get(placement.place_of(process, action), 0)
+                reached_at[action.stage] = max(reached_at.get(action.stage, 0), free)
+                continue
+            source = schedule.source(action)
+            place = placement.place_of(process, action)
+            start = max(started[process], free_at.get(place, 0), arrives_at[source] if source else 0)
+            end = start + seconds[action.kind][action.stage]
+            spans.append(Span(process, action, start, end))
+            started[process], free_at[place] = start, end
+            if consumer := schedule.consumer(action):
+                arrives_at[action] = end
+                if not placement.is_local(action, consumer):
+                    target = placement.process_of(consumer)
+                    edge = (action.kind.takes_gradient, action.stage, process, target)
+                    lower, upper = (process, target) if action.stage < consumer.stage else (target, process)
+                    travels_from = max(end, edge_free_at.get(edge, 0))
+                    seconds_of_edge = self._transfer_seconds[min(action.stage, consumer.stage), lower, upper]
+                    edge_free_at[edge] = travels_from + seconds_of_edge
+                    arrives_at[action] = edge_free_at[edge]
+
+        reduced_at: dict[int, Seconds] = {}
+        reducing_until: list[Seconds] = [0] * placement.num_processes
+        for stage in sorted(reached_at, key=lambda stage: (reached_at[stage], -stage)):
+            start = max(reached_at[stage], *(reducing_until[process] for process in placement.workers[stage]))
+            reduced_at[stage] = start + seconds[ActionKind.REDUCE][stage]
+            for process in placement.workers[stage]:
+                reducing_until[process] = reduced_at[stage]
+                spans.append(Span(process, Action(ActionKind.REDUCE, stage), start, reduced_at[stage]))
+
+        # Every process's updates come last, so all reductions are known by now.
+        for process, action in updates:
+            place = placement.place_of(process, action)
+            start = max(started[process], free_at.get(place, 0), reduced_at.get(action.stage, 0))
+            started[process], free_at[place] = start, start + seconds[action.kind][action.stage]
+            spans.append(Span(process, action, start, free_at[place]))
+        return spans
 
 
 def _of_edges(

@@ -1,7 +1,8 @@
 """The executor at depths that this machine cannot compute: stages that wait instead of computing.
 
 Everything else is real: the tables, the executor, the edges, the messages over gloo between processes. A wait takes
-exactly its time, so what a step takes beyond the table's own time is the executor's and the messages'.
+exactly its time, so what a step takes beyond the table's own time is the executor's and the messages'. Where messages
+or reductions take a time, their links are emulated too (`slow_links.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import ceil
 from statistics import mean
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,9 +21,10 @@ import torch.distributed as dist
 
 from bench import machine
 from bench.processes import Job, run_job
+from bench.slow_links import SlowReplicas, slow, wait_until
 from hf_gpipe.runtime.channel import Shapes
 from hf_gpipe.runtime.edges import connect
-from hf_gpipe.runtime.executor import Executor
+from hf_gpipe.runtime.executor import Executor, StepResult
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.timing import ActionTime
@@ -29,6 +33,8 @@ from hf_gpipe.schedule import ActionKind, Costs, Schedule, build, simulate
 from hf_gpipe.schedule.builders import placement_for
 
 _FLOAT_BYTES = 4
+#: Layers of a stage with replicas, whose gradients are reduced one after another.
+_NUM_LAYERS = 8
 
 
 @dataclass(frozen=True)
@@ -36,24 +42,32 @@ class Emulated:
     """A pipeline that only waits.
 
     Attributes:
-        processes: K.
+        processes: K, of one pipeline.
         stages_each: stages that each process holds; they share its work.
-        forward_seconds: of one micro-batch in one process, over all its stages; a recomputation takes as long.
+        forward_seconds: of one micro-batch in one process, over all its stages, or for each of K stages; a
+            recomputation takes as long.
         backward_seconds: the same.
         boundary_bytes: what crosses a boundary for each micro-batch.
         recomputes_late: whether a stage waits for the gradient before it recomputes, as torch.utils.checkpoint does;
             the tables recompute before it arrives (GPipe, section 2).
+        replicas: of every stage, or of each.
+        reduce_seconds: of a stage's gradients over its replicas, or for each stage.
+        transfer_seconds: of a message on an edge, for each of the K - 1 boundaries; None: as long as `boundary_bytes`
+            take.
     """
 
     schedule: str
     processes: int
     micro_batches: int
-    forward_seconds: float
-    backward_seconds: float
+    forward_seconds: float | Sequence[float]
+    backward_seconds: float | Sequence[float]
     boundary_bytes: int
     recompute: str = "none"
     stages_each: int = 1
     recomputes_late: bool = False
+    replicas: int | Sequence[int] = 1
+    reduce_seconds: float | Sequence[float] = 0.0
+    transfer_seconds: Sequence[float] | None = None
 
     def table(self) -> Schedule:
         """The actions that run; a late recomputation is part of the backward."""
@@ -66,13 +80,33 @@ class Emulated:
         )
 
     def _early_table(self) -> Schedule:
-        num_stages = self.processes * self.stages_each
-        placement = placement_for(self.schedule, num_stages, self.processes)
-        return build(self.schedule, num_stages, self.micro_batches, placement, self.recompute)
+        placement = placement_for(self.schedule, self.num_stages, self.num_processes, self.replicas)
+        return build(self.schedule, self.num_stages, self.micro_batches, placement, self.recompute)
+
+    @property
+    def num_stages(self) -> int:
+        return self.processes * self.stages_each
+
+    @property
+    def num_processes(self) -> int:
+        """Of all replicas together."""
+        return self.processes * self.replicas if isinstance(self.replicas, int) else sum(self.replicas)
+
+    @property
+    def has_replicas(self) -> bool:
+        return self.num_processes > self.processes
+
+    def reduction_seconds(self) -> list[float]:
+        """Of each stage."""
+        return self._each(self.reduce_seconds)
+
+    def _each(self, seconds: float | Sequence[float]) -> list[float]:
+        return list(seconds) if isinstance(seconds, Sequence) else [seconds] * self.num_stages
 
     def stage_seconds(self, stage: int) -> tuple[float, float]:
         """Of one micro-batch's forward and backward in one stage. Raises ValueError for one that recomputes in part."""
-        forward, backward = self.forward_seconds / self.stages_each, self.backward_seconds / self.stages_each
+        forward = self._each(self.forward_seconds)[stage] / self.stages_each
+        backward = self._each(self.backward_seconds)[stage] / self.stages_each
         if not self.recomputes_late or (count := self._early_table().num_recomputations(stage)) == 0:
             return forward, backward
         if count != self.micro_batches:
@@ -80,27 +114,40 @@ class Emulated:
         return forward, forward + backward
 
     def predicted_seconds(self) -> float:
-        """Of a step with free messages, by the simulation of the table."""
-        forward, backward = zip(*map(self.stage_seconds, range(self.processes * self.stages_each)), strict=True)
-        return float(simulate(self.table(), Costs(forward, backward)).total_seconds)
+        """Of a step, by the simulation of the table: with free messages where they have no time of their own."""
+        forward, backward = zip(*map(self.stage_seconds, range(self.num_stages)), strict=True)
+        costs = Costs(
+            forward,
+            backward,
+            transfer_seconds=0 if self.transfer_seconds is None else self.transfer_seconds,
+            reduce_seconds=self.reduction_seconds(),
+        )
+        return float(simulate(self.table(), costs).total_seconds)
 
     @property
     def one_process_seconds(self) -> float:
         """The time that one process would need for the work of all, without recomputation."""
-        return self.processes * self.micro_batches * (self.forward_seconds + self.backward_seconds)
+        each = zip(self._each(self.forward_seconds), self._each(self.backward_seconds), strict=True)
+        return self.micro_batches * sum(forward + backward for forward, backward in each) / self.stages_each
 
     @property
     def bound(self) -> float:
-        """The most that K processes can be faster than one with one stage each (GPipe, section 2.3)."""
-        return self.micro_batches * self.processes / (self.micro_batches + self.processes - 1)
+        """The most that D pipelines of K processes can be faster than one process (GPipe, section 2.3)."""
+        each = ceil(self.micro_batches * self.processes / self.num_processes)
+        return self.micro_batches * self.processes / (each + self.processes - 1)
 
 
 class WaitingStage:
-    """Has the part of `Stage` that the executor uses, and waits."""
+    """Has the part of `Stage` that the executor uses, and waits.
+
+    Attributes:
+        parameters: with replicas one for each of several layers, which share the backward evenly.
+    """
 
     def __init__(self, setting: Emulated, number: int, boundary: torch.Tensor) -> None:
-        num_stages = setting.processes * setting.stages_each
-        self.is_first, self.is_last = number == 0, number == num_stages - 1
+        self.is_first, self.is_last = number == 0, number == setting.num_stages - 1
+        count = _NUM_LAYERS if setting.has_replicas else 0
+        self.parameters = {f"{number}.{i}": torch.nn.Parameter(torch.zeros(1)) for i in range(count)}
         self.device = boundary.device
         self.trainable_outputs: Mapping[str, bool] = {} if self.is_last else {"hidden": True}
         self._forward_seconds, self._backward_seconds = setting.stage_seconds(number)
@@ -115,7 +162,15 @@ class WaitingStage:
         wait(self._forward_seconds)
 
     def backward(self, micro_batch: int, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        wait(self._backward_seconds)
+        start = time.perf_counter()
+        hidden = torch.zeros(1)
+        for i, parameter in enumerate(self.parameters.values()):
+            # The last layer's backward comes first.
+            done = (len(self.parameters) - i) / len(self.parameters)
+            hidden = _Layer.apply(hidden, parameter, start + done * self._backward_seconds)
+        if self.parameters:
+            hidden.backward()
+        wait_until(start + self._backward_seconds)
         return {} if self.is_first else self._message
 
     def _boundary(self, micro_batch: MicroBatch) -> Shapes:
@@ -126,12 +181,26 @@ class WaitingStage:
     def reset(self) -> None:
         """There is nothing to forget."""
 
+    end_step = reset
+
+
+class _Layer(torch.autograd.Function):
+    """A layer whose backward ends at a given time."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, parameter: torch.Tensor, end: float) -> torch.Tensor:
+        ctx.end = end
+        return hidden + parameter
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        wait_until(ctx.end)
+        return gradients[0], gradients[0], None
+
 
 def wait(seconds: float) -> None:
     """Sleep until so long after now: time spent on going to sleep is part of it."""
-    end = time.perf_counter() + seconds
-    while (left := end - time.perf_counter()) > 0:
-        time.sleep(left)
+    wait_until(time.perf_counter() + seconds)
 
 
 class Step(NamedTuple):
@@ -166,15 +235,15 @@ def emulate(
 ) -> list[list[Step]]:
     """Each of `steps` steps of each setting; the settings of one number of processes take turns."""
     found: list[list[Step]] = [[] for _ in settings]
-    for processes in sorted({setting.processes for setting in settings}):
-        numbers = [i for i, setting in enumerate(settings) if setting.processes == processes]
+    for processes in sorted({setting.num_processes for setting in settings}):
+        numbers = [i for i, setting in enumerate(settings) if setting.num_processes == processes]
         jobs = [asdict(settings[i]) for i in numbers]
         parts = run_job(
             _emulate_process, {"settings": jobs, "steps": steps}, processes, fork=True, timeout_seconds=3600
         )
         for position, i in enumerate(numbers):
             found[i] = [_whole(step) for step in zip(*(part[position] for part in parts), strict=True)]
-        on_step(f"K = {processes}")
+        on_step(f"{processes} processes")
     return found
 
 
@@ -224,12 +293,30 @@ class _Pipeline:
         own = dict.fromkeys(placement.stages_of(rank), device)
         topology = Topology(rank, placement.num_processes, (device,), placement, own)
         boundary = torch.zeros(setting.boundary_bytes // _FLOAT_BYTES)
+        if setting.transfer_seconds is not None:
+            boundary = torch.zeros(1, dtype=torch.float64)
         # The executor is typed for stages that compute.
-        stages = {number: cast(Stage, WaitingStage(setting, number, boundary)) for number in own}
-        self.executor = Executor(stages, connect(topology, lambda stage, name: boundary.dtype), rank)
+        waiting = {number: WaitingStage(setting, number, boundary) for number in own}
+        stages = {number: cast(Stage, stage) for number, stage in waiting.items()}
+        edges = connect(topology, lambda stage, name: boundary.dtype)
+        if setting.transfer_seconds is not None:
+            edges = {number: slow(edge, setting.transfer_seconds[number]) for number, edge in edges.items()}
+        self.replicas = None
+        if setting.has_replicas:
+            names = {name: number for number, stage in waiting.items() for name in stage.parameters}
+            ties = SimpleNamespace(names=frozenset(), owner_stage=names)
+            seconds = dict(enumerate(setting.reduction_seconds()))
+            self.replicas = SlowReplicas(waiting, ties, topology, seconds)
+        self.executor = Executor(stages, edges, rank, self.replicas)
         count = setting.micro_batches
         inputs: dict[str, Any] = {}
         self.micro_batches = [MicroBatch(i, inputs, 0, 1, count) for i in range(count)]
 
     def step(self, times: list[ActionTime]) -> None:
-        times.extend(self.executor.run(self.table, self.micro_batches, is_measured=True).times)
+        def reduce(_: StepResult) -> None:
+            if self.replicas is not None:
+                self.replicas.finish()
+
+        if self.replicas is not None:
+            self.replicas.begin()
+        times.extend(self.executor.run(self.table, self.micro_batches, reduce=reduce, is_measured=True).times)

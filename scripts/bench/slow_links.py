@@ -93,10 +93,12 @@ class SlowReplicas(replicas.Replicas):
         self._seconds, self._stage = seconds, 0
         self._last: _Reduction | None = None
         replicas.BUCKET_BYTES = 1
-        # Only the reductions: flags of which parameters have gradients travel as always.
-        stand_in = SimpleNamespace(all_reduce=self._all_reduce, ReduceOp=dist.ReduceOp)
         super().__init__(models, ties, topology)
-        replicas.dist = stand_in  # type: ignore[assignment]
+
+    def begin(self) -> None:
+        # Of this step alone: a process emulates several settings in turn.
+        replicas.dist = SimpleNamespace(all_reduce=self._all_reduce, ReduceOp=dist.ReduceOp)  # type: ignore[assignment]
+        super().begin()
 
     @contextmanager
     def in_last_backward(self, stage: int) -> Iterator[None]:
@@ -109,7 +111,7 @@ class SlowReplicas(replicas.Replicas):
         super().start(stage)
 
     def _all_reduce(self, tensor: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool, op: Any = None) -> Any:
-        if op is not None:
+        if op is not None:  # flags that say which parameters have gradients
             return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
         seconds = self._seconds[self._stage] / len(self._buckets[self._stage])
         self._last = _Reduction(group, seconds, self._last)

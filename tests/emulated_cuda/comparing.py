@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, T5Config
 
 from hf_gpipe import Pipeline
-from tests.oracle import VOCABULARY, Batch, padded_batch, plain_model, tiny_config
+from tests.emulated_cuda.processes import run_emulated
+from tests.oracle import VOCABULARY, padded_batch, plain_model, tiny_config
 
 #: Largest difference of a gradient or weight, as a share of the norm of all of them.
 TOLERANCE = 1e-15
@@ -52,24 +54,67 @@ class Outcome:
     weights: dict[str, torch.Tensor]
 
 
-def outcome(
-    config: PreTrainedConfig, device: str | Sequence[str], batch: Batch | None = None, **of_pipeline: Any
-) -> Outcome:
-    """Two steps, and an evaluation between them, of a pipeline that starts with the same weights each time."""
+def outcome(config: PreTrainedConfig, device: str | Sequence[str], **of_pipeline: Any) -> Outcome:
+    """Two steps and an evaluation of a pipeline that starts with the same weights each time."""
     pipe = Pipeline(plain_model(config), device=device, **of_pipeline)
-    batch = batch or padded_batch(config)
-    given = dict(batch) if pipe.topology.rank == 0 else None
+    batch = padded_batch(config) if pipe.topology.rank == 0 else None
     optimizer = torch.optim.AdamW([{"params": list(pipe.parameters())}], lr=1e-2)  # a process may own none
+    if of_pipeline.get("zero"):
+        pipe.shard_optimizer(optimizer)
     numbers: dict[str, float] = {}
     gradients: dict[str, torch.Tensor] = {}
     for step in range(2):
-        numbers[f"loss {step}"] = float(pipe.train_step(given))
+        numbers[f"loss {step}"] = float(pipe.train_step(batch))
         numbers[f"norm {step}"] = float(pipe.clip_grad_norm_(0.1))
         gradients = gradients or gathered(pipe, {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None})
         optimizer.step()
         pipe.zero_grad()
-        numbers[f"evaluation {step}"] = pipe.eval_step(given).loss
+    numbers["evaluation"] = pipe.eval_step(batch).loss
     return Outcome(numbers, gradients, gathered(pipe, dict(pipe.named_parameters())))
+
+
+Ways = Sequence[Mapping[str, Any]]
+"""Arguments of several pipelines, such as `{"schedule": "1f1b"}`."""
+
+
+def compare(
+    num_processes: int, family: str, device: str | Sequence[str], ways: Ways, *, blocks: bool = False, **of_config: Any
+) -> None:
+    """Run steps on the emulated devices in each of several ways, and compare all numbers with the CPU's.
+
+    Args:
+        num_processes: in which they run.
+        family: of the model.
+        device: of the pipelines.
+        ways: their arguments.
+        blocks: whether each message blocks its process until the other one has met it, as with
+            CUDA_LAUNCH_BLOCKING=1, and for a moment whenever a kernel is loaded or memory is freed.
+        of_config: values of the model's configuration.
+    """
+    numbers = {way["num_micro_batches"] for way in ways}
+    expected = {number: on_the_cpu(family, number, **of_config) for number in numbers}
+    config = config_of(family, **of_config)
+    environment = {"CUDA_LAUNCH_BLOCKING": "1"} if blocks else {}
+    run_emulated(check, num_processes, config, device, ways, expected, environment)
+
+
+@cache
+def on_the_cpu(family: str, num_micro_batches: int, **of_config: Any) -> Outcome:
+    """The steps on one stage on the CPU, in this process, which has no emulated device. Other ways give the same."""
+    return outcome(config_of(family, **of_config), "cpu", num_stages=1, num_micro_batches=num_micro_batches)
+
+
+def check(
+    config: PreTrainedConfig,
+    device: str | Sequence[str],
+    ways: Ways,
+    expected: Mapping[int, Outcome],
+    environment: Mapping[str, str],
+) -> None:
+    """Run each way in this process and compare it; `expected` by the number of micro-batches."""
+    os.environ |= environment
+    for way in ways:
+        assert_same(outcome(config, device, **way), expected[way["num_micro_batches"]], what=str(way))
 
 
 def gathered(pipe: Pipeline, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -80,15 +125,6 @@ def gathered(pipe: Pipeline, tensors: dict[str, torch.Tensor]) -> dict[str, torc
         for name, tensor in part.items():
             assert torch.equal(everything.setdefault(name, tensor), tensor), f"the replicas of {name} differ"
     return everything
-
-
-def assert_equals_the_cpu_s(
-    config: PreTrainedConfig, device: str | Sequence[str], tolerance: float = TOLERANCE, **of_pipeline: Any
-) -> None:
-    """Run two steps on the CPU and on the emulated devices, and compare all numbers."""
-    expected = outcome(copy.deepcopy(config), "cpu", **of_pipeline)
-    found = outcome(copy.deepcopy(config), device, **of_pipeline)
-    assert_same(found, expected, tolerance, str(of_pipeline))
 
 
 def assert_same(found: Outcome, expected: Outcome, tolerance: float = TOLERANCE, what: str = "") -> None:

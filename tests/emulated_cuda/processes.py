@@ -32,8 +32,8 @@ from tests.emulated_cuda.build import NoCompilerError, library
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-#: Seconds after which the processes of a test are ended.
-TIMEOUT = 300.0
+#: Seconds after which the processes of a test are ended, and of them the seconds in which none has computed.
+TIMEOUT, STALL = 300.0, 100.0
 #: What the tests import. A forked process has it at once.
 PRELOADED = ("hf_gpipe.training.job", "hf_gpipe.training.trainer", "hf_gpipe.planner.decide", "tests.oracle", "peft")
 
@@ -43,6 +43,8 @@ class Request:
     """A test to run: a function of a module with its arguments, in a number of processes.
 
     Attributes:
+        timeout: seconds after which the processes are ended and the test has failed.
+        stall: the same, of seconds in which none of them has computed.
         environment: of the process of pytest, which a test may have changed.
     """
 
@@ -52,6 +54,7 @@ class Request:
     kwargs: dict[str, Any]
     num_processes: int
     timeout: float
+    stall: float
     environment: dict[str, str]
 
 
@@ -84,15 +87,28 @@ def on_emulated_cuda(num_processes: int = 1, timeout: float = TIMEOUT) -> Callab
 
 
 def run_emulated(
-    function: Callable[..., Any], num_processes: int, *args: Any, timeout: float = TIMEOUT, **kwargs: Any
+    function: Callable[..., Any],
+    num_processes: int,
+    *args: Any,
+    timeout: float = TIMEOUT,
+    stall: float = STALL,
+    **kwargs: Any,
 ) -> list[Any]:
     """Call a function of a test module on emulated CUDA devices; returns its results by rank.
+
+    Args:
+        function: at the top of a test module.
+        num_processes: as of `on_emulated_cuda`.
+        args: of the function, picklable.
+        timeout: as of `on_emulated_cuda`.
+        stall: the same for seconds in which no process has computed: for a test that expects a deadlock.
+        kwargs: of the function.
 
     Raises:
         EmulatedError: it failed in one of the processes, or took too long.
     """
     request = Request(
-        function.__module__, function.__qualname__, args, kwargs, num_processes, timeout, dict(os.environ)
+        function.__module__, function.__qualname__, args, kwargs, num_processes, timeout, stall, dict(os.environ)
     )
     server = _server()
     server.send_bytes(pickle.dumps(request))
@@ -161,12 +177,16 @@ def _run(request: Request) -> tuple[list[bytes], str, str | None]:
                 _work(request, rank, folder, output.fileno(), sender)
             sender.close()
             processes[receiver] = rank, process
-        end = time.monotonic() + request.timeout
+        start = last = time.monotonic()
+        computed = 0
         while processes and failure is None:
-            ready = wait(list(processes), max(0.0, end - time.monotonic()))
-            if not ready:
+            ready = wait(list(processes), 0.2)
+            now = time.monotonic()
+            if (ticks := sum(map(_ticks, (one for _, one in processes.values())))) != computed:
+                computed, last = ticks, now
+            if not ready and (now > start + request.timeout or now > last + request.stall):
                 ranks = sorted(rank for rank, _ in processes.values())
-                failure = f"processes {ranks} had not ended after {request.timeout:g} s"
+                failure = f"processes {ranks} had not ended after {now - start:.1f} s"
                 failure += "".join(_stack(folder, *one) for one in sorted(processes.values()))
             for receiver in ready:
                 rank, process = processes.pop(receiver)  # type: ignore[index]
@@ -184,6 +204,12 @@ def _run(request: Request) -> tuple[list[bytes], str, str | None]:
         output.seek(0)
         printed = output.read()
     return [results[rank] for rank in sorted(results)], printed, failure
+
+
+def _ticks(process: int) -> int:
+    """How long the main thread of a process has computed, in the system's ticks."""
+    values = Path(f"/proc/{process}/task/{process}/stat").read_text().rpartition(")")[2].split()
+    return int(values[11]) + int(values[12])
 
 
 def _stack(folder: str, rank: int, process: int) -> str:

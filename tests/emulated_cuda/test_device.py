@@ -132,7 +132,7 @@ def test_streams_events_and_memory() -> None:
 def test_a_failure_is_brought_back() -> None:
     with pytest.raises(EmulatedError, match="ValueError: no such thing"):
         run_emulated(fail, 1)
-    with pytest.raises(EmulatedError, match=r"processes \[0\] had not ended after 0.5 s"):
+    with pytest.raises(EmulatedError, match=r"processes \[0\] had not ended after 0.[5-9] s"):
         run_emulated(hang, 1, timeout=0.5)
     assert run_emulated(answer, 1, 41) == [42]
 

@@ -73,7 +73,7 @@ def test_cpu_tensors_are_refused() -> None:
 )
 def test_what_would_hang_or_break(name: str, expected: str) -> None:
     with pytest.raises(EmulatedError, match=expected):
-        run_emulated(globals()[name], 2, timeout=8)
+        run_emulated(globals()[name], 2, timeout=8, stall=3)
 
 
 def opposing_sends() -> None:

@@ -1,58 +1,44 @@
-"""One process on one and on three emulated devices computes what it computes on the CPU."""
+"""One process on one and on three emulated devices computes what it computes on the CPU, with ties and dropout."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from tests.emulated_cuda.comparing import assert_equals_the_cpu_s, config_of
-from tests.emulated_cuda.processes import on_emulated_cuda
+from tests.emulated_cuda.comparing import compare
 
 THREE = ("cuda:0", "cuda:1", "cuda:2")
-#: schedule, recompute, partition
-WAYS = (
-    ("gpipe", "stage", "count"),
-    ("gpipe_fused", "stage", (1, 2, -3)),
-    ("1f1b", "none", (-4, 2, 2)),
-    ("interleaved_1f1b", "block", "count"),
-    ("naive", [1, "none", "stage"], "count"),
-)
+#: Ways to run three stages of each family.
+WAYS: dict[str, tuple[dict[str, Any], ...]] = {
+    "llama": (
+        {"schedule": "gpipe", "recompute": "stage", "partition": (1, 2, 3)},
+        {"schedule": "1f1b", "recompute": [1, "none", "stage"]},
+        {"schedule": "naive", "recompute": "block"},
+    ),
+    "marian": (
+        {"schedule": "gpipe_fused", "recompute": "none", "partition": (1, 2, 4)},
+        {"schedule": "interleaved_1f1b", "recompute": "stage"},
+    ),
+    "t5": (
+        {"schedule": "1f1b", "recompute": "block", "partition": (5, 2, 2)},
+        {"schedule": "gpipe_fused", "recompute": "stage", "partition": (1, 2, 6)},
+    ),
+}
 
 
-@pytest.mark.parametrize("devices", [("cuda:0",), THREE], ids=["1", "3"])
-@pytest.mark.parametrize("family", ["llama", "marian", "t5"])
-@on_emulated_cuda()
-def test_schedules_recomputation_splits_and_ties(family: str, devices: tuple[str, ...]) -> None:
-    from hf_gpipe.adapters import adapter_for
-
-    config = config_of(family)
-    num_layers = len(adapter_for(config).layers)
-    for schedule, recompute, partition in WAYS:
-        if not isinstance(partition, str):  # a negative number stands for the rest
-            rest = num_layers - sum(size for size in partition if size > 0)
-            partition = [size if size > 0 else rest for size in partition]
-        assert_equals_the_cpu_s(
-            config,
-            list(devices),
-            num_stages=3,
-            num_micro_batches=2,
-            schedule=schedule,
-            recompute=recompute,
-            partition=partition,
-        )
+def pipelines(family: str) -> list[dict[str, Any]]:
+    return [{"num_stages": 3, "num_micro_batches": 2} | way for way in WAYS[family]]
 
 
-@pytest.mark.parametrize("devices", [("cuda:0",), THREE], ids=["1", "3"])
-@on_emulated_cuda()
-def test_dropout_does_not_depend_on_the_device(devices: tuple[str, ...]) -> None:
-    for family in ("llama", "marian"):
-        config = config_of(family, dropout=0.3)
-        for recompute in ("stage", "block"):
-            assert_equals_the_cpu_s(
-                config, list(devices), num_stages=3, num_micro_batches=2, schedule="1f1b", recompute=recompute
-            )
+@pytest.mark.parametrize("family", list(WAYS))
+def test_on_three_devices(family: str) -> None:
+    compare(1, family, THREE, pipelines(family), dropout=0.3)
 
 
-@on_emulated_cuda()
-def test_untied_weights_and_one_stage() -> None:
-    assert_equals_the_cpu_s(config_of("llama", tied=False), ["cuda:1", "cuda:0"], num_stages=2, num_micro_batches=3)
-    assert_equals_the_cpu_s(config_of("bart"), "cuda", num_stages=1, num_micro_batches=1, recompute="none")
+def test_on_one_device() -> None:
+    compare(1, "marian", ("cuda:1",), pipelines("marian"), dropout=0.3)
+
+
+def test_untied_weights_on_two_devices() -> None:
+    compare(1, "llama", ("cuda:1", "cuda:0"), [{"num_stages": 2, "num_micro_batches": 2}], tied=False)

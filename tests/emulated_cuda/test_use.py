@@ -12,8 +12,8 @@ from transformers import AutoModelForSeq2SeqLM
 
 from hf_gpipe import Pipeline
 from hf_gpipe.recipe import PipelineConfig
-from tests.emulated_cuda.comparing import assert_near, config_of, gathered, outcome
-from tests.emulated_cuda.processes import on_emulated_cuda
+from tests.emulated_cuda.comparing import assert_near, config_of, gathered
+from tests.emulated_cuda.processes import on_emulated_cuda, run_emulated
 from tests.oracle import padded_batch, plain_model, run_pipeline, run_plain
 from tests.test_peft import adapted_model
 from tests.training.test_mixed_precision import Overflow
@@ -36,14 +36,11 @@ def generated(device: Any) -> list[Any]:
     return tokens
 
 
-@on_emulated_cuda()
-def test_generation_on_three_devices() -> None:
-    assert generated(THREE) == generated("cpu")
-
-
-@on_emulated_cuda(2)
-def test_generation_in_two_processes() -> None:
-    assert generated("cuda") == generated("cpu")
+def test_generation() -> None:
+    expected = generated("cpu")
+    for num_processes, device in ((1, THREE), (2, "cuda")):
+        for found in run_emulated(generated, num_processes, device):
+            assert found == expected
 
 
 def trained(folder: Path, **values: Any) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
@@ -55,7 +52,7 @@ def trained(folder: Path, **values: Any) -> tuple[dict[str, torch.Tensor], list[
         "eval_strategy": "steps",
         "eval_steps": 2,
         "max_grad_norm": 0.5,
-        "num_stages": 3,
+        "num_stages": 2,
         "eval_dataset": Rows(5, seed=1),
         **values,
     }
@@ -72,38 +69,30 @@ def trained(folder: Path, **values: Any) -> tuple[dict[str, torch.Tensor], list[
     return weights[0], whole.losses, [logs["eval_loss"] for logs in whole.logs if "eval_loss" in logs]
 
 
-def check_training(folder: Path) -> None:
-    expected, found = trained(folder / "cpu", use_cpu=True), trained(folder / "cuda", use_cpu=False)
-    assert_near(found[0], expected[0], 1e-15, "trained")
-    assert found[1] + found[2] == pytest.approx(expected[1] + expected[2], rel=1e-12)
-
-
-@on_emulated_cuda()
 def test_the_trainer(tmp_path: Path) -> None:
-    check_training(tmp_path)
-
-
-@on_emulated_cuda(2)
-def test_the_trainer_in_two_processes(tmp_path: Path) -> None:
-    check_training(tmp_path)
+    """Also with two replicas of two stages, which share the optimizer's steps and its state."""
+    expected = trained(tmp_path / "cpu", use_cpu=True)
+    for num_processes, options in ((1, {"num_stages": 3}), (4, {"replicas": 2, "zero": 1})):
+        for found in run_emulated(trained, num_processes, tmp_path / str(num_processes), use_cpu=False, **options):
+            assert_near(found[0], expected[0], 1e-15, "trained")
+        assert found[1] + found[2] == pytest.approx(expected[1] + expected[2], rel=1e-12)
 
 
 @on_emulated_cuda()
 def test_autocast_is_the_plain_model_s_on_the_same_device() -> None:
     """CUDA's autocast converts other operations than the CPU's, so the plain model runs on an emulated device too."""
-    for family in ("llama", "marian"):
-        for dtype in (torch.bfloat16, torch.float16):
-            plain = plain_model(config_of(family), dtype=torch.float32)
-            batch = padded_batch(plain.config)
-            found = run_pipeline(Pipeline(copy.deepcopy(plain), 3, 2, device=THREE, autocast=dtype), batch)
-            plain.register_forward_hook(logits_in_float32)
-            with torch.autocast("cuda", dtype):
-                expected = run_plain(plain.to("cuda:3"), {name: t.to("cuda:3") for name, t in batch.items()}, 2)
-            assert found.loss == pytest.approx(expected.loss, rel=1e-6)
-            in_float32 = run_plain(plain, {name: t.to("cuda:3") for name, t in batch.items()}, 2)
-            assert found.loss != in_float32.loss, "half precision shows"
-            gradients = [{name: t.cpu() for name, t in one.gradients.items()} for one in (found, expected)]
-            assert_near(*gradients, 1e-6, f"{family} {dtype}")
+    for family, dtype in (("llama", torch.bfloat16), ("marian", torch.float16)):
+        plain = plain_model(config_of(family), dtype=torch.float32)
+        batch = padded_batch(plain.config)
+        found = run_pipeline(Pipeline(copy.deepcopy(plain), 3, 2, device=THREE, autocast=dtype), batch)
+        plain.register_forward_hook(logits_in_float32)
+        with torch.autocast("cuda", dtype):
+            expected = run_plain(plain.to("cuda:3"), {name: t.to("cuda:3") for name, t in batch.items()}, 2)
+        assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+        in_float32 = run_plain(plain, {name: t.to("cuda:3") for name, t in batch.items()}, 2)
+        assert found.loss != in_float32.loss, "half precision shows"
+        gradients = [{name: t.cpu() for name, t in one.gradients.items()} for one in (found, expected)]
+        assert_near(*gradients, 1e-6, f"{family} {dtype}")
 
 
 def logits_in_float32(model: Any, inputs: Any, output: Any) -> None:
@@ -139,10 +128,10 @@ def test_lora() -> None:
 def test_devices_of_a_configuration() -> None:
     config = config_of("llama")
     values: dict[str, Any] = {"num_stages": 3, "num_micro_batches": 2}
-    expected = outcome(config, "cpu", **values)
+    expected = float(Pipeline(plain_model(config), device="cpu", **values).train_step(padded_batch(config)))
     pipe = Pipeline(plain_model(config), config=PipelineConfig(**values, devices=("cuda:2", "cuda:0", "cuda:1")))
     assert [str(stage.device) for stage in pipe.stages.values()] == ["cuda:2", "cuda:0", "cuda:1"]
-    assert float(pipe.train_step(padded_batch(config))) == expected.numbers["loss 0"]
+    assert float(pipe.train_step(padded_batch(config))) == expected
     pipe = Pipeline(plain_model(config), config=PipelineConfig(**values))
     assert {str(stage.device) for stage in pipe.stages.values()} == {"cuda:0"}, "auto is a GPU where there is one"
 

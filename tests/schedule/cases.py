@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from hf_gpipe.schedule import SCHEDULES, Action, ActionKind, Placement, Schedule, build
 from hf_gpipe.schedule.occupancy import Held, most_of_equal_stages
+
+V_SHAPED = ("zb_v", "v_half")
 
 Recompute = str | tuple[int | None, ...]
 
 
 @st.composite
 def placements(draw: st.DrawFn, name: str = "gpipe") -> Placement:
-    """Any stages in any processes, contiguous, looped or scattered; dealt out in turn where the schedule wants it."""
+    """Any stages in any processes, contiguous, looped or scattered; in turn or in a V where the schedule wants it."""
     if name == "interleaved_1f1b":
         num_processes = draw(st.integers(1, 4))
         return Placement.interleaved(num_processes * draw(st.integers(1, 4)), num_processes)
+    if name in V_SHAPED:
+        num_processes = draw(st.integers(1, 4))
+        return Placement.v_shaped(2 * num_processes, num_processes)
     num_stages = draw(st.integers(1, 6))
     drawn = draw(st.lists(st.integers(0, 3), min_size=num_stages, max_size=num_stages))
     numbers = {process: number for number, process in enumerate(sorted(set(drawn)))}
@@ -47,3 +54,9 @@ def stage_order(schedule: Schedule, stage: int) -> list[Action]:
 def peak(schedule: Schedule, stage: int, held: Held) -> int:
     """The most that a stage of a table holds at once, a backward taking twice as long as a forward."""
     return most_of_equal_stages(schedule)[stage][held]
+
+
+def whole(order: list[Action]) -> list[Action]:
+    """An order with B for I, and without W."""
+    kept = [action for action in order if action.kind != ActionKind.WEIGHT]
+    return [replace(action, kind=ActionKind.BACKWARD) if action.kind == ActionKind.INPUT else action for action in kept]

@@ -42,7 +42,7 @@ def runs_with_blocking_messages(table: Schedule, ahead: Operations) -> bool:
             while reached[process] < len(own):
                 what, action = own[reached[process]]
                 if what == "run":
-                    source = action.source(table.num_stages)
+                    source = table.source(action)
                     if source is not None and source not in done:
                         break
                     done.add(action)
@@ -61,7 +61,7 @@ def last_own_needs(table: Schedule) -> dict[Action, list[int]]:
     needs: dict[Action, list[int]] = {}
     for process, action in executable_order(table):
         now = list(latest[process])
-        if source := action.source(table.num_stages):
+        if source := table.source(action):
             now = [max(pair) for pair in zip(now, needs[source], strict=True)]
         now[process] = latest[process][process] + 1
         needs[action] = latest[process] = now
@@ -93,7 +93,7 @@ def test_there_is_one_message_for_each_pair_of_actions_on_two_processes(case: tu
     expected = {
         (action, consumer, process, home[consumer])
         for action, process in home.items()
-        if (consumer := action.consumer(table.num_stages)) and home[consumer] != process
+        if (consumer := table.consumer(action)) and home[consumer] != process
     }
     found = [message[:4] for message in messages(table)]
     assert set(found) == expected
@@ -136,11 +136,11 @@ def test_two_receives_ahead_of_use_do_wait_for_each_other(name: str) -> None:
     table = build(name, num_stages, 8, placement_for(name, num_stages, 4))
     ahead = operations(table)
     for process, actions in enumerate(table.actions):
-        consumers = [a for a in actions if (s := a.source(num_stages)) and table.placement.process_of(s) != process]
+        consumers = [a for a in actions if (s := table.source(a)) and table.placement.process_of(s) != process]
         kept = [operation for operation in ahead[process] if operation[0] != "receive"]
         for place, consumer in enumerate(consumers):
             use = 0 if place < 2 else kept.index(("run", consumers[place - 2])) + 1
-            kept.insert(use + (place == 1), ("receive", consumer.source(num_stages) or consumer))
+            kept.insert(use + (place == 1), ("receive", table.source(consumer) or consumer))
         ahead[process] = kept
     assert not runs_with_blocking_messages(table, ahead)
 

@@ -10,7 +10,7 @@ from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule import Action, ActionKind, Schedule, build
 from hf_gpipe.schedule.occupancy import Held
 from hf_gpipe.schedule.recompute import with_recomputations
-from tests.schedule.cases import Recompute, peak, schedules, stage_order
+from tests.schedule.cases import Recompute, peak, schedules, stage_order, whole
 
 F, R, B = ActionKind.FORWARD, ActionKind.RECOMPUTE, ActionKind.BACKWARD
 
@@ -73,8 +73,13 @@ def test_a_table_counts_its_graphs(case: tuple[Schedule, Recompute]) -> None:
         if not schedule.is_training:
             assert (peak(schedule, stage, Held.GRAPH), peak(schedule, stage, Held.MICRO_BATCH)) == (0, 1)
             continue
-        assert peak(schedule, stage, Held.GRAPH) == most_live_graphs([a for a in order if a.kind != R], recomputed)
-        in_flight = [sum({F: 1, R: 0, B: -1}[a.kind] for a in order[:end]) for end in range(1, len(order) + 1)]
+        assert peak(schedule, stage, Held.GRAPH) == most_live_graphs(
+            [a for a in whole(order) if a.kind != R], recomputed
+        )
+        in_flight = [
+            sum({F: 1, R: 0, B: -1, ActionKind.INPUT: 0, ActionKind.WEIGHT: -1}[a.kind] for a in order[:end])
+            for end in range(1, len(order) + 1)
+        ]
         assert peak(schedule, stage, Held.MICRO_BATCH) == max(in_flight)
         limit = recompute[stage] if isinstance(recompute, tuple) else None
         if limit is not None:

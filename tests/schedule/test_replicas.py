@@ -25,7 +25,7 @@ from hf_gpipe.schedule import (
     simulate,
 )
 from hf_gpipe.schedule.occupancy import Held, most_of_equal_stages
-from tests.schedule.cases import Recompute, recomputes
+from tests.schedule.cases import V_SHAPED, Recompute, recomputes
 
 F, R, B, G, U = ActionKind.FORWARD, ActionKind.RECOMPUTE, ActionKind.BACKWARD, ActionKind.REDUCE, ActionKind.UPDATE
 
@@ -47,10 +47,10 @@ process 2: 1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3 1U
 def placements(draw: st.DrawFn, name: str) -> Placement:
     """Up to four replicas: of whole pipelines, with one or several stages per worker; of each stage by itself; and,
     for schedules that can be placed anywhere, workers that hold stages in any mixture."""
-    kinds = ["uniform", "uneven"] if name == "interleaved_1f1b" else ["uniform", "uneven", "any"]
-    kind = draw(st.sampled_from(kinds))
+    kinds = {"interleaved_1f1b": ["uniform", "uneven"], **{one: ["uniform"] for one in V_SHAPED}}
+    kind = draw(st.sampled_from(kinds.get(name, ["uniform", "uneven", "any"])))
     if kind == "uniform":
-        of_replica, stages_each = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+        of_replica, stages_each = draw(st.integers(1, 3)), draw(st.integers(1, 2)) if name not in V_SHAPED else 2
         replicas = draw(st.integers(1, 4))
         return placement_for(name, of_replica * stages_each, of_replica * replicas, replicas)
     if kind == "uneven":
@@ -87,8 +87,9 @@ def test_micro_batch_m_is_on_replica_m_modulo_their_number(case: tuple[Schedule,
     for stage, workers in enumerate(table.placement.workers):
         for index, process in enumerate(workers):
             own = [action for action in table.actions[process] if action.stage == stage]
-            for kind in (F, B) if table.is_training else (F,):
-                ran = sorted(action.micro_batch or 0 for action in own if action.kind == kind)
+            ended = {B, ActionKind.WEIGHT}
+            for kinds in ({F}, {B, ActionKind.INPUT}, ended) if table.is_training else ({F},):
+                ran = sorted(action.micro_batch or 0 for action in own if action.kind in kinds)
                 assert ran == list(range(index, table.num_micro_batches, len(workers)))
             assert own.count(Action(U, stage)) == table.is_training
             assert own.count(Action(G, stage)) == (table.is_training and len(workers) > 1)
@@ -102,7 +103,8 @@ def test_a_reduction_follows_the_last_backward_at_once(case: tuple[Schedule, Rec
         reduced = [action.stage for action in actions if action.kind == G]
         assert reduced == sorted(reduced, reverse=True)
         for index, action in enumerate(actions):
-            backwards = [at for at, other in enumerate(actions) if (other.kind, other.stage) == (B, action.stage)]
+            own = [(at, other) for at, other in enumerate(actions) if other.stage == action.stage]
+            backwards = [at for at, other in own if other.kind.completes_micro_batch]
             if action.kind == G and backwards:
                 deeper = [at for at, other in enumerate(actions) if other.kind == G and other.stage > action.stage]
                 assert index == 1 + max(backwards + deeper)
@@ -130,7 +132,7 @@ def test_the_parts_of_every_step_add_up(case: tuple[Schedule, Recompute], reduce
 def test_uniform_replicas_are_pipelines_side_by_side(
     name: str, of_replica: int, stages_each: int, replicas: int, data: st.DataObject
 ) -> None:
-    num_stages = of_replica * stages_each
+    num_stages = of_replica * (2 if name in V_SHAPED else stages_each)
     share = data.draw(st.integers(1, 12 // replicas))
     recompute = data.draw(recomputes(num_stages))
     whole = placement_for(name, num_stages, of_replica * replicas, replicas)

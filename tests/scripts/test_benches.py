@@ -57,7 +57,9 @@ def test_every_training_schedule_is_emulated(figures: dict[str, Any]) -> None:
 
 def test_no_emulated_step_is_faster_than_its_table(figures: dict[str, Any]) -> None:
     for one in figures["emulated"]["results"]:
-        assert min(one["seconds"]) >= one["predicted_seconds"]
+        # The table does not know that a reduction begins inside of the last backward.
+        assert min(one["seconds"]) >= one["predicted_seconds"] - one["setting"]["reduce_seconds"]
+    assert {one["setting"]["replicas"] for one in figures["emulated"]["results"]} == {1, 2}
 
 
 def test_saved_bytes_follow_the_formula(figures: dict[str, Any]) -> None:

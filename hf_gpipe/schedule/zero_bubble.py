@@ -1,0 +1,205 @@
+"""Schedules whose backward is split into I and W: zero bubble (Qi et al. 2023, arXiv 2401.10241), and controllable
+memory on a V-shaped placement (Qi et al. 2024, arXiv 2405.15362).
+
+Only I is on the way of a micro-batch, so the next process has its gradient after I, and W fills time in which a process
+would wait. Where W follows its I directly and no other process waits for the I, the two are one B
+(`whole_backwards`).
+
+In the formulas a stage takes F, I and W seconds for a micro-batch, all stages are equal and transfers are free. In the
+drawings each takes one tick.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from hf_gpipe.errors import ScheduleError
+from hf_gpipe.schedule.actions import Action, ActionKind, Placement
+from hf_gpipe.schedule.list_scheduling import Work, best_listed
+from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations, with_recomputations
+
+_F, _I, _W = ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT
+
+
+def zb_h1(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
+    """1F1B with a split backward and 1F1B's memory (ZB-H1, arXiv 2401.10241, section 2.2 and figure 3).
+
+    Stage s starts with K-s-1 forwards, as in 1F1B, and runs the W of a micro-batch with the I of the s-th after it. So
+    every stage holds at most K micro-batches between F and W. The paper gives the bubble (K-1) (F+I-W). With F = I = W
+    and M >= K a step takes exactly M (F+I+W) + (K-1) F here: a third of 1F1B's bubble (K-1) (F+B).
+
+    K = 3, M = 4, without recomputation:
+
+        stage 0  F0 F1 F2 .. .. B0 -- F3 B1 -- B2 -- B3 --
+        stage 1  .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+        stage 2  .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+    """
+    return _split_1f1b(num_micro_batches, placement, limits, doubled=False)
+
+
+def zb_h2(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
+    """ZB-H1 with about twice the forwards before the first backward (ZB-H2, arXiv 2401.10241, section 2.2, figure 3).
+
+    Stage s starts with 2(K-s-1) forwards and runs the W of a micro-batch with the I of the 2s-th after it. So at most
+    2K-1 micro-batches are between F and W in any stage. For M >= 2K-1 and F = I = W no process waits between its
+    first and its last action: n steps whose updates wait for no other process take n M (F+I+W) + (K-1) F. One step
+    takes as long as with zb_h1. With M between K and 2K-1 it starts with fewer forwards.
+
+    K = 3, M = 5, without recomputation:
+
+        stage 0  F0 F1 F2 F3 F4 B0 -- B1 -- B2 -- B3 -- B4 -- .. ..
+        stage 1  .. F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4 ..
+        stage 2  .. .. F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
+    """
+    return _split_1f1b(num_micro_batches, placement, limits, doubled=True)
+
+
+def zb_v(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
+    """Two stages per process in the shape of a V, and 1F1B's memory (ZB-V, arXiv 2401.10241, section 6).
+
+    Process k of P has the stages k and 2P-1-k: a micro-batch goes down all processes and up again, so the last process
+    has two neighbouring stages, and the first one begins the backward. Every process holds at most 2P (stage,
+    micro-batch) pairs between F and W, as much as P micro-batches of 1F1B. For M >= 2P-1 and F = I = W, each of half a
+    process's layers, the bubble is (P-1) F: the last process waits for its first forward.
+
+    K = 4, M = 4 on P = 2 processes, without recomputation:
+
+        stage 0  F0 F1 F2 .. .. .. .. .. .. F3 B0 -- .. .. .. B1 -- .. .. .. .. B2 -- B3 --
+        stage 1  .. F0 .. F1 .. .. .. F2 I0 W0 .. .. .. F3 I1 W1 .. .. .. .. I2 I3 W2 .. W3
+        stage 2  .. .. F0 .. F1 B0 -- .. .. .. F2 B1 -- .. .. .. F3 B2 -- I3 .. .. .. W3 ..
+        stage 3  .. .. .. F0 I0 W0 F1 I1 W1 .. .. .. F2 I2 W2 .. .. F3 I3 W3 .. .. .. .. ..
+    """
+    num_processes = _check_v_shape("zb_v", placement)
+    limit = 2 * num_processes
+    if num_micro_batches // placement.replicas[0] < limit - 1:
+        # The pattern needs as many. For fewer, list scheduling is fast and finds shorter tables.
+        return _v_listed(num_micro_batches, placement, limits, limit)
+    orders: list[list[Action]] = [[] for _ in range(placement.num_processes)]
+    for replica in range(placement.replicas[0]):
+        for number in range(num_processes):
+            process = placement.workers[number][replica]
+            own = placement.micro_batches_of(number, process, num_micro_batches)
+            orders[process] = _zb_v_order(number, num_processes, own)
+    return _v_placed(orders, placement, limits)
+
+
+def v_half(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
+    """The placement of zb_v with half of 1F1B's memory (V-Half, arXiv 2405.15362, section 3).
+
+    Every process holds at most P+2 (stage, micro-batch) pairs between F and W, as much as P/2+1 micro-batches of 1F1B.
+    The table is the shortest that list scheduling finds (`hf_gpipe.schedule.list_scheduling`). Its bubble is at most 3P
+    F where F = I = W, each of half a process's layers: half of 1F1B's.
+
+    For this, process k keeps at most P+1-k/2 micro-batches of its first stage between F and W. Otherwise forwards that
+    run ahead would leave room for one micro-batch at a time in the second stages.
+
+    K = 4, M = 4 on P = 2 processes, without recomputation:
+
+        stage 0  F0 F1 F2 .. .. .. .. .. I0 .. I1 W0 F3 W1 .. .. .. .. .. .. I2 .. I3 W2 W3
+        stage 1  .. F0 .. F1 .. .. I0 .. .. I1 .. W0 F2 .. W1 F3 .. .. I2 .. .. I3 .. W2 W3
+        stage 2  .. .. F0 .. F1 I0 .. W0 I1 .. W1 .. .. F2 .. .. I2 F3 .. W2 I3 .. W3 .. ..
+        stage 3  .. .. .. F0 I0 W0 F1 I1 .. W1 .. .. .. .. F2 I2 W2 .. F3 I3 .. W3 .. .. ..
+    """
+    num_processes = _check_v_shape("v_half", placement)
+    in_flight = [num_processes + 1 - number // 2 - number % 2 for number in range(num_processes)]
+    return _v_listed(num_micro_batches, placement, limits, num_processes + 2, [*in_flight, *[math.inf] * num_processes])
+
+
+def whole_backwards(order: Sequence[Action], process: int, placement: Placement) -> list[Action]:
+    """The order of a process with B for I and W where W is the device's next action and no other device waits for I."""
+    result: list[Action] = []
+    last_on: dict[str | None, int] = {}
+    for action in order:
+        device = placement.device_of(action.stage, process)
+        place = last_on.get(device, -1)
+        before = result[place] if place >= 0 else None
+        if before == Action(_I, action.stage, action.micro_batch) and action.kind == _W:
+            consumer = before.consumer(placement.num_stages)
+            if consumer is None or placement.is_local(before, consumer):
+                result[place] = Action(ActionKind.BACKWARD, action.stage, action.micro_batch)
+                continue
+        last_on[device] = len(result)
+        result.append(action)
+    return result
+
+
+def _split_1f1b(num_micro_batches: int, placement: Placement, limits: Limits, *, doubled: bool) -> list[list[Action]]:
+    """1F1B in which W follows some micro-batches after I."""
+    orders: list[list[Action]] = []
+    for stage, workers in enumerate(placement.workers):
+        # With replicas: of all replicas from this stage on, and of all before it, the share of one replica.
+        ahead = -(-sum(placement.replicas[stage:]) // len(workers)) - 1
+        behind = -(-sum(placement.replicas[:stage]) // len(workers))
+        order: list[Action] = []
+        for process in workers:
+            own = placement.micro_batches_of(stage, process, num_micro_batches)
+            spare = max(0, len(own) - ahead - behind - 1) if doubled else 0
+            first, late = ahead + min(ahead, spare), behind + min(behind, spare)
+            order += [Action(_F, stage, m) for m in own[:first]]
+            for index, m in enumerate(own):
+                order += [Action(_F, stage, later) for later in own[index + first : index + first + 1]]
+                order.append(Action(_I, stage, m))
+                if index >= late:
+                    order.append(Action(_W, stage, own[index - late]))
+            order += [Action(_W, stage, m) for m in own[max(len(own) - late, 0) :]]
+        orders.append(order)
+    return merge_with_recomputations(orders, placement, fused_last(limits))
+
+
+def _check_v_shape(name: str, placement: Placement) -> int:
+    """The number of processes of one replica of the pipeline.
+
+    Raises:
+        ScheduleError: the placement is not V-shaped.
+    """
+    workers = placement.workers
+    if (
+        workers != workers[::-1]
+        or len(set(workers[: len(workers) // 2])) * 2 != len(workers)
+        or (len(placement.places) != 2 * placement.num_processes)
+    ):
+        raise ScheduleError(
+            f"schedule {name!r} has two stages on each process, k and 2P-1-k on process k of P, and as many replicas "
+            f"of every stage; the placement is {placement}. Let num_stages be twice the number of processes."
+        )
+    return len(workers) // 2
+
+
+def _zb_v_order(number: int, num_processes: int, own: range) -> list[Action]:
+    """The order of one process. It has a fixed pattern, in which each kind of action takes the next micro-batch."""
+    down, up = number, 2 * num_processes - 1 - number
+    deeper = num_processes - number
+    pattern = [(_F, down)] * (2 * deeper - 1)
+    pattern += [(_F, up), (_F, down)] * number
+    pattern += [(_F, up), (_I, up), (_W, up)] * deeper
+    pattern += [(_F, down), (_I, down), (_W, down), (_F, up), (_I, up), (_W, up)] * (len(own) - num_processes)
+    pattern += [(_I, up), (_I, down)] * number
+    pattern += [(_I, down), (_W, down)] * deeper
+    pattern += [(_W, up)] * number + [(_W, down)] * number
+    count: Counter[tuple[ActionKind, int]] = Counter()
+    order = []
+    for kind, stage in pattern:
+        # The forwards of the first stage are done some rounds before the others.
+        if count[kind, stage] < len(own):
+            order.append(Action(kind, stage, own[count[kind, stage]]))
+            count[kind, stage] += 1
+    return order
+
+
+def _v_listed(
+    num_micro_batches: int, placement: Placement, limits: Limits, limit: float, in_flight: Sequence[float] | None = None
+) -> list[list[Action]]:
+    work = Work.of_equal_stages(placement.num_stages, [limit == 0 for limit in fused_last(limits)])
+    most = [limit] * placement.num_processes
+    return _v_placed(best_listed(placement, num_micro_batches, work, most, in_flight).orders, placement, limits)
+
+
+def _v_placed(orders: list[list[Action]], placement: Placement, limits: Limits) -> list[list[Action]]:
+    """The orders with recomputations; a process with several devices starts its actions in the order they can run."""
+    if len(set(placement.devices or ())) <= 1:
+        return [with_recomputations(order, fused_last(limits)) for order in orders]
+    every = range(placement.num_stages)
+    of_stages = [[action for order in orders for action in order if action.stage == stage] for stage in every]
+    return merge_with_recomputations(of_stages, placement, fused_last(limits))
