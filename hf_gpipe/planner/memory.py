@@ -104,7 +104,6 @@ def _amounts(sums: LayerSums, stage: StageLayers, gradient_bytes: float) -> Amou
     return {
         Held.INPUT: {"boundaries": _received_bytes(sums, stage)},
         Held.GRAPH: {"activations": graph - logits, "logits": logits},
-        Held.DEFERRED: {"activations": _deferred_bytes(sums, stage)},
         # From the start of its backward on a gradient is working memory of that.
         Held.GRADIENT: {"early_gradients": _gradient_bytes(sums, stage)},
         Held.DEFERRED: {"activations": _deferred_bytes(sums, stage)},
@@ -115,16 +114,6 @@ def _amounts(sums: LayerSums, stage: StageLayers, gradient_bytes: float) -> Amou
         Held.FIRST_BACKWARD: {"gradients": graphs.first_backward_peak_bytes(*run) - backward},
         Held.WEIGHT_GRADIENTS: {"gradients": gradient_bytes},
     }
-
-
-def _deferred_bytes(sums: LayerSums, stage: StageLayers) -> float:
-    """The bytes that W needs of a micro-batch: inputs and output gradients of the linear layers.
-
-    Taken as those of a graph in which nothing is recomputed, the head's apart: of a block they are about as many.
-    """
-    has_head = sums.costs.layers[stage.stop - 1].kind == "head"
-    stop = stage.stop - has_head
-    return sums.graphs["none"].kept_bytes(stage.start, stop) if stop > stage.start else 0.0
 
 
 def _received_bytes(sums: LayerSums, stage: StageLayers) -> int:

@@ -21,11 +21,12 @@ SCRIPTS = ROOT / "scripts"
 
 RUN_ALL = """
 import sys
-import bench_emulated, bench_memory, bench_peers, bench_table2
+import bench_emulated, bench_head, bench_memory, bench_peers, bench_table2
 folder = sys.argv[1]
 cases = ["single", "torch Schedule1F1B", "ours 1f1b stage", "ours auto 770 MB", "ours 1f1b none bucketed"]
 codes = [
     bench_emulated.main(["--quick", "--json", f"{folder}/emulated.json"]),
+    bench_head.main(["--quick", "--json", f"{folder}/head.json"]),
     bench_memory.main(["--quick", "--json", f"{folder}/memory.json"]),
     bench_peers.main(["--quick", "--settings", "on", "lengths", "--only", *cases, "--json", f"{folder}/peers.json"]),
     bench_table2.main(["--quick", "--json", f"{folder}/table2.json"]),
@@ -67,6 +68,11 @@ def test_saved_bytes_follow_the_formula(figures: dict[str, Any]) -> None:
     assert {row["recompute"] for row in rows} == {"none", "block", "stage"}
     for row in rows:
         assert row["saved_bytes"] == pytest.approx(row["formula_bytes"], rel=0.05), row
+
+
+def test_the_head_is_measured_both_ways(figures: dict[str, Any]) -> None:
+    for row in figures["head"]["rows"]:
+        assert {how: len(runs) for how, runs in row["runs"].items()} == {"whole": 1, "chunks": 1}
 
 
 def test_all_trainers_end_at_one_loss(figures: dict[str, Any]) -> None:
