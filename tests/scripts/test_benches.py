@@ -113,13 +113,7 @@ assert saved.peak_bytes == 32, saved.peak_bytes
 """
 
 
-def test_what_the_benchmarks_count_with(tmp_path: Path) -> None:
-    result = run(["-c", UNITS], tmp_path)
-    assert result.returncode == 0, result.stderr
-
-
-def test_a_case_that_trains_otherwise_is_found(tmp_path: Path) -> None:
-    code = """
+DIFFERING = """
 from bench.measure import Measured
 from bench.settings import SETTINGS
 from bench_peers import differing
@@ -131,5 +125,8 @@ assert [line.split()[1] for line in differing(setting, runs)] == ["DDP"]
 runs["DDP"] = [Measured(1.0, 5.0, float("nan"), [1])]
 assert differing(setting, runs)
 """
-    result = run(["-c", code], tmp_path)
+
+
+def test_what_the_benchmarks_count_with_and_a_case_that_trains_otherwise_is_found(tmp_path: Path) -> None:
+    result = run(["-c", UNITS + DIFFERING], tmp_path)
     assert result.returncode == 0, result.stderr
