@@ -104,14 +104,26 @@ def _amounts(sums: LayerSums, stage: StageLayers, gradient_bytes: float) -> Amou
     return {
         Held.INPUT: {"boundaries": _received_bytes(sums, stage)},
         Held.GRAPH: {"activations": graph - logits, "logits": logits},
+        Held.DEFERRED: {"activations": _deferred_bytes(sums, stage)},
         # From the start of its backward on a gradient is working memory of that.
         Held.GRADIENT: {"early_gradients": _gradient_bytes(sums, stage)},
         Held.FORWARD_ONLY: {"working": sums.forward_only_peak_bytes(*run)},
         Held.FORWARD: {"working": graphs.forward_peak_bytes(*run)},
         Held.BACKWARD: {"working": max(backward - graph, 0)},
+        Held.WEIGHT: {},
         Held.FIRST_BACKWARD: {"gradients": graphs.first_backward_peak_bytes(*run) - backward},
         Held.WEIGHT_GRADIENTS: {"gradients": gradient_bytes},
     }
+
+
+def _deferred_bytes(sums: LayerSums, stage: StageLayers) -> float:
+    """The bytes that W needs of a micro-batch: inputs and output gradients of the linear layers.
+
+    Taken as those of a graph in which nothing is recomputed, the head's apart: of a block they are about as many.
+    """
+    has_head = sums.costs.layers[stage.stop - 1].kind == "head"
+    stop = stage.stop - has_head
+    return sums.graphs["none"].kept_bytes(stage.start, stop) if stop > stage.start else 0.0
 
 
 def _received_bytes(sums: LayerSums, stage: StageLayers) -> int:
@@ -159,6 +171,7 @@ class MemoryBound:
         always = held.num_bytes + sums.buffer_bytes(*run) + self._ids
         always += (1 + reserved) * held.trainable_bytes + self._state_shares[number] * owned.trainable_bytes
         coming = live_graphs * graph
+        coming += most[Held.DEFERRED] * _deferred_bytes(sums, stage)
         coming += most[Held.INPUT] * _received_bytes(sums, stage) + most[Held.GRADIENT] * _gradient_bytes(sums, stage)
         working = max(
             graphs.forward_peak_bytes(*run) - graph,

@@ -360,12 +360,17 @@ def _table_costs(
         sums.seconds(stage.start, stage.stop, stage.inner).divided(speed)
         for stage, speed in zip(stages, speeds, strict=True)
     ]
+    weights = [
+        sums.weight_seconds(stage.start, stage.stop) / speed for stage, speed in zip(stages, speeds, strict=True)
+    ]
     share = sent_share(settings.boundary_dtype, sums.costs.dtype)
     boundaries = [share * sums.costs.layers[stage.start].input_bytes for stage in stages[1:]]
     return Costs(
         forward_seconds=[one.first_forward(share) for one, share in zip(seconds, recompute_shares(table), strict=True)],
         recompute_seconds=[one.forward for one in seconds],
         backward_seconds=[one.backward for one in seconds],
+        input_seconds=[one.backward - weight for one, weight in zip(seconds, weights, strict=True)],
+        weight_seconds=weights,
         update_seconds=[
             update(number, *one) for number, one in enumerate(zip(stages, table.placement.replicas, strict=True))
         ],

@@ -15,6 +15,7 @@ class TimeEstimate:
     recompute: float
     """Of whole stages; the recomputation of blocks is part of the backward."""
     backward: float
+    """Whole, or in its two parts."""
     update: float
     bubble: float
     """Waiting, for other stages and for messages."""
@@ -35,7 +36,7 @@ def time_of(timeline: Timeline, process: int) -> TimeEstimate:
     return TimeEstimate(
         forward=seconds[ActionKind.FORWARD],
         recompute=seconds[ActionKind.RECOMPUTE],
-        backward=seconds[ActionKind.BACKWARD],
+        backward=sum(seconds[kind] for kind in (ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT)),
         update=seconds[ActionKind.UPDATE],
         bubble=max(float(timeline.total_seconds) - sum(seconds.values()), 0.0),
     )
