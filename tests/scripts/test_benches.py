@@ -24,11 +24,13 @@ import sys
 import bench_emulated, bench_head, bench_memory, bench_peers, bench_table2
 folder = sys.argv[1]
 cases = ["single", "torch Schedule1F1B", "ours 1f1b stage", "ours auto 770 MB", "ours 1f1b none bucketed"]
+cases += ["torch DDP x Schedule1F1B", "ours 2 x 2 zero 1"]
+settings = ["on", "lengths", "mesh"]
 codes = [
     bench_emulated.main(["--quick", "--json", f"{folder}/emulated.json"]),
     bench_head.main(["--quick", "--json", f"{folder}/head.json"]),
     bench_memory.main(["--quick", "--json", f"{folder}/memory.json"]),
-    bench_peers.main(["--quick", "--settings", "on", "lengths", "--only", *cases, "--json", f"{folder}/peers.json"]),
+    bench_peers.main(["--quick", "--settings", *settings, "--only", *cases, "--json", f"{folder}/peers.json"]),
     bench_table2.main(["--quick", "--json", f"{folder}/table2.json"]),
 ]
 sys.exit(max(codes))
