@@ -151,12 +151,14 @@ class LayerTracer:
                     buffer_bytes=layers.buffer_bytes[index],
                     forward_flops=one.trace.forward_flops,
                     backward_flops=one.trace.backward_flops,
+                    weight_flops=0 if layer.kind == "head" else one.trace.weight_flops,
                     input_bytes=sum(sizes.values()),
                     gradient_input_bytes=sum(size for name, size in sizes.items() if wanted[name]),
                     forward_working_bytes=one.trace.forward_peak,
                     forward_only_working_bytes=one.trace.forward_only_peak + one.received_bytes,
                     plain=one.plain,
                     block=one.block,
+                    deferred_bytes=one.trace.deferred,
                 )
             )
         compute = adapter.dtype if adapter.autocast is None else adapter.autocast.dtype

@@ -13,8 +13,9 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.planner.advice import smallest_fix
 from hf_gpipe.planner.limits import limit_of, limit_text
 from hf_gpipe.planner.memory import MemoryEstimate
-from hf_gpipe.planner.plan import Plan, Planner, StagePlan, seconds_text
+from hf_gpipe.planner.plan import Plan, Planner, StagePlan
 from hf_gpipe.planner.search import Found
+from hf_gpipe.planner.times import seconds_text
 from hf_gpipe.planner.traffic import bytes_text, is_mesh, mesh_dict, mesh_lines, traffic
 from hf_gpipe.recipe.sizes import size_text
 from hf_gpipe.schedule import is_table_file

@@ -50,7 +50,9 @@ class Trace:
         forward_peak: of a forward with a graph, above what was there before it.
         forward_only_peak: of a forward without one.
         backward_peak: above `saved`, the gradient that comes in included.
+        deferred: of blocks, what I keeps for W where the backward is split.
         forward_flops, backward_flops: of matrix products, numbers.
+        weight_flops: of the backward's matrix products those for the weights of linear layers.
     """
 
     saved: int
@@ -59,8 +61,10 @@ class Trace:
     forward_peak: int
     forward_only_peak: int
     backward_peak: int
+    deferred: int
     forward_flops: int
     backward_flops: int
+    weight_flops: int
 
 
 @dataclass
@@ -71,12 +75,14 @@ class Phase:
         start_bytes: what was alive when it began.
         peak_bytes: the most that was alive beyond that.
         flops: of its matrix products, 2 for a multiplication and its addition.
+        linear_flops: the part of them that has the form of a linear layer.
         is_inside: whether an own layer was called, so that what is made from now on is the layers'.
     """
 
     start_bytes: int
     peak_bytes: int = 0
     flops: int = 0
+    linear_flops: int = 0
     is_inside: bool = False
 
     def enter_layers(self, *_: Any) -> None:
@@ -124,7 +130,10 @@ class Tracker(TorchDispatchMode):
                 self._note(tensor)
         formula = _FLOPS.get(func._overloadpacket)
         if formula is not None and self._phase is not None:
-            self._phase.flops += int(formula(*args, **kwargs, out_val=result))
+            flops = int(formula(*args, **kwargs, out_val=result))
+            self._phase.flops += flops
+            if func._overloadpacket in _LINEAR:
+                self._phase.linear_flops += flops
         return result
 
     def _note(self, tensor: torch.Tensor, *, is_counted: bool = True) -> None:
@@ -171,6 +180,8 @@ _FLOPS: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     _aten._grouped_mm: _grouped,
 }
+#: The products of linear layers and experts. Those of attention have a batch.
+_LINEAR = {_aten.mm, _aten.addmm, _aten.addmm_, _aten._grouped_mm}
 
 
 class _AttentionOfAGpu(TorchFunctionMode):
@@ -268,6 +279,7 @@ def _trace(stage: Stage, inputs: Mapping[str, torch.Tensor], window_from: int | 
         outside = tracker.bytes_outside(forward)
         with tracker.phase() as backward:
             stage.backward(0, gradients)
+        deferred = _deferred_bytes(stage, context, gradients)
     hidden = context.carry.get("hidden")
     return Trace(
         saved=saved,
@@ -276,9 +288,22 @@ def _trace(stage: Stage, inputs: Mapping[str, torch.Tensor], window_from: int | 
         forward_peak=forward.peak_bytes,
         forward_only_peak=forward_only.peak_bytes,
         backward_peak=backward.peak_bytes + incoming,
+        deferred=deferred,
         forward_flops=forward.flops,
         backward_flops=backward.flops,
+        # A linear layer's gradient of its input takes as many operations as its forward; the rest is for the weights.
+        weight_flops=max(backward.linear_flops - forward.linear_flops, 0),
     )
+
+
+def _deferred_bytes(stage: Stage, context: Context, gradients: Mapping[str, torch.Tensor]) -> int:
+    """What I keeps. Without a block it is nothing: the backward is not run again for it."""
+    if all(layer.kind != "block" for layer in stage.model.layers):
+        return 0
+    stage.model.defer_weight_gradients()
+    stage.forward(context, keep_graph=True)
+    stage.input_backward(0, gradients)
+    return stage.deferred_bytes(0)
 
 
 @contextmanager
