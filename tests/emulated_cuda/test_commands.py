@@ -27,12 +27,11 @@ def test_plan_and_train(tmp_path: Path) -> None:
     make_products_small()
     losses = []
     recipe = tmp_path / "recipe.yaml"
-    for number, device in enumerate(("devices=[cuda:1, cuda:0]", "device=cuda", "device=cpu")):
+    for number, device in enumerate(("devices=[cuda:1, cuda:0]", "device=cpu")):
         folder = tmp_path / str(number)
         recipe.write_text(RECIPE.replace("OUTPUT", str(folder)))
         assert train.main([str(recipe), f"pipeline.{device}"]) == 0
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         losses.append([line["loss"] for line in lines if "loss" in line])
-    assert losses[0] == pytest.approx(losses[2], rel=1e-6)
-    assert losses[1] == pytest.approx(losses[2], rel=1e-6)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert plan.main([str(recipe), "--profile", "pipeline.partition=profile", "--memory", "1GiB"]) == 0
