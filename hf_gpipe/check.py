@@ -46,14 +46,16 @@ def _check(args: Sequence[str]) -> int:
 
     from hf_gpipe.exactness import CloneError, compare
 
+    num_stages = 3
     if args[0].endswith((".yaml", ".yml")):
         from hf_gpipe.training.from_recipe import model_config
 
         recipe = load_recipe(args[0], args[1:])
-        config, num_stages = model_config(recipe, None), recipe.pipeline.num_stages
-        trust_remote_code = recipe.model.trust_remote_code
+        config, trust_remote_code = model_config(recipe, None), recipe.model.trust_remote_code
+        if isinstance(recipe.pipeline.num_stages, int):
+            num_stages = recipe.pipeline.num_stages
     else:
-        trust_remote_code, num_stages = "--trust-remote-code" in args, 3
+        trust_remote_code = "--trust-remote-code" in args
         if unknown := [arg for arg in args[1:] if arg != "--trust-remote-code"]:
             raise UserError(f"{unknown[0]!r} is not understood; key=value goes with a recipe, a file named *.yaml")
         source = str(Path(args[0]).parent) if Path(args[0]).name == "config.json" else args[0]

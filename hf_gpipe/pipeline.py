@@ -36,7 +36,7 @@ from hf_gpipe.runtime.micro_batch import Batch, LogitsCallback, StepOptions, mak
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.runtime.topology import Topology
-from hf_gpipe.schedule.builders import build, placement_for
+from hf_gpipe.schedule.builders import build
 from hf_gpipe.schedule.file import recompute_under
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.stage_parameters import StageParameters
@@ -103,7 +103,7 @@ class Pipeline(StageParameters):
     def __init__(
         self,
         model: ModelSource,
-        num_stages: int | None = None,
+        num_stages: int | str | None = None,
         num_micro_batches: int | str | None = None,
         schedule: str | None = None,
         recompute: str | Sequence[str | int] | None = None,
@@ -169,8 +169,7 @@ class Pipeline(StageParameters):
         self.recompute = config.recompute
         self.partition = cut(len(self.adapter.layers), config.num_stages, config.partition)
         recomputed = Recompute.parse(config.recompute, config.num_stages)
-        counts = config.num_stages, processes.num_processes
-        placement = placement_for(config.schedule, *counts, config.replicas) if table is None else table.placement
+        placement = config.placed(config.schedule) if table is None else table.placement
         self.topology = Topology.of(processes, placement)
         self._table = None if table is None else replace(table, placement=self.topology.placement)
         self._table_recompute = recomputed.of_table

@@ -18,6 +18,7 @@ from hf_gpipe.schedule import Schedule, draw_text, recompute_under
 
 if TYPE_CHECKING:
     from hf_gpipe.planner.devices import Device
+    from hf_gpipe.planner.limits import MemoryLimit
     from hf_gpipe.planner.plan import Plan, Planner
     from hf_gpipe.recipe import PipelineConfig
 
@@ -58,25 +59,37 @@ def _plan(options: argparse.Namespace) -> int:
     num_devices, cluster = _count(options.devices), None
     if options.table and options.json:
         raise UserError("--table and --json exclude each other: both say what is printed; leave one of them out.")
-    if options.memory is not None:
-        read_bytes(options.memory, "--memory")
+    limits = tuple((options.memory or "").split(","))
+    for limit in limits if options.memory else ():
+        read_bytes(limit, "--memory")
     from hf_gpipe.planner.network import read_cluster
 
     device = _device(options)
     if options.devices is not None and num_devices is None:
         cluster = read_cluster(options.devices, device)
         num_devices = cluster.num_devices
-    recipe = _on_devices(load_recipe(options.recipe, options.overrides), options.overrides, num_devices)
-    config = replace(recipe.pipeline, memory=options.memory or recipe.pipeline.memory)
+    recipe = load_recipe(options.recipe, options.overrides)
+    if options.search and num_devices is not None:
+        recipe = replace(recipe, pipeline=recipe.pipeline.opened(num_devices))
+    else:
+        recipe = _on_devices(recipe, options.overrides, num_devices)
+    config = recipe.pipeline
+    if options.memory is not None:
+        config = replace(config, memory=limits if len(limits) > 1 else options.memory)
+    if config.is_mesh_open and config.num_processes is None:
+        raise UserError(
+            "pipeline.num_stages or pipeline.replicas is auto: they are chosen for a number of processes; give "
+            "--devices, or pipeline.num_processes."
+        )
 
-    from hf_gpipe.planner.choose import search
     from hf_gpipe.planner.report import as_dict, draw_plan, overrides, report, search_report
+    from hf_gpipe.planner.search import search
 
     table = config.table(recipe.training.gradient_accumulation_steps, config.processes)
     if table is not None:
         config = replace(config, recompute=recompute_under(table, config.recompute))
     planner = _planner(recipe, device, config.memory_bytes, table, is_profiled=options.profile)
-    planner.cluster = cluster
+    planner.cluster, planner.speeds = cluster, config.speeds
     if options.search:
         found = search(planner, config)
         best = found.fastest[0] if found.fastest else found.leanest
@@ -147,9 +160,11 @@ def _on_devices(recipe: Recipe, overrides: Sequence[str], devices: int | None) -
     if devices is None:
         return recipe
     pipeline = recipe.pipeline
+    if pipeline.is_mesh_open:
+        return replace(recipe, pipeline=replace(pipeline, num_processes=devices))
+    num_stages, _ = pipeline.mesh
     if isinstance(pipeline.replicas, int) and pipeline.replicas > 1:
         return _replicas_on_devices(recipe, pipeline.replicas, devices)
-    num_stages = pipeline.num_stages
     if devices > num_stages and pipeline.places == num_stages:
         if any(text.replace(" ", "").startswith("pipeline.num_stages=") for text in overrides):
             raise UserError(
@@ -168,11 +183,12 @@ def _on_devices(recipe: Recipe, overrides: Sequence[str], devices: int | None) -
 def _replicas_on_devices(recipe: Recipe, replicas: int, devices: int) -> Recipe:
     """The recipe with so many replicas of a pipeline, which share the devices evenly."""
     of_replica, rest = divmod(devices, replicas)
-    if rest or not of_replica or of_replica > recipe.pipeline.num_stages:
+    num_stages, _ = recipe.pipeline.mesh
+    if rest or not of_replica or of_replica > num_stages:
         raise UserError(
-            f"--devices is {devices}, pipeline.replicas {replicas} and pipeline.num_stages "
-            f"{recipe.pipeline.num_stages}: every replica has equally many devices, and each of them at least one "
-            f"stage; use a multiple of replicas, at most {replicas * recipe.pipeline.num_stages}, or more stages."
+            f"--devices is {devices}, pipeline.replicas {replicas} and pipeline.num_stages {num_stages}: every "
+            "replica has equally many devices, and each of them at least one "
+            f"stage; use a multiple of replicas, at most {replicas * num_stages}, or more stages."
         )
     return replace(recipe, pipeline=replace(recipe.pipeline, num_processes=devices))
 
@@ -201,7 +217,7 @@ def _device(options: argparse.Namespace) -> Device:
 
 
 def _planner(
-    recipe: Recipe, device: Device, memory_bytes: int | None, table: Schedule | None, *, is_profiled: bool
+    recipe: Recipe, device: Device, memory_bytes: MemoryLimit, table: Schedule | None, *, is_profiled: bool
 ) -> Planner:
     """The planner of the recipe; `table`: its schedule, where it is a file; `is_profiled`: layers are measured."""
     import torch
@@ -293,13 +309,15 @@ def _parser() -> argparse.ArgumentParser:
         help="number of devices, one process each (default: the recipe's), or a cluster: 4x8 is 4 machines of 8 "
         "devices, 4x8@25Gbit/s+50us,150GB/s+5us names the links from the outside in, pipedream-a is a known one",
     )
-    parser.add_argument("--memory", help="memory limit of a process, with its unit, such as 80GiB")
+    parser.add_argument("--memory", help="memory limit of a process, such as 80GiB, or of each: 24GiB,12GiB")
     parser.add_argument("--device", help=f"the device of each process: {', '.join(DEVICES)}")
     parser.add_argument("--flops", help="for another device: operations per second, such as 312TFLOPS")
     parser.add_argument("--bandwidth", help="for another device: memory bandwidth, such as 2TB/s")
     parser.add_argument("--link", help=f"the link between devices: {', '.join(LINKS)}, or a rate, such as 25GB/s")
     parser.add_argument("--profile", action="store_true", help="measure the layers on this machine's device")
-    parser.add_argument("--search", action="store_true", help="try other K, M, schedules, recomputation and splits")
+    parser.add_argument(
+        "--search", action="store_true", help="try other K, replicas, M, schedules, recomputation and splits"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--table",

@@ -8,6 +8,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hf_gpipe.errors import EXIT_STOPPED, RecipeError, UserError
@@ -122,30 +123,31 @@ def _work(recipe: Recipe) -> int:
 
 
 def _check(recipe: Recipe) -> None:
-    """Find what is wrong before any process starts. Raises UserError."""
+    """Find what is wrong and can be told without transformers, whose import takes seconds. Raises UserError."""
     import torch
 
-    from hf_gpipe.checkpoint.save import make_directory
-    from hf_gpipe.data.files import check_files
-    from hf_gpipe.training.from_recipe import check_model
-
-    check_files(recipe.data)
-    make_directory(Path(recipe.training.output_dir))
     # It may be left from an earlier run.
-    _traceback_file(recipe).unlink(missing_ok=True)
+    with suppress(OSError):
+        _traceback_file(recipe).unlink()
     if recipe.pipeline.device == "cuda" and not torch.cuda.is_available():
         raise RecipeError("pipeline.device is cuda and torch finds no GPU; use auto or cpu")
     if "RANK" not in os.environ:
         # In another launcher's job the main process reads it.
         recipe.pipeline.table(recipe.training.gradient_accumulation_steps, _num_processes(recipe))
-    recipe.pipeline.check_micro_batches(recipe.training.gradient_accumulation_steps)
-    check_model(recipe)
+    # With a number of tokens the number of rows is not known before they are read.
+    rows = recipe.training.batch_size if recipe.training.batch_tokens is None else None
+    recipe.pipeline.check_micro_batches(recipe.training.gradient_accumulation_steps, rows)
 
 
 def _num_processes(recipe: Recipe) -> int:
     """The number of processes that share the stages: that of the recipe, or one per stage, but at most one per GPU.
 
-    Raises RecipeError if the launcher started another number, or there are not enough GPUs.
+    Where the planner chooses stages or replicas, it does so in these processes, for their number: that of the recipe,
+    or one for each device.
+
+    Raises:
+        UserError: the launcher started another number, there are not enough GPUs, or neither recipe nor devices say how
+            many processes there are.
     """
     import torch
 
@@ -159,7 +161,8 @@ def _num_processes(recipe: Recipe) -> int:
             )
         return started
     if pipeline.devices is not None:
-        return asked or min(pipeline.processes, len(pipeline.devices))
+        num_devices = len(pipeline.devices)
+        return asked or (num_devices if pipeline.is_mesh_open else min(pipeline.processes, num_devices))
     if pipeline.device == "cpu" or not torch.cuda.is_available():
         return pipeline.processes
     num_gpus = torch.cuda.device_count()
@@ -168,7 +171,7 @@ def _num_processes(recipe: Recipe) -> int:
             f"pipeline.num_processes is {asked} and this machine has {num_gpus} GPUs, one for each process at most; "
             f"use {num_gpus} or fewer (several stages share a process), or pipeline.device=cpu"
         )
-    return asked or min(pipeline.processes, num_gpus)
+    return asked or (num_gpus if pipeline.is_mesh_open else min(pipeline.processes, num_gpus))
 
 
 def _fail(error: UserError) -> int:

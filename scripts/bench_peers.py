@@ -1,5 +1,7 @@
 """hf_gpipe beside other trainers on identical work: a Llama of 8 layers and width 384 on the CPU, two processes, gloo.
 
+The setting "mesh" has replicas: two processes of one stage, and two pipelines of two stages in four processes.
+
 Every run is in fresh processes with one thread each, and starts when the machine is quiet. Repetitions alternate: each
 takes every case once, every other one in reverse, and ratios are taken within a repetition. All cases of a setting must
 end at the same loss. "twin" is not a trainer but two processes that share nothing: what two cores of the machine give.
@@ -62,6 +64,7 @@ def summary(setting: Setting, runs: Runs) -> str:
         own = runs[case.name]
         ratios = {name: paired(seconds(runs[name]), seconds(own)) for name in ("single", "twin") if name in runs}
         is_pipeline = CONTENDERS[case.contender].trains and case.contender not in ("single", "ddp")
+        is_pipeline = is_pipeline and case.options.replicas == 1
         loss = own[0].last_loss
         rows.append(
             [

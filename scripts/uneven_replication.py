@@ -7,17 +7,23 @@ the blocks next to it, and reduces their gradients alone.
 Layers are priced by the planner for one row of 2048 tokens a micro-batch, in bfloat16 autocast. Each replication of the
 devices gets the split with the least ceil(M/r) t + G on its slowest stage. Then its tables of 1f1b, gpipe and
 gpipe_fused are simulated, and the fastest counts. No memory limit, no recomputation, free updates; every edge has a
-link of its own.
+link of its own. With --run the fastest table of the uneven and of the best uniform replication also run: the real
+executor, channels and reductions in as many processes, on stages that wait as long as they would compute and links
+that take as long.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 from math import ceil
+from statistics import median
+from typing import Any
 
 import torch
+from bench.emulation import Emulated, emulate
 from transformers import GPTNeoXConfig
 
 from hf_gpipe.adapters import adapter_for
@@ -42,6 +48,23 @@ class Step:
     replicas: tuple[int, ...]
     counts: tuple[int, ...]
     schedule: str
+    num_micro_batches: int
+    costs: Costs = field(compare=False)
+
+    def emulated(self) -> Emulated:
+        """The same step on stages that wait."""
+        costs: Any = self.costs
+        return Emulated(
+            self.schedule,
+            len(self.replicas),
+            self.num_micro_batches,
+            costs.forward_seconds,
+            costs.backward_seconds,
+            boundary_bytes=0,
+            replicas=self.replicas,
+            reduce_seconds=costs.reduce_seconds,
+            transfer_seconds=costs.transfer_seconds,
+        )
 
     @property
     def is_uniform(self) -> bool:
@@ -100,13 +123,16 @@ def step(sums: LayerSums, replicas: Sequence[int], num_micro_batches: int, link:
         for name in SCHEDULES
     }
     return min(
-        Step(float(simulate(table, costs).total_seconds), tuple(replicas), counts, name)
+        Step(float(simulate(table, costs).total_seconds), tuple(replicas), counts, name, num_micro_batches, costs)
         for name, table in tables.items()
     )
 
 
 def main() -> None:
     """Print the best uneven and every uniform replication."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=int, default=0, metavar="STEPS", help="also run this many steps of the two best")
+    num_steps = parser.parse_args().run
     adapter = adapter_for(pythia_70m(), autocast=Autocast(torch.bfloat16, torch.device("cpu")))
     costs = LayerTracer(adapter, as_on_gpu=True).costs(Workload(1, LENGTH, LENGTH, has_padding=False))
     for device_name, link_name, num_devices, num_micro_batches in (
@@ -126,7 +152,13 @@ def main() -> None:
         print(f"  layers, ms a micro-batch: {' '.join(milliseconds)}")
         print(f"  uneven   {uneven}")
         for one in uniform:
-            print(f"  uniform  {one}, {one.seconds / uneven.seconds:.2f} times as long")
+            print(f"  uniform  {one}, {one.seconds / uneven.seconds:.2f} times as long", flush=True)
+        if num_steps:
+            settings = [one.emulated() for one in (uneven, uniform[0])]
+            seconds = [[one.seconds for one in own] for own in emulate(settings, num_steps)]
+            for name, own in zip(("uneven ", "uniform"), seconds, strict=True):
+                print(f"  run, {name} {median(own):.3f} s (" + " ".join(f"{one:.3f}" for one in own) + ")")
+            print(f"  run, uniform over uneven: {median(b / a for a, b in zip(*seconds, strict=True)):.2f}")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,7 @@ from hf_gpipe.planner.measure import profile_layers, this_machine
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import DecidedConfig
+from hf_gpipe.schedule import replicas_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "planner.md"
 BEGIN, END = "<!-- validation: written by scripts/validate_planner.py -->", "<!-- end of validation -->"
@@ -77,6 +78,8 @@ class Case:
     num_micro_batches: int
     schedule: str
     recompute: str
+    replicas: int | tuple[int, ...] = 1
+    zero: Literal[0, 1] = 0
 
     @property
     def workload(self) -> Workload:
@@ -99,6 +102,8 @@ class Case:
             recompute=self.recompute,
             partition=self.partition,
             num_processes=self.num_processes,
+            replicas=self.replicas,
+            zero=self.zero,
         )
 
     def batch(self) -> dict[str, torch.Tensor]:
@@ -115,7 +120,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Eight of them: both kinds of models, K of 1, 2 and more stages than processes, every schedule, every mode."""
+    """Both kinds of models, K of 1, 2 and more stages than processes, every schedule, every mode, and replicas."""
     wide = {"d_model": 640, "encoder_ffn_dim": 2560, "decoder_ffn_dim": 2560}
     heads = {"encoder_attention_heads": 10, "decoder_attention_heads": 10}
     blocks = {"encoder_layers": 4, "decoder_layers": 4, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
@@ -145,6 +150,10 @@ def cases() -> list[Case]:
         Case("mt5-fused", mt5, 8, 96, 96, 2, 2, 4, "gpipe_fused", "stage"),
         Case("bart-naive", bart, 8, 96, 96, 2, 2, 2, "naive", "none"),
         Case("marian-stages", MarianConfig(**seq2seq, **tokens), 8, 96, 96, 2, 1, 4, "1f1b", "stage"),
+        Case("llama-replicas", llama, 8, 128, 128, 1, 2, 4, "gpipe", "none", 2),
+        Case("llama-zero", llama, 8, 128, 128, 1, 2, 4, "gpipe", "none", 2, 1),
+        Case("gpt2-uneven", gpt2, 8, 128, 128, 2, 3, 4, "1f1b", "none", (1, 2)),
+        Case("gpt2-uneven-zero", gpt2, 8, 128, 128, 2, 3, 4, "1f1b", "stage", (2, 1), 1),
     ]
 
 
@@ -195,9 +204,13 @@ def _train(case: Case, num_steps: int) -> tuple[Pipeline, tuple[float, ...]]:
         case.schedule,
         case.recompute,
         case.partition,
+        replicas=case.replicas,
+        zero=case.zero,
         device="cpu",
     )
     optimizer = torch.optim.AdamW([p for p in pipe.parameters() if p.requires_grad], fused=True)
+    if case.zero:
+        pipe.shard_optimizer(optimizer)
     batch, seconds = case.batch(), []
     for _ in range(num_steps):
         _barrier()
@@ -300,9 +313,9 @@ def report(results: Sequence[Result]) -> str:
     lines = [
         BEGIN,
         "",
-        "| case | model | K / processes | M | schedule | recompute | model state | parameters a process | "
+        "| case | model | K / processes | replicas | M | schedule | recompute | model state | parameters a process | "
         "peak a process: predicted / measured | step: predicted / measured |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for result in results:
         case = result.case
@@ -314,8 +327,8 @@ def report(results: Sequence[Result]) -> str:
         )
         lines.append(
             f"| {case.name} | {case.config.model_type}, {result.costs.total.count / 1e6:.1f}M | "
-            f"{case.num_stages} / {case.num_processes} | {case.num_micro_batches} | {case.schedule} | "
-            f"{case.recompute} | {result.state_bytes / 1e9:.2f} GB | {exact} | {peaks} | "
+            f"{case.num_stages} / {case.num_processes} | {_replicas(case)} | {case.num_micro_batches} | "
+            f"{case.schedule} | {case.recompute} | {result.state_bytes / 1e9:.2f} GB | {exact} | {peaks} | "
             f"{result.plan.step_seconds:.2f} s / {result.step_seconds:.2f} s = {result.step_ratio:.2f} |"
         )
     peaks_within = sum(all(_is_near(ratio) for ratio in result.peak_ratios) for result in results)
@@ -335,6 +348,11 @@ def report(results: Sequence[Result]) -> str:
         END,
     ]
     return "\n".join(lines)
+
+
+def _replicas(case: Case) -> str:
+    counts = replicas_of(case.num_stages, case.replicas)
+    return "-".join(map(str, counts)) + ", zero 1" * case.zero
 
 
 def _is_near(ratio: float) -> bool:

@@ -67,7 +67,7 @@ VALUES: dict[str, Sequence[Any]] = {
     "mesh": MESHES,
     "model": MODELS,
     "num_micro_batches": (4, 6, 7, 12),
-    "schedule": ("naive", "gpipe", "gpipe_fused", "1f1b", "interleaved_1f1b"),
+    "schedule": ("naive", "gpipe", "gpipe_fused", "1f1b", "interleaved_1f1b", "zb_h1"),
     "recompute": ("none", "block", "stage", 2),
 }
 

@@ -6,16 +6,17 @@ pipeline of level k-1 on all of that part's devices:
     T^k(i..j, m) = 1/m max(A^{k-1}(i..j, all parts), 2 (m-1) sum |w| / B_k)            one stage
     A^k(i..j, m) = min over s, m' of max(T^k(i..s, m'), 2 a_s / B_k, A^k(s+1..j, m-m'))   the best pipeline
 
-or T^k(i..j, m) where one stage is better. a_s are the bytes that cross after layer s, B_k the bandwidth of level k, and
-A^0(i..j) the seconds of the layers. The paper takes the last stage off; here it is the first one, which gives the same
-minimum, and the devices behind a stage, on which its memory depends, are known.
+or T^k(i..j, m) where one stage is better. Where the number of stages is given it is one more index of T and A, and the
+stages before and behind a cut have that many together. a_s are the bytes that cross after layer s, B_k the bandwidth of
+level k, and A^0(i..j) the seconds of the layers. The paper takes the last stage off; here it is the first one, which
+gives the same minimum, and the devices behind a stage, on which its memory depends, are known.
 
-Three objectives share this recurrence and differ in what a stage costs (`pricing.py`).
+Three objectives share this recurrence and differ in the costs of a stage (`pricing.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -63,7 +64,7 @@ class PlacedStage:
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """What the partitioner chose.
+    """The pipeline that the partitioner has chosen.
 
     Attributes:
         parts: the stages of the outermost level, with what is inside of them.
@@ -88,11 +89,13 @@ def partition_cluster(
     memory: MemoryCosts | None = None,
     *,
     one_stage: bool = True,
+    num_stages: int | None = None,
 ) -> ClusterPlan:
     """The stages with the least predicted seconds on all devices of a cluster.
 
     The time is O(L^2 m^2) for the outermost level of m parts and O(L^3 m^2) for the others; under a memory limit or
-    with micro-batches the inner levels are solved several times.
+    with micro-batches the inner levels are solved several times. With K stages given, an outermost level that is the
+    only one takes K times as long, and others up to K^2 times.
 
     Args:
         layers: the costs of the L layers.
@@ -100,23 +103,49 @@ def partition_cluster(
         objective: what is minimised.
         memory: the memory of a device and what needs it; None: no limit.
         one_stage: whether a single stage on the outermost level (data parallelism over its parts) is allowed.
+        num_stages: K; None: as many as are best.
 
     Raises:
         PartitionError: no pipeline on these devices fits the memory, or the layers are too few for what is asked.
     """
-    pricing = Pricing(layers, cluster, objective, memory)
-    top, parts = len(cluster.levels), cluster.levels[-1].parts
+    unlimited = None
     if memory is not None:
         # Often the best pipeline without a limit fits, and it is found much sooner.
-        unlimited = partition_cluster(layers, cluster, objective, one_stage=one_stage)
+        unlimited = partition_cluster(layers, cluster, objective, one_stage=one_stage, num_stages=num_stages)
+    return _best(_Search(Pricing(layers, cluster, objective, memory)), unlimited, num_stages, one_stage)
+
+
+def partitions_by_stages(
+    layers: LayerCosts, cluster: Cluster, objective: Objective, memory: MemoryCosts | None = None
+) -> Iterator[ClusterPlan]:
+    """`partition_cluster` for K = 1, 2, ... stages, which share their tables; a K that does not fit is left out."""
+    free = _Search(Pricing(layers, cluster, objective, None))
+    limited = free if memory is None else _Search(Pricing(layers, cluster, objective, memory))
+    for num_stages in range(1, min(len(layers), cluster.num_devices) + 1):
+        try:
+            unlimited = None if memory is None else _best(free, None, num_stages)
+            yield _best(limited, unlimited, num_stages)
+        except PartitionError:
+            continue
+
+
+def _best(
+    search: _Search, unlimited: ClusterPlan | None, num_stages: int | None, one_stage: bool = True
+) -> ClusterPlan:
+    """The best pipeline of a search, which is the one that was found without a limit of memory if it fits."""
+    pricing = search.pricing
+    cluster, memory, num_layers = pricing.cluster, pricing.memory, pricing.num_layers
+    if unlimited is not None:
         plan = _plan(pricing, unlimited.parts)
         if plan.seconds <= unlimited.seconds:
             return plan
-    value, stages = _Search(pricing).pipeline(top, 0, len(layers), parts, 1, 0, one_stage)
+    top, parts = len(cluster.levels), cluster.levels[-1].parts
+    value, stages = search.pipeline(top, 0, num_layers, parts, 1, 0, num_stages, one_stage)
     if value == np.inf:
         limit = "" if memory is None else f" with {memory.limit_bytes / 2**30:.4g} GiB each"
+        into = "" if num_stages is None else f" in {num_stages} stages"
         raise PartitionError(
-            f"no pipeline of {len(layers)} layers fits the {cluster.num_devices} devices of a {cluster} cluster"
+            f"no pipeline of {num_layers} layers{into} fits the {cluster.num_devices} devices of a {cluster} cluster"
             f"{limit}; allow more memory or recomputation, or use more devices or smaller micro-batches."
         )
     return _plan(pricing, stages)
@@ -159,80 +188,118 @@ def communicated_bytes(
 
 
 class _Search:
-    """The tables of one problem. The entry (i, j) of an array is for layers i to j-1, and infinite for j <= i."""
+    """The tables of one problem. The entry (i, j) of an array is for layers i to j-1, and infinite for j <= i.
+
+    `count` is everywhere the number of stages that devices hold, or None for any number.
+    """
 
     def __init__(self, pricing: Pricing) -> None:
         self.pricing = pricing
         self.levels = pricing.cluster.levels
-        self._kept_stages: dict[tuple[int, int, int, int], Array] = {}
-        self._kept_tables: dict[tuple[int, int, int, int, int | None], Array] = {}
+        self._kept_stages: dict[tuple[int, int, int, int, int | None], Array] = {}
+        self._kept_tables: dict[tuple[int, int, int, int, int | None, int | None], Array] = {}
 
-    def stage(self, depth: int, replicas: int, copies: int, behind: int) -> Array:
+    def stage(self, depth: int, replicas: int, copies: int, behind: int, count: int | None) -> Array:
         """T of level `depth`.
 
         Args:
             copies: of the pipeline that the stage belongs to, through replication on outer levels.
             behind: devices with later stages, for each copy of that pipeline.
+            count: of the stages inside of it.
         """
         copies, behind = self.pricing.relevant(copies, behind)
         inside = copies * replicas, _share(behind, replicas)
-        key = (depth, replicas, *inside)
+        key = (depth, replicas, *inside, count)
         if key not in self._kept_stages:
-            if depth == 1:
+            if depth > 1:
+                inner = self.table(depth - 1, self.levels[depth - 2].parts, *inside, count)
+            elif count in (None, 1):
                 inner = self.pricing.device(*inside)
             else:
-                inner = self.table(depth - 1, self.levels[depth - 2].parts, *inside)
+                inner = self.pricing.nothing
             self._kept_stages[key] = self.pricing.stage(depth, replicas, copies * replicas, inner)
         return self._kept_stages[key]
 
-    def table(self, depth: int, parts: int, copies: int, behind: int, stop: int | None = None) -> Array:
+    def table(
+        self, depth: int, parts: int, copies: int, behind: int, count: int | None, stop: int | None = None
+    ) -> Array:
         """A of level `depth` on the given number of its parts: (L+1, L+1), or (L+1, 1) for one `stop` alone."""
         copies, behind = self.pricing.relevant(copies, behind)
-        key = (depth, parts, copies, behind, stop)
+        key = (depth, parts, copies, behind, count, stop)
         if key not in self._kept_tables:
-            best = self.stage(depth, parts, copies, behind)[:, _column(stop)].copy()
-            for replicas in range(1, parts):
-                np.minimum(best, _least_over_cuts(*self.split(depth, replicas, parts, copies, behind, stop)), out=best)
+            best = self.stage(depth, parts, copies, behind, count)[:, _column(stop)].copy()
+            for replicas, first, rest in self.splits(depth, parts, count):
+                through = self.split(depth, replicas, parts, copies, behind, first, rest, stop)
+                np.minimum(best, _least_over_cuts(*through), out=best)
             self._kept_tables[key] = best
         return self._kept_tables[key]
 
+    def splits(self, depth: int, parts: int, count: int | None) -> Iterator[tuple[int, int | None, int | None]]:
+        """The replicas of a first stage, with the numbers of stages inside of it and in the rest of the pipeline."""
+        for replicas in range(1, parts):
+            if count is None:
+                yield replicas, None, None
+                continue
+            size = self.pricing.cluster.devices_in(depth - 1)
+            for first in range(1, min(count - 1, size) + 1):
+                if count - first <= (parts - replicas) * size:
+                    yield replicas, first, count - first
+
     def split(
-        self, depth: int, replicas: int, parts: int, copies: int, behind: int, stop: int | None
+        self,
+        depth: int,
+        replicas: int,
+        parts: int,
+        copies: int,
+        behind: int,
+        first: int | None,
+        rest: int | None,
+        stop: int | None,
     ) -> tuple[Array, Array]:
         """A first stage with `replicas` of the parts, (i, s), and the cut and the rest of the pipeline, (s, j)."""
         later = behind + (parts - replicas) * self.pricing.cluster.devices_in(depth - 1)
-        rest = self.table(depth, parts - replicas, copies, behind, stop)
-        return self.stage(depth, replicas, copies, later), np.maximum(self.pricing.cuts(depth)[:, None], rest)
+        others = self.table(depth, parts - replicas, copies, behind, rest, stop)
+        own = self.stage(depth, replicas, copies, later, first)
+        return own, np.maximum(self.pricing.cuts(depth)[:, None], others)
 
     def pipeline(
-        self, depth: int, start: int, stop: int, parts: int, copies: int, behind: int, one_stage: bool = True
+        self,
+        depth: int,
+        start: int,
+        stop: int,
+        parts: int,
+        copies: int,
+        behind: int,
+        count: int | None,
+        one_stage: bool = True,
     ) -> tuple[float, tuple[Part, ...]]:
         """The seconds of the best pipeline of layers `start` to `stop` - 1, and its stages.
 
         Of equal pipelines it has the fewest replicas, then the fewest layers, in its first stage; one stage goes first.
         """
-        value, choice = np.inf, None
+        value = np.inf
+        choice: tuple[int, int, int | None, int | None] | None = None
         if one_stage:
-            value = float(self.stage(depth, parts, copies, behind)[start, stop])
-            choice = (parts, stop)
-        for replicas in range(1, parts):
-            first, rest = self.split(depth, replicas, parts, copies, behind, stop)
-            through = np.maximum(first[start], rest[:, 0])
+            value = float(self.stage(depth, parts, copies, behind, count)[start, stop])
+            choice = (parts, stop, count, None)
+        for replicas, inside, rest in self.splits(depth, parts, count):
+            first, others = self.split(depth, replicas, parts, copies, behind, inside, rest, stop)
+            through = np.maximum(first[start], others[:, 0])
             cut = int(through.argmin())
             if through[cut] < value:
-                value, choice = float(through[cut]), (replicas, cut)
+                value, choice = float(through[cut]), (replicas, cut, inside, rest)
         if value == np.inf or choice is None:
             return np.inf, ()
-        replicas, cut = choice
+        replicas, cut, inside, rest = choice
         later = behind + (parts - replicas) * self.pricing.cluster.devices_in(depth - 1)
         inner: tuple[Part, ...] = ()
         if depth > 1:
-            inside = copies * replicas, _share(later, replicas)
-            _, inner = self.pipeline(depth - 1, start, cut, self.levels[depth - 2].parts, *inside)
+            own = copies * replicas, _share(later, replicas)
+            _, inner = self.pipeline(depth - 1, start, cut, self.levels[depth - 2].parts, *own, inside)
         part = Part(start, cut, replicas, inner)
         if cut == stop:
             return value, (part,)
-        return value, (part, *self.pipeline(depth, cut, stop, parts - replicas, copies, behind)[1])
+        return value, (part, *self.pipeline(depth, cut, stop, parts - replicas, copies, behind, rest)[1])
 
 
 def _share(devices: int, replicas: int) -> int:

@@ -1,4 +1,4 @@
-"""What a stage with replicas costs: the terms of PipeDream's recurrence (`hierarchical.py`), for three objectives.
+"""The costs of a stage with replicas: the terms of PipeDream's recurrence (`hierarchical.py`), for three objectives.
 
 * The published one: seconds per mini-batch in the steady state of asynchronous training, to the letter. Its all-reduce
   takes 2 (m-1) |w| / B and is divided by m like the computation, as if every mini-batch were followed by one; and one
@@ -32,7 +32,7 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What each of the L layers costs; L entries in each list.
+    """The costs of each of the L layers; L entries in each list.
 
     Attributes:
         seconds: forward and backward of one mini-batch on one device; in a synchronous step of one micro-batch.
@@ -59,7 +59,7 @@ class LayerCosts:
 
 @dataclass(frozen=True)
 class MemoryCosts:
-    """The memory of a device, and what needs it.
+    """The memory of a device, and the memory that each layer needs.
 
     A stage holds its weights, their gradients and the optimizer's state, and for each micro-batch in flight what its
     graph keeps. Of a stage with r replicas 1 + ceil(devices behind it / r) micro-batches are in flight on each replica,
@@ -84,7 +84,7 @@ class MemoryCosts:
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised; the module's comment has the formulas.
+    """The value to minimise; the module's comment has the formulas.
 
     Attributes:
         num_micro_batches: M of a synchronous step; None: mini-batches follow each other without end.
@@ -131,8 +131,13 @@ class Pricing:
         by_copies = self.objective.num_micro_batches is not None or (self.memory is not None and self.memory.zero)
         return copies if by_copies else 1, behind if self.memory is not None else 0
 
+    @property
+    def nothing(self) -> Array:
+        """No stage is possible: infinite everywhere."""
+        return np.full(self._exists.shape, np.inf)
+
     def device(self, replicas: int, behind: int) -> Array:
-        """A^0: what a device with layers i to j-1 pays; infinite where they do not fit.
+        """A^0: the seconds of a device with layers i to j-1; infinite where they do not fit.
 
         Args:
             replicas: of the stage, on all levels.
@@ -154,7 +159,7 @@ class Pricing:
         return bool(plain[start, stop] > self.memory.limit_bytes >= recomputed[start, stop])
 
     def stage(self, depth: int, replicas: int, copies: int, inner: Array) -> Array:
-        """T^k with k = `depth`: a stage that is `inner` on each of its parts, and what its links carry.
+        """T^k with k = `depth`: a stage that is `inner` on each of its parts, with the time of its links.
 
         Args:
             replicas: the parts of this level that have the stage.
@@ -176,7 +181,7 @@ class Pricing:
         return np.maximum(busiest, reduce) / replicas
 
     def cuts(self, depth: int) -> Array:
-        """What a cut costs by itself, for the first layer after it: 2 a / B in the published formula, else nothing."""
+        """The seconds of a cut by itself, for the first layer after it: 2 a / B in the published formula, else 0."""
         return self._cut_seconds(depth) if self.objective.published else np.zeros(self.num_layers + 1)
 
     def total(self, value: float) -> float:
@@ -198,7 +203,7 @@ class Pricing:
         return np.multiply(seconds, rest, where=np.isfinite(seconds), out=seconds.copy())
 
     def _memory_bytes(self, replicas: int, behind: int) -> tuple[Array, Array]:
-        """What a device needs without and with recomputation."""
+        """Bytes that a device needs without and with recomputation."""
         assert self.memory is not None
         in_flight = 1 + behind
         versions = in_flight

@@ -10,7 +10,9 @@ import torch
 
 from hf_gpipe.errors import StageError, UserError
 from hf_gpipe.planner.choose import best_plan, micro_batch_counts
-from hf_gpipe.planner.plan import Plan, Planner, seconds_text
+from hf_gpipe.planner.limits import limit_text
+from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.times import seconds_text
 from hf_gpipe.recipe import AUTO, PipelineConfig
 from hf_gpipe.recipe.sizes import size_text
 from hf_gpipe.runtime import failures
@@ -42,7 +44,7 @@ def smallest_fix(plan: Plan) -> str:
             )
         least = min(least, changed, key=lambda one: one.peak_bytes)
     return (
-        f"no number of stages or micro-batches fits {size_text(limit)}: the leanest way needs "
+        f"no number of stages or micro-batches fits {limit_text(limit)}: the leanest way needs "
         f"{size_text(least.peak_bytes)} ({_words(least)}); use devices with more memory, shorter texts, or an "
         "optimizer with less state."
     )

@@ -1,29 +1,35 @@
 """The choice of what a configuration leaves open: the fastest plan that fits.
 
-`best_plan` tries each schedule and M that the configuration allows. For each it chooses where to cut the model and what
-to recompute. `search` also tries other K, and shows more than the best.
+`best_plan` tries each schedule and M that the configuration allows, and where stages or replicas are open the meshes
+(mesh.py). For each it chooses where to cut the model and what to recompute. `search` (search.py) leaves everything
+open, and shows more than the best.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from hf_gpipe.errors import PartitionError, ScheduleError, UserError
 from hf_gpipe.partition import COST_STRATEGIES, by_cost
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.costs import InnerRecompute
+from hf_gpipe.planner.limits import limit_text, limits_of, speeds_of
 from hf_gpipe.planner.memory import MemoryBound, StageLayers
+from hf_gpipe.planner.mesh import meshes, too_few_rows
 from hf_gpipe.planner.plan import Plan, Planner, inner_recompute, recompute_shares, stage_layers
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig, RecomputeChoice
-from hf_gpipe.schedule import SPLIT_SCHEDULES, V_SHAPED
+from hf_gpipe.schedule import SPLIT_SCHEDULES, V_SHAPED, Placement, replicas_of
 from hf_gpipe.schedule.occupancy import Held
 
 AUTO_SCHEDULES = ("1f1b", "gpipe_fused", "gpipe", "interleaved_1f1b", *SPLIT_SCHEDULES)
 """The schedules that "auto" chooses from. Of equally good ones the first is chosen."""
 
-#: Stages of one process that a search tries.
-_STAGES_A_PROCESS = (1, 2)
+#: Where meshes are compared, M is at first between these times the number of processes: with fewer micro-batches most
+#: processes would wait, and with more each simulation takes long and the bubble is no longer large.
+_MICRO_BATCHES_A_PROCESS = 0.25, 4
+#: Actions of all tables that are simulated to compare meshes: a few seconds.
+_MOST_ACTIONS = 20_000
 
 
 def best_plan(planner: Planner, config: PipelineConfig) -> Plan:
@@ -31,40 +37,128 @@ def best_plan(planner: Planner, config: PipelineConfig) -> Plan:
 
     Args:
         planner: of the model, its mini-batch and its device.
-        config: K, and for all else a value or "auto". The limit of memory is the planner's.
+        config: a value or "auto" for everything, and the number of processes where stages or replicas are "auto". The
+            limit of memory is the planner's.
 
     Raises:
         PartitionError: the partition is by cost, and no split of any allowed plan meets the limit.
         UserError: another of its kinds, for what no pipeline could do.
     """
-    found: Plan | None = None
-    failure: UserError | None = None
-    for one in _allowed(planner, config):
+    return min(allowed_plans(planner, config), key=rank)
+
+
+def allowed_plans(planner: Planner, config: PipelineConfig) -> list[Plan]:
+    """The plans that a configuration allows and that are worth a try, at least one. Raises as `best_plan`."""
+    tries = _Tries(planner)
+    if not config.is_mesh_open:
+        for one in _allowed(planner, config):
+            tries.add(one)
+    else:
+        _try_meshes(tries, config)
+    return tries.result()
+
+
+class _Tries:
+    """The plans that were tried, and the error of the first one that cannot be."""
+
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
+        self.plans: list[Plan] = []
+        self.best: Plan | None = None
+        self._failure: UserError | None = None
+
+    def add(self, config: PipelineConfig) -> bool:
+        """Try a configuration that leaves at most its partition and its recomputation open; returns if it can be."""
         try:
-            plan = _plan(planner, one)
+            plan = _plan(self.planner, config)
         except (PartitionError, ScheduleError) as error:
-            failure = failure or error
+            self._failure = self._failure or error
+            return False
+        self.plans.append(plan)
+        if self.best is None or rank(plan) < rank(self.best):
+            self.best = plan
+        return True
+
+    def is_beaten(self, least_seconds: float) -> bool:
+        """Whether a plan that fits is faster than a step that takes at least so long."""
+        return self.best is not None and self.best.fits and _rounded(least_seconds) > _rounded(self.best.step_seconds)
+
+    def result(self) -> list[Plan]:
+        """All plans. Raises the first error where there is none."""
+        if not self.plans:
+            assert self._failure is not None, "a configuration allows something"
+            raise self._failure
+        return self.plans
+
+
+def _try_meshes(tries: _Tries, config: PipelineConfig) -> None:
+    """Try the meshes in the order of the least that their steps can take, until no other can be faster.
+
+    One schedule and not too many micro-batches come first, then the other schedules, and for the best mesh more
+    micro-batches as long as they help. Where there are many processes the work is limited, so the last meshes of the
+    order may be left out.
+    """
+    planner = tries.planner
+    few = few_micro_batches(planner, config.num_micro_batches, config.processes)
+    schedules = AUTO_SCHEDULES if config.schedule == AUTO else (config.schedule,)
+    room = _MOST_ACTIONS
+    tried: list[tuple[float, PipelineConfig]] = []
+    for bound, one in meshes(planner, config, few):
+        is_enough = room < 0 and tries.best is not None and (tries.best.fits or room < -_MOST_ACTIONS)
+        if tries.is_beaten(bound) or is_enough:
             continue
-        if found is None or _rank(plan) < _rank(found):
-            found = plan
-    if found is None:
-        assert failure is not None, "a configuration allows something"
-        raise failure
-    return found
+        if tries.add(replace(one, schedule=schedules[0])):
+            tried.append((bound, one))
+        room -= _num_actions(planner, one)
+    room = _MOST_ACTIONS
+    ranks = map(rank, tries.plans)
+    for _, (bound, one) in sorted(zip(ranks, tried, strict=True), key=lambda pair: pair[0]):
+        for schedule in schedules[1:]:
+            is_asked = config.schedule != AUTO or _is_worth_a_try(schedule, one)
+            if room < 0 or not is_asked or tries.is_beaten(bound):
+                continue
+            tries.add(replace(one, schedule=schedule))
+            room -= _num_actions(planner, one)
+    if tries.best is None:
+        return
+    for count in micro_batch_counts(planner.rows, config.num_micro_batches):
+        best = tries.best
+        if count > max(few):
+            tries.add(
+                best.settings.reopened(num_micro_batches=count, recompute=config.recompute, partition=config.partition)
+            )
+            if tries.best is best:
+                break
+
+
+def _num_actions(planner: Planner, config: PipelineConfig) -> int:
+    """About how many actions a table has: the work of its simulation."""
+    num_stages, _ = config.mesh
+    assert isinstance(config.num_micro_batches, int), "it is decided"
+    return 3 * num_stages * planner.micro_batches_of_step(config.num_micro_batches)
 
 
 def _plan(planner: Planner, config: PipelineConfig) -> Plan:
     """The plan of a configuration that leaves at most its partition and its recomputation open.
 
     They depend on each other: a split is balanced for what is recomputed, and what is recomputed is what the split
-    leaves no room for. So the leanest recomputation is split for first, and then twice what was chosen.
+    leaves no room for. If nothing need be recomputed, that is the plan. Otherwise the leanest recomputation is split
+    for first, and then twice what was chosen.
     """
     is_auto = config.recompute == AUTO
-    even = tuple(map(len, cut(planner.num_layers, config.num_stages)))
-    settings = config.decided(partition=even, recompute="stage" if is_auto else config.recompute)
-    settings = replace(settings, partition=choose_partition(planner, settings, config.partition))
+    num_stages, _ = config.mesh
+    even = tuple(map(len, cut(planner.num_layers, num_stages)))
+    settings = config.decided(partition=even, recompute="none" if is_auto else config.recompute)
     if not is_auto:
-        return planner.plan(settings)
+        return planner.plan(replace(settings, partition=choose_partition(planner, settings, config.partition)))
+    try:
+        plan = planner.plan(replace(settings, partition=choose_partition(planner, settings, config.partition)))
+        if plan.fits:
+            return plan
+    except PartitionError:
+        pass
+    settings = replace(settings, recompute="stage")
+    settings = replace(settings, partition=choose_partition(planner, settings, config.partition))
     plans = []
     for _ in range(2):
         settings = replace(settings, recompute=choose_recompute(planner, settings))
@@ -74,31 +168,45 @@ def _plan(planner: Planner, config: PipelineConfig) -> Plan:
                 settings = replace(settings, partition=choose_partition(planner, settings, config.partition))
             except PartitionError:
                 break
-    return min(plans, key=_rank)
+    return min(plans, key=rank)
 
 
 def _allowed(planner: Planner, config: PipelineConfig) -> Iterator[PipelineConfig]:
-    """The configuration with its schedule and M decided, in every way that is worth a try."""
+    """The configuration with its schedule and M decided, in every way that is worth a try.
+
+    Raises:
+        UserError: M is "auto", and a step has too few rows for the replicas of a stage.
+    """
     schedules = AUTO_SCHEDULES if config.schedule == AUTO else (config.schedule,)
+    num_stages, replicas = config.mesh
+    counts = micro_batch_counts(planner.rows, config.num_micro_batches)
+    if config.num_micro_batches == AUTO:
+        # Every replica gets a micro-batch in every step.
+        fewest = max(replicas_of(num_stages, replicas))
+        steps = [planner.micro_batches_of_step(count) for count in counts]
+        if fewest > max(steps):
+            raise UserError(too_few_rows(max(steps), fewest))
+        counts = [count for count, step in zip(counts, steps, strict=True) if step >= fewest]
     for schedule in schedules:
-        if config.schedule == AUTO and not _is_worth_a_try(schedule, config, config.num_stages):
+        if config.schedule == AUTO and not _is_worth_a_try(schedule, config):
             continue
-        for num_micro_batches in micro_batch_counts(planner.rows, config.num_micro_batches):
+        for num_micro_batches in counts:
             yield replace(config, schedule=schedule, num_micro_batches=num_micro_batches)
 
 
-def _is_worth_a_try(schedule: str, config: PipelineConfig, num_stages: int) -> bool:
-    """Whether a schedule can run so many stages on the configuration's processes, and is not another one there."""
-    is_uniform = isinstance(config.replicas, int)
-    places = num_stages * config.replicas if isinstance(config.replicas, int) else sum(config.replicas)
+def _is_worth_a_try(schedule: str, config: PipelineConfig) -> bool:
+    """Whether "auto" considers a schedule: it can run on the processes, and is not another one there."""
+    num_stages, replicas = config.mesh
     if schedule == "interleaved_1f1b":
-        return config.processes < places
+        return config.processes < config.places
     if schedule not in SPLIT_SCHEDULES:
         return True
-    # A compiled block has one backward, and in one process no one waits for I.
-    if config.torch_compile or places == num_stages * config.processes:
+    # A compiled block has one backward, and in one process no other waits for I.
+    if config.torch_compile or config.places == num_stages * config.processes:
         return False
-    return is_uniform and places == 2 * config.processes if schedule in V_SHAPED else places == config.processes
+    if schedule in V_SHAPED:
+        return isinstance(replicas, int) and config.places == 2 * config.processes and config.placement is None
+    return config.places == config.processes
 
 
 def micro_batch_counts(rows: int, asked: int | str) -> list[int]:
@@ -108,12 +216,23 @@ def micro_batch_counts(rows: int, asked: int | str) -> list[int]:
     return sorted({rows, *(2**power for power in range(rows.bit_length()))})
 
 
-def _rank(plan: Plan) -> tuple[float, ...]:
+def few_micro_batches(planner: Planner, asked: int | str, num_processes: int) -> list[int]:
+    """Those of `micro_batch_counts` for which meshes of so many processes are compared; at least one."""
+    least, most = (share * num_processes for share in _MICRO_BATCHES_A_PROCESS)
+    counts = micro_batch_counts(planner.rows, asked)
+    return [count for count in counts if least <= count <= most] or [min(counts, key=lambda count: abs(count - most))]
+
+
+def rank(plan: Plan) -> tuple[float, ...]:
     """Sort key: the best plan has the smallest."""
     if not plan.fits:
-        return (1.0, plan.peak_bytes)
+        return (1.0, plan.fullness)
     # A gain below the model's own error is none: then the fewer messages and the less memory.
-    return (0.0, float(f"{plan.step_seconds:.3g}"), plan.settings.num_micro_batches, plan.peak_bytes)
+    return (0.0, _rounded(plan.step_seconds), plan.settings.num_micro_batches, plan.peak_bytes)
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.3g}")
 
 
 def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | Sequence[int]) -> tuple[int, ...]:
@@ -141,8 +260,11 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
     table, bound = planner.table(settings), planner.memory_bound(settings)
     shares, inner = recompute_shares(table), inner_recompute(settings)
     placement = table.placement
-    # Of r replicas the busiest runs M / r micro-batches, rounded up.
-    of_replica = [-(-table.num_micro_batches // count) / table.num_micro_batches for count in placement.replicas]
+    # Of r replicas the busiest runs M / r micro-batches, rounded up; the others wait for the slowest.
+    of_replica = [
+        -(-table.num_micro_batches // count) / table.num_micro_batches / speed
+        for count, speed in zip(placement.replicas, speeds_of(planner.speeds, placement), strict=True)
+    ]
 
     def seconds(stage: int, start: int, stop: int) -> float:
         return of_replica[stage] * sums.seconds(start, stop, inner[stage]).of_micro_batch(shares[stage])
@@ -154,23 +276,45 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
     def parameters(_: int, start: int, stop: int) -> float:
         return sums.held(start, stop).num_bytes
 
+    caps = _caps(planner, placement)
+    largest = max(caps, default=0.0)
+
     def memory_bytes(stage: int, start: int, stop: int) -> float:
-        return bound.stage_bytes(stage, StageLayers(start, stop, inner[stage]))
+        # As if every stage had the largest limit of all.
+        own = largest / caps[stage] if caps else 1.0
+        return own * bound.stage_bytes(stage, StageLayers(start, stop, inner[stage]))
 
     cost = {"parameters": parameters, "flops": flops}.get(str(strategy), seconds)
-    most_stages = max(len(placement.stages_of(process)) for process in range(placement.num_processes))
-    cap = None if planner.memory_bytes is None else planner.memory_bytes / most_stages
     boundaries = [layer.input_bytes for layer in costs.layers]
     # A run of layers may keep less than a part of it by as much as its ends' boundaries differ.
     dip = 2 * planner.micro_batches_of_step(num_micro_batches) * (max(boundaries) - min(boundaries[1:], default=0))
-    return by_cost(
-        planner.num_layers,
-        settings.num_stages,
-        cost,
-        memory_bytes,
-        cap,
-        memory_dip_bytes=dip * (1 + planner.device.reserved_share),
-    )
+    dip_bytes = dip * (1 + planner.device.reserved_share) * (largest / min(caps) if caps else 1.0)
+    try:
+        return by_cost(
+            planner.num_layers,
+            settings.num_stages,
+            cost,
+            memory_bytes,
+            largest if caps else None,
+            memory_dip_bytes=dip_bytes,
+        )
+    except PartitionError:
+        if not isinstance(planner.memory_bytes, tuple):
+            raise
+        raise PartitionError(
+            f"no split of {planner.num_layers} layers into {settings.num_stages} stages fits the processes' memory "
+            f"({limit_text(planner.memory_bytes)}); allow more, or use more stages or smaller micro-batches."
+        ) from None
+
+
+def _caps(planner: Planner, placement: Placement) -> list[float]:
+    """For each stage the most bytes that it may need, where a process's stages share its memory evenly."""
+    caps = []
+    for own, limit in zip(placement.workers, limits_of(planner.memory_bytes, placement), strict=True):
+        if limit is None:
+            return []
+        caps.append(limit / max(len(placement.stages_of(process)) for process in own))
+    return caps
 
 
 def choose_recompute(planner: Planner, settings: DecidedConfig) -> RecomputeChoice:
@@ -186,15 +330,16 @@ def choose_recompute(planner: Planner, settings: DecidedConfig) -> RecomputeChoi
     Returns:
         "none" where nothing need be recomputed, else an entry for each stage. It may not fit: then nothing does.
     """
-    if planner.memory_bytes is None:
-        return "none"
     settings = replace(settings, recompute="none")
     bound, layers = planner.memory_bound(settings), stage_layers(settings)
     placement = planner.table(settings).placement
+    limits = limits_of(planner.memory_bytes, placement)
     entries: list[str | int] = ["none"] * settings.num_stages
-    for process in range(placement.num_processes):
-        room = _Room(bound, layers, placement.stages_of(process))
-        for stage, entry in room.fill(planner.memory_bytes).items():
+    for own in dict.fromkeys(map(placement.stages_of, range(placement.num_processes))):
+        limit = min((one for stage in own if (one := limits[stage]) is not None), default=None)
+        if limit is None:
+            return "none"
+        for stage, entry in _Room(bound, layers, own).fill(limit).items():
             entries[stage] = entry
     return "none" if set(entries) == {"none"} else tuple(entries)
 
@@ -251,79 +396,3 @@ class _Room:
             parts.append(self._bound.parts(stage, layers, live))
         # One action works at a time, so the largest working memory of all stages is enough.
         return sum(kept for kept, _ in parts) + max(working for _, working in parts)
-
-
-@dataclass(frozen=True)
-class Found:
-    """The result of a search.
-
-    Attributes:
-        fastest: the plans that fit, the fastest first; of each schedule and recomputation the best only.
-        leanest: the plan that needs the least memory.
-        num_tried: how many plans there were.
-    """
-
-    fastest: tuple[Plan, ...]
-    leanest: Plan
-    num_tried: int
-
-
-def search(planner: Planner, config: PipelineConfig) -> Found:
-    """Try K, M, schedule, recomputation and partition on the configuration's number of processes.
-
-    K is one or two stages per process, M every power of two up to one micro-batch per row, and one per
-    row; the configuration's own values are among those tried.
-
-    Raises:
-        PartitionError: there is no split at all.
-    """
-    plans: list[tuple[PipelineConfig, Plan]] = []
-    failure: Exception | None = None
-    for one in _configs(planner, config):
-        try:
-            plans.append((one, best_plan(planner, one)))
-        except (PartitionError, ScheduleError) as error:
-            failure = failure or error
-    if not plans:
-        assert failure is not None, "a search tries something"
-        raise failure
-    best: dict[tuple[str, object], Plan] = {}
-    for asked, plan in sorted(plans, key=lambda one: (one[1].step_seconds, one[1].peak_bytes)):
-        if plan.fits:
-            best.setdefault((asked.schedule, asked.recompute), plan)
-    leanest = min((plan for _, plan in plans), key=lambda plan: (plan.peak_bytes, plan.step_seconds))
-    return Found(tuple(best.values()), leanest, len(plans))
-
-
-def _configs(planner: Planner, config: PipelineConfig) -> Sequence[PipelineConfig]:
-    counts = {config.num_stages}
-    # Replicas that are listed are of this many stages.
-    of_replica = config.processes // config.replicas if isinstance(config.replicas, int) else config.num_stages
-    if isinstance(config.replicas, int):
-        counts |= {count * of_replica for count in _STAGES_A_PROCESS}
-    micro_batches = set(micro_batch_counts(planner.rows, AUTO))
-    if isinstance(config.num_micro_batches, int):
-        micro_batches.add(config.num_micro_batches)
-    found = []
-    for num_stages in sorted(count for count in counts if count <= planner.num_layers):
-        is_given = num_stages == config.num_stages and not isinstance(config.partition, str)
-        for partition in dict.fromkeys((AUTO, "count", config.partition if is_given else AUTO)):
-            for schedule in AUTO_SCHEDULES:
-                if not _is_worth_a_try(
-                    schedule, replace(config, num_stages=num_stages, num_processes=config.processes)
-                ):
-                    continue
-                found += [
-                    replace(
-                        config,
-                        num_stages=num_stages,
-                        num_micro_batches=num_micro_batches,
-                        schedule=schedule,
-                        recompute=recompute,
-                        partition=partition,
-                        num_processes=config.processes,
-                    )
-                    for num_micro_batches in sorted(micro_batches)
-                    for recompute in (AUTO, "block", "stage")
-                ]
-    return found

@@ -7,7 +7,7 @@ them up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
@@ -106,19 +106,16 @@ class Seconds:
         """F, the recomputation R of this share of the micro-batches, and B."""
         return self.first_forward(recomputed) + recomputed * self.forward + self.backward
 
-    def divided(self, number: int) -> Seconds:
+    def divided(self, number: float) -> Seconds:
         return Seconds(self.forward_only / number, self.forward / number, self.backward / number)
 
     @classmethod
-    def mean(cls, measured: Iterable[Seconds | None]) -> Seconds | None:
-        """The mean of those that were measured; None where none was."""
-        known = [seconds for seconds in measured if seconds is not None]
-        if not known:
-            return None
+    def combined(cls, measured: Collection[Seconds], combine: Callable[[Iterable[float]], float]) -> Seconds:
+        """The mean or median of several measurements, whichever `combine` computes."""
         return cls(
-            fmean(one.forward_only for one in known),
-            fmean(one.forward for one in known),
-            fmean(one.backward for one in known),
+            combine(one.forward_only for one in measured),
+            combine(one.forward for one in measured),
+            combine(one.backward for one in measured),
         )
 
 
@@ -206,7 +203,7 @@ class ModelCosts:
 def mean_costs(measured: Sequence[ModelCosts]) -> ModelCosts:
     """The same costs with the mean of the seconds that several processes have measured; None where none was."""
     layers = tuple(
-        replace(same[0], seconds=Seconds.mean(layer.seconds for layer in same))
+        replace(same[0], seconds=_mean(layer.seconds for layer in same))
         for same in zip(*(costs.layers for costs in measured), strict=True)
     )
     updates = [costs.update_seconds_per_parameter for costs in measured]
@@ -214,6 +211,12 @@ def mean_costs(measured: Sequence[ModelCosts]) -> ModelCosts:
     return replace(
         measured[0],
         layers=layers,
-        stage_seconds=Seconds.mean(costs.stage_seconds for costs in measured),
+        stage_seconds=_mean(costs.stage_seconds for costs in measured),
         update_seconds_per_parameter=fmean(known) if known else None,
     )
+
+
+def _mean(measured: Iterable[Seconds | None]) -> Seconds | None:
+    """The mean of those that were measured; None where none was."""
+    known = [seconds for seconds in measured if seconds is not None]
+    return Seconds.combined(known, fmean) if known else None

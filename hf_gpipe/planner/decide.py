@@ -11,20 +11,25 @@ from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.choose import best_plan, micro_batch_counts
 from hf_gpipe.planner.costs import ModelCosts, mean_costs
-from hf_gpipe.planner.measure import profile_layers, this_machine
-from hf_gpipe.planner.plan import Plan, Planner, seconds_text
+from hf_gpipe.planner.limits import MemoryLimit, limit_text
+from hf_gpipe.planner.measure import device_memory, profile_layers, this_machine
+from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.times import seconds_text
 from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.recipe.sizes import size_text
 from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.processes import Processes
 
+#: Devices of one kind have as much free memory, up to this factor.
+_ALIKE = 1.05
+
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Planning:
-    """What the planner needs of a pipeline, beside its configuration.
+    """The planner's inputs of a pipeline that runs, beside its configuration.
 
     Attributes:
         inputs: the mini-batch and the optimizer.
@@ -51,12 +56,14 @@ class Planning:
         """
         config = replace(config, num_processes=self.processes.num_processes)
         if config.is_decided:
-            stages = cut(len(self.adapter.layers), config.num_stages, config.partition)
+            num_stages, _ = config.mesh
+            stages = cut(len(self.adapter.layers), num_stages, config.partition)
             return config.decided(partition=tuple(map(len, stages))), None
         measured = self._measure(config) if config.partition == "profile" else {}
+        memory = self._memory_bytes() if config.memory is None else config.memory_bytes
 
         def best() -> tuple[DecidedConfig, str]:
-            plan = best_plan(self.planner(config, measured), config)
+            plan = best_plan(self.planner(config, measured).within(memory), config)
             why = _why(plan, config)
             logger.info(why)
             return plan.settings, why
@@ -83,7 +90,14 @@ class Planning:
             as_on_gpu=device.type == "cuda",
             measured=measured,
             memory_bytes=config.memory_bytes,
+            speeds=config.speeds,
         )
+
+    def _memory_bytes(self) -> MemoryLimit:
+        """The memory of each process's device; one number where all are nearly alike."""
+        mine = device_memory(self.processes.device, self.processes.num_processes)
+        limits = tuple(self.processes.gather_objects(mine))
+        return min(limits) if max(limits) < _ALIKE * min(limits) else limits
 
     def _measure(self, config: PipelineConfig) -> dict[int, ModelCosts]:
         """The costs of each size of micro-batch that may be chosen, measured by all processes at once, as in a run."""
@@ -107,6 +121,13 @@ class Planning:
 def _why(plan: Plan, config: PipelineConfig) -> str:
     settings = plan.settings
     chosen = []
+    if config.is_mesh_open:
+        replicas = plan.timeline.schedule.placement.replicas
+        chosen.append(f"{settings.num_stages} stages with {'-'.join(map(str, replicas))} replicas")
+        if settings.placement is not None:
+            chosen.append(f"placement {settings.placement!r}")
+        if settings.zero != config.zero:
+            chosen.append(f"zero {settings.zero} (no stage has replicas)")
     if config.schedule == AUTO:
         chosen.append(f"schedule {settings.schedule}")
     if config.num_micro_batches == AUTO:
@@ -117,7 +138,7 @@ def _why(plan: Plan, config: PipelineConfig) -> str:
     if config.is_cut_by_cost:
         chosen.append(f"partition {list(settings.partition)} ({config.partition})")
     limit = plan.planner.memory_bytes
-    fits = "no limit of memory is known" if limit is None else f"the limit is {size_text(limit)}"
+    fits = "no limit of memory is known" if limit is None else f"the limit is {limit_text(limit)}"
     return (
         f"planner: {', '.join(chosen)}: a step of {seconds_text(plan.step_seconds)}, bubble {plan.bubble:.1%}, the "
         f"fullest process at {size_text(plan.peak_bytes)}; {fits}{'' if plan.fits else ', which nothing allowed fits'}"

@@ -33,6 +33,8 @@ from hf_gpipe.runtime.stage import Stage
 #: Blocks that run in a row, where as many of one kind follow each other.
 _BLOCKS_IN_A_ROW = 3
 _DTYPES = ("float32", "bfloat16", "float16")
+#: Rows and columns of the matrices whose product is timed: large enough for a GPU, and on a CPU still quick.
+_PRODUCT_SIZES = {"cuda": 4096, "cpu": 512}
 _REPEATS = 3
 #: What glibc's allocator keeps of what comes and goes: from a third to a half in eight runs.
 _RESERVED_SHARE = 0.45
@@ -101,7 +103,7 @@ def _of_classes(numbers: Collection[int], clock: _Clock) -> tuple[Mapping[int, S
             alone = clock.measure(number, number + 1)
             layers[number] = clock.measure(number, number + count).less(alone).divided(count - 1)
             beyond.setdefault(model.layers[number].stack, alone.less(layers[number]))
-    stage = _median(list(beyond.values())) if beyond else Seconds(0.0, 0.0, 0.0)
+    stage = Seconds.combined(beyond.values(), median) if beyond else Seconds(0.0, 0.0, 0.0)
     for number in numbers:
         if number not in layers:
             layers[number] = clock.measure(number, number + 1).less(beyond.get(model.layers[number].stack, stage))
@@ -114,14 +116,6 @@ def _in_a_row(alike: Sequence[int], first: int) -> int:
     while count < _BLOCKS_IN_A_ROW and first + count < len(alike) and alike[first + count] == alike[first]:
         count += 1
     return count
-
-
-def _median(seconds: Sequence[Seconds]) -> Seconds:
-    return Seconds(
-        median(one.forward_only for one in seconds),
-        median(one.forward for one in seconds),
-        median(one.backward for one in seconds),
-    )
 
 
 @dataclass(frozen=True)
@@ -166,7 +160,7 @@ class _Clock:
             begun = _now(self.device)
             stage.backward(0, gradients)
             runs.append(Seconds(marks[1] - marks[0], marks[2] - marks[1], _now(self.device) - begun))
-        return _median(runs[1:])
+        return Seconds.combined(runs[1:], median)
 
     def update_seconds(self, make_optimizer: MakeOptimizer) -> float | None:
         """Seconds of an update per parameter, clipping included, on the layer with the most; None: none is trained."""
@@ -205,17 +199,23 @@ def this_machine(device: torch.device, num_processes: int = 1) -> Device:
         num_processes: processes that will share a CPU's memory.
     """
     rates = {dtype: _matrix_rate(getattr(torch, dtype), device) for dtype in _DTYPES}
+    memory = device_memory(device, num_processes)
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        memory = free + torch.cuda.memory_reserved(device)
         return Device(torch.cuda.get_device_name(device), memory, rates, _memory_rate(device), LINKS["pcie4"])
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_processes
     return Device("this machine", memory, rates, _memory_rate(device), _loopback(), _RESERVED_SHARE)
 
 
+def device_memory(device: torch.device, num_processes: int = 1) -> int:
+    """Bytes that a process can have of a device, as in `this_machine`."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free + torch.cuda.memory_reserved(device))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_processes
+
+
 def _matrix_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """Operations a second of a product that is large enough, and on a CPU still quick."""
-    size = 4096 if device.type == "cuda" else 512
+    """Operations a second of a product that is large enough."""
+    size = _PRODUCT_SIZES[device.type]
     left, right = torch.ones(size, size, dtype=dtype, device=device), torch.ones(size, size, dtype=dtype, device=device)
     return 2 * size**3 / _seconds(lambda: left @ right, device)
 

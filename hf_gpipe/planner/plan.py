@@ -18,34 +18,17 @@ from hf_gpipe.partition.cluster import Cluster
 from hf_gpipe.planner.costs import InnerRecompute, ModelCosts
 from hf_gpipe.planner.devices import Device
 from hf_gpipe.planner.layers import LayerTracer
+from hf_gpipe.planner.limits import MemoryLimit, check_processes, limit_of, speeds_of
 from hf_gpipe.planner.measure import profile_layers
 from hf_gpipe.planner.memory import MemoryBound, MemoryEstimate, StageLayers, estimate_memory
 from hf_gpipe.planner.network import Network, one_level
 from hf_gpipe.planner.prefix_sums import LayerSums
+from hf_gpipe.planner.times import TimeEstimate, time_of
 from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch, sent_share
 from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 from hf_gpipe.runtime.recompute import Recompute
-from hf_gpipe.schedule import ActionKind, Costs, Schedule, Timeline, build, placement_for, recompute_under, simulate
-
-
-@dataclass(frozen=True)
-class TimeEstimate:
-    """Seconds that a process spends in one step, by what it does; together they are the step."""
-
-    forward: float
-    recompute: float
-    """Of whole stages; the recomputation of blocks is part of the backward."""
-    backward: float
-    """Whole, or in its two parts."""
-    update: float
-    bubble: float
-    """Waiting, for other stages and for messages."""
-
-    @property
-    def total(self) -> float:
-        """The step."""
-        return self.forward + self.recompute + self.backward + self.update + self.bubble
+from hf_gpipe.schedule import Costs, Schedule, Timeline, build, recompute_under, simulate
 
 
 @dataclass(frozen=True)
@@ -114,8 +97,16 @@ class Plan:
 
     @cached_property
     def fullest_process(self) -> ProcessPlan:
-        """The process that needs the most memory; the first of several equal ones."""
-        return max(self.processes, key=lambda process: process.memory.total)
+        """The process that needs the most memory, as a share of its limit; the first of several equal ones."""
+        return max(self.processes, key=self._fullness_of)
+
+    @property
+    def fullness(self) -> float:
+        """The share of its limit that the fullest process needs; its bytes where no limit is known."""
+        return self._fullness_of(self.fullest_process)
+
+    def _fullness_of(self, process: ProcessPlan) -> float:
+        return process.memory.total / (limit_of(self.planner.memory_bytes, process.number) or 1)
 
     @cached_property
     def slowest_stage(self) -> StagePlan:
@@ -124,21 +115,22 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every process stays within the limit; True where none is known."""
-        limit = self.planner.memory_bytes
-        return limit is None or self.peak_bytes <= limit
+        """Whether every process stays within its limit; True where none is known."""
+        return self.planner.memory_bytes is None or self.fullness <= 1
 
 
 class Planner:
-    """Makes plans for one model, one mini-batch and one kind of device.
+    """Makes plans for one model, one mini-batch and one kind of device, of which each process may have another amount.
 
     Args:
         costs_of: rows of a micro-batch -> the costs of the model's layers. It is asked once for each number of rows.
         inputs: the shape of a mini-batch, how many are accumulated in a step, and the optimizer. The micro-batches of a
             step run as one table.
         device: what a process computes on.
-        memory_bytes: the most that a process may use; None: the device's memory, where that is known.
+        memory_bytes: the most that a process may use, or one number for each process; None: the device's memory, where
+            that is known.
         cluster: the links between the processes; None: every pair of them has the device's link.
+        speeds: of each process, relative to `device`; None: all are as fast.
 
     Raises:
         UserError: there is no mini-batch, or the optimizer's state has no known size.
@@ -149,8 +141,9 @@ class Planner:
         costs_of: Callable[[int], ModelCosts],
         inputs: PlanInputs,
         device: Device,
-        memory_bytes: int | None = None,
+        memory_bytes: MemoryLimit = None,
         cluster: Cluster | None = None,
+        speeds: Sequence[float] | None = None,
     ) -> None:
         self._costs_of = costs_of
         inputs.check()
@@ -159,6 +152,7 @@ class Planner:
         self.device = device
         self.memory_bytes = device.memory_bytes if memory_bytes is None else memory_bytes
         self.cluster = cluster
+        self.speeds = speeds
         self._costs: dict[int, ModelCosts] = {}
         self._sums: dict[int, LayerSums] = {}
 
@@ -174,8 +168,9 @@ class Planner:
         as_on_gpu: bool = False,
         measured: Mapping[int, ModelCosts] | None = None,
         profile_on: torch.device | None = None,
-        memory_bytes: int | None = None,
+        memory_bytes: MemoryLimit = None,
         cluster: Cluster | None = None,
+        speeds: Sequence[float] | None = None,
     ) -> Planner:
         """Make the planner of a model that has its adapter.
 
@@ -188,8 +183,9 @@ class Planner:
             as_on_gpu: whether the stages will run on GPUs, whose attention keeps less.
             measured: costs with seconds, by the rows of the micro-batch.
             profile_on: where to measure the other layers' seconds; None: they are estimated.
-            memory_bytes: the most that a process may use.
+            memory_bytes: the most that a process may use, or one number for each process.
             cluster: the links between the processes.
+            speeds: of each process, relative to the device.
 
         Raises:
             UserError: there is no mini-batch, or the optimizer's state has no known size.
@@ -205,9 +201,9 @@ class Planner:
                 return profile_layers(adapter, workload, profile_on, peft=peft, loss=loss)
             return tracer().costs(workload)
 
-        return cls(costs_of, replace(inputs, example=mini_batch), device, memory_bytes, cluster)
+        return cls(costs_of, replace(inputs, example=mini_batch), device, memory_bytes, cluster, speeds)
 
-    def within(self, memory_bytes: int | None) -> Planner:
+    def within(self, memory_bytes: MemoryLimit) -> Planner:
         """The same planner with another limit; what it has computed is shared."""
         other = copy.copy(self)
         other.memory_bytes = memory_bytes
@@ -265,8 +261,10 @@ class Planner:
             if asked != (given.num_stages, given.num_micro_batches, given.placement.num_processes):
                 raise ScheduleError(f"the table {name} is of other numbers of stages, micro-batches or processes.")
             recompute_under(given, settings.recompute)
+            check_processes(self.memory_bytes, self.speeds, given.placement)
             return given.of_first(num_micro_batches)
-        placement = placement_for(name, num_stages, num_processes, settings.replicas)
+        placement = settings.placed(name)
+        check_processes(self.memory_bytes, self.speeds, placement)
         of_table = Recompute.parse(settings.recompute, num_stages).of_table
         return build(name, num_stages, num_micro_batches, placement, of_table)
 
@@ -282,7 +280,8 @@ class Planner:
         placement = table.placement
         stages = stage_layers(settings)
         network = Network(self.cluster or one_level(self.device, placement.num_processes), placement)
-        timeline = simulate(table, _table_costs(sums, stages, table, self.inputs.optim, settings, network))
+        speeds = speeds_of(self.speeds, placement)
+        timeline = simulate(table, _table_costs(sums, stages, table, speeds, self.inputs.optim, settings, network))
         state_shares = self._state_shares(settings, table)
 
         def memory(process: int, own: Sequence[int]) -> MemoryEstimate:
@@ -291,7 +290,7 @@ class Planner:
         processes = []
         for number in range(placement.num_processes):
             own = placement.stages_of(number)
-            processes.append(ProcessPlan(number, own, memory(number, own), _time_of(timeline, number)))
+            processes.append(ProcessPlan(number, own, memory(number, own), time_of(timeline, number)))
         plans = []
         for number, (stage, entry) in enumerate(zip(stages, _entries(settings), strict=True)):
             # Of several replicas the first, which has most micro-batches.
@@ -342,6 +341,7 @@ def _table_costs(
     sums: LayerSums,
     stages: Sequence[StageLayers],
     table: Schedule,
+    speeds: Sequence[float],
     optimizer: str,
     settings: DecidedConfig,
     network: Network,
@@ -349,15 +349,20 @@ def _table_costs(
     """The costs for the simulation of a table."""
 
     def update(number: int, stage: StageLayers, count: int) -> float:
-        seconds = sums.update_seconds(stage.start, stage.stop, optimizer)
+        seconds = sums.update_seconds(stage.start, stage.stop, optimizer) / speeds[number]
         if not settings.zero or count == 1:
             return seconds
         # Each replica updates a part, and sends it to the others: half of what a reduction takes.
         values = sums.owned(stage.start, stage.stop).trainable_bytes
         return seconds / count + network.reduce_seconds(number, values) / 2
 
-    seconds = [sums.seconds(stage.start, stage.stop, stage.inner) for stage in stages]
-    weights = [sums.weight_seconds(stage.start, stage.stop) for stage in stages]
+    seconds = [
+        sums.seconds(stage.start, stage.stop, stage.inner).divided(speed)
+        for stage, speed in zip(stages, speeds, strict=True)
+    ]
+    weights = [
+        sums.weight_seconds(stage.start, stage.stop) / speed for stage, speed in zip(stages, speeds, strict=True)
+    ]
     share = sent_share(settings.boundary_dtype, sums.costs.dtype)
     boundaries = [share * sums.costs.layers[stage.start].input_bytes for stage in stages[1:]]
     return Costs(
@@ -375,24 +380,3 @@ def _table_costs(
             for number, stage in enumerate(stages)
         ],
     )
-
-
-def _time_of(timeline: Timeline, process: int) -> TimeEstimate:
-    """How a process spends a step."""
-    seconds = dict.fromkeys(ActionKind, 0.0)
-    for span in timeline.spans:
-        # A reduction over replicas goes on beside the other actions.
-        if span.process == process and span.action.kind != ActionKind.REDUCE:
-            seconds[span.action.kind] += float(span.busy)
-    return TimeEstimate(
-        forward=seconds[ActionKind.FORWARD],
-        recompute=seconds[ActionKind.RECOMPUTE],
-        backward=sum(seconds[kind] for kind in (ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT)),
-        update=seconds[ActionKind.UPDATE],
-        bubble=max(float(timeline.total_seconds) - sum(seconds.values()), 0.0),
-    )
-
-
-def seconds_text(seconds: float) -> str:
-    """A time for people: "1.23 s", "45.6 ms"."""
-    return f"{seconds:.3g} s" if seconds >= 1 or seconds == 0 else f"{1000 * seconds:.3g} ms"

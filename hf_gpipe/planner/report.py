@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
@@ -10,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.planner.advice import smallest_fix
-from hf_gpipe.planner.choose import Found
+from hf_gpipe.planner.limits import limit_of, limit_text
 from hf_gpipe.planner.memory import MemoryEstimate
-from hf_gpipe.planner.plan import Plan, StagePlan, seconds_text
-from hf_gpipe.planner.traffic import is_mesh, mesh_dict, mesh_lines
+from hf_gpipe.planner.plan import Plan, Planner, StagePlan
+from hf_gpipe.planner.search import Found
+from hf_gpipe.planner.times import seconds_text
+from hf_gpipe.planner.traffic import bytes_text, is_mesh, mesh_dict, mesh_lines, traffic
 from hf_gpipe.recipe.sizes import size_text
 from hf_gpipe.schedule import is_table_file
 from hf_gpipe.schedule.draw import figure as timeline_figure
+from hf_gpipe.schedule.messages import num_communicators
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,6 +53,12 @@ _COLOURS = {
     "reserve": "#dcdcdc",
 }
 _GIB = 1 << 30
+_SEARCH_HEADER = (
+    *("step", "bubble", "memory", "sent a row", "K", "M"),
+    *("replicas", "schedule", "recompute", "layers"),
+)
+#: The first columns of these, which have numbers.
+_NUMBERS = 6
 
 
 def report(plan: Plan) -> str:
@@ -64,7 +74,7 @@ def report(plan: Plan) -> str:
             "mini-batch",
             f"{planner.rows} rows of {columns} tokens, as {num_micro_batches} micro-batches of at most {workload.rows}",
         ),
-        ("devices", f"{settings.num_processes} x {planner.device.name}, {_limit(plan)}"),
+        ("devices", f"{settings.num_processes} x {planner.device.name}, {_each_process(planner)}"),
         (
             "pipeline",
             f"{settings.num_stages} stages, schedule {settings.schedule}, recompute {_recompute(plan)}, layers a stage "
@@ -86,10 +96,11 @@ def report(plan: Plan) -> str:
 
 def verdict(plan: Plan) -> str:
     """Whether a plan fits; where it does not, the smallest change that makes it fit."""
-    limit = plan.planner.memory_bytes
+    process = plan.fullest_process
+    limit = limit_of(plan.planner.memory_bytes, process.number)
     if limit is None:
         return f"needs {size_text(plan.peak_bytes)} a process; --memory says whether that is there"
-    needs = f"process {plan.fullest_process.number} needs {size_text(plan.peak_bytes)} of {size_text(limit)}"
+    needs = f"process {process.number} needs {size_text(plan.peak_bytes)} of {size_text(limit)}"
     return f"fits: {needs}" if plan.fits else f"does not fit: {needs}; {smallest_fix(plan)}"
 
 
@@ -120,16 +131,27 @@ def time_why(plan: Plan) -> str:
 
 
 def search_report(found: Found) -> str:
-    """The best plans of a search, by time under the limit, and the one with the least memory."""
+    """The best plans of a search, by time under the limit, and the one with the least memory.
+
+    The order of the processes is given where it is not the usual one.
+    """
     lines = [f"tried {found.num_tried} ways"]
-    header = f"{'step':>9}  {'bubble':>6}  {'memory':>9}  {'K':>3}  {'M':>4}  {'schedule':16}  {'recompute':12}  layers"
-    if found.fastest:
-        lines += ["", "fastest that fit, the best of each schedule and recomputation:", header]
-        lines += [_search_row(plan) for plan in found.fastest[:8]]
-        lines += ["", "as overrides: " + overrides(found.fastest[0])]
+    shown, leanest = found.fastest[:8], found.leanest
+    rows = [_search_row(plan) for plan in (*shown, leanest)]
+    widths = [max(map(len, column)) for column in zip(_SEARCH_HEADER, *rows, strict=True)]
+
+    def line(row: Sequence[str]) -> str:
+        cells = zip(row, widths, strict=True)
+        return "  ".join(cell.rjust(w) if i < _NUMBERS else cell.ljust(w) for i, (cell, w) in enumerate(cells)).rstrip()
+
+    if shown:
+        lines += ["", "fastest that fit, the best of each K, replicas and order:", line(_SEARCH_HEADER)]
+        lines += map(line, rows[:-1])
+        lines += ["", "as overrides: " + overrides(shown[0])]
+        lines += [f"{name:12}  {text}" for name, text in mesh_lines(shown[0])]
     else:
         lines += ["", "none of them fits"]
-    return "\n".join([*lines, "", "least memory:", header, _search_row(found.leanest)])
+    return "\n".join([*lines, "", "least memory:", line(_SEARCH_HEADER), line(rows[-1])])
 
 
 def overrides(plan: Plan) -> str:
@@ -147,7 +169,10 @@ def overrides(plan: Plan) -> str:
     }
     if settings.replicas != 1:
         values["replicas"] = str(_listed(settings.replicas)).replace(" ", "")
-    return " ".join(f"pipeline.{key}={value}" for key, value in values.items())
+    values["zero"] = settings.zero
+    if settings.placement is not None:
+        values["placement"] = settings.placement
+    return " ".join(shlex.quote(f"pipeline.{key}={value}") for key, value in values.items())
 
 
 def _listed(replicas: int | Sequence[int]) -> int | list[int]:
@@ -191,6 +216,8 @@ def _as_dict(plan: Plan) -> dict[str, Any]:
             {
                 "process": process.number,
                 "stages": list(process.stages),
+                # Of NCCL, between stages; their memory is not known, and not in the plan.
+                "communicators": num_communicators(plan.timeline.schedule.placement, process.number),
                 "memory_bytes": {**_items(process.memory), "total": process.memory.total},
                 "seconds": asdict(process.time),
             }
@@ -254,12 +281,20 @@ def _step(plan: Plan) -> str:
     return f"{seconds_text(plan.step_seconds)} (a process on average: {words}, bubble {plan.bubble:.1%}); from {how}"
 
 
-def _search_row(plan: Plan) -> str:
-    settings = plan.settings
+def _search_row(plan: Plan) -> tuple[str, ...]:
+    settings, sent = plan.settings, traffic(plan)
+    order = "" if settings.placement is None else f"  processes {settings.placement}"
     return (
-        f"{seconds_text(plan.step_seconds):>9}  {plan.bubble:>6.1%}  {size_text(plan.peak_bytes):>9}  "
-        f"{settings.num_stages:>3}  {settings.num_micro_batches:>4}  {settings.schedule:16}  {_recompute(plan):12}  "
-        f"{_runs(settings.partition)}"
+        seconds_text(plan.step_seconds),
+        f"{plan.bubble:.1%}",
+        size_text(plan.peak_bytes),
+        bytes_text(sent.total),
+        str(settings.num_stages),
+        str(settings.num_micro_batches),
+        _runs(plan.timeline.schedule.placement.replicas),
+        settings.schedule,
+        _recompute(plan),
+        f"{_runs(settings.partition)}{order}",
     )
 
 
@@ -272,9 +307,11 @@ def _types(plan: Plan) -> str:
     return costs.dtype if costs.dtype == costs.compute_dtype else f"{costs.dtype}, computing in {costs.compute_dtype}"
 
 
-def _limit(plan: Plan) -> str:
-    limit = plan.planner.memory_bytes
-    return "memory not known" if limit is None else f"{size_text(limit)} each"
+def _each_process(planner: Planner) -> str:
+    speeds = "" if planner.speeds is None else f", relative speeds {', '.join(f'{one:g}' for one in planner.speeds)}"
+    limit = planner.memory_bytes
+    memory = "memory not known" if limit is None else limit_text(limit) + " each" * isinstance(limit, int)
+    return f"{memory}{speeds}"
 
 
 def _recompute(plan: Plan) -> str:
@@ -342,7 +379,10 @@ def memory_figure(plan: Plan, width_inches: float) -> Figure:
         panel.barh(rows, widths, left=left, height=0.84, color=colour, label=item.replace("_", " "))
         left = [start + width for start, width in zip(left, widths, strict=True)]
     if (limit := plan.planner.memory_bytes) is not None:
-        panel.axvline(limit / _GIB, color="black", linestyle="--", linewidth=1, label="limit")
+        limits = limit if isinstance(limit, tuple) else (limit,) * len(processes)
+        at = [one / _GIB for one in limits]
+        starts, ends = [row - 0.5 for row in rows], [row + 0.5 for row in rows]
+        panel.vlines(at, starts, ends, color="black", linestyle="--", linewidth=1, label="limit")
     panel.set_ylim(len(processes) - 0.5, -0.5)
     panel.set_yticks(rows, labels=[f"process {process.number}" for process in processes])
     panel.tick_params(labelsize=9)

@@ -30,7 +30,7 @@ class Traffic:
 
 
 def traffic(plan: Plan) -> Traffic:
-    """What one step of a plan sends, divided by its rows."""
+    """The bytes of one step of a plan, divided by its rows."""
     layers, table = plan.costs.layers, plan.timeline.schedule
     sums, placement = plan.planner.sums(plan.settings.num_micro_batches), table.placement
     gradients = boundaries = 0.0
@@ -63,8 +63,8 @@ def mesh_lines(plan: Plan) -> list[tuple[str, str]]:
         ("replicas", f"{'-'.join(map(str, placement.replicas))}, processes of each stage {placement}"),
         (
             "traffic",
-            f"{_bytes_text(sent.total)} a row ({_bytes_text(sent.gradients)} gradients, {_bytes_text(sent.boundaries)} "
-            f"between stages); data parallelism on {placement.num_processes} devices {_bytes_text(sent.data_parallel)}",
+            f"{bytes_text(sent.total)} a row ({bytes_text(sent.gradients)} gradients, {bytes_text(sent.boundaries)} "
+            f"between stages); data parallelism on {placement.num_processes} devices {bytes_text(sent.data_parallel)}",
         ),
     ]
     cluster = plan.planner.cluster
@@ -74,7 +74,7 @@ def mesh_lines(plan: Plan) -> list[tuple[str, str]]:
     return [("cluster", f"{cluster}: {', each of '.join(links)}"), *lines]
 
 
-def _bytes_text(size: float) -> str:
+def bytes_text(size: float) -> str:
     """Of a message, in decimal units as the rates of links."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= factor:

@@ -13,6 +13,7 @@ from hf_gpipe.recipe.sizes import read_bytes
 from hf_gpipe.schedule import (
     SCHEDULES,
     TABLE_SUFFIX,
+    Placement,
     Schedule,
     is_table_file,
     placement_for,
@@ -20,6 +21,7 @@ from hf_gpipe.schedule import (
     recompute_under,
     replicas_of,
 )
+from hf_gpipe.schedule.actions import parse_number
 
 AUTO = "auto"
 TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "forward_only")
@@ -40,8 +42,9 @@ class PipelineConfig:
     The planner chooses the values that are "auto". All values can be written to a file.
     """
 
-    num_stages: Count = 1
-    """K: number of consecutive stages that the model's layers are split into."""
+    num_stages: Count | Annotated[str, OneOf((AUTO,))] = 1
+    """K: number of consecutive stages that the model's layers are split into; auto: the planner chooses for the number
+    of processes."""
 
     num_micro_batches: Count | Annotated[str, OneOf((AUTO,))] = 1
     """M: number of micro-batches that a mini-batch is split into; a mini-batch of fewer rows gives one per row; auto:
@@ -66,17 +69,28 @@ class PipelineConfig:
     the largest stage by parameters, by operations, or by the time measured before training; auto: minimise the
     planner's estimate of time; or the number of layers of each stage, such as [3, 4, 2]."""
 
-    memory: Text | None = None
-    """The memory limit of each process that the planner plans for, with a unit, such as 80GiB; null: the memory of its
-    device."""
+    memory: Annotated[Text | tuple[Text, ...] | None, _Listed] = None
+    """The memory limit of each process that the planner plans for, with a unit, such as 80GiB; or a list with one limit
+    per process, such as [24GiB, 12GiB]; null: the memory of its device."""
 
-    replicas: Annotated[Count | tuple[Count, ...], _Listed] = 1
+    speeds: Annotated[tuple[Positive, ...] | None, _Listed] = None
+    """The relative speed of each process, for the planner, such as [1, 0.5] where the second is half as fast; null: all
+    are equally fast."""
+
+    replicas: Annotated[Count | Annotated[str, OneOf((AUTO,))] | tuple[Count, ...], _Listed] = 1
     """Number of replicas of each stage, which take the micro-batches in turn and add up their gradients: 2 is two
-    pipelines side by side. Or a list with one number per stage, such as [2, 1]."""
+    pipelines side by side. Or a list with one number per stage, such as [2, 1]; auto: the planner chooses for the
+    number of processes."""
+
+    placement: Text | None = None
+    """The processes of each stage, those of its replicas with commas, such as "0,2 1,3" for two stages with two
+    replicas; null: the processes of a pipeline follow each other, or those of a stage if `replicas` is a list of
+    different numbers."""
 
     zero: Literal[0, 1] = 0
     """1: of the optimizer's state, and of float32 master weights, each replica of a stage keeps a part alone, updates
-    its part of the weights, and gets the rest from the others (ZeRO-1); 0: each replica keeps and updates all."""
+    its part of the weights, and gets the rest from the others (ZeRO-1); 0: each replica keeps and updates all. With
+    `replicas` auto, 1 counts where the planner chooses replicas."""
 
     boundary_dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """The type in which hidden states and their gradients are sent from stage to stage, narrower than the model's, for
@@ -84,7 +98,7 @@ class PipelineConfig:
 
     num_processes: Count | None = None
     """Number of processes that share the stages; null: one per replica of a stage, but at most one per GPU, or one for
-    each of `devices`."""
+    each of `devices`; with `replicas` or `num_stages` auto one per GPU."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The type of device that stages run on; auto: GPUs if there are any."""
@@ -106,25 +120,21 @@ class PipelineConfig:
     """CPU threads per process; null: OMP_NUM_THREADS, or the machine's cores divided evenly."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.replicas, tuple):
-            replicas_of(self.num_stages, self.replicas)
-        if self.num_processes is not None and self.num_processes > self.places:
-            raise UserError(
-                f"num_processes is {self.num_processes} and num_stages is {self.num_stages}; a process without a stage "
-                "has nothing to do: use at most as many processes as stages, or more replicas."
-            )
-        if self.zero and self.places == self.num_stages:
-            raise UserError(
-                f"zero is {self.zero} and replicas is {self.replicas}: no stage has replicas that could share its "
-                "optimizer's state; use zero 0, or at least 2 replicas of a stage."
-            )
-        if self.num_processes is not None and self.places > self.num_stages and not is_table_file(self.schedule):
-            placement_for("gpipe", self.num_stages, self.num_processes, self.replicas)
+        if self.is_mesh_open:
+            self._check_open_mesh()
+        else:
+            self._check_mesh()
         for name, value in (("partition", self.partition), ("recompute", self.recompute)):
             if isinstance(value, tuple) and len(value) != self.num_stages:
                 raise UserError(
                     f"{name} {list(value)} has {len(value)} entries and num_stages is {self.num_stages}; give one "
                     "entry for each stage."
+                )
+        for name, of_processes in (("memory", self.memory), ("speeds", self.speeds)):
+            if isinstance(of_processes, tuple) and self.num_processes not in (None, len(of_processes)):
+                raise UserError(
+                    f"{name} {list(of_processes)} has {len(of_processes)} entries and num_processes is "
+                    f"{self.num_processes}; give one entry for each process."
                 )
         if self.devices == ():
             raise UserError("devices [] is empty; name at least one device, or leave it out.")
@@ -133,8 +143,59 @@ class PipelineConfig:
                 f"torch_compile_backend is {self.torch_compile_backend!r} and torch_compile is false; set "
                 "torch_compile to true, or leave the backend out."
             )
-        if self.memory is not None:
-            read_bytes(self.memory, "memory")
+        self.memory_bytes  # noqa: B018  # raises for a text that is no size
+
+    def _check_mesh(self) -> None:
+        """Raise UserError where stages, replicas, placement and processes do not fit each other."""
+        num_stages, replicas = self.mesh
+        if isinstance(replicas, tuple):
+            replicas_of(num_stages, replicas)
+        if self.num_processes is not None and self.num_processes > self.places:
+            raise UserError(
+                f"num_processes is {self.num_processes} and num_stages is {num_stages}; a process without a stage "
+                "has nothing to do: use at most as many processes as stages, or more replicas."
+            )
+        if self.zero and self.places == num_stages:
+            raise UserError(
+                f"zero is {self.zero} and replicas is {replicas}: no stage has replicas that could share its "
+                "optimizer's state; use zero 0, or at least 2 replicas of a stage."
+            )
+        if self.placement is not None and is_table_file(self.schedule):
+            raise UserError(f"placement is {self.placement!r} and {self.schedule} has a placement; leave it out.")
+        has_order = self.places > num_stages or self.placement is not None
+        if self.num_processes is not None and has_order and not is_table_file(self.schedule):
+            self.placed("gpipe")
+
+    def _check_open_mesh(self) -> None:
+        """Raise UserError where something says how many stages or replicas there are, and the planner is to choose."""
+        open_names = [name for name in ("num_stages", "replicas") if getattr(self, name) == AUTO]
+        lists = [name for name in ("partition", "recompute", "replicas") if isinstance(getattr(self, name), tuple)]
+        if self.num_stages == AUTO and lists:
+            raise UserError(
+                f"num_stages is auto and {lists[0]} is a list with one entry per stage; give num_stages, or let "
+                f"{lists[0]} be auto."
+            )
+        if self.placement is not None or is_table_file(self.schedule):
+            given = "placement" if self.placement is not None else "the table"
+            raise UserError(
+                f"{open_names[0]} is auto, and {given} says how many stages and replicas there are; give the numbers "
+                "too."
+            )
+
+    @property
+    def mesh(self) -> tuple[int, int | tuple[int, ...]]:
+        """`num_stages` and `replicas`, where the planner need not choose them.
+
+        Raises:
+            UserError: one of them is "auto".
+        """
+        if isinstance(self.num_stages, str) or isinstance(self.replicas, str):
+            name = "num_stages" if isinstance(self.num_stages, str) else "replicas"
+            raise UserError(
+                f"{name} is auto, and the number of processes that it is chosen for is not known; give num_processes, "
+                "or start the processes by torchrun."
+            )
+        return self.num_stages, self.replicas
 
     @classmethod
     def of(cls, config: PipelineConfig | None, **given: Any) -> PipelineConfig:
@@ -159,7 +220,13 @@ class PipelineConfig:
     @property
     def is_decided(self) -> bool:
         """Whether nothing is left to the planner."""
-        return AUTO not in (self.num_micro_batches, self.schedule, self.recompute) and not self.is_cut_by_cost
+        open_values = AUTO in (self.num_micro_batches, self.schedule, self.recompute)
+        return not open_values and not self.is_cut_by_cost and not self.is_mesh_open
+
+    @property
+    def is_mesh_open(self) -> bool:
+        """Whether the planner chooses the number of stages or of their replicas."""
+        return AUTO in (self.num_stages, self.replicas)
 
     @property
     def is_cut_by_cost(self) -> bool:
@@ -168,36 +235,76 @@ class PipelineConfig:
 
     @property
     def processes(self) -> int:
-        """How many processes share the stages; one per replica of a stage if `num_processes` is None."""
+        """How many processes share the stages; one per replica of a stage if `num_processes` is None.
+
+        Raises:
+            UserError: stages or replicas are "auto", and there is no number of processes for which to choose them.
+        """
         return self.num_processes or self.places
 
     @property
     def places(self) -> int:
-        """How many replicas all stages have together."""
-        return sum(self.replicas) if isinstance(self.replicas, tuple) else self.num_stages * self.replicas
+        """How many replicas all stages have together. Raises UserError where this is left to the planner."""
+        num_stages, replicas = self.mesh
+        return sum(replicas) if isinstance(replicas, tuple) else num_stages * replicas
 
     @property
-    def memory_bytes(self) -> int | None:
-        """`memory` as a number."""
+    def memory_bytes(self) -> int | tuple[int, ...] | None:
+        """`memory` as a number, or one for each process."""
+        if isinstance(self.memory, tuple):
+            return tuple(read_bytes(one, "memory") for one in self.memory)
         return None if self.memory is None else read_bytes(self.memory, "memory")
 
-    def check_micro_batches(self, accumulation: int) -> None:
+    def placed(self, schedule: str) -> Placement:
+        """The placement of the stages under a builder's schedule.
+
+        Raises:
+            UserError: a text that is no placement, or numbers of stages, replicas and processes that do not fit.
+        """
+        num_stages, replicas = self.mesh
+        if self.placement is None:
+            return placement_for(schedule, num_stages, self.processes, replicas)
+        every = [[parse_number(one) for one in word.split(",")] for word in self.placement.split()]
+        workers = [[one for one in own if one is not None] for own in every]
+        if any(None in own for own in every):
+            raise UserError(
+                f"placement is {self.placement!r}; write the processes of each stage, those of replicas with commas, "
+                'such as "0,2 1,3".'
+            )
+        placement = Placement(workers)
+        found = placement.num_stages, placement.num_processes
+        if found != (num_stages, self.processes) or placement.replicas != replicas_of(num_stages, replicas):
+            raise UserError(
+                f"placement {self.placement!r} has {found[0]} stages with {list(placement.replicas)} replicas on "
+                f"{found[1]} processes, and num_stages is {num_stages}, replicas {replicas} and num_processes "
+                f"{self.processes}; give the same numbers."
+            )
+        return placement
+
+    def check_micro_batches(self, accumulation: int, rows: int | None = None) -> None:
         """Raise UserError where a replica would never get a micro-batch.
 
         Args:
             accumulation: mini-batches per step; a step has the micro-batches of all of them.
+            rows: of a mini-batch, which has at most as many micro-batches; None: not known.
         """
-        counts = self.replicas if isinstance(self.replicas, tuple) else (self.replicas,)
-        if not isinstance(self.num_micro_batches, int) or self.num_micro_batches * accumulation >= max(counts):
+        if self.is_mesh_open:
             return
-        step = f"num_micro_batches is {self.num_micro_batches}"
-        if accumulation > 1:
-            step += f", of each of the {accumulation} mini-batches of a step,"
-        raise UserError(
-            f"{step} and stage {counts.index(max(counts))} has {max(counts)} replicas: they take the micro-batches of "
-            "a step in turn, so some would never get one; use at least as many micro-batches as replicas (for an even "
-            "load a multiple of them), or fewer replicas."
-        )
+        _, replicas = self.mesh
+        counts = replicas if isinstance(replicas, tuple) else (replicas,)
+        limits = {"num_micro_batches is": self.num_micro_batches, "the number of rows of a mini-batch is": rows}
+        known = {words: limit for words, limit in limits.items() if isinstance(limit, int)}
+        for words, limit in known.items():
+            if limit * accumulation >= max(counts):
+                continue
+            step = f"{words} {limit}"
+            if accumulation > 1:
+                step += f", of each of the {accumulation} mini-batches of a step,"
+            raise UserError(
+                f"{step} and stage {counts.index(max(counts))} has {max(counts)} replicas: they take the micro-batches "
+                "of a step in turn, so some would never get one; use at least as many micro-batches, and rows, as "
+                "replicas (for an even load a multiple of them), or fewer replicas."
+            )
 
     def table(self, accumulation: int, num_processes: int) -> Schedule | None:
         """Read the table from the file that `schedule` names; None if it names a builder or is "auto".
@@ -211,12 +318,19 @@ class PipelineConfig:
         """
         if not is_table_file(self.schedule):
             return None
+        num_stages, replicas = self.mesh
         step: int | str = self.num_micro_batches
         if isinstance(step, int):
             step *= accumulation
-        table = read_table(self.schedule, self.num_stages, step, num_processes, self.replicas)
+        table = read_table(self.schedule, num_stages, step, num_processes, replicas)
         recompute_under(table, self.recompute)
         return table
+
+    def opened(self, num_processes: int) -> PipelineConfig:
+        """A copy that leaves all to the planner but the number of processes, their memory and speed, and `zero`."""
+        names = ("num_stages", "replicas", "num_micro_batches", "schedule", "recompute", "partition")
+        values = dict.fromkeys(names, AUTO) | {"placement": None, "num_processes": num_processes}
+        return PipelineConfig(**{**vars(self), **values})
 
     def decided(self, **values: Any) -> DecidedConfig:
         """A copy with `values`, which replace everything that is left to the planner."""
@@ -227,8 +341,10 @@ class PipelineConfig:
 class DecidedConfig(PipelineConfig):
     """A `PipelineConfig` that leaves nothing to the planner: what is run, and what a plan describes."""
 
+    num_stages: Count
     num_micro_batches: Count
     schedule: Annotated[str, OneOf(TRAINING_SCHEDULES, TABLE_SUFFIX)]
+    replicas: Annotated[Count | tuple[Count, ...], _Listed] = 1
     recompute: Annotated[Annotated[str, OneOf(_MODES)] | _Entries, _Listed]
     partition: Annotated[tuple[Count, ...], _Listed]
     num_processes: Count

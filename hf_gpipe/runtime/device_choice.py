@@ -37,7 +37,7 @@ def processes_for(config: PipelineConfig, device: DeviceChoice = None) -> Proces
             f"num_processes is {config.num_processes} and {count} are running; leave it out, or start "
             f"{config.num_processes}"
         )
-    if count > config.places:
+    if not config.is_mesh_open and count > config.places:
         raise UserError(
             f"{count} processes were started for num_stages={config.num_stages} and replicas={config.replicas}: a "
             f"process holds at least one stage; start at most {config.places}, or raise num_stages or replicas"
@@ -59,7 +59,7 @@ def processes_for(config: PipelineConfig, device: DeviceChoice = None) -> Proces
 
 @dataclass(frozen=True)
 class _Wish:
-    """What a process asks for, and what it can see.
+    """The devices that a process asks for, and those that it can see.
 
     Attributes:
         host: the name of its machine.
@@ -132,7 +132,7 @@ def _assign(wishes: Sequence[_Wish]) -> list[list[str]]:
 
 
 def _own_names(rank: int, wishes: Sequence[_Wish]) -> tuple[str, ...]:
-    """What a process asks for itself: of a list for the whole machine its part."""
+    """The devices that a process asks for itself: of a list for the whole machine its part."""
     mine = wishes[rank]
     if not mine.is_list:
         return mine.names

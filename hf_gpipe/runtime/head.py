@@ -9,7 +9,7 @@ stage does not run it at all. The value of the loss is there after backward.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -110,7 +110,7 @@ class _Chunks:
     def run(
         self,
         hidden: torch.Tensor,
-        weight: nn.Parameter,
+        weight: torch.Tensor,
         bias: torch.Tensor | None,
         outer: torch.Tensor,
         wanted: tuple[bool, ...],
@@ -156,7 +156,7 @@ class _Chunks:
                 if of_weight is not None:
                     of_weight += gradient.t() @ inputs
                 elif wanted[1]:
-                    Product(weight, gradient, inputs).add()
+                    Product(cast(nn.Parameter, weight), gradient, inputs).add()
                 if of_bias is not None:
                     of_bias += gradient.sum(0)
         return of_hidden, of_weight, of_bias

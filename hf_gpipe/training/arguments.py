@@ -43,14 +43,14 @@ class PipelineTrainingArguments(TrainingArguments):
         UserError: an argument, or a setting of `accelerate launch`, that a pipeline cannot honour.
     """
 
-    num_stages: int = field(default=PipelineConfig.num_stages, metadata=_PIPELINE["num_stages"])
+    num_stages: int | str = field(default=PipelineConfig.num_stages, metadata=_PIPELINE["num_stages"])
     num_micro_batches: int | str = field(
         default=PipelineConfig.num_micro_batches, metadata=_PIPELINE["num_micro_batches"]
     )
     schedule: str = field(default=PipelineConfig.schedule, metadata=_PIPELINE["schedule"])
     recompute: str = field(default=str(PipelineConfig.recompute), metadata=_PIPELINE["recompute"])
     partition: list[int] | str = field(default=str(PipelineConfig.partition), metadata=_PIPELINE["partition"])
-    memory: str | None = field(default=PipelineConfig.memory, metadata=_PIPELINE["memory"])
+    memory: str | None = field(default=None, metadata=_PIPELINE["memory"])
     replicas: int | list[int] | str = field(default=1, metadata=_PIPELINE["replicas"])
     zero: int = field(default=PipelineConfig.zero, metadata=_PIPELINE["zero"])
     boundary_dtype: str | None = field(default=PipelineConfig.boundary_dtype, metadata=_PIPELINE["boundary_dtype"])

@@ -42,8 +42,9 @@ def check_model(recipe: Recipe) -> None:
     """Raise UserError where the recipe's model cannot be made, or not be cut as the recipe says. Makes no weights."""
     adapter = checked_adapter(recipe)
     pipeline = recipe.pipeline
-    # By cost the planner cuts; whether there are enough layers is seen by any cut.
-    cut(len(adapter.layers), pipeline.num_stages, "count" if pipeline.is_cut_by_cost else pipeline.partition)
+    if isinstance(pipeline.num_stages, int):
+        # By cost the planner cuts; whether there are enough layers is seen by any cut.
+        cut(len(adapter.layers), pipeline.num_stages, "count" if pipeline.is_cut_by_cost else pipeline.partition)
 
 
 def checked_adapter(recipe: Recipe) -> Adapter:
@@ -213,7 +214,6 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
     return PipelineTrainingArguments(
         **schedule,
         **{name: getattr(training, name) for name in same_name},
-        num_stages=pipeline.num_stages,
         max_steps=training.max_steps or -1,
         per_device_train_batch_size=training.batch_size,
         per_device_eval_batch_size=training.batch_size,

@@ -35,7 +35,7 @@ class Measured:
 def measure(contender: str, work: Work, options: Options, *, fork: bool = False) -> Measured:
     """Run a contender once."""
     job = {"contender": contender, "work": asdict(work), "options": asdict(options)}
-    parts = run_job(_measure_process, job, CONTENDERS[contender].num_processes, fork=fork)
+    parts = run_job(_measure_process, job, CONTENDERS[contender].processes(options), fork=fork)
     losses = next((part["losses"] for part in parts if part["losses"][0] is not None), [None])
     seconds = max(part["seconds"] for part in parts)
     return Measured(seconds, losses[0], losses[-1], [part["peak_bytes"] for part in parts])

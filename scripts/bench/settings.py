@@ -97,6 +97,13 @@ def _auto(peak_megabytes: int) -> Case:
     return Case(f"ours auto {peak_megabytes} MB", "ours", Options("auto", "1f1b", peak_bytes=peak_megabytes * 10**6))
 
 
+def _replicated(num_stages: int, *, zero: bool = False) -> Case:
+    """Two pipelines of one stage or of two."""
+    blocks = (_STANDARD.layers,) if num_stages == 1 else (5, 3)
+    options = Options("none", "1f1b", blocks=blocks, replicas=2, zero=zero)
+    return Case(f"ours 2 x {num_stages}" + (" zero 1" if zero else ""), "ours", options)
+
+
 _STANDARD = Work()
 _DEEP = Work(layers=12, rows=32, micro_batches=32, steps=2)
 _LENGTHS = Work(random_lengths=True)
@@ -181,5 +188,21 @@ SETTINGS = (
         _HEAD,
         (Case("single", "single"), _cut("count"), _cut("flops"), _cut("profile")),
         (Claim("ours by flops", "ours by count", 1.0), Claim("ours by profile", "ours by count", 1.0)),
+    ),
+    Setting(
+        "mesh",
+        "8 layers, 16 x 128 tokens, M = 8, nothing recomputed; two replicas of one stage or of two",
+        _STANDARD,
+        (
+            *_PLAIN,
+            _replicated(1),
+            _replicated(1, zero=True),
+            Case("torch DDP x Schedule1F1B", "torch", Options("none", "Schedule1F1B", 5, replicas=2)),
+            Case("DeepSpeed 2 x 2 ZeRO-1", "deepspeed", Options(split=5, replicas=2, zero=True)),
+            _replicated(2),
+            _replicated(2, zero=True),
+        ),
+        # Four processes on two cores: their loss is compared, not their speed.
+        (Claim("ours 2 x 1", "DDP", 0.97),),
     ),
 )

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from hf_gpipe.errors import PartitionError
 from hf_gpipe.partition.cluster import Cluster, Level
-from hf_gpipe.partition.hierarchical import Part, communicated_bytes, partition_cluster, plan_of
+from hf_gpipe.partition.hierarchical import (
+    Part,
+    communicated_bytes,
+    partition_cluster,
+    partitions_by_stages,
+    plan_of,
+)
 from hf_gpipe.partition.pricing import LayerCosts, MemoryCosts, Objective
 
 STEADY, PUBLISHED = Objective(), Objective(published=True)
@@ -142,8 +148,18 @@ def problems(draw: st.DrawFn, limited: bool) -> tuple[LayerCosts, Cluster, Objec
 
 def compare(problem: tuple[LayerCosts, Cluster, Objective, MemoryCosts | None]) -> None:
     layers, cluster, _, _ = problem
-    every = pipelines(cluster, len(cluster.levels), 0, len(layers))
-    best = min(seconds_of(parts, *problem) for parts in every)
+    least: dict[int, float] = {}
+    for parts in pipelines(cluster, len(cluster.levels), 0, len(layers)):
+        count = len(flat(parts))
+        least[count] = min(least.get(count, inf), seconds_of(parts, *problem))
+    by_stages = {len(plan.stages): plan for plan in partitions_by_stages(*problem)}
+    assert set(by_stages) == {count for count, seconds in least.items() if seconds < inf}
+    for count, plan in by_stages.items():
+        assert plan.seconds == pytest.approx(least[count], rel=1e-12, abs=1e-12)
+        assert seconds_of(plan.parts, *problem) == pytest.approx(least[count], rel=1e-12, abs=1e-12)
+    most, best = max(least), min(least.values())
+    if least[most] < inf:
+        assert partition_cluster(*problem, num_stages=most) == by_stages[most]
     if best == inf:
         with pytest.raises(PartitionError, match="no pipeline of"):
             partition_cluster(*problem)

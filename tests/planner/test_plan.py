@@ -9,8 +9,9 @@ import pytest
 
 from hf_gpipe.errors import PartitionError, UserError
 from hf_gpipe.planner.advice import smallest_fix
-from hf_gpipe.planner.choose import best_plan, choose_partition, choose_recompute, search
+from hf_gpipe.planner.choose import best_plan, choose_partition, choose_recompute
 from hf_gpipe.planner.plan import Plan
+from hf_gpipe.planner.search import search
 from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime.recompute import Recompute
 from tests.planner.models import MIB, blocks, layer, model, planner, settings

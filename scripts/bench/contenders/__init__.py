@@ -26,6 +26,8 @@ class Options:
         blocks: in place of `split`, the blocks on each of any number of stages.
         partition: how ours is cut where `split` is 0.
         length_bucketing: rows of similar length go together, and no micro-batch is longer than its longest row.
+        replicas: D, pipelines side by side, each of which takes as large a part of the rows.
+        zero: whether replicas share the update and the optimizer's state (ZeRO-1).
         peak_bytes: what the planner may let a process grow to, libraries included.
     """
 
@@ -36,6 +38,8 @@ class Options:
     peak_bytes: int | None = None
     partition: str = "auto"
     blocks: tuple[int, ...] = ()
+    replicas: int = 1
+    zero: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -57,6 +61,7 @@ class Entry:
     module: str
     factory: str
     num_processes: int
+    """Of one pipeline of two stages."""
     needs: str | None = None
     trains: bool = True
     """False: it is not a trainer but an upper bound, and has no loss to compare."""
@@ -64,6 +69,10 @@ class Entry:
     def load(self) -> Factory:
         factory: Factory = getattr(importlib.import_module(f"bench.contenders.{self.module}"), self.factory)
         return factory
+
+    def processes(self, options: Options) -> int:
+        """How many processes it takes."""
+        return options.replicas * options.num_stages if options.replicas > 1 else self.num_processes
 
     @property
     def is_installed(self) -> bool:

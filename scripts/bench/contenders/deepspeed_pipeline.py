@@ -1,4 +1,4 @@
-"""DeepSpeed's PipelineModule (1F1B)."""
+"""DeepSpeed's PipelineModule (1F1B), with replicas and its ZeRO-1."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from bench.work import Work, loss_share, optimizer
 
 
 class DeepSpeedPipeline:
-    """Two stages. It divides the loss by M, so that of a micro-batch is told M times as large; nothing is clipped."""
+    """Two stages. It divides the loss by M/D and gradients by D, so the loss of a micro-batch is told M times as large.
+
+    Nothing is clipped.
+    """
 
     def __init__(self, work: Work, options: Options, rank: int) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -31,7 +34,7 @@ class DeepSpeedPipeline:
 
             def _partition_layers(self, method: str = "uniform") -> None:
                 self.parts = [0, cut, len(blocks) + 2]
-                self._set_bounds(start=self.parts[rank], stop=self.parts[rank + 1])
+                self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
 
         module = TwoStages(
             layers=[embedding, *blocks, head],
@@ -43,15 +46,18 @@ class DeepSpeedPipeline:
         config = {
             "train_batch_size": work.rows,
             "train_micro_batch_size_per_gpu": work.rows_each,
-            "gradient_accumulation_steps": work.micro_batches,
+            "gradient_accumulation_steps": work.micro_batches // options.replicas,
+            "zero_optimization": {"stage": int(options.zero)},
             "gradient_clipping": 0.0,
             "steps_per_print": 10**9,
             "zero_allow_untested_optimizer": True,
         }
         self.engine: Any
         self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer(module.parameters()), config=config)
-        self.micro_batches = work.micro_batches_of()
-        self.is_last = rank == 1
+        pipeline = module.topology().get_coord(rank).data
+        rows, count = work.rows // options.replicas, work.micro_batches // options.replicas
+        self.micro_batches = work.micro_batches_of(slice(pipeline * rows, (pipeline + 1) * rows), count)
+        self.is_last = module.stage_id == 1
 
     def step(self) -> float | None:
         loss = self.engine.train_batch(data_iter=iter(self.micro_batches))

@@ -37,8 +37,12 @@ class Ours:
             length_bucketing=options.length_bucketing,
             example=self.batch,
             memory=memory,
+            replicas=options.replicas,
+            zero=int(options.zero),
         )
         self.optimizer = optimizer(self.pipe.parameters())
+        if options.zero:
+            self.pipe.shard_optimizer(self.optimizer)
         if not options.length_bucketing:
             # Without a mask, columns that only pad are computed like all others, as in the other contenders.
             self.batch.pop("attention_mask", None)

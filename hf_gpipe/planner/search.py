@@ -1,0 +1,71 @@
+"""The search of `python -m hf_gpipe.plan --search`: everything is open, and more is shown than the best plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hf_gpipe.errors import UserError
+from hf_gpipe.planner.choose import allowed_plans, few_micro_batches, rank
+from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.recipe import AUTO, PipelineConfig
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a search.
+
+    Attributes:
+        fastest: the plans that fit, the fastest first; of each mesh the best only.
+        leanest: the plan that needs the least memory.
+        num_tried: how many plans there were.
+    """
+
+    fastest: tuple[Plan, ...]
+    leanest: Plan
+    num_tried: int
+
+
+def search(planner: Planner, config: PipelineConfig) -> Found:
+    """Try K, replicas, the order of the processes, M, schedule, recomputation and partition on a number of processes.
+
+    The configuration itself is among what is tried. Of all others its number of processes and `zero` alone count.
+
+    Raises:
+        PartitionError: there is no split at all.
+    """
+    free = config.opened(config.processes)
+    plans = allowed_plans(planner, free)
+    meshes: dict[object, Plan] = {}
+    for plan in sorted(plans, key=rank):
+        meshes.setdefault(_mesh_of(plan), plan)
+    asked = [] if config.is_mesh_open else [config]
+    for one in (*asked, *_lean(planner, list(meshes.values()))):
+        try:
+            plans += allowed_plans(planner, one)
+        except UserError:
+            continue
+    best: dict[object, Plan] = {}
+    for plan in sorted(plans, key=rank):
+        if plan.fits:
+            best.setdefault(_mesh_of(plan), plan)
+    leanest = min(plans, key=lambda plan: (plan.fullness, plan.step_seconds))
+    fastest = sorted(best.values(), key=lambda plan: (plan.step_seconds, plan.peak_bytes))
+    return Found(tuple(fastest), leanest, len(plans))
+
+
+def _mesh_of(plan: Plan) -> object:
+    return plan.timeline.schedule.placement
+
+
+def _lean(planner: Planner, plans: list[Plan]) -> Iterator[PipelineConfig]:
+    """The mesh with the most stages and that of the best plan, where they need the least memory."""
+    most = max(plans, key=lambda plan: plan.settings.num_stages)
+    for plan in (most,) if most is plans[0] else (most, plans[0]):
+        for recompute in ("block", "stage"):
+            yield plan.settings.reopened(
+                schedule="1f1b",
+                recompute=recompute,
+                partition=AUTO,
+                num_micro_batches=few_micro_batches(planner, AUTO, plan.settings.num_processes)[-1],
+            )

@@ -1,0 +1,191 @@
+"""Meshes: whatever the planner chooses is decided, fits, can be simulated, and is the best of all small ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, pairwise, permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_gpipe.errors import PartitionError, UserError
+from hf_gpipe.partition.cluster import parse_cluster
+from hf_gpipe.planner.choose import best_plan, rank
+from hf_gpipe.planner.limits import limits_of
+from hf_gpipe.planner.mesh import Mesh, meshes
+from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.search import search
+from hf_gpipe.recipe import DecidedConfig, PipelineConfig
+from hf_gpipe.schedule import Placement, placement_for
+from tests.planner.models import MIB, blocks, layer, model, planner
+
+FREE = PipelineConfig(num_stages="auto", replicas="auto", recompute="none", partition="auto")
+
+
+def every_mesh(num_processes: int, num_layers: int) -> list[Placement]:
+    """Each way to share out the processes among stages that the planner has, in the orders that it has."""
+    found = {}
+    for num_stages in range(1, min(num_layers, num_processes) + 1):
+        for cuts in combinations(range(1, num_processes), num_stages - 1):
+            ends = list(pairwise((0, *cuts, num_processes)))
+            found[Placement([range(*one) for one in ends])] = None
+    for replicas in range(1, num_processes + 1):
+        of_pipeline = num_processes // replicas
+        for num_stages in (of_pipeline, 2 * of_pipeline):
+            if num_processes % replicas == 0 and num_stages <= num_layers:
+                found[placement_for("gpipe", num_stages, num_processes, replicas)] = None
+    return list(found)
+
+
+def brute_force(within: Planner, config: PipelineConfig) -> Plan:
+    """The best plan of all meshes, each planned by itself."""
+    plans = []
+    for placement in every_mesh(config.processes, within.num_layers):
+        if max(placement.replicas) > int(config.num_micro_batches):
+            continue
+        try:
+            plans.append(best_plan(within, Mesh.of(placement).configure(config, int(config.num_micro_batches))))
+        except PartitionError:
+            continue
+    return min(plans, key=rank)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_the_choice_is_the_best_of_all(data: st.DataObject) -> None:
+    few = st.integers(1, 6)
+    layers = [
+        layer(f"h.{index}", weights=data.draw(few) * MIB, flops=data.draw(few), boundary=data.draw(few) * MIB)
+        for index in range(data.draw(st.integers(1, 5)))
+    ]
+    num_processes, num_micro_batches = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([4, 6]))
+    within = planner(model(*layers), rows=num_micro_batches)
+    if num_processes == 4 and data.draw(st.booleans()):
+        within.cluster = parse_cluster(data.draw(st.sampled_from(["2x2@1MB/s,100MB/s", "2x2@100MB/s,1GB/s"])))
+    elif data.draw(st.booleans()):
+        within.speeds = data.draw(st.lists(st.sampled_from([0.5, 1.0]), min_size=num_processes, max_size=num_processes))
+    config = replace(
+        FREE,
+        num_processes=num_processes,
+        num_micro_batches=num_micro_batches,
+        schedule=data.draw(st.sampled_from(["1f1b", "gpipe", "auto"])),
+        recompute=data.draw(st.sampled_from(["none", "stage", "auto"])),
+        zero=data.draw(st.sampled_from([0, 1])),
+    )
+    if data.draw(st.booleans()):
+        whole = best_plan(within, config).peak_bytes
+        within = within.within(int(whole * data.draw(st.sampled_from([0.6, 0.9, 1.0]))))
+    try:
+        expected = brute_force(within, config)
+    except (PartitionError, ValueError):
+        with pytest.raises(PartitionError):
+            best_plan(within, config)
+        return
+    plan = best_plan(within, config)
+    assert type(plan.settings) is DecidedConfig
+    assert plan.settings.is_decided
+    assert plan.settings.placed(plan.settings.schedule) == plan.timeline.schedule.placement
+    assert plan.settings.num_processes == num_processes
+    assert plan.fits == expected.fits
+    if plan.fits:
+        assert rank(plan)[1] <= rank(expected)[1]
+    # The configuration alone makes the same plan.
+    assert within.plan(plan.settings).step_seconds == plan.step_seconds
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.data())
+def test_no_step_is_shorter_than_its_bound(data: st.DataObject) -> None:
+    layers = [layer(f"h.{index}", flops=data.draw(st.integers(1, 6))) for index in range(data.draw(st.integers(1, 6)))]
+    within = planner(model(*layers), rows=8)
+    config = replace(FREE, num_processes=data.draw(st.integers(1, 6)), num_micro_batches=data.draw(st.integers(6, 8)))
+    config = replace(config, recompute=data.draw(st.sampled_from(["none", "stage"])), partition="count")
+    for bound, one in meshes(within, config, [int(config.num_micro_batches)]):
+        for schedule in ("gpipe", "1f1b", "gpipe_fused"):
+            assert best_plan(within, replace(one, schedule=schedule)).step_seconds >= bound * (1 - 1e-9)
+
+
+def test_a_dear_head_gets_more_replicas() -> None:
+    """Four blocks of 3 s and a head of 24 s: two stages 1-2 are faster than any even mesh of three processes."""
+    costs = model(*(layer(f"h.{i}") for i in range(4)), layer("head", kind="head", flops=8))
+    plan = best_plan(planner(costs, rows=12), replace(FREE, num_processes=3, num_micro_batches=12, schedule="1f1b"))
+    slow_links = planner(costs, rows=12)
+    slow_links.cluster = parse_cluster("3@1MB/s")
+    uneven = best_plan(slow_links, replace(FREE, num_processes=3, num_micro_batches=12, schedule="1f1b"))
+    assert plan.settings.replicas == 3
+    assert uneven.settings.replicas == (1, 2)
+    assert uneven.settings.partition == (4, 1)
+
+
+def test_stages_or_replicas_that_are_given_are_kept() -> None:
+    within = planner(blocks(8), rows=8)
+    for num_stages in (1, 2, 3, 4, 8):
+        plan = best_plan(within, replace(FREE, num_stages=num_stages, num_processes=4, num_micro_batches=8))
+        assert plan.settings.num_stages == num_stages
+    for replicas in (1, 2, 4):
+        plan = best_plan(within, replace(FREE, replicas=replicas, num_processes=4, num_micro_batches=8))
+        assert plan.settings.replicas == replicas
+    with pytest.raises(UserError, match=r"no mesh of 4 processes has num_stages=auto and replicas=3 .* 8 layers"):
+        best_plan(within, replace(FREE, replicas=3, num_processes=4))
+
+
+def test_every_replica_gets_a_micro_batch() -> None:
+    for rows in (2, 3, 8):
+        within = planner(blocks(4), rows=rows)
+        for config in (
+            replace(FREE, num_processes=4, num_micro_batches="auto", schedule="auto"),
+            PipelineConfig(2, "auto", recompute="none", replicas=2),
+        ):
+            plan = best_plan(within, config)
+            assert plan.timeline.schedule.num_micro_batches >= max(plan.timeline.schedule.placement.replicas)
+    accumulated = planner(blocks(4), rows=1, accumulation=2)
+    assert best_plan(accumulated, PipelineConfig(2, "auto", recompute="none", replicas=2)).settings.replicas == 2
+    few = planner(blocks(4), rows=2)
+    for num_micro_batches in ("auto", 4):
+        with pytest.raises(UserError, match="at most 2 micro-batches and a stage has 3 replicas"):
+            best_plan(few, replace(FREE, replicas=3, num_processes=3, num_micro_batches=num_micro_batches))
+    with pytest.raises(UserError, match="at most 2 micro-batches and a stage has 3 replicas"):
+        best_plan(few, PipelineConfig(1, "auto", replicas=3))
+
+
+def test_zero_counts_where_there_are_replicas() -> None:
+    within = planner(blocks(4, weights=100 * MIB), rows=4, optim="adamw_torch")
+    config = replace(FREE, num_processes=2, num_micro_batches=4, zero=1)
+    assert best_plan(within, replace(config, replicas=2)).settings.zero == 1
+    assert best_plan(within, replace(config, num_stages=2)).settings.zero == 0
+
+
+def test_many_processes_are_planned_by_the_dynamic_programme() -> None:
+    """Eight blocks on 2x4 devices whose machines are far apart: little crosses between them."""
+    within = planner(blocks(8, weights=1000 * MIB), rows=16)
+    within.cluster = parse_cluster("2x4@100MB/s,100GB/s")
+    found = search(within, PipelineConfig(num_processes=1).opened(8))
+    best = found.fastest[0]
+    assert len({plan.settings.num_stages for plan in found.fastest}) > 2
+    # Each stage is inside of one machine, so that no gradient crosses.
+    for own in best.timeline.schedule.placement.workers:
+        assert len({process // 4 for process in own}) == 1
+    assert best.settings.is_decided
+
+
+@pytest.mark.parametrize("limits", [*permutations((400, 150, 150))])
+def test_unlike_devices_hold_what_fits_them(limits: tuple[int, ...]) -> None:
+    costs = blocks(8, weights=40 * MIB, saved=MIB)
+    within = planner(costs, rows=4, memory_bytes=tuple(limit * MIB for limit in limits))
+    plan = best_plan(within, PipelineConfig(3, 4, "1f1b", "none", "auto"))
+    assert plan.fits
+    assert max(plan.settings.partition) == plan.settings.partition[limits.index(400)]
+    # A stage takes the smallest memory of its replicas.
+    assert limits_of(within.memory_bytes, Placement([(0, 1, 2)])) == [150 * MIB]
+    with pytest.raises(PartitionError, match="fits the processes' memory"):
+        best_plan(within, PipelineConfig(1, 4, "1f1b", "none", "auto", replicas=3))
+
+
+def test_a_faster_device_gets_more_layers() -> None:
+    within = planner(blocks(9), rows=8)
+    within.speeds = [2.0, 1.0]
+    plan = best_plan(within, PipelineConfig(2, 8, "1f1b", "none", "auto"))
+    assert plan.settings.partition == (6, 3)
+    with pytest.raises(UserError, match="speeds has 2 entries and the plan has 3 processes"):
+        best_plan(within, PipelineConfig(3, 8, "1f1b", "none", "auto"))
