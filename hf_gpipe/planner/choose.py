@@ -142,8 +142,8 @@ def _plan(planner: Planner, config: PipelineConfig) -> Plan:
     """The plan of a configuration that leaves at most its partition and its recomputation open.
 
     They depend on each other: a split is balanced for what is recomputed, and what is recomputed is what the split
-    leaves no room for. If nothing need be recomputed, that is the plan. Otherwise the leanest recomputation is split
-    for first, and then twice what was chosen.
+    leaves no room for. If nothing need be recomputed, this and the leanest recomputation are split for, and
+    the better split is taken. Otherwise the leanest recomputation is split for first, and then twice what was chosen.
     """
     is_auto = config.recompute == AUTO
     num_stages, _ = config.mesh
@@ -154,7 +154,8 @@ def _plan(planner: Planner, config: PipelineConfig) -> Plan:
     try:
         plan = planner.plan(replace(settings, partition=choose_partition(planner, settings, config.partition)))
         if plan.fits:
-            return plan
+            lean = choose_partition(planner, replace(settings, recompute="stage"), config.partition)
+            return min(planner.plan(replace(settings, partition=lean)), plan, key=rank)
     except PartitionError:
         pass
     settings = replace(settings, recompute="stage")
