@@ -28,7 +28,7 @@ from transformers import LlamaConfig
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import StageModel, adapter_for
-from hf_gpipe.adapters.weight_gradients import Product, kept_bytes
+from hf_gpipe.adapters.weight_gradients import Product
 from hf_gpipe.checkpoint import hub
 from hf_gpipe.runtime.channel import LocalChannel
 from hf_gpipe.runtime.loss import TokenLoss
@@ -92,7 +92,7 @@ def split_costs(arguments: argparse.Namespace) -> dict[str, Any]:
         clock("B", lambda: whole.backward(0, {"hidden": gradient}))
         clock("F split", lambda: split.forward(context, keep_graph=True))
         clock("I", lambda: split.input_backward(0, {"hidden": gradient}))
-        kept = kept_bytes(split._kept[0])
+        kept = split.deferred_bytes(0)
         clock("W", lambda: split.weight_backward(0))
         if repetition == 0:  # it writes the gradients that the others add to
             for measured in seconds.values():
@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--repetitions", type=int, default=25)
-    parser.add_argument("--schedules", nargs="+", default=["1f1b", "zero_bubble"], help="of --host")
+    parser.add_argument("--schedules", nargs="+", default=["1f1b", "zb_h1"], help="of --host")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

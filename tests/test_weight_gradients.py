@@ -16,11 +16,14 @@ from hf_gpipe import Pipeline
 from hf_gpipe.adapters.linear import hand_over
 from hf_gpipe.adapters.weight_gradients import WeightGradients, kept_bytes
 from hf_gpipe.errors import StageError, UserError
+from hf_gpipe.planner.layers import LayerTracer
+from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime import replicas
 from hf_gpipe.schedule import Action, ActionKind, Placement, Schedule, build, check_table
 from tests.gloo import run_gloo
-from tests.oracle import VOCABULARY, assert_same, padded_batch, plain_model, run_pipeline, run_plain
+from tests.oracle import VOCABULARY, Result, assert_same, padded_batch, plain_model, run_pipeline, run_plain
 from tests.oracle import tiny_config as oracle_config
+from tests.training.toy import trainer, weights
 
 #: The global gradient norm times this: what another order of summation explains in float64.
 TOLERANCE = 1e-14
@@ -297,3 +300,57 @@ def test_nothing_is_left_after_a_step(tmp_path: Path) -> None:
     expected = run_plain(plain_model(config), batch, 3)
     assert_same(run_pipeline(pipe, batch), expected)
     assert not stage._kept
+
+
+def in_two_processes() -> list[Result]:
+    """Ties cross the two processes."""
+    config = tiny_config("m2m_100", tied=True)
+    found = []
+    for schedule in ("zb_h2", "zb_v"):
+        pipe = Pipeline(plain_model(config), 4, 4, schedule, "none")
+        batch = padded_batch(config) if pipe.topology.is_reader else None
+        found.append(run_pipeline(pipe, batch))
+        assert pipe.eval_step(batch).loss == pytest.approx(found[-1].loss, rel=1e-10)
+    return found
+
+
+def test_split_schedules_in_two_processes() -> None:
+    config = tiny_config("m2m_100", tied=True)
+    expected = run_plain(plain_model(config), padded_batch(config), 4)
+    for results in run_gloo(in_two_processes, 2):
+        for found in results:
+            assert_same(found, expected)
+
+
+def test_a_training_is_resumed(tmp_path: Path) -> None:
+    """A run that begins with the whole backward and goes on with the split one, accumulating, has the same weights."""
+    options = {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    options |= {"lr_scheduler_type": "constant"}
+    whole = trainer(tmp_path / "whole", schedule="1f1b", **options)
+    whole.train()
+    trainer(tmp_path / "split", schedule="1f1b", **options | {"max_steps": 2}).train()
+    resumed = trainer(tmp_path / "split", schedule="zb_h1", **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "split" / "checkpoint-2"))
+    expected = weights(whole)
+    for name, value in weights(resumed).items():
+        torch.testing.assert_close(value, expected[name])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_planner_knows_what_is_kept(family: str, tmp_path: Path) -> None:
+    config = tiny_config(family, tied=True)
+    pipe = Pipeline(config, 3, 2, written(tmp_path, 3, 2, ("none",) * 3, 9, [0] * 3), partition=[1, 3, 2])
+    stage, kept = pipe.stages[1], []
+    perform = stage.weight_backward
+
+    def noted(index: int, *rest: Any) -> None:
+        kept.append(stage.deferred_bytes(index))
+        perform(index, *rest)
+
+    stage.weight_backward = noted  # type: ignore[method-assign]
+    batch = padded_batch(config)
+    batch["attention_mask"].fill_(1)
+    pipe.train_step(batch)
+    costs = LayerTracer(pipe.adapter).costs(Workload.of_batch(batch, 2))
+    assert kept == [sum(layer.deferred_bytes for layer in costs.layers[1:4])] * 2
+    assert costs.layers[0].deferred_bytes == costs.layers[-1].deferred_bytes == 0

@@ -111,4 +111,4 @@ class WeightGradients:
 def kept_bytes(products: Sequence[Product]) -> int:
     """Bytes of memory that products keep; layers with the same input share its memory."""
     kept = (tensor.untyped_storage() for one in products for tensor in (one.left, one.right))
-    return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
+    return sum({storage._cdata: storage.nbytes() for storage in kept}.values())

@@ -140,6 +140,7 @@ class LayerCost:
         plain: its graph where nothing is recomputed inside of the stage.
         block: its graph where each block is recomputed.
         seconds: measured; None where nothing was.
+        deferred_bytes: what I keeps for W where the backward is split.
     """
 
     name: str
@@ -158,6 +159,7 @@ class LayerCost:
     block: GraphCost
     weight_flops: int = 0
     seconds: Seconds | None = None
+    deferred_bytes: int = 0
 
     def graph(self, inner: InnerRecompute) -> GraphCost:
         """The layer's part of a live graph."""

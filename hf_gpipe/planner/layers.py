@@ -158,6 +158,7 @@ class LayerTracer:
                     forward_only_working_bytes=one.trace.forward_only_peak + one.received_bytes,
                     plain=one.plain,
                     block=one.block,
+                    deferred_bytes=one.trace.deferred,
                 )
             )
         compute = adapter.dtype if adapter.autocast is None else adapter.autocast.dtype

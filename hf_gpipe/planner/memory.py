@@ -104,9 +104,9 @@ def _amounts(sums: LayerSums, stage: StageLayers, gradient_bytes: float) -> Amou
     return {
         Held.INPUT: {"boundaries": _received_bytes(sums, stage)},
         Held.GRAPH: {"activations": graph - logits, "logits": logits},
-        Held.DEFERRED: {"activations": _deferred_bytes(sums, stage)},
         # From the start of its backward on a gradient is working memory of that.
         Held.GRADIENT: {"early_gradients": _gradient_bytes(sums, stage)},
+        Held.DEFERRED: {"activations": _deferred_bytes(sums, stage)},
         Held.FORWARD_ONLY: {"working": sums.forward_only_peak_bytes(*run)},
         Held.FORWARD: {"working": graphs.forward_peak_bytes(*run)},
         Held.BACKWARD: {"working": max(backward - graph, 0)},
@@ -116,19 +116,14 @@ def _amounts(sums: LayerSums, stage: StageLayers, gradient_bytes: float) -> Amou
     }
 
 
-def _deferred_bytes(sums: LayerSums, stage: StageLayers) -> float:
-    """The bytes that W needs of a micro-batch: inputs and output gradients of the linear layers.
-
-    Taken as those of a graph in which nothing is recomputed, the head's apart: of a block they are about as many.
-    """
-    has_head = sums.costs.layers[stage.stop - 1].kind == "head"
-    stop = stage.stop - has_head
-    return sums.graphs["none"].kept_bytes(stage.start, stop) if stop > stage.start else 0.0
-
-
 def _received_bytes(sums: LayerSums, stage: StageLayers) -> int:
     """The bytes that cross the boundary before a stage."""
     return sums.costs.layers[stage.start].input_bytes if stage.start else 0
+
+
+def _deferred_bytes(sums: LayerSums, stage: StageLayers) -> int:
+    """The bytes that I of a stage keeps for W."""
+    return sum(layer.deferred_bytes for layer in sums.costs.layers[stage.start : stage.stop])
 
 
 def _gradient_bytes(sums: LayerSums, stage: StageLayers) -> int:

@@ -15,6 +15,7 @@ class TimeEstimate:
     recompute: float
     """Of whole stages; the recomputation of blocks is part of the backward."""
     backward: float
+    """Whole, or in its two parts."""
     update: float
     bubble: float
     """Waiting, for other stages and for messages."""

@@ -50,6 +50,7 @@ class Trace:
         forward_peak: of a forward with a graph, above what was there before it.
         forward_only_peak: of a forward without one.
         backward_peak: above `saved`, the gradient that comes in included.
+        deferred: of blocks, what I keeps for W where the backward is split.
         forward_flops, backward_flops: of matrix products, numbers.
         weight_flops: of the backward's matrix products those for the weights of linear layers.
     """
@@ -60,6 +61,7 @@ class Trace:
     forward_peak: int
     forward_only_peak: int
     backward_peak: int
+    deferred: int
     forward_flops: int
     backward_flops: int
     weight_flops: int
@@ -277,6 +279,7 @@ def _trace(stage: Stage, inputs: Mapping[str, torch.Tensor], window_from: int | 
         outside = tracker.bytes_outside(forward)
         with tracker.phase() as backward:
             stage.backward(0, gradients)
+        deferred = _deferred_bytes(stage, context, gradients)
     hidden = context.carry.get("hidden")
     return Trace(
         saved=saved,
@@ -285,11 +288,22 @@ def _trace(stage: Stage, inputs: Mapping[str, torch.Tensor], window_from: int | 
         forward_peak=forward.peak_bytes,
         forward_only_peak=forward_only.peak_bytes,
         backward_peak=backward.peak_bytes + incoming,
+        deferred=deferred,
         forward_flops=forward.flops,
         backward_flops=backward.flops,
         # A linear layer's gradient of its input takes as many operations as its forward; the rest is for the weights.
         weight_flops=max(backward.linear_flops - forward.linear_flops, 0),
     )
+
+
+def _deferred_bytes(stage: Stage, context: Context, gradients: Mapping[str, torch.Tensor]) -> int:
+    """What I keeps. Without a block it is nothing: the backward is not run again for it."""
+    if all(layer.kind != "block" for layer in stage.model.layers):
+        return 0
+    stage.model.defer_weight_gradients()
+    stage.forward(context, keep_graph=True)
+    stage.input_backward(0, gradients)
+    return stage.deferred_bytes(0)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hf_gpipe.adapters import StageModel
-from hf_gpipe.adapters.weight_gradients import Product
+from hf_gpipe.adapters.weight_gradients import Product, kept_bytes
 from hf_gpipe.runtime.channel import Shapes
 from hf_gpipe.runtime.head import deferred_loss
 from hf_gpipe.runtime.loss import PLAIN, TokenLoss
@@ -151,6 +151,10 @@ class Stage:
     def deferred(self, micro_batch: int) -> set[torch.nn.Parameter]:
         """The parameters whose gradients W of a micro-batch adds to."""
         return {product.parameter for product in self._kept[micro_batch]}
+
+    def deferred_bytes(self, micro_batch: int) -> int:
+        """Bytes of memory that I has kept of a micro-batch for W."""
+        return kept_bytes(self._kept[micro_batch])
 
     def evaluate(self, context: Context) -> Tensors:
         """F of a table without backwards: the tensors for the next stage, on the last stage the losses of the rows.
