@@ -206,7 +206,8 @@ def _is_worth_a_try(schedule: str, config: PipelineConfig) -> bool:
     if config.torch_compile or config.places == num_stages * config.processes:
         return False
     if schedule in V_SHAPED:
-        return isinstance(replicas, int) and config.places == 2 * config.processes and config.placement is None
+        is_uniform = len(set(replicas_of(num_stages, replicas))) == 1
+        return is_uniform and config.places == 2 * config.processes and config.placement is None
     return config.places == config.processes
 
 
