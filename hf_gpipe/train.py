@@ -8,6 +8,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hf_gpipe.errors import EXIT_STOPPED, RecipeError, UserError
@@ -122,24 +123,20 @@ def _work(recipe: Recipe) -> int:
 
 
 def _check(recipe: Recipe) -> None:
-    """Find what is wrong before any process starts. Raises UserError."""
+    """Find what is wrong and can be told without transformers, whose import takes seconds. Raises UserError."""
     import torch
 
-    from hf_gpipe.checkpoint.save import make_directory
-    from hf_gpipe.data.files import check_files
-    from hf_gpipe.training.from_recipe import check_model
-
-    check_files(recipe.data)
-    make_directory(Path(recipe.training.output_dir))
     # It may be left from an earlier run.
-    _traceback_file(recipe).unlink(missing_ok=True)
+    with suppress(OSError):
+        _traceback_file(recipe).unlink()
     if recipe.pipeline.device == "cuda" and not torch.cuda.is_available():
         raise RecipeError("pipeline.device is cuda and torch finds no GPU; use auto or cpu")
     if "RANK" not in os.environ:
         # In another launcher's job the main process reads it.
         recipe.pipeline.table(recipe.training.gradient_accumulation_steps, _num_processes(recipe))
-    recipe.pipeline.check_micro_batches(recipe.training.gradient_accumulation_steps)
-    check_model(recipe)
+    # With a number of tokens the number of rows is not known before they are read.
+    rows = recipe.training.batch_size if recipe.training.batch_tokens is None else None
+    recipe.pipeline.check_micro_batches(recipe.training.gradient_accumulation_steps, rows)
 
 
 def _num_processes(recipe: Recipe) -> int:

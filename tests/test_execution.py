@@ -22,6 +22,7 @@ from hf_gpipe.errors import StageError, UserError
 from hf_gpipe.runtime.micro_batch import split_rows, split_tokens
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule.actions import ActionKind
+from hf_gpipe.schedule.builders import placement_for
 from tests.gloo import run_gloo
 from tests.oracle import (
     VOCABULARY,
@@ -35,7 +36,7 @@ from tests.oracle import (
     tiny_config,
 )
 
-TRAINING_SCHEDULES = ("naive", "gpipe", "gpipe_fused", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2")
+TRAINING_SCHEDULES = ("naive", "gpipe", "gpipe_fused", "1f1b", "interleaved_1f1b", "zb_h1")
 
 
 @pytest.mark.parametrize("schedule", TRAINING_SCHEDULES)
@@ -49,18 +50,24 @@ def test_each_stage_may_recompute_as_it_likes(family: str, schedule: str) -> Non
         assert_same(run_pipeline(pipe, batch), expected)
 
 
-@pytest.mark.parametrize("recompute", ["none", "stage", [1, 2, 1, 2]])
-def test_interleaved_stages_in_two_processes(recompute: str | list[str | int]) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "recompute"),
+    [
+        *(("interleaved_1f1b", recompute) for recompute in ("none", "stage", [1, 2, 1, 2])),
+        *(("zb_v", "none"), ("zb_v", [1, 2, 1, 2]), ("v_half", "stage"), ("zb_h2", "block")),
+    ],
+)
+def test_several_stages_in_each_of_two_processes(schedule: str, recompute: str | list[str | int]) -> None:
     config = tiny_config("marian")
     expected = run_plain(plain_model(config), padded_batch(config), 4)
-    for found in run_gloo(interleaved_result, 2, recompute):
+    for found in run_gloo(result_of_four_stages, 2, schedule, recompute):
         assert_same(found, expected)
 
 
-def interleaved_result(recompute: str | Sequence[str | int]) -> Result:
+def result_of_four_stages(schedule: str, recompute: str | Sequence[str | int]) -> Result:
     config = tiny_config("marian")
-    pipe = Pipeline(plain_model(config), 4, 4, "interleaved_1f1b", recompute)
-    assert pipe.topology.placement.processes == (0, 1, 0, 1)
+    pipe = Pipeline(plain_model(config), 4, 4, schedule, recompute)
+    assert pipe.topology.placement == placement_for(schedule, 4, 2)
     return run_pipeline(pipe, padded_batch(config) if pipe.topology.is_reader else None)
 
 

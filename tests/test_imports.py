@@ -116,13 +116,19 @@ def test_the_upper_layers_name_neither_torch_nor_transformers() -> None:
             assert not HEAVY & {found.split(".")[0] for found in imports(name, path)}, name
 
 
-@pytest.mark.parametrize("name", WITHOUT_TORCH)
-def test_the_upper_layers_load_neither_torch_nor_transformers(name: str) -> None:
-    program = f"import sys, {PACKAGE}.{name}; print(sorted({HEAVY!r} & set(sys.modules)))"
+def test_the_upper_layers_load_neither_torch_nor_transformers_and_the_launcher_no_transformers() -> None:
+    """A process that only starts others would otherwise spend seconds on importing it."""
+    upper = ", ".join(f"{PACKAGE}.{name}" for name in WITHOUT_TORCH)
+    launcher = f"{PACKAGE}.train, {PACKAGE}.runtime.launch"
+    loaded = f"print(sorted({HEAVY!r} & set(sys.modules)))"
     finished = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT.parent
+        [sys.executable, "-c", f"import sys, {upper}; {loaded}; import {launcher}; {loaded}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT.parent,
     )
-    assert finished.stdout.strip() == "[]"
+    assert finished.stdout.split("\n")[:2] == ["[]", "['torch']"]
 
 
 def test_the_public_names_load_on_first_use() -> None:

@@ -352,6 +352,10 @@ def test_a_replica_without_a_micro_batch_is_told_before_any_process_starts(
 ) -> None:
     assert main([str(recipe), "pipeline.replicas=5"]) == 2
     assert re.fullmatch(r"error: num_micro_batches is 4 and stage 0 has 5 replicas: .*\n", capsys.readouterr().err)
+    assert main([str(recipe), "pipeline.replicas=3", "training.batch_size=2"]) == 2
+    assert "error: the number of rows of a mini-batch is 2 and stage 0 has 3 replicas: " in capsys.readouterr().err
+    assert main([str(recipe), "pipeline.replicas=auto", "pipeline.device=cpu"]) == 2
+    assert "error: replicas is auto, and the number of processes that it is chosen for " in capsys.readouterr().err
 
 
 def test_a_recipe_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,7 +139,7 @@ class _Tokenize:
 
     def batches(self, pairs: Sequence[Pair]) -> Iterator[pyarrow.RecordBatch]:
         """The ids of all pairs, in order."""
-        # Half of the time goes into Python objects. A second thread needs its own tokenizer, and a copy takes time.
+        # Half of the time goes into Python objects. A second thread needs its own tokenizer, whose copy takes time.
         workers = [self, deepcopy(self)] if len(pairs) > _PAIRS_OF_ONE_THREAD else [self]
         with progress(None, "tokenising", "pairs", len(pairs)) as shown:
             for batch in in_turn(workers, texts_in_blocks(pairs)):

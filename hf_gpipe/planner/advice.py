@@ -11,7 +11,8 @@ import torch
 from hf_gpipe.errors import StageError, UserError
 from hf_gpipe.planner.choose import best_plan, micro_batch_counts
 from hf_gpipe.planner.limits import limit_text
-from hf_gpipe.planner.plan import Plan, Planner, seconds_text
+from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.times import seconds_text
 from hf_gpipe.recipe import AUTO, PipelineConfig
 from hf_gpipe.recipe.sizes import size_text
 from hf_gpipe.runtime import failures

@@ -19,11 +19,11 @@ from hf_gpipe.planner.memory import MemoryBound, StageLayers
 from hf_gpipe.planner.mesh import meshes, too_few_rows
 from hf_gpipe.planner.plan import Plan, Planner, inner_recompute, recompute_shares, stage_layers
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig, RecomputeChoice
-from hf_gpipe.schedule import Placement, replicas_of
+from hf_gpipe.schedule import SPLIT_SCHEDULES, V_SHAPED, Placement, replicas_of
 from hf_gpipe.schedule.occupancy import Held
 
-AUTO_SCHEDULES = ("1f1b", "gpipe_fused", "gpipe", "interleaved_1f1b")
-"""The schedules that "auto" chooses from, the one with the least memory first."""
+AUTO_SCHEDULES = ("1f1b", "gpipe_fused", "gpipe", "interleaved_1f1b", *SPLIT_SCHEDULES)
+"""The schedules that "auto" chooses from. Of equally good ones the first is chosen."""
 
 #: Where meshes are compared, M is at first between these times the number of processes: with fewer micro-batches most
 #: processes would wait, and with more each simulation takes long and the bubble is no longer large.
@@ -188,10 +188,27 @@ def _allowed(planner: Planner, config: PipelineConfig) -> Iterator[PipelineConfi
             raise UserError(too_few_rows(max(steps), fewest))
         counts = [count for count, step in zip(counts, steps, strict=True) if step >= fewest]
     for schedule in schedules:
-        if schedule == "interleaved_1f1b" and config.schedule == AUTO and config.processes == config.places:
+        if config.schedule == AUTO and not _is_worth_a_try(schedule, config):
             continue
         for num_micro_batches in counts:
             yield replace(config, schedule=schedule, num_micro_batches=num_micro_batches)
+
+
+def _is_worth_a_try(schedule: str, config: PipelineConfig) -> bool:
+    """Whether a schedule can run the configuration's stages on its processes, and is not another one there."""
+    num_stages, replicas = config.mesh
+    counts = replicas_of(num_stages, replicas)
+    places = sum(counts)
+    if schedule == "interleaved_1f1b":
+        return config.processes < places
+    if schedule not in SPLIT_SCHEDULES:
+        return True
+    # A compiled block has one backward, and in one process no one waits for I.
+    if config.torch_compile or places == num_stages * config.processes:
+        return False
+    if schedule in V_SHAPED:
+        return len(set(counts)) == 1 and places == 2 * config.processes
+    return places == config.processes
 
 
 def micro_batch_counts(rows: int, asked: int | str) -> list[int]:

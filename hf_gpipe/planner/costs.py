@@ -131,6 +131,7 @@ class LayerCost:
         forward_flops: multiplications and additions of the forward's matrix products (2 for each pair), head's loss
             included.
         backward_flops: the same of the backward, for inputs and weights, without any recomputation.
+        weight_flops: the part of them that W can leave for later: of linear layers' weights, the head's apart.
         input_bytes: what crosses the boundary before this layer; 0 for the first one.
         gradient_input_bytes: what comes back across it.
         forward_working_bytes: the peak of the forward above what was there before it, with a graph.
@@ -156,6 +157,7 @@ class LayerCost:
     forward_only_working_bytes: int
     plain: GraphCost
     block: GraphCost
+    weight_flops: int = 0
     seconds: Seconds | None = None
     deferred_bytes: int = 0
 

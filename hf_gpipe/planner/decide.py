@@ -13,7 +13,8 @@ from hf_gpipe.planner.choose import best_plan, micro_batch_counts
 from hf_gpipe.planner.costs import ModelCosts, mean_costs
 from hf_gpipe.planner.limits import MemoryLimit, limit_text
 from hf_gpipe.planner.measure import device_memory, profile_layers, this_machine
-from hf_gpipe.planner.plan import Plan, Planner, seconds_text
+from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.times import seconds_text
 from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.recipe.sizes import size_text

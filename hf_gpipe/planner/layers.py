@@ -151,6 +151,7 @@ class LayerTracer:
                     buffer_bytes=layers.buffer_bytes[index],
                     forward_flops=one.trace.forward_flops,
                     backward_flops=one.trace.backward_flops,
+                    weight_flops=0 if layer.kind == "head" else one.trace.weight_flops,
                     input_bytes=sum(sizes.values()),
                     gradient_input_bytes=sum(size for name, size in sizes.items() if wanted[name]),
                     forward_working_bytes=one.trace.forward_peak,

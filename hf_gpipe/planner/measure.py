@@ -33,6 +33,8 @@ from hf_gpipe.runtime.stage import Stage
 #: Blocks that run in a row, where as many of one kind follow each other.
 _BLOCKS_IN_A_ROW = 3
 _DTYPES = ("float32", "bfloat16", "float16")
+#: Rows and columns of the matrices whose product is timed: large enough for a GPU, and on a CPU still quick.
+_PRODUCT_SIZES = {"cuda": 4096, "cpu": 512}
 _REPEATS = 3
 #: What glibc's allocator keeps of what comes and goes: from a third to a half in eight runs.
 _RESERVED_SHARE = 0.45
@@ -212,8 +214,8 @@ def device_memory(device: torch.device, num_processes: int = 1) -> int:
 
 
 def _matrix_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """Operations a second of a product that is large enough, and on a CPU still quick."""
-    size = 4096 if device.type == "cuda" else 512
+    """Operations a second of a product that is large enough."""
+    size = _PRODUCT_SIZES[device.type]
     left, right = torch.ones(size, size, dtype=dtype, device=device), torch.ones(size, size, dtype=dtype, device=device)
     return 2 * size**3 / _seconds(lambda: left @ right, device)
 

@@ -110,6 +110,7 @@ def _amounts(sums: LayerSums, stage: StageLayers, gradient_bytes: float) -> Amou
         Held.FORWARD_ONLY: {"working": sums.forward_only_peak_bytes(*run)},
         Held.FORWARD: {"working": graphs.forward_peak_bytes(*run)},
         Held.BACKWARD: {"working": max(backward - graph, 0)},
+        Held.WEIGHT: {},
         Held.FIRST_BACKWARD: {"gradients": graphs.first_backward_peak_bytes(*run) - backward},
         Held.WEIGHT_GRADIENTS: {"gradients": gradient_bytes},
     }

@@ -35,6 +35,8 @@ from hf_gpipe.schedule import Placement, placement_for
 
 #: Up to so many processes every way to share them out among stages is tried.
 _FEW_PROCESSES = 6
+#: Schedules whose stages have done all their work when the last micro-batch goes back.
+_WHOLE_BACKWARDS = (AUTO, "naive", "gpipe", "gpipe_fused", "1f1b", "interleaved_1f1b")
 #: Numbers of micro-batches for which the dynamic programme is asked.
 _NUM_ASKED = 3
 
@@ -109,8 +111,8 @@ def meshes(planner: Planner, config: PipelineConfig, counts: Sequence[int]) -> l
 def too_few_rows(num_micro_batches: int, replicas: int) -> str:
     """The message where a step can have fewer micro-batches than a stage has replicas."""
     return (
-        f"a step has at most {num_micro_batches} micro-batches, one for each row, and a stage has {replicas} replicas, "
-        "which take them in turn: some would never get one; use more rows in a mini-batch, or fewer replicas."
+        f"a step has at most {num_micro_batches} micro-batches and a stage has {replicas} replicas, which take them in "
+        "turn: some would never get one; use more micro-batches, more rows in a mini-batch, or fewer replicas."
     )
 
 
@@ -234,6 +236,9 @@ class _StepCosts:
         before = [sums.seconds(0, start, inner) for start in range(1, num_layers + 1)]
         self._down = np.array([0.0, *(min(one.forward, one.forward_only) for one in before)])
         self._up = np.array([0.0, *(one.backward for one in before)])
+        if config.schedule not in _WHOLE_BACKWARDS:
+            # A stage may compute gradients of weights while the last micro-batch goes back through the layers before.
+            self._up = np.zeros_like(self._up)
         own = [sums.owned(index, index + 1) for index in range(num_layers)]
         self._trained = _ranges([one.trainable_bytes for one in own])
         self._held = _ranges([one.num_bytes for one in own])

@@ -23,29 +23,12 @@ from hf_gpipe.planner.measure import profile_layers
 from hf_gpipe.planner.memory import MemoryBound, MemoryEstimate, StageLayers, estimate_memory
 from hf_gpipe.planner.network import Network, one_level
 from hf_gpipe.planner.prefix_sums import LayerSums
+from hf_gpipe.planner.times import TimeEstimate, time_of
 from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch, sent_share
 from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 from hf_gpipe.runtime.recompute import Recompute
-from hf_gpipe.schedule import ActionKind, Costs, Schedule, Timeline, build, recompute_under, simulate
-
-
-@dataclass(frozen=True)
-class TimeEstimate:
-    """Seconds that a process spends in one step, by what it does; together they are the step."""
-
-    forward: float
-    recompute: float
-    """Of whole stages; the recomputation of blocks is part of the backward."""
-    backward: float
-    update: float
-    bubble: float
-    """Waiting, for other stages and for messages."""
-
-    @property
-    def total(self) -> float:
-        """The step."""
-        return self.forward + self.recompute + self.backward + self.update + self.bubble
+from hf_gpipe.schedule import Costs, Schedule, Timeline, build, recompute_under, simulate
 
 
 @dataclass(frozen=True)
@@ -307,7 +290,7 @@ class Planner:
         processes = []
         for number in range(placement.num_processes):
             own = placement.stages_of(number)
-            processes.append(ProcessPlan(number, own, memory(number, own), _time_of(timeline, number)))
+            processes.append(ProcessPlan(number, own, memory(number, own), time_of(timeline, number)))
         plans = []
         for number, (stage, entry) in enumerate(zip(stages, _entries(settings), strict=True)):
             # Of several replicas the first, which has most micro-batches.
@@ -377,12 +360,17 @@ def _table_costs(
         sums.seconds(stage.start, stage.stop, stage.inner).divided(speed)
         for stage, speed in zip(stages, speeds, strict=True)
     ]
+    weights = [
+        sums.weight_seconds(stage.start, stage.stop) / speed for stage, speed in zip(stages, speeds, strict=True)
+    ]
     share = sent_share(settings.boundary_dtype, sums.costs.dtype)
     boundaries = [share * sums.costs.layers[stage.start].input_bytes for stage in stages[1:]]
     return Costs(
         forward_seconds=[one.first_forward(share) for one, share in zip(seconds, recompute_shares(table), strict=True)],
         recompute_seconds=[one.forward for one in seconds],
         backward_seconds=[one.backward for one in seconds],
+        input_seconds=[one.backward - weight for one, weight in zip(seconds, weights, strict=True)],
+        weight_seconds=weights,
         update_seconds=[
             update(number, *one) for number, one in enumerate(zip(stages, table.placement.replicas, strict=True))
         ],
@@ -392,24 +380,3 @@ def _table_costs(
             for number, stage in enumerate(stages)
         ],
     )
-
-
-def _time_of(timeline: Timeline, process: int) -> TimeEstimate:
-    """How a process spends a step."""
-    seconds = dict.fromkeys(ActionKind, 0.0)
-    for span in timeline.spans:
-        # A reduction over replicas goes on beside the other actions.
-        if span.process == process and span.action.kind != ActionKind.REDUCE:
-            seconds[span.action.kind] += float(span.busy)
-    return TimeEstimate(
-        forward=seconds[ActionKind.FORWARD],
-        recompute=seconds[ActionKind.RECOMPUTE],
-        backward=seconds[ActionKind.BACKWARD] + seconds[ActionKind.INPUT] + seconds[ActionKind.WEIGHT],
-        update=seconds[ActionKind.UPDATE],
-        bubble=max(float(timeline.total_seconds) - sum(seconds.values()), 0.0),
-    )
-
-
-def seconds_text(seconds: float) -> str:
-    """A time for people: "1.23 s", "45.6 ms"."""
-    return f"{seconds:.3g} s" if seconds >= 1 or seconds == 0 else f"{1000 * seconds:.3g} ms"

@@ -68,6 +68,11 @@ class LayerSums:
         self._forward_only = RangeSum(one.forward_only for one in seconds)
         self._forward = RangeSum(one.forward for one in seconds)
         self._backward = RangeSum(one.backward for one in seconds)
+        # Of a measured backward too W is the share of its operations.
+        self.weight_seconds = RangeSum(
+            one.backward * layer.weight_flops / layer.backward_flops if layer.backward_flops else 0.0
+            for layer, one in zip(layers, seconds, strict=True)
+        )
         self._blocks_again = RangeSum(
             one.forward if layer.kind == "block" else 0.0 for layer, one in zip(layers, seconds, strict=True)
         )

@@ -13,12 +13,14 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.planner.advice import smallest_fix
 from hf_gpipe.planner.limits import limit_of, limit_text
 from hf_gpipe.planner.memory import MemoryEstimate
-from hf_gpipe.planner.plan import Plan, Planner, StagePlan, seconds_text
+from hf_gpipe.planner.plan import Plan, Planner, StagePlan
 from hf_gpipe.planner.search import Found
+from hf_gpipe.planner.times import seconds_text
 from hf_gpipe.planner.traffic import bytes_text, is_mesh, mesh_dict, mesh_lines, traffic
 from hf_gpipe.recipe.sizes import size_text
 from hf_gpipe.schedule import is_table_file
 from hf_gpipe.schedule.draw import figure as timeline_figure
+from hf_gpipe.schedule.messages import num_communicators
 
 if TYPE_CHECKING:
     import numpy as np
@@ -214,6 +216,8 @@ def _as_dict(plan: Plan) -> dict[str, Any]:
             {
                 "process": process.number,
                 "stages": list(process.stages),
+                # Of NCCL, between stages; their memory is not known, and not in the plan.
+                "communicators": num_communicators(plan.timeline.schedule.placement, process.number),
                 "memory_bytes": {**_items(process.memory), "total": process.memory.total},
                 "seconds": asdict(process.time),
             }

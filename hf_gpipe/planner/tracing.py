@@ -52,6 +52,7 @@ class Trace:
         backward_peak: above `saved`, the gradient that comes in included.
         deferred: of blocks that are not recomputed, what I keeps for W where the backward is split.
         forward_flops, backward_flops: of matrix products, numbers.
+        weight_flops: of the backward's matrix products those for the weights of linear layers.
     """
 
     saved: int
@@ -63,6 +64,7 @@ class Trace:
     deferred: int
     forward_flops: int
     backward_flops: int
+    weight_flops: int
 
 
 @dataclass
@@ -73,12 +75,14 @@ class Phase:
         start_bytes: what was alive when it began.
         peak_bytes: the most that was alive beyond that.
         flops: of its matrix products, 2 for a multiplication and its addition.
+        linear_flops: the part of them that has the form of a linear layer.
         is_inside: whether an own layer was called, so that what is made from now on is the layers'.
     """
 
     start_bytes: int
     peak_bytes: int = 0
     flops: int = 0
+    linear_flops: int = 0
     is_inside: bool = False
 
     def enter_layers(self, *_: Any) -> None:
@@ -126,7 +130,10 @@ class Tracker(TorchDispatchMode):
                 self._note(tensor)
         formula = _FLOPS.get(func._overloadpacket)
         if formula is not None and self._phase is not None:
-            self._phase.flops += int(formula(*args, **kwargs, out_val=result))
+            flops = int(formula(*args, **kwargs, out_val=result))
+            self._phase.flops += flops
+            if func._overloadpacket in _LINEAR:
+                self._phase.linear_flops += flops
         return result
 
     def _note(self, tensor: torch.Tensor, *, is_counted: bool = True) -> None:
@@ -173,6 +180,8 @@ _FLOPS: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     _aten._grouped_mm: _grouped,
 }
+#: The products of linear layers and experts. Those of attention have a batch.
+_LINEAR = {_aten.mm, _aten.addmm, _aten.addmm_, _aten._grouped_mm}
 
 
 class _AttentionOfAGpu(TorchFunctionMode):
@@ -282,6 +291,8 @@ def _trace(stage: Stage, inputs: Mapping[str, torch.Tensor], window_from: int | 
         deferred=deferred,
         forward_flops=forward.flops,
         backward_flops=backward.flops,
+        # A linear layer's gradient of its input takes as many operations as its forward; the rest is for the weights.
+        weight_flops=max(backward.linear_flops - forward.linear_flops, 0),
     )
 
 

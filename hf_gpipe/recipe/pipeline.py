@@ -281,26 +281,30 @@ class PipelineConfig:
             )
         return placement
 
-    def check_micro_batches(self, accumulation: int) -> None:
+    def check_micro_batches(self, accumulation: int, rows: int | None = None) -> None:
         """Raise UserError where a replica would never get a micro-batch.
 
         Args:
             accumulation: mini-batches per step; a step has the micro-batches of all of them.
+            rows: of a mini-batch, which has at most as many micro-batches; None: not known.
         """
         if self.is_mesh_open:
             return
         _, replicas = self.mesh
         counts = replicas if isinstance(replicas, tuple) else (replicas,)
-        if not isinstance(self.num_micro_batches, int) or self.num_micro_batches * accumulation >= max(counts):
-            return
-        step = f"num_micro_batches is {self.num_micro_batches}"
-        if accumulation > 1:
-            step += f", of each of the {accumulation} mini-batches of a step,"
-        raise UserError(
-            f"{step} and stage {counts.index(max(counts))} has {max(counts)} replicas: they take the micro-batches of "
-            "a step in turn, so some would never get one; use at least as many micro-batches as replicas (for an even "
-            "load a multiple of them), or fewer replicas."
-        )
+        limits = {"num_micro_batches is": self.num_micro_batches, "the number of rows of a mini-batch is": rows}
+        known = {words: limit for words, limit in limits.items() if isinstance(limit, int)}
+        for words, limit in known.items():
+            if limit * accumulation >= max(counts):
+                continue
+            step = f"{words} {limit}"
+            if accumulation > 1:
+                step += f", of each of the {accumulation} mini-batches of a step,"
+            raise UserError(
+                f"{step} and stage {counts.index(max(counts))} has {max(counts)} replicas: they take the micro-batches "
+                "of a step in turn, so some would never get one; use at least as many micro-batches, and rows, as "
+                "replicas (for an even load a multiple of them), or fewer replicas."
+            )
 
     def table(self, accumulation: int, num_processes: int) -> Schedule | None:
         """Read the table from the file that `schedule` names; None if it names a builder or is "auto".

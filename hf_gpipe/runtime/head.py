@@ -167,7 +167,7 @@ class _Chunks:
         """Losses (N,) and the gradient (N, V) of the projection's output, in its type; its memory may be reused."""
         if self._is_finished:
             losses, gradient = self._loss.with_gradient(projected, targets, overwrite=True)
-            return losses, gradient.mul_(factor[:, None]).to(projected.dtype) if with_gradient else None
+            return losses, torch.mul(gradient, factor[:, None], out=projected) if with_gradient else None
         leaf = projected.detach().requires_grad_(with_gradient)
         with torch.set_grad_enabled(with_gradient):
             logits = self._finish(leaf[None])[0]

@@ -71,7 +71,7 @@ class Timer:
 
 
 class NamedRanges:
-    """Gives each action a range in the traces of torch's profilers, named as in the table, such as "2F0".
+    """Gives each action a range in the traces of torch's profilers, named as in the table, such as "action 2F0".
 
     `torch.profiler.profile()` records them, and `torch.autograd.profiler.emit_nvtx()` makes NVTX ranges of them.
     """
@@ -83,7 +83,8 @@ class NamedRanges:
     def mark(self, action: Action, device: torch.device) -> None:
         """As `Timer.mark`: the first of an action's four calls opens its range, and the last one closes it."""
         if self._num_marks % 4 == 0:
-            self._range = torch.profiler.record_function(str(action))
+            # Not "2F0" alone: torch takes it for a mangled name of C++ and shows "F0".
+            self._range = torch.profiler.record_function(f"action {action}")
             self._range.__enter__()
         elif self._num_marks % 4 == 3 and self._range is not None:
             self._range.__exit__(None, None, None)

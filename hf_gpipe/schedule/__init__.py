@@ -6,7 +6,7 @@ run, `simulate` predicts its time, `draw_text`, `draw_png`, `write_trace` and `b
 
 from hf_gpipe.schedule.actions import Action, ActionKind, Placement, replicas_of
 from hf_gpipe.schedule.breakdown import Breakdown, Parts, breakdown
-from hf_gpipe.schedule.builders import RECOMPUTE_MODES, SCHEDULES, SPLIT_SCHEDULES, build, placement_for
+from hf_gpipe.schedule.builders import RECOMPUTE_MODES, SCHEDULES, SPLIT_SCHEDULES, V_SHAPED, build, placement_for
 from hf_gpipe.schedule.draw import draw_png, draw_text
 from hf_gpipe.schedule.file import TABLE_SUFFIX, is_table_file, read_table, recompute_under
 from hf_gpipe.schedule.simulate import Costs, Span, Timeline, seconds_of_steps, simulate
@@ -19,6 +19,7 @@ __all__ = [
     "SCHEDULES",
     "SPLIT_SCHEDULES",
     "TABLE_SUFFIX",
+    "V_SHAPED",
     "Action",
     "ActionKind",
     "Breakdown",

@@ -184,6 +184,9 @@ def forward_only(num_stages: int, num_micro_batches: int, placement: Placement, 
 SPLIT_SCHEDULES: dict[str, Builder] = {"zb_h1": zb_h1, "zb_h2": zb_h2, "zb_v": zb_v, "v_half": v_half}
 """Those whose backward is split into I and W."""
 
+V_SHAPED = ("zb_v", "v_half")
+"""Those whose stages are placed in the shape of a V."""
+
 SCHEDULES: dict[str, Builder] = {
     "naive": naive,
     "gpipe": gpipe,
@@ -224,7 +227,7 @@ def placement_for(name: str, num_stages: int, num_processes: int, replicas: int 
             f"replicas is {counts[0]} and the number of processes is {num_processes}: every replica of the pipeline "
             "has processes of its own, and as many as the others; use a multiple of replicas."
         )
-    places = {"interleaved_1f1b": Placement.interleaved, "zb_v": Placement.v_shaped, "v_half": Placement.v_shaped}
+    places = {"interleaved_1f1b": Placement.interleaved, **dict.fromkeys(V_SHAPED, Placement.v_shaped)}
     place = places.get(name, Placement.spread)
     return place(num_stages, num_processes // counts[0]).replicated(counts[0])
 

@@ -15,6 +15,7 @@ from hf_gpipe.checkpoint.directory import checkpoints, last_checkpoint, remove, 
 from hf_gpipe.checkpoint.save import make_directory
 from hf_gpipe.checkpoint.state import read_state
 from hf_gpipe.data import Corpus, PairCollator, StreamedCorpus
+from hf_gpipe.data.files import check_files
 from hf_gpipe.data.text import TextCorpus
 from hf_gpipe.errors import RecipeError
 from hf_gpipe.pipeline import Pipeline, Update
@@ -27,7 +28,14 @@ from hf_gpipe.runtime.processes import Processes
 from hf_gpipe.schedule import Schedule, Timeline, breakdown, draw_png, write_trace
 from hf_gpipe.training import summary
 from hf_gpipe.training.cost import CostMeter
-from hf_gpipe.training.from_recipe import arguments_of, autocast_of, model_config, model_dtype, tokenizer_of
+from hf_gpipe.training.from_recipe import (
+    arguments_of,
+    autocast_of,
+    check_model,
+    model_config,
+    model_dtype,
+    tokenizer_of,
+)
 from hf_gpipe.training.per_character import PerCharacter, without_logits
 from hf_gpipe.training.tasks import Task, task_of
 from hf_gpipe.training.timeline import measure_step
@@ -58,6 +66,8 @@ def run(recipe: Recipe, job: Job) -> None:
     output_dir = Path(recipe.training.output_dir)
     processes = processes_for(recipe.pipeline)
     say = summary.say if processes.is_reporter else _say_nothing
+    job.note("checking the recipe")
+    processes.from_reader(lambda: _check(recipe))
     checkpoint = _checkpoint_of(recipe, output_dir, processes, job)
     first_step = _step_of(checkpoint)
     accumulation, num_processes = recipe.training.gradient_accumulation_steps, processes.num_processes
@@ -172,6 +182,12 @@ def _begin(recipe: Recipe, output_dir: Path, table: Schedule | None) -> list[Pat
         recipe = replace(recipe, pipeline=replace(recipe.pipeline, schedule=str(output_dir / TABLE_FILE)))
     (output_dir / RECIPE_FILE).write_text(recipe.to_yaml())
     return deleted
+
+
+def _check(recipe: Recipe) -> None:
+    """Raise UserError for files that are not there and a model that cannot be made, before anything takes long."""
+    check_files(recipe.data)
+    check_model(recipe)
 
 
 def _checkpoint_of(recipe: Recipe, output_dir: Path, processes: Processes, job: Job) -> Path | None:

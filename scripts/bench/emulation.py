@@ -29,7 +29,7 @@ from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.runtime.topology import Topology
-from hf_gpipe.schedule import ActionKind, Costs, Schedule, build, simulate
+from hf_gpipe.schedule import ActionKind, Costs, Schedule, build, seconds_of_steps
 from hf_gpipe.schedule.builders import placement_for
 
 _FLOAT_BYTES = 4
@@ -46,12 +46,13 @@ class Emulated:
         stages_each: stages that each process holds; they share its work.
         forward_seconds: of one micro-batch in one process, over all its stages, or for each of K stages; a
             recomputation takes as long.
-        backward_seconds: the same.
+        backward_seconds: the same; I and W take half of it each.
         boundary_bytes: what crosses a boundary for each micro-batch.
         recomputes_late: whether a stage waits for the gradient before it recomputes, as torch.utils.checkpoint does;
             the tables recompute before it arrives (GPipe, section 2).
         replicas: of every stage, or of each.
         reduce_seconds: of a stage's gradients over its replicas, or for each stage.
+        steps: how many run one after another, measured as one: no process waits for the end of another's step.
         transfer_seconds: of a message on an edge, for each of the K - 1 boundaries; None: as long as `boundary_bytes`
             take.
     """
@@ -68,6 +69,7 @@ class Emulated:
     replicas: int | Sequence[int] = 1
     reduce_seconds: float | Sequence[float] = 0.0
     transfer_seconds: Sequence[float] | None = None
+    steps: int = 1
 
     def table(self) -> Schedule:
         """The actions that run; a late recomputation is part of the backward."""
@@ -114,7 +116,7 @@ class Emulated:
         return forward, forward + backward
 
     def predicted_seconds(self) -> float:
-        """Of a step, by the simulation of the table: with free messages where they have no time of their own."""
+        """Of the steps, by the simulation of the table: with free messages where they have no time of their own."""
         forward, backward = zip(*map(self.stage_seconds, range(self.num_stages)), strict=True)
         costs = Costs(
             forward,
@@ -122,13 +124,15 @@ class Emulated:
             transfer_seconds=0 if self.transfer_seconds is None else self.transfer_seconds,
             reduce_seconds=self.reduction_seconds(),
         )
-        return float(simulate(self.table(), costs).total_seconds)
+        return float(seconds_of_steps(self.table(), costs, self.steps))
 
     @property
     def one_process_seconds(self) -> float:
         """The time that one process would need for the work of all, without recomputation."""
         each = zip(self._each(self.forward_seconds), self._each(self.backward_seconds), strict=True)
-        return self.micro_batches * sum(forward + backward for forward, backward in each) / self.stages_each
+        return (
+            self.steps * self.micro_batches * sum(forward + backward for forward, backward in each) / self.stages_each
+        )
 
     @property
     def bound(self) -> float:
@@ -172,6 +176,23 @@ class WaitingStage:
             hidden.backward()
         wait_until(start + self._backward_seconds)
         return {} if self.is_first else self._message
+
+    def input_backward(self, micro_batch: int, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        wait(self._backward_seconds / 2)
+        return {} if self.is_first else self._message
+
+    def weight_backward(self, micro_batch: int, completed: object = None) -> None:
+        wait(self._backward_seconds / 2)
+
+    def deferred(self, micro_batch: int) -> set[torch.nn.Parameter]:
+        return set()
+
+    @property
+    def model(self) -> WaitingStage:
+        return self
+
+    def defer_weight_gradients(self) -> None:
+        """There are none."""
 
     def _boundary(self, micro_batch: MicroBatch) -> Shapes:
         return self._shapes
@@ -269,7 +290,8 @@ def _emulate_process(job: Job) -> list[list[_Part]]:
             times: list[ActionTime] = []
             dist.barrier()
             start, cpu = time.perf_counter(), time.process_time()
-            ready[i].step(times)
+            for _ in range(settings[i].steps):
+                ready[i].step(times)
             if step:  # the first one warms up
                 end, cpu_seconds = time.perf_counter(), time.process_time() - cpu
                 late = sum(_late_seconds(settings[i], one) for one in times)
@@ -281,6 +303,7 @@ def _late_seconds(setting: Emulated, one: ActionTime) -> float:
     """By which an action took longer than it should."""
     forward, backward = setting.stage_seconds(one.action.stage)
     should = {ActionKind.FORWARD: forward, ActionKind.RECOMPUTE: forward, ActionKind.BACKWARD: backward}
+    should |= dict.fromkeys((ActionKind.INPUT, ActionKind.WEIGHT), backward / 2)
     return one.end - one.start - one.waiting - one.sending - should.get(one.action.kind, 0.0)
 
 

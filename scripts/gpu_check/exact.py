@@ -26,14 +26,21 @@ def exact(job: dict[str, Any]) -> dict[str, Any]:
     """Every schedule with every mode of recomputation and every family; with `quick` each schedule once."""
     rank, num_processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(rank)
-    num_devices = job["num_devices"]
-    device: Any = "cuda" if num_processes > 1 else [f"cuda:{index}" for index in range(num_devices)]
-    places = max(num_processes, num_devices)
     comparison = Comparison(job["dtype"])
     for family, schedule, recompute in ways(job.get("families", FAMILIES), quick=job["quick"]):
-        num_stages = 2 * num_processes if schedule == "interleaved_1f1b" else max(2, places)
+        num_stages = stages_of(schedule, num_processes, job["num_devices"])
+        device: Any = [f"cuda:{index}" for index in range(min(job["num_devices"], num_stages))]
+        device = "cuda" if num_processes > 1 else device
         comparison.add(family, device, num_stages=num_stages, schedule=schedule, recompute=recompute)
     return comparison.report()
+
+
+def stages_of(schedule: str, num_processes: int, num_devices: int) -> int:
+    """Stages for a schedule on so many processes, or in one with so many devices: one each where that is possible."""
+    if schedule in ("zb_v", "v_half"):
+        return 2 * num_processes
+    num_stages = max(num_processes, num_devices, 2)
+    return 2 * num_stages if schedule == "interleaved_1f1b" and num_processes > 1 else num_stages
 
 
 def replicas(job: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +60,8 @@ def ways(families: Sequence[str], *, quick: bool) -> Iterator[tuple[str, str, st
     """Families, schedules and modes of recomputation: all of each with all others; with `quick` each schedule once."""
     for number, schedule in enumerate(TRAINING_SCHEDULES):
         if quick:
-            yield families[number % len(families)], schedule, RECOMPUTE[number % len(RECOMPUTE)]
+            # Not always the same mode with a family.
+            yield families[number % len(families)], schedule, RECOMPUTE[(number + number // 3) % len(RECOMPUTE)]
             continue
         for family in families:
             for recompute in RECOMPUTE:

@@ -1,4 +1,8 @@
-"""The peak rates of GPUs in bfloat16, dense, from their makers' data sheets, by what torch calls them."""
+"""The peak rates of GPUs in bfloat16, dense, by what torch calls them.
+
+Data sheets often give twice as much, "with sparsity". Each rate has its source: NVIDIA's data sheet or whitepaper, of
+which a copy or a quotation was read.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,28 @@ import re
 from hf_gpipe.planner.devices import DEVICES
 
 #: (a part of the device's name, 10^12 operations a second or the name of the planner's device); the first that fits.
+#: GPUs for which no source was found, such as GH200 and H200 NVL, are left out.
 _PEAKS: tuple[tuple[str, float | str], ...] = (
-    (r"H200|GH200", "h200"),
-    (r"H100 PCIe", 756),
-    (r"H100 NVL", 835),
-    (r"H100", "h100"),
-    (r"A100", "a100-80"),
-    (r"A40\b", 149.7),
+    # NVIDIA H200, nvidia.com/en-us/data-center/h200: 1,979 with sparsity (SXM).
+    (r"\bH200(?! NVL)", "h200"),
+    # NVIDIA H100, nvidia.com/en-us/data-center/h100: with sparsity 1,513 (PCIe), 1,671 (NVL), 1,979 (SXM).
+    (r"\bH100 PCIe", 756),
+    (r"\bH100 NVL", 835),
+    (r"\bH100", "h100"),
+    # NVIDIA A100 data sheet (nvidia-a100-datasheet-us-nvidia-1758950-r4): 312, SXM and PCIe.
+    (r"\bA100", "a100-80"),
+    # NVIDIA A40 data sheet: 149.7, with float32 accumulation.
+    (r"\bA40\b", 149.7),
+    # NVIDIA Ampere GA102 whitepaper (nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2): with float32 accumulation.
     (r"RTX A6000", 154.8),
-    (r"L40S", 362),
-    (r"L40\b", 181),
-    (r"L4\b", "l4"),
-    (r"RTX 4090", "rtx4090"),
     (r"RTX 3090(?! Ti)", "rtx3090"),
+    # NVIDIA L40 and L40S data sheets (l40s-datasheet-28413): 181.05 and 362.05.
+    (r"\bL40S", 362.05),
+    (r"\bL40\b", 181.05),
+    # NVIDIA L4 data sheet: 242 with sparsity.
+    (r"\bL4\b", "l4"),
+    # NVIDIA Ada whitepaper (nvidia-ada-gpu-architecture): 165.2, with float32 accumulation.
+    (r"RTX 4090(?! (D|Laptop))", "rtx4090"),
 )
 
 

@@ -97,6 +97,9 @@ def flops_per_token(work: Work) -> float:
 
 def measure(comparison: Comparison, reps: int, limit_seconds: float, *, emulated: bool) -> Iterator[Result]:
     """A result for each case: medians of repetitions that alternate, every other one in reverse."""
+    if emulated:  # the processes are forks of this one: what is imported here, none of them imports again
+        for case in comparison.cases:
+            CONTENDERS[case.contender].load()
     runs: dict[str, list[dict[str, Any]]] = {case.name: [] for case in comparison.cases}
     errors: dict[str, JobFailedError] = {}
     start = time.monotonic()

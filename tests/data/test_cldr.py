@@ -18,9 +18,11 @@ from hf_gpipe.data.cldr.corpus import power_law_count, ranks
 from hf_gpipe.data.cldr.coverage import cldr_languages
 from hf_gpipe.data.cldr.templates import TEMPLATES
 from hf_gpipe.data.pairs import Corpus, Pair
+from hf_gpipe.data.sampling import epoch_rows
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
 
+SAMPLED = ["a"] * 9 + ["b"] * 3
 LANGUAGES = ["de", "fr", "ru", "zh"]
 # Of recipes/quickstart.yaml and recipes/translation.
 TEMPLATES_OF_RECIPES = [
@@ -70,20 +72,22 @@ def test_other_languages_do_not_change_a_language():
     assert german == alone
 
 
-def test_the_corpus_is_the_same_in_another_process():
-    """Sets of strings change their order with PYTHONHASHSEED; the corpus must not."""
+def test_the_corpus_and_the_draws_are_the_same_in_another_process():
+    """Sets of strings change their order with PYTHONHASHSEED; what is made of them must not."""
     program = (
         "from hf_gpipe.data.cldr import cldr_corpus\n"
         "from hf_gpipe.recipe import DataSection\n"
         "languages = ['de', 'fr', 'ru', 'zh']\n"
         "corpus = cldr_corpus(DataSection(kind='cldr', languages=languages, examples_per_language=150))\n"
-        "print(repr(corpus.train[::10]).encode().hex())"
+        "from hf_gpipe.data.sampling import epoch_rows\n"
+        f"drawn = epoch_rows({SAMPLED!r}, 5.0, 7, 2)\n"
+        "print(repr((corpus.train[::10], drawn)).encode().hex())"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     there = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     ).stdout
-    assert bytes.fromhex(there).decode() == repr(corpus().train[::10])
+    assert bytes.fromhex(there).decode() == repr((corpus().train[::10], epoch_rows(SAMPLED, 5.0, 7, 2)))
 
 
 def test_one_locale_does_not_disturb_another():
@@ -246,8 +250,8 @@ def test_many_shortages_are_one_short_line(caplog):
         ({"languages": []}, "languages is empty; .* or set num_languages"),
         ({"num_languages": 3}, "languages names 4 and num_languages is 3; give the one or the other"),
         (
-            {"languages": [], "num_languages": 9999, "templates": ["month"]},
-            r"num_languages is 9999, and \d+ of CLDR's languages have words of their own .* month; ask for at most",
+            {"languages": [], "num_languages": 9999, "templates": TEMPLATES_OF_RECIPES},
+            r"num_languages is 9999, and \d+ of CLDR's languages have words of their own .* month.*; ask for at most",
         ),
         ({"languages": ["pt_BX"]}, r"no locale 'pt_BX'; did you mean 'pt_BR'\?"),
         ({"languages": ["de", "en"]}, "'en' cannot be one of them"),

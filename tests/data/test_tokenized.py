@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from hf_gpipe.data import Pair, StreamedExamples, TokenizedPairs, train_tokenizer
+from hf_gpipe.data import Pair, StreamedExamples, TokenizedPairs, tokenized, train_tokenizer
 from hf_gpipe.data.cldr import cldr_corpus
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
@@ -77,6 +77,25 @@ def test_long_texts_are_cut_before_their_end_counted_and_logged(tokenizer, caplo
     assert "of 2 pairs, 1 sources were cut to 10 tokens and 1 targets to 12 tokens" in caplog.text
     whole = TokenizedPairs(pairs[1:], tokenizer, **LIMITS, decoder_only=decoder_only)
     assert dataset[1] == whole[0]
+
+
+def test_two_threads_and_what_they_remember_change_nothing(tokenizer, monkeypatch):
+    pairs = [*PAIRS[:50], *PAIRS[:30], *PAIRS[:50]]
+    limits = {"max_source_tokens": 8, "max_target_tokens": 8}
+    alone = [TokenizedPairs([pair], tokenizer, **limits, warns=False) for pair in pairs]
+    monkeypatch.setattr(tokenized, "texts_in_blocks", lambda pairs: _in_blocks(pairs, 7))
+    monkeypatch.setattr(tokenized, "_PAIRS_OF_ONE_THREAD", 100)
+    monkeypatch.setattr(tokenized, "_REMEMBERED_TEXTS", 30)
+    together = TokenizedPairs(pairs, tokenizer, **limits)
+    assert [together[index] for index in range(len(pairs))] == [each[0] for each in alone]
+    assert 0 < together.num_truncated_sources == sum(each.num_truncated_sources for each in alone) < len(pairs)
+    assert 0 < together.num_truncated_targets == sum(each.num_truncated_targets for each in alone) < len(pairs)
+
+
+def _in_blocks(pairs, size):
+    for start in range(0, len(pairs), size):
+        block = pairs[start : start + size]
+        yield [pair.source for pair in block], [pair.target for pair in block]
 
 
 def test_nothing_is_logged_when_nothing_is_cut(tokenizer, caplog):

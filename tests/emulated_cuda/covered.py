@@ -22,7 +22,7 @@ from pathlib import Path
 from tests.emulated_cuda.__main__ import ROOT
 
 TESTS = ("tests/emulated_cuda", "tests/scripts/test_gpu_check.py")
-DEVICE = re.compile(r"cuda|nccl|device|stream|pin_memory|non_blocking", re.IGNORECASE)
+DEVICE = re.compile(r"cuda|nccl|(?<!per_)device|(^|_)stream|^Stream$|pin_memory|non_blocking", re.IGNORECASE)
 CUDA = re.compile(r"cuda|nccl", re.IGNORECASE)
 #: In these files a device is a row of a table of prices.
 PRICES = ("plan.py", "planner/plan.py", "planner/advice.py")
@@ -113,7 +113,8 @@ def main(tests: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         settings = Path(folder) / "coveragerc"
         settings.write_text(SETTINGS.format(folder=folder))
-        environment = os.environ | {"COVERAGE_PROCESS_START": str(settings)}
+        paths = [str(Path(coverage.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"COVERAGE_PROCESS_START": str(settings), "PYTHONPATH": os.pathsep.join(paths)}
         done = subprocess.run([sys.executable, "-m", "pytest", "-q", *(tests or TESTS)], cwd=ROOT, env=environment)
         measured = coverage.Coverage(config_file=str(settings))
         measured.combine()

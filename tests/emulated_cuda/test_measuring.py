@@ -11,15 +11,18 @@ import pytest
 import torch
 
 from hf_gpipe import Pipeline, train
+from hf_gpipe.adapters import adapter_for
+from hf_gpipe.adapters.peft import make_peft
 from hf_gpipe.errors import RecipeError, UserError
 from hf_gpipe.planner import measure
+from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.training.meter import peak_memory_bytes
 from tests.emulated_cuda.comparing import config_of
-from tests.emulated_cuda.mutants import mutate
 from tests.emulated_cuda.processes import on_emulated_cuda, run_emulated
 from tests.oracle import plain_model
 from tests.test_execution import decisions, measured
+from tests.test_peft import lora
 from tests.training.toy import trainer
 
 
@@ -39,10 +42,25 @@ def test_the_planner_decides_the_same_in_every_process() -> None:
 
 
 def planned() -> list[object]:
-    # The product of two matrices that is quick on a GPU takes long here.
-    mutate(measure._matrix_rate, "4096", "64")
+    make_products_small()
     assert measure.this_machine(torch.device("cuda:1")).name == "emulated CUDA device 1"
     return decisions()
+
+
+def make_products_small() -> None:
+    """A product of matrices that is quick on a GPU takes long here."""
+    measure._PRODUCT_SIZES["cuda"] = 64
+
+
+@on_emulated_cuda()
+def test_layers_and_an_update_are_measured_with_new_lora_weights() -> None:
+    adapter = adapter_for(config_of("llama"))
+    peft = make_peft(adapter, "default", lora())
+    costs = measure.profile_layers(
+        adapter, Workload(2, 8, 8), torch.device("cuda:1"), peft=peft, repeats=1, make_optimizer=torch.optim.SGD
+    )
+    assert costs.is_measured
+    assert (costs.update_seconds_per_parameter or 0) > 0
 
 
 @on_emulated_cuda()
@@ -50,7 +68,7 @@ def test_memory_is_that_of_the_fullest_device() -> None:
     devices = [torch.device("cuda:0"), torch.device("cuda:1")]
     kept = torch.zeros(1 << 20, device="cuda:1")
     assert peak_memory_bytes(devices) == torch.cuda.max_memory_allocated("cuda:1") == kept.nbytes
-    mutate(measure._matrix_rate, "4096", "64")
+    make_products_small()
     assert measure.this_machine(devices[1]).memory_bytes == torch.cuda.mem_get_info("cuda:1")[0] + kept.nbytes
 
 
@@ -58,9 +76,9 @@ def test_memory_is_that_of_the_fullest_device() -> None:
 def test_the_trainer_empties_the_cache(tmp_path: Path) -> None:
     emptied: list[int] = []
     torch.cuda.empty_cache = lambda: emptied.append(made.state.global_step)
-    model = plain_model(config_of("marian"), dtype=torch.float32)
+    pipe = Pipeline(plain_model(config_of("marian"), dtype=torch.float32), 2, 2, device="cuda:1")
     options: dict[str, Any] = {"max_steps": 4, "save_strategy": "no", "torch_empty_cache_steps": 2, "use_cpu": False}
-    made = trainer(tmp_path, model=model, **options)
+    made = trainer(tmp_path, model=pipe, **options)
     assert made.args.n_gpu == 1
     made.train()
     assert emptied == [0, 2], "as transformers does"
@@ -72,6 +90,7 @@ def test_the_trainer_empties_the_cache(tmp_path: Path) -> None:
         (["cuda:0", "cuda:0"], "would share one GPU: cuda:0 of process 1"),
         (["cuda:0", "cuda:9"], "device 'cuda:9' was asked for and torch finds 8 CUDA devices"),
         (["cuda:0", "cpu"], "process 1 on cpu and process 0 on cuda"),
+        (["cuda:0", "gpu"], "device 'gpu' is not one of torch's; use cpu or cuda"),
     ],
 )
 def test_devices_that_two_processes_cannot_have(devices: list[str], message: str) -> None:

@@ -8,7 +8,9 @@ import pytest
 
 from tests.emulated_cuda.comparing import compare
 
-SCHEDULES = ("gpipe", "gpipe_fused", "1f1b", "interleaved_1f1b", "naive")
+SCHEDULES = ("gpipe", "gpipe_fused", "1f1b", "interleaved_1f1b", "naive", "zb_h1", "zb_v")
+#: Those with two stages in each process.
+WITH_TWO = ("interleaved_1f1b", "zb_v")
 
 
 @pytest.mark.parametrize("family", ["llama", "marian"])
@@ -26,16 +28,14 @@ def test_two_processes_on_two_devices_each() -> None:
     compare(2, "t5", [f"cuda:{index}" for index in range(4)], [way], num_layers=4)
 
 
-@pytest.mark.parametrize(
-    ("num_processes", "schedules"), [(2, SCHEDULES), (4, ("gpipe_fused", "1f1b", "interleaved_1f1b"))]
-)
+@pytest.mark.parametrize(("num_processes", "schedules"), [(2, SCHEDULES), (4, ("gpipe_fused", "1f1b", "zb_v"))])
 def test_schedules_run_when_each_message_blocks_its_process(num_processes: int, schedules: tuple[str, ...]) -> None:
     ways = [blocking_way(num_processes, schedule) for schedule in schedules]
     compare(num_processes, "marian", "cuda", ways, blocks=True, encoder_layers=4)
 
 
 def blocking_way(num_processes: int, schedule: str) -> dict[str, Any]:
-    num_stages = 2 * num_processes if schedule == "interleaved_1f1b" else num_processes
+    num_stages = 2 * num_processes if schedule in WITH_TWO else num_processes
     return {"num_stages": num_stages, "num_micro_batches": 4, "schedule": schedule, "recompute": "stage"}
 
 

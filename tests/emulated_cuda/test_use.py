@@ -11,11 +11,12 @@ import torch
 from transformers import AutoModelForSeq2SeqLM
 
 from hf_gpipe import Pipeline
+from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import PipelineConfig
 from tests.emulated_cuda.comparing import assert_near, config_of, gathered
 from tests.emulated_cuda.processes import on_emulated_cuda, run_emulated
 from tests.oracle import padded_batch, plain_model, run_pipeline, run_plain
-from tests.test_peft import adapted_model
+from tests.test_peft import adapted_model, lora
 from tests.training.test_mixed_precision import Overflow
 from tests.training.toy import Recorder, Rows, trainer
 
@@ -122,6 +123,8 @@ def test_lora() -> None:
         gradients.append(gathered(pipe, {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}))
     assert all("lora_" in name for name in gradients[0])
     assert_near(gradients[1], gradients[0], 1e-15)
+    new = [Pipeline(config_of("llama"), 3, peft_config=lora(), device=device) for device in ("cpu", THREE)]
+    assert_near(*(gathered(pipe, dict(pipe.named_parameters())) for pipe in new), 0.0, "new LoRA weights")
 
 
 @on_emulated_cuda()
@@ -134,6 +137,11 @@ def test_devices_of_a_configuration() -> None:
     assert float(pipe.train_step(padded_batch(config))) == expected
     pipe = Pipeline(plain_model(config), config=PipelineConfig(**values))
     assert {str(stage.device) for stage in pipe.stages.values()} == {"cuda:0"}, "auto is a GPU where there is one"
+    assert str(pipe.model.device) == "cuda:0"
+    with pytest.raises(UserError, match=r"cannot change its device or type: .* on cuda:0"):
+        pipe.model.to("cuda:1")
+    batch = {name: tensor.to("cuda:0") for name, tensor in padded_batch(config).items()}
+    assert pipe.model(**batch).logits.device == torch.device("cuda:0"), "the model has its own forward on one device"
 
 
 def save_and_load(folder: Path, device: Any) -> None:

@@ -54,6 +54,7 @@ def test_json_and_a_picture(recipe: str, tmp_path: Path, capsys: pytest.CaptureF
     for stage in plan["stages"]:
         assert stage["memory_bytes"].pop("total") == sum(stage["memory_bytes"].values())
     assert sum(plan["processes"][0]["seconds"].values()) == pytest.approx(plan["step_seconds"])
+    assert [process["communicators"] for process in plan["processes"]] == [2, 2], "down and up"
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -94,7 +94,7 @@ def test_the_choice_is_the_best_of_all(data: st.DataObject) -> None:
     assert within.plan(plan.settings).step_seconds == plan.step_seconds
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 @given(st.data())
 def test_no_step_is_shorter_than_its_bound(data: st.DataObject) -> None:
     layers = [layer(f"h.{index}", flops=data.draw(st.integers(1, 6))) for index in range(data.draw(st.integers(1, 6)))]
@@ -141,9 +141,12 @@ def test_every_replica_gets_a_micro_batch() -> None:
             assert plan.timeline.schedule.num_micro_batches >= max(plan.timeline.schedule.placement.replicas)
     accumulated = planner(blocks(4), rows=1, accumulation=2)
     assert best_plan(accumulated, PipelineConfig(2, "auto", recompute="none", replicas=2)).settings.replicas == 2
-    for config in (PipelineConfig(1, "auto", replicas=3), replace(FREE, replicas=3, num_processes=3)):
-        with pytest.raises(UserError, match="at most 2 micro-batches, one for each row, and a stage has 3 replicas"):
-            best_plan(planner(blocks(4), rows=2), config)
+    few = planner(blocks(4), rows=2)
+    for num_micro_batches in ("auto", 4):
+        with pytest.raises(UserError, match="at most 2 micro-batches and a stage has 3 replicas"):
+            best_plan(few, replace(FREE, replicas=3, num_processes=3, num_micro_batches=num_micro_batches))
+    with pytest.raises(UserError, match="at most 2 micro-batches and a stage has 3 replicas"):
+        best_plan(few, PipelineConfig(1, "auto", replicas=3))
 
 
 def test_zero_counts_where_there_are_replicas() -> None:
@@ -166,7 +169,7 @@ def test_many_processes_are_planned_by_the_dynamic_programme() -> None:
     assert best.settings.is_decided
 
 
-@pytest.mark.parametrize("limits", permutations((400, 150, 150)))
+@pytest.mark.parametrize("limits", [*permutations((400, 150, 150))])
 def test_unlike_devices_hold_what_fits_them(limits: tuple[int, ...]) -> None:
     costs = blocks(8, weights=40 * MIB, saved=MIB)
     within = planner(costs, rows=4, memory_bytes=tuple(limit * MIB for limit in limits))

@@ -6,10 +6,8 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from hf_gpipe.schedule import SCHEDULES, Action, ActionKind, Placement, Schedule, build
+from hf_gpipe.schedule import SCHEDULES, V_SHAPED, Action, ActionKind, Placement, Schedule, build
 from hf_gpipe.schedule.occupancy import Held, most_of_equal_stages
-
-V_SHAPED = ("zb_v", "v_half")
 
 Recompute = str | tuple[int | None, ...]
 

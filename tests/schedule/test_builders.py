@@ -12,6 +12,7 @@ from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule import (
     SCHEDULES,
     SPLIT_SCHEDULES,
+    V_SHAPED,
     Action,
     ActionKind,
     Costs,
@@ -27,7 +28,7 @@ from hf_gpipe.schedule import (
 from hf_gpipe.schedule.clock import merge
 from hf_gpipe.schedule.occupancy import Held
 from hf_gpipe.schedule.recompute import Limits
-from tests.schedule.cases import V_SHAPED, Recompute, peak, placements, recomputes, schedules, stage_order, whole
+from tests.schedule.cases import Recompute, peak, placements, recomputes, schedules, stage_order, whole
 
 PLACED = (*V_SHAPED, "interleaved_1f1b")
 F, R, B, U = ActionKind.FORWARD, ActionKind.RECOMPUTE, ActionKind.BACKWARD, ActionKind.UPDATE

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule import (
     SCHEDULES,
+    V_SHAPED,
     Action,
     ActionKind,
     Costs,
@@ -25,7 +26,7 @@ from hf_gpipe.schedule import (
     simulate,
 )
 from hf_gpipe.schedule.occupancy import Held, most_of_equal_stages
-from tests.schedule.cases import V_SHAPED, Recompute, recomputes
+from tests.schedule.cases import Recompute, recomputes
 
 F, R, B, G, U = ActionKind.FORWARD, ActionKind.RECOMPUTE, ActionKind.BACKWARD, ActionKind.REDUCE, ActionKind.UPDATE
 

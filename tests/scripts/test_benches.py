@@ -21,13 +21,16 @@ SCRIPTS = ROOT / "scripts"
 
 RUN_ALL = """
 import sys
-import bench_emulated, bench_memory, bench_peers, bench_table2
+import bench_emulated, bench_head, bench_memory, bench_peers, bench_table2
 folder = sys.argv[1]
 cases = ["single", "torch Schedule1F1B", "ours 1f1b stage", "ours auto 770 MB", "ours 1f1b none bucketed"]
+cases += ["torch DDP x Schedule1F1B", "ours 2 x 2 zero 1"]
+settings = ["on", "lengths", "mesh"]
 codes = [
     bench_emulated.main(["--quick", "--json", f"{folder}/emulated.json"]),
+    bench_head.main(["--quick", "--json", f"{folder}/head.json"]),
     bench_memory.main(["--quick", "--json", f"{folder}/memory.json"]),
-    bench_peers.main(["--quick", "--settings", "on", "lengths", "--only", *cases, "--json", f"{folder}/peers.json"]),
+    bench_peers.main(["--quick", "--settings", *settings, "--only", *cases, "--json", f"{folder}/peers.json"]),
     bench_table2.main(["--quick", "--json", f"{folder}/table2.json"]),
 ]
 sys.exit(max(codes))
@@ -69,6 +72,11 @@ def test_saved_bytes_follow_the_formula(figures: dict[str, Any]) -> None:
         assert row["saved_bytes"] == pytest.approx(row["formula_bytes"], rel=0.05), row
 
 
+def test_the_head_is_measured_both_ways(figures: dict[str, Any]) -> None:
+    for row in figures["head"]["rows"]:
+        assert {how: len(runs) for how, runs in row["runs"].items()} == {"whole": 1, "chunks": 1}
+
+
 def test_all_trainers_end_at_one_loss(figures: dict[str, Any]) -> None:
     for result in figures["peers"]["results"]:
         losses = [one["last_loss"] for runs in result["runs"].values() for one in runs]
@@ -107,13 +115,7 @@ assert saved.peak_bytes == 32, saved.peak_bytes
 """
 
 
-def test_what_the_benchmarks_count_with(tmp_path: Path) -> None:
-    result = run(["-c", UNITS], tmp_path)
-    assert result.returncode == 0, result.stderr
-
-
-def test_a_case_that_trains_otherwise_is_found(tmp_path: Path) -> None:
-    code = """
+DIFFERING = """
 from bench.measure import Measured
 from bench.settings import SETTINGS
 from bench_peers import differing
@@ -125,5 +127,8 @@ assert [line.split()[1] for line in differing(setting, runs)] == ["DDP"]
 runs["DDP"] = [Measured(1.0, 5.0, float("nan"), [1])]
 assert differing(setting, runs)
 """
-    result = run(["-c", code], tmp_path)
+
+
+def test_what_the_benchmarks_count_with_and_a_case_that_trains_otherwise_is_found(tmp_path: Path) -> None:
+    result = run(["-c", UNITS + DIFFERING], tmp_path)
     assert result.returncode == 0, result.stderr

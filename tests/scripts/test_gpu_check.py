@@ -13,22 +13,16 @@ from typing import Any
 
 import pytest
 
+from hf_gpipe.schedule import build, placement_for
 from tests.emulated_cuda.processes import check_available
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_on_emulated_devices(tmp_path: Path) -> None:
-    """One process and two, a killed one, waits, and a profile."""
+    """Of each kind of check one: in one process and in two, with one killed, and speed without its figures."""
     check_available()
-    words = [
-        "float64, 2 p",
-        "failed",
-        "killed",
-        "step, 2 processes",
-        "sanitizer, 1",
-        "profile",
-    ]
+    words = ["float64, 2 p", "a failed", "killed", "raised", "step, 2 processes", "sanitizer, 1", "profile", "speed"]
     command = [sys.executable, "-m", "gpu_check", "--emulated", "--quick", "--output", str(tmp_path)]
     command += ["--profile", str(tmp_path / "profiles"), "--only", *words]
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'scripts'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
@@ -41,9 +35,13 @@ def test_on_emulated_devices(tmp_path: Path) -> None:
     assert found["passed"]
     assert len(found["environment"]["gpus"]) == 8
     results = {one["kind"]: one["result"] for one in found["checks"]}
-    assert results.keys() == {"exactness", "hang", "order", "waiting", "profile"}
+    assert results.keys() == {"exactness", "hang", "order", "waiting", "profile", "speed"}
     assert {name for name, result in results.items() if result == "skipped"} == {"order"}
     assert not [one for one in found["checks"] if one["result"] == "failed"]
+    speed = {one["name"]: one["figures"] for one in found["checks"] if one["kind"] == "speed"}
+    assert len(speed) == 6
+    assert len({round(one["last loss"], 4) for name, one in speed.items() if name.startswith("2 GPUs")}) == 1
+    assert all(one.keys() == {"last loss"} for one in speed.values())
     assert str(ROOT) not in text
     assert (tmp_path / "profiles" / "trace-stage1.json").exists()
 
@@ -86,6 +84,19 @@ def test_no_names_and_no_folders() -> None:
     assert text == "HOST of USER at 3 tokens/s, 1/2"
 
 
+@pytest.mark.parametrize(("num_processes", "num_devices"), [(1, 1), (1, 2), (1, 4), (2, 1), (4, 1)])
+def test_every_schedule_has_a_table_on_these_gpus(num_processes: int, num_devices: int) -> None:
+    from gpu_check.checks import FAMILIES
+    from gpu_check.exact import NUM_MICRO_BATCHES, stages_of, ways
+
+    for quick in (True, False):
+        for _, schedule, recompute in ways(FAMILIES, quick=quick):
+            num_stages = stages_of(schedule, num_processes, num_devices)
+            assert num_stages >= min(num_devices, 2)
+            placement = placement_for(schedule, num_stages, num_processes)
+            build(schedule, num_stages, NUM_MICRO_BATCHES, placement, "none" if recompute == "block" else recompute)
+
+
 def test_the_work_of_the_comparisons() -> None:
     from gpu_check.peaks import peak_flops
     from gpu_check.speed import comparisons, cut, flops_per_token
@@ -101,5 +112,7 @@ def test_the_work_of_the_comparisons() -> None:
     assert cut(work, 2)[0] > cut(work, 2)[1], "the head takes time"
     assert not comparisons({"gpus": [{"name": "", "free_bytes": 1 << 30}]}, 1, quick=False, emulated=False)
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert peak_flops("NVIDIA L40S") == 362e12
-    assert peak_flops("a GPU of no table") is None
+    assert peak_flops("NVIDIA L40S") == 362.05e12
+    assert peak_flops("NVIDIA H100 NVL") == 835e12
+    assert peak_flops("NVIDIA H200 NVL") is None
+    assert peak_flops("NVIDIA GeForce RTX 4090 Laptop GPU") is None

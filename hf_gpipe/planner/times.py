@@ -1,0 +1,47 @@
+"""How a process spends a step, read off a simulated table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_gpipe.schedule import ActionKind, Timeline
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    """Seconds that a process spends in one step, by what it does; together they are the step."""
+
+    forward: float
+    recompute: float
+    """Of whole stages; the recomputation of blocks is part of the backward."""
+    backward: float
+    """Whole, or in its two parts."""
+    update: float
+    bubble: float
+    """Waiting, for other stages and for messages."""
+
+    @property
+    def total(self) -> float:
+        """The step."""
+        return self.forward + self.recompute + self.backward + self.update + self.bubble
+
+
+def time_of(timeline: Timeline, process: int) -> TimeEstimate:
+    """How a process spends a step."""
+    seconds = dict.fromkeys(ActionKind, 0.0)
+    for span in timeline.spans:
+        # A reduction over replicas goes on beside the other actions.
+        if span.process == process and span.action.kind != ActionKind.REDUCE:
+            seconds[span.action.kind] += float(span.busy)
+    return TimeEstimate(
+        forward=seconds[ActionKind.FORWARD],
+        recompute=seconds[ActionKind.RECOMPUTE],
+        backward=sum(seconds[kind] for kind in (ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT)),
+        update=seconds[ActionKind.UPDATE],
+        bubble=max(float(timeline.total_seconds) - sum(seconds.values()), 0.0),
+    )
+
+
+def seconds_text(seconds: float) -> str:
+    """A time for people: "1.23 s", "45.6 ms"."""
+    return f"{seconds:.3g} s" if seconds >= 1 or seconds == 0 else f"{1000 * seconds:.3g} ms"
