@@ -16,8 +16,8 @@ Where the model here differs from the paper's:
 - Activations are in bfloat16 (autocast, as TPUs compute); --float32 keeps them in float32.
 - The paper does not say M; here each micro-batch is one row, M = 32, the leanest there is.
 - L is the largest for which some split into K stages fits by the planner's estimate, the allocator's reserve included.
-- Naive-1 keeps the logits of 32 rows, their log-probabilities and the gradient, 3.9 GiB each in float32; with such a
-  loss no layer fits beside them. What it would need, and how many rows it could take, is printed below the table.
+- The loss is computed in chunks of positions. The logits of Naive-1's 32 rows, their log-probabilities and the gradient
+  would be 3.9 GiB each in float32, and no layer would fit beside them. What its three layers need is printed below.
 """
 
 from __future__ import annotations

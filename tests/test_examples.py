@@ -18,7 +18,6 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 LAUNCHERS = {
     "alone": [sys.executable],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"],
     "accelerate": [
         *(sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"),
         *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),

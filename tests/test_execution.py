@@ -36,7 +36,7 @@ from tests.oracle import (
     tiny_config,
 )
 
-TRAINING_SCHEDULES = ("naive", "gpipe", "gpipe_fused", "1f1b", "interleaved_1f1b", "zb_h1")
+TRAINING_SCHEDULES = ("naive", "gpipe", "gpipe_fused", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2")
 
 
 @pytest.mark.parametrize("schedule", TRAINING_SCHEDULES)

@@ -28,7 +28,7 @@ REPOSITORY = Path(__file__).parents[1]
 # A corpus beside the checkout; where there is none, its test is skipped.
 TLDR = Path(os.environ.get("HF_GPIPE_TLDR", REPOSITORY.parent / "shared/data/tldr/tldr.jsonl.gz"))
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-STEPS, SAVED = 150, 60
+STEPS, SAVED = 80, 30
 
 RECIPE = f"""
 model:
@@ -56,6 +56,7 @@ training:
   max_steps: {STEPS}
   batch_size: 8
   learning_rate: 1.0e-3
+  lr_scheduler_type: constant
   logging_steps: 1
   save_steps: {SAVED}
 evaluation: {{max_examples: 5, max_new_tokens: 8, samples: 2}}
@@ -119,7 +120,7 @@ def test_a_run_leaves_everything_behind(finished: tuple[Path, subprocess.Complet
     assert sum(parts["mean"].values()) == pytest.approx(parts["total_seconds"])
     assert "recompute" in result.stdout
     assert load_recipe(folder / "recipe.yaml").training.max_steps == STEPS
-    kept = {"checkpoint-120", "checkpoint-150"}
+    kept = {"checkpoint-60", "checkpoint-80"}
     assert {path.name for path in folder.glob("checkpoint-*")} == kept
     assert not list(folder.glob(".checkpoint*"))
 
@@ -138,7 +139,7 @@ for folder in sys.argv[1:]:
     assert ids.shape[0] == 2 and ids.shape[1] <= 9 and isinstance(tokenizer.batch_decode(ids)[0], str)
 """
     folder, _ = finished
-    folders = [str(folder), str(folder / "checkpoint-120")]
+    folders = [str(folder), str(folder / "checkpoint-60")]
     subprocess.run([sys.executable, "-c", program, *folders], check=True, timeout=100, cwd="/")
 
 
@@ -152,8 +153,8 @@ def test_the_loss_does_not_depend_on_the_stages(
     """Dropout is on; one process holds all stages."""
     folder = recipe.parent / "out"
     words = [f"pipeline.num_stages={num_stages}", "pipeline.num_processes=1", "pipeline.recompute=none"]
-    assert main([str(recipe), *words, "training.save_steps=null"]) == 0
-    assert losses(folder)[:20] == pytest.approx(losses(finished[0])[:20], abs=1e-4)
+    assert main([str(recipe), *words, "training.save_steps=null", "training.max_steps=20"]) == 0
+    assert losses(folder) == pytest.approx(losses(finished[0])[:20], abs=1e-4)
     assert "1 process," in capsys.readouterr().out
 
 
@@ -234,14 +235,9 @@ def test_a_finished_run_is_only_evaluated(
 # ---------------------------------------------------------------------- other launchers
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        ["torch.distributed.run", "--nproc-per-node", "2"],
-        ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"],
-    ],
-)
-def test_other_launchers_jobs_are_joined(launcher: list[str], recipe: Path) -> None:
+def test_another_launcher_s_job_is_joined(recipe: Path) -> None:
+    """That of `accelerate launch` is joined by tests/test_examples.py."""
+    launcher = ["torch.distributed.run", "--nproc-per-node", "2"]
     words = ["training.max_steps=2", "training.save_steps=null", "evaluation.max_examples=1"]
     result = subprocess.run(
         [sys.executable, "-m", *launcher, "-m", "hf_gpipe.train", str(recipe), *words],

@@ -114,8 +114,8 @@ def _try_meshes(tries: _Tries, config: PipelineConfig) -> None:
     ranks = map(rank, tries.plans)
     for _, (bound, one) in sorted(zip(ranks, tried, strict=True), key=lambda pair: pair[0]):
         for schedule in schedules[1:]:
-            is_idle = schedule == "interleaved_1f1b" and one.processes == one.places
-            if room < 0 or is_idle or tries.is_beaten(bound):
+            is_asked = config.schedule != AUTO or _is_worth_a_try(schedule, one)
+            if room < 0 or not is_asked or tries.is_beaten(bound):
                 continue
             tries.add(replace(one, schedule=schedule))
             room -= _num_actions(planner, one)
@@ -142,8 +142,8 @@ def _plan(planner: Planner, config: PipelineConfig) -> Plan:
     """The plan of a configuration that leaves at most its partition and its recomputation open.
 
     They depend on each other: a split is balanced for what is recomputed, and what is recomputed is what the split
-    leaves no room for. If nothing need be recomputed, that is the plan. Otherwise the leanest recomputation is split
-    for first, and then twice what was chosen.
+    leaves no room for. If nothing need be recomputed, this and the leanest recomputation are split for, and
+    the better split is taken. Otherwise the leanest recomputation is split for first, and then twice what was chosen.
     """
     is_auto = config.recompute == AUTO
     num_stages, _ = config.mesh
@@ -154,7 +154,8 @@ def _plan(planner: Planner, config: PipelineConfig) -> Plan:
     try:
         plan = planner.plan(replace(settings, partition=choose_partition(planner, settings, config.partition)))
         if plan.fits:
-            return plan
+            lean = choose_partition(planner, replace(settings, recompute="stage"), config.partition)
+            return min(planner.plan(replace(settings, partition=lean)), plan, key=rank)
     except PartitionError:
         pass
     settings = replace(settings, recompute="stage")
@@ -195,20 +196,19 @@ def _allowed(planner: Planner, config: PipelineConfig) -> Iterator[PipelineConfi
 
 
 def _is_worth_a_try(schedule: str, config: PipelineConfig) -> bool:
-    """Whether a schedule can run the configuration's stages on its processes, and is not another one there."""
+    """Whether "auto" considers a schedule: it can run on the processes, and is not another one there."""
     num_stages, replicas = config.mesh
-    counts = replicas_of(num_stages, replicas)
-    places = sum(counts)
     if schedule == "interleaved_1f1b":
-        return config.processes < places
+        return config.processes < config.places
     if schedule not in SPLIT_SCHEDULES:
         return True
-    # A compiled block has one backward, and in one process no one waits for I.
-    if config.torch_compile or places == num_stages * config.processes:
+    # A compiled block has one backward, and in one process no other waits for I.
+    if config.torch_compile or config.places == num_stages * config.processes:
         return False
     if schedule in V_SHAPED:
-        return len(set(counts)) == 1 and places == 2 * config.processes
-    return places == config.processes
+        is_uniform = len(set(replicas_of(num_stages, replicas))) == 1
+        return is_uniform and config.places == 2 * config.processes and config.placement is None
+    return config.places == config.processes
 
 
 def micro_batch_counts(rows: int, asked: int | str) -> list[int]:

@@ -36,7 +36,7 @@ from hf_gpipe.schedule import Placement, placement_for
 #: Up to so many processes every way to share them out among stages is tried.
 _FEW_PROCESSES = 6
 #: Schedules whose stages have done all their work when the last micro-batch goes back.
-_WHOLE_BACKWARDS = (AUTO, "naive", "gpipe", "gpipe_fused", "1f1b", "interleaved_1f1b")
+_WHOLE_BACKWARDS = ("naive", "gpipe", "gpipe_fused", "1f1b", "interleaved_1f1b")
 #: Numbers of micro-batches for which the dynamic programme is asked.
 _NUM_ASKED = 3
 

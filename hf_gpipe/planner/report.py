@@ -171,8 +171,9 @@ def overrides(plan: Plan) -> str:
         values["replicas"] = str(_listed(settings.replicas)).replace(" ", "")
     values["zero"] = settings.zero
     if settings.placement is not None:
-        values["placement"] = settings.placement
-    return " ".join(shlex.quote(f"pipeline.{key}={value}") for key, value in values.items())
+        # It has spaces.
+        values["placement"] = shlex.quote(settings.placement)
+    return " ".join(f"pipeline.{key}={value}" for key, value in values.items())
 
 
 def _listed(replicas: int | Sequence[int]) -> int | list[int]:

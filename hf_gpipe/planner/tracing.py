@@ -50,7 +50,7 @@ class Trace:
         forward_peak: of a forward with a graph, above what was there before it.
         forward_only_peak: of a forward without one.
         backward_peak: above `saved`, the gradient that comes in included.
-        deferred: of blocks, what I keeps for W where the backward is split.
+        deferred: of blocks that are not recomputed, what I keeps for W where the backward is split.
         forward_flops, backward_flops: of matrix products, numbers.
         weight_flops: of the backward's matrix products those for the weights of linear layers.
     """
@@ -297,8 +297,9 @@ def _trace(stage: Stage, inputs: Mapping[str, torch.Tensor], window_from: int | 
 
 
 def _deferred_bytes(stage: Stage, context: Context, gradients: Mapping[str, torch.Tensor]) -> int:
-    """What I keeps. Without a block it is nothing: the backward is not run again for it."""
-    if all(layer.kind != "block" for layer in stage.model.layers):
+    """What I keeps. Without a block it is nothing, and of recomputed blocks the same: nothing is run again for it."""
+    is_recomputed = any(getattr(module, "gradient_checkpointing", False) for module in stage.model.model.modules())
+    if is_recomputed or all(layer.kind != "block" for layer in stage.model.layers):
         return 0
     stage.model.defer_weight_gradients()
     stage.forward(context, keep_graph=True)

@@ -140,6 +140,8 @@ def test_flops_of_a_block_and_of_the_head() -> None:
     attention = 2 * 2 * WORKLOAD.rows * length * length * width
     products = 2 * tokens * (4 * width * width + 3 * width * 64)
     assert block.forward_flops == products + attention
+    assert block.weight_flops == products
+    assert head.weight_flops == 0
     assert block.backward_flops == 2 * products + 2.5 * attention  # flash attention makes the scores again
     assert (head.forward_flops, head.backward_flops) == (0, 6 * tokens * width * 50), "all of it is in the backward"
 

@@ -153,7 +153,7 @@ def test_zero_counts_where_there_are_replicas() -> None:
     within = planner(blocks(4, weights=100 * MIB), rows=4, optim="adamw_torch")
     config = replace(FREE, num_processes=2, num_micro_batches=4, zero=1)
     assert best_plan(within, replace(config, replicas=2)).settings.zero == 1
-    assert best_plan(within, replace(config, num_stages=2)).settings.zero == 0
+    assert best_plan(within, replace(config, replicas=1)).settings.zero == 0
 
 
 def test_many_processes_are_planned_by_the_dynamic_programme() -> None:

@@ -35,6 +35,26 @@ def test_recomputation_takes_a_forward_more() -> None:
     assert block.processes[0].time.backward == pytest.approx(8 * 3)
 
 
+def test_a_split_backward_has_its_share_of_the_seconds_and_keeps_what_w_needs() -> None:
+    costs = model(*(replace(one, weight_flops=1) for one in blocks(3).layers))
+    whole, split = (planner(costs, rows=6).plan(settings((1, 1, 1), 6, schedule=name)) for name in ("1f1b", "zb_h1"))
+    # A third of the bubble of 3 s a stage, for W takes half of the backward.
+    assert whole.step_seconds == pytest.approx((6 + 2) * 3, rel=1e-3)
+    assert split.step_seconds == pytest.approx(6 * 3 + 2, rel=1e-3)
+    assert split.processes[2].time.backward == pytest.approx(6 * 2, rel=1e-3)
+    # The last stage has one graph in 1f1b, and here two micro-batches more between I and W.
+    assert split.processes[2].memory.activations == 3 * whole.processes[2].memory.activations
+    assert split.processes[0].memory.activations == whole.processes[0].memory.activations
+
+
+def test_auto_considers_a_split_backward_but_not_with_compiled_blocks() -> None:
+    costs = model(*(replace(one, weight_flops=1) for one in blocks(3).layers))
+    asked = PipelineConfig(3, 6, "auto", "none")
+    assert best_plan(planner(costs, rows=6), asked).settings.schedule == "zb_h1"
+    compiled = best_plan(planner(costs, rows=6), replace(asked, torch_compile=True))
+    assert compiled.settings.schedule == "1f1b"
+
+
 def test_measured_seconds_go_before_rates() -> None:
     measured = model(*(replace(layer(f"h.{i}", seconds=0.5), name=f"h.{i}") for i in range(2)))
     plan = planner(measured).plan(settings((1, 1), 1))

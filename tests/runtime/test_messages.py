@@ -61,6 +61,9 @@ class Stage:
             return {}
         return {"hidden": gradients.get("hidden", torch.tensor([float(index)])) + self.number}
 
+    def end_step(self) -> None:
+        pass
+
     def reset(self) -> None:
         pass
 

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from fractions import Fraction
 from itertools import product
+from pathlib import Path
 
 import pytest
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule import Costs, Placement, Schedule, build, placement_for, seconds_of_steps, simulate
+from hf_gpipe.schedule import (
+    SCHEDULES,
+    Costs,
+    Placement,
+    Schedule,
+    build,
+    draw_text,
+    placement_for,
+    seconds_of_steps,
+    simulate,
+)
 from hf_gpipe.schedule.list_scheduling import Work, best_listed
 from hf_gpipe.schedule.occupancy import Held, most_of_equal_stages, occupancy
 
@@ -142,6 +154,17 @@ def test_list_scheduling_finds_the_shortest_of_all_tables(
     work = Work.of_equal_stages(len(workers))
     found = best_listed(placement, micro_batches, work, [limit] * placement.num_processes)
     assert found.seconds == shortest(workers, micro_batches, limit) + longer
+
+
+def test_the_page_of_schedules_draws_the_real_tables() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE)) == set(SCHEDULES) - {"forward_only"}
+    for name, processes, micro_batches in (
+        *(("1f1b", 3, 4), ("zb_h1", 3, 4), ("zb_h2", 3, 5)),
+        *(("zb_v", 2, 4), ("v_half", 4, 4)),
+    ):
+        drawn = draw_text(simulate(table(name, processes, micro_batches), EQUAL))
+        assert "".join(f"    {line}\n" for line in drawn.splitlines()) in page
 
 
 def test_a_limit_without_room_for_one_micro_batch() -> None:
