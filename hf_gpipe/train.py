@@ -126,8 +126,8 @@ def _check(recipe: Recipe) -> None:
     """Find what is wrong and can be told without transformers, whose import takes seconds. Raises UserError."""
     import torch
 
-    # It may be left from an earlier run.
-    with suppress(OSError):
+    # It may be left from an earlier run. A name that no file can have is told with the other files.
+    with suppress(OSError, ValueError):
         _traceback_file(recipe).unlink()
     if recipe.pipeline.device == "cuda" and not torch.cuda.is_available():
         raise RecipeError("pipeline.device is cuda and torch finds no GPU; use auto or cpu")

@@ -171,7 +171,7 @@ def test_many_processes_are_planned_by_the_dynamic_programme() -> None:
 
 @pytest.mark.parametrize("limits", [*permutations((400, 150, 150))])
 def test_unlike_devices_hold_what_fits_them(limits: tuple[int, ...]) -> None:
-    costs = blocks(8, weights=40 * MIB, saved=MIB)
+    costs = blocks(8, weights=30 * MIB, saved=MIB)
     within = planner(costs, rows=4, memory_bytes=tuple(limit * MIB for limit in limits))
     plan = best_plan(within, PipelineConfig(3, 4, "1f1b", "none", "auto"))
     assert plan.fits

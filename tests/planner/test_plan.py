@@ -36,7 +36,9 @@ def test_recomputation_takes_a_forward_more() -> None:
 
 
 def test_a_split_backward_has_its_share_of_the_seconds_and_keeps_what_w_needs() -> None:
-    costs = model(*(replace(one, weight_flops=1) for one in blocks(3).layers))
+    costs = model(
+        *(replace(one, weight_flops=1, deferred_bytes=one.graph("none").saved_bytes) for one in blocks(3).layers)
+    )
     whole, split = (planner(costs, rows=6).plan(settings((1, 1, 1), 6, schedule=name)) for name in ("1f1b", "zb_h1"))
     # A third of the bubble of 3 s a stage, for W takes half of the backward.
     assert whole.step_seconds == pytest.approx((6 + 2) * 3, rel=1e-3)
@@ -48,7 +50,9 @@ def test_a_split_backward_has_its_share_of_the_seconds_and_keeps_what_w_needs() 
 
 
 def test_auto_considers_a_split_backward_but_not_with_compiled_blocks() -> None:
-    costs = model(*(replace(one, weight_flops=1) for one in blocks(3).layers))
+    costs = model(
+        *(replace(one, weight_flops=1, deferred_bytes=one.graph("none").saved_bytes) for one in blocks(3).layers)
+    )
     asked = PipelineConfig(3, 6, "auto", "none")
     assert best_plan(planner(costs, rows=6), asked).settings.schedule == "zb_h1"
     compiled = best_plan(planner(costs, rows=6), replace(asked, torch_compile=True))

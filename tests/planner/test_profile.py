@@ -54,7 +54,8 @@ def test_a_wide_head_takes_longer_than_a_narrow_block() -> None:
     config.vocab_size = 30000
     costs = profile_layers(adapter_for(config), Workload(2, 32, 32), CPU, repeats=3)
     block, head = seconds_of(costs, 1), seconds_of(costs, -1)
-    assert head.forward > block.forward
+    # All of the head is computed in B.
+    assert head.forward + head.backward > block.forward + block.backward
     assert head.backward > block.backward
 
 
