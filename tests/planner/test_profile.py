@@ -55,8 +55,7 @@ def test_a_wide_head_takes_longer_than_a_narrow_block() -> None:
     costs = profile_layers(adapter_for(config), Workload(2, 32, 32), CPU, repeats=3)
     block, head = seconds_of(costs, 1), seconds_of(costs, -1)
     # All of the head is computed in B.
-    assert head.forward + head.backward > block.forward + block.backward
-    assert head.backward > block.backward
+    assert head.backward > block.forward + block.backward
 
 
 @pytest.mark.parametrize("family", ["t5", "mixtral", "marian"])
