@@ -90,19 +90,20 @@ class TokenLoss:
         dtype = torch.promote_types(logits.dtype, torch.float32)
         seen, is_clipped = logits, None
         if bound is not None:
-            wide = logits.to(dtype)
-            seen = wide.clamp(-bound, bound)
-            is_clipped = seen != wide
+            unclipped = logits.to(dtype)
+            seen = unclipped.clamp(-bound, bound)
+            is_clipped = seen != unclipped
         largest = seen.amax(-1, keepdim=True).to(dtype)
         losses = (smoothing - 1) * seen.gather(1, columns).to(dtype)
         if smoothing:
             losses -= smoothing * seen.mean(-1, keepdim=True, dtype=dtype)
-        if seen.dtype == dtype and (overwrite or is_clipped is not None):
-            # In the memory of the logits, which nothing else reads.
-            gradient = seen.sub_(largest).exp_()
+        wide = seen.to(dtype)
+        if overwrite or wide is not logits:
+            # In its memory, which nothing else reads.
+            gradient = wide.sub_(largest).exp_()
             gradient.div_(gradient.sum(-1, keepdim=True))
         else:
-            gradient = torch.softmax(seen, dim=-1, dtype=dtype)
+            gradient = torch.softmax(wide, dim=-1)
         # The logarithm of the sum of exponentials, from the largest logit, whose probability never underflows.
         losses += largest - gradient.amax(-1, keepdim=True).log()
         if smoothing:
