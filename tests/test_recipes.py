@@ -185,14 +185,19 @@ def test_it_is_planned(
 
 @every_recipe
 def test_it_trains_once_it_is_small(
-    path: Path, data: Path, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path,
+    data: Path,
+    models: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     # What the planner predicts of a tiny model takes longer than its training.
     monkeypatch.setattr(cost, "_predicted", lambda pipe, batches: {})
     out = tmp_path / "out"
     recipe = load_recipe(path, [*tiny(path, data, models), f"training.output_dir={out}"])
     check_model(recipe)
-    logging.getLogger("hf_gpipe").setLevel(logging.ERROR)
+    caplog.set_level(logging.ERROR, logger="hf_gpipe")
     job.run(recipe, Job.current())
     metrics = json.loads((out / "metrics.json").read_text())
     if recipe.data.kind == "text":
