@@ -102,7 +102,9 @@ def _least(
     """
     search = _Search(num_layers, num_stages, cost, fits, dip)
     if reachable is None:
-        reachable = max(cost(stage, 0, num_layers) for stage in range(num_stages)) + dip
+        # All layers together may cost less than a part of them, so the bottleneck is that of a split.
+        even = tuple(num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages))
+        reachable = max(cost(*stage) for stage in stages_of(even))
     bound = search.least_bound(reachable)
     step = max(bound, reachable / num_stages) / 64
     while (bottleneck := search.bottleneck(bound)) is None:
