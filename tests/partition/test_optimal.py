@@ -146,3 +146,8 @@ def test_a_deep_model_on_many_stages() -> None:
     counts = by_cost(1700, 128, seconds, memory, fullest - 1, memory_dip_bytes=12.8)
     assert sum(counts) == 1700
     assert max(memory(*stage) for stage in stages_of(counts)) <= fullest - 1
+
+
+def test_all_layers_together_may_cost_less_than_a_part() -> None:
+    """As memory does: every stage but the first keeps what it receives. It was an assertion that failed."""
+    assert by_cost(2, 2, lambda stage, start, stop: stop - start + (10 if start else 0)) == (1, 1)
