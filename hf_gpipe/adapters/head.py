@@ -97,7 +97,7 @@ class DeferredLogits(TorchFunctionMode):
         self._stand_ins.clear()
 
     def take_hidden(self) -> torch.Tensor:
-        """What the projection received, (B, T, D), in the graph of the stage. It is not kept here any longer."""
+        """Return the projection's input, (B, T, D), in the graph of the stage, and drop it here."""
         hidden, self._hidden = self._hidden, None
         assert hidden is not None, "the hidden states were taken before"
         return hidden

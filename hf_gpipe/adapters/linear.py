@@ -246,5 +246,5 @@ class _MultiplyGroups(torch.autograd.Function):
 
 
 def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What autocast makes of a tensor: other types of up to 32 bits become `dtype`."""
+    """Convert a tensor as autocast does: other types of up to 32 bits become `dtype`."""
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from hf_gpipe.errors import PartitionError
+from hf_gpipe.partition.count import by_count
 
 StageCost = Callable[[int, int, int], float]
 """(stage, its first layer, the layer after its last) -> what that stage would cost, at least 0."""
@@ -103,8 +104,7 @@ def _least(
     search = _Search(num_layers, num_stages, cost, fits, dip)
     if reachable is None:
         # All layers together may cost less than a part of them, so the bottleneck is that of a split.
-        even = tuple(num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages))
-        reachable = max(cost(*stage) for stage in stages_of(even))
+        reachable = max(cost(*stage) for stage in stages_of(by_count(num_layers, num_stages)))
     bound = search.least_bound(reachable)
     step = max(bound, reachable / num_stages) / 64
     while (bottleneck := search.bottleneck(bound)) is None:

@@ -106,7 +106,7 @@ def _amounts(sums: LayerSums, stage: StageLayers, gradient_bytes: float) -> Amou
         Held.GRAPH: {"activations": graph - logits, "logits": logits},
         # From the start of its backward on a gradient is working memory of that.
         Held.GRADIENT: {"early_gradients": _gradient_bytes(sums, stage)},
-        Held.DEFERRED: {"activations": _deferred_bytes(sums, stage)},
+        Held.DEFERRED: {"activations": sums.deferred_bytes(*run)},
         Held.FORWARD_ONLY: {"working": sums.forward_only_peak_bytes(*run)},
         Held.FORWARD: {"working": graphs.forward_peak_bytes(*run)},
         Held.BACKWARD: {"working": max(backward - graph, 0)},
@@ -119,11 +119,6 @@ def _amounts(sums: LayerSums, stage: StageLayers, gradient_bytes: float) -> Amou
 def _received_bytes(sums: LayerSums, stage: StageLayers) -> int:
     """The bytes that cross the boundary before a stage."""
     return sums.costs.layers[stage.start].input_bytes if stage.start else 0
-
-
-def _deferred_bytes(sums: LayerSums, stage: StageLayers) -> int:
-    """The bytes that I of a stage keeps for W."""
-    return sum(layer.deferred_bytes for layer in sums.costs.layers[stage.start : stage.stop])
 
 
 def _gradient_bytes(sums: LayerSums, stage: StageLayers) -> int:
@@ -166,7 +161,7 @@ class MemoryBound:
         always = held.num_bytes + sums.buffer_bytes(*run) + self._ids
         always += (1 + reserved) * held.trainable_bytes + self._state_shares[number] * owned.trainable_bytes
         coming = live_graphs * graph
-        coming += most[Held.DEFERRED] * _deferred_bytes(sums, stage)
+        coming += most[Held.DEFERRED] * sums.deferred_bytes(*run)
         coming += most[Held.INPUT] * _received_bytes(sums, stage) + most[Held.GRADIENT] * _gradient_bytes(sums, stage)
         working = max(
             graphs.forward_peak_bytes(*run) - graph,

@@ -238,7 +238,7 @@ class PipelineConfig:
         """How many processes share the stages; one per replica of a stage if `num_processes` is None.
 
         Raises:
-            UserError: stages or replicas are "auto", and there is no number of processes for which to choose them.
+            UserError: stages or replicas are "auto", and `num_processes` is None.
         """
         return self.num_processes or self.places
 

@@ -192,28 +192,20 @@ class RemoteChannel(Channel):
             )
 
 
-class NarrowChannel(Channel):
-    """Sends tensors in a type of fewer bytes over another channel, and gives the receiver their own type again.
+class WrappedChannel(Channel):
+    """Another channel, of which a subclass changes what is sent and received."""
 
-    Args:
-        channel: carries the messages.
-        sent: the type; tensors that are not wider, and integers, keep theirs.
-        dtype_of: own type of a carried tensor by its name.
-    """
-
-    def __init__(self, channel: Channel, sent: torch.dtype, dtype_of: Callable[[str], torch.dtype]) -> None:
-        self._channel, self._sent, self._dtype_of = channel, sent, dtype_of
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
 
     def send(self, micro_batch: int, tensors: Tensors, shapes: Shapes) -> None:
-        narrow = {name: tensor.to(narrowed(tensor.dtype, self._sent)) for name, tensor in tensors.items()}
-        self._channel.send(micro_batch, narrow, shapes)
+        self._channel.send(micro_batch, tensors, shapes)
 
     def expect(self, micro_batch: int, shapes: Shapes) -> None:
         self._channel.expect(micro_batch, shapes)
 
     def receive(self, micro_batch: int) -> dict[str, torch.Tensor]:
-        received = self._channel.receive(micro_batch)
-        return {name: tensor.to(self._dtype_of(name)) for name, tensor in received.items()}
+        return self._channel.receive(micro_batch)
 
     def flush(self) -> None:
         self._channel.flush()
@@ -223,6 +215,28 @@ class NarrowChannel(Channel):
 
     def check(self) -> None:
         self._channel.check()
+
+
+class NarrowChannel(WrappedChannel):
+    """Sends tensors in a type of fewer bytes over another channel, and gives the receiver their own type again.
+
+    Args:
+        channel: carries the messages.
+        sent: the type; tensors that are not wider, and integers, keep theirs.
+        dtype_of: own type of a carried tensor by its name.
+    """
+
+    def __init__(self, channel: Channel, sent: torch.dtype, dtype_of: Callable[[str], torch.dtype]) -> None:
+        super().__init__(channel)
+        self._sent, self._dtype_of = sent, dtype_of
+
+    def send(self, micro_batch: int, tensors: Tensors, shapes: Shapes) -> None:
+        narrow = {name: tensor.to(narrowed(tensor.dtype, self._sent)) for name, tensor in tensors.items()}
+        self._channel.send(micro_batch, narrow, shapes)
+
+    def receive(self, micro_batch: int) -> dict[str, torch.Tensor]:
+        received = self._channel.receive(micro_batch)
+        return {name: tensor.to(self._dtype_of(name)) for name, tensor in received.items()}
 
 
 class RoutedChannel(Channel):

@@ -49,9 +49,9 @@ class Work:
     """Of I, with R where the stage recomputes."""
     weight_seconds: Sequence[float]
     held: Sequence[float]
-    """What a micro-batch takes of the limit from the start of its F to the end of its I."""
+    """The part of the limit that a micro-batch takes from the start of its F to the end of its I."""
     deferred: Sequence[float]
-    """What it takes from then to the end of its W; at most what it took before."""
+    """The part that it takes from then to the end of its W; at most as much."""
     transfer_seconds: Sequence[float]
 
     @classmethod
@@ -126,7 +126,7 @@ class _Place:
 
 
 _Next: TypeAlias = tuple[float, int, int, int, _Lane, int]
-"""What a place does next: the start, the rank, minus the stage, the index of the kind, the lane and the micro-batch.
+"""The next action of a place: its start, rank, minus the stage, the index of the kind, the lane and the micro-batch.
 The first three decide which of several it is."""
 
 
@@ -188,7 +188,7 @@ class _Run:
                     waiting.pop(changed, None)
 
     def _choose(self, place: _Place) -> _Next | None:
-        """What a place does next, as far as it is known by now."""
+        """The next action of a place, as far as it is known by now."""
         best: _Next | None = None
         reserved = 0.0
         for lane in place.lanes:

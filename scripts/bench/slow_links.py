@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hf_gpipe.runtime import replicas
-from hf_gpipe.runtime.channel import Channel, Shapes, Tensors
+from hf_gpipe.runtime.channel import Channel, Shapes, Tensors, WrappedChannel
 from hf_gpipe.runtime.edges import Edge
 
 
@@ -26,33 +26,22 @@ def wait_until(end: float) -> None:
         time.sleep(left)
 
 
-class SlowChannel(Channel):
+class SlowChannel(WrappedChannel):
     """A channel whose messages travel so many seconds, one after another. They have one float64, "hidden" (1,)."""
 
     def __init__(self, channel: Channel, seconds: float) -> None:
-        self._channel, self._seconds = channel, seconds
+        super().__init__(channel)
+        self._seconds = seconds
         self._free_at = 0.0
 
     def send(self, micro_batch: int, tensors: Tensors, shapes: Shapes) -> None:
         self._free_at = max(self._free_at, time.perf_counter()) + self._seconds
         self._channel.send(micro_batch, {"hidden": torch.tensor([self._free_at], dtype=torch.float64)}, shapes)
 
-    def expect(self, micro_batch: int, shapes: Shapes) -> None:
-        self._channel.expect(micro_batch, shapes)
-
     def receive(self, micro_batch: int) -> dict[str, torch.Tensor]:
         received = self._channel.receive(micro_batch)
         wait_until(float(received["hidden"]))
         return received
-
-    def flush(self) -> None:
-        self._channel.flush()
-
-    def reset(self) -> None:
-        self._channel.reset()
-
-    def check(self) -> None:
-        self._channel.check()
 
 
 def slow(edge: Edge, seconds: float) -> Edge:
