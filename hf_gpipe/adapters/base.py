@@ -145,6 +145,21 @@ class Adapter(ABC):
         """Prepared inputs on the CPU, with masks of which transformers need not ask the device whether they pad."""
         return with_known_masks(inputs)
 
+    def packed(self, documents: Sequence[Tensors], *, is_compiled: bool = False) -> dict[str, torch.Tensor]:
+        """Return the inputs of a micro-batch's forward in which documents stand one after the other in one row.
+
+        Args:
+            documents: of each document its tensors (T,), on the CPU: input_ids, labels, position_ids.
+            is_compiled: whether the blocks are compiled by torch.compile.
+
+        Raises:
+            UserError: the model cannot keep documents apart.
+        """
+        raise UserError(
+            f"{self.config.model_type} has an encoder, and only rows of a decoder-only model can be packed; leave "
+            "packing out, and use a collator that pads"
+        )
+
     @abstractmethod
     def row_lengths(self, batch: Tensors) -> torch.Tensor:
         """Length of each row of a mini-batch, (N,): number of columns up to the last used one, source plus target."""
