@@ -243,6 +243,7 @@ def _pipeline(recipe: Recipe, config: PreTrainedConfig, resumed_num_micro_batche
         depth_scaled_feed_forward=model.depth_scaled_feed_forward,
         autocast=autocast_of(recipe),
         length_bucketing=recipe.training.length_bucketing,
+        packing=recipe.training.packing,
     )
 
 
