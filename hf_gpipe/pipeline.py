@@ -143,6 +143,8 @@ class Pipeline(StageParameters):
             **settings,
         )
         self._plan_inputs = plan_inputs or PlanInputs(**of_inputs)
+        if packing:
+            self._plan_inputs = replace(self._plan_inputs, packing=True)
         self._loss = TokenLoss(label_smoothing, logit_clipping)
         Job.join()
         processes = processes_for(given, device)

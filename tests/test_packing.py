@@ -14,9 +14,12 @@ from torch.overrides import TorchFunctionMode
 from transformers import DataCollatorWithFlattening
 
 from hf_gpipe import Pipeline, PipelineTrainer
+from hf_gpipe.adapters import StageModel, adapter_for
 from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.exactness import Batch, Step, exact_clone, padded_batch, plain_step
+from hf_gpipe.planner.tracing import trace_stage
+from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.packing import as_rows, balanced, packed_parts
 from scripts.families import default_config
 from tests.gloo import run_gloo
@@ -141,6 +144,25 @@ def test_documents_are_shared_out_by_tokens(lengths: list[int], count: int) -> N
     assert tokens[0] <= sum(lengths) / len(parts) + max(lengths) * (1 - 1 / len(parts))
     if len(parts[0]) > 1:
         assert tokens[0] - tokens[-1] <= min(lengths[index] for index in parts[0])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_planner_counts_the_memory_of_a_packed_micro_batch(attention: str) -> None:
+    config = default_config("gemma3")
+    adapter = adapter_for(exact_clone(config, torch.float32).config, attn_implementation=attention)
+    length = 12
+    document = {name: torch.arange(length) for name in ("input_ids", "labels", "position_ids")}
+
+    def block() -> StageModel:
+        return StageModel(adapter, 1, 3)
+
+    def wanted(boundary: int) -> dict[str, bool]:
+        return {"hidden": True}
+
+    real = trace_stage(block, adapter.packed([document] * 3), wanted, is_real=True)
+    planned = trace_stage(block, Workload.packed(3, length, length).inputs(adapter), wanted)
+    # What attention gave for each document is put together in one more tensor.
+    assert real.saved == pytest.approx(planned.saved, rel=0.06)
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,9 @@ def _pipeline(model: Pipeline | ModelSource | None, args: PipelineTrainingArgume
 def _example(dataset: Any, args: PipelineTrainingArguments) -> Workload | None:
     """The shape of the longest mini-batch to come, for the planner."""
     by_length = args.train_sampling_strategy == "group_by_length"
-    return longest_mini_batch(dataset, args.per_device_train_batch_size, args.batch_tokens, by_length=by_length)
+    return longest_mini_batch(
+        dataset, args.per_device_train_batch_size, args.batch_tokens, by_length=by_length, packing=args.packing
+    )
 
 
 def _check_given(pipe: Pipeline, args: PipelineTrainingArguments) -> None:
