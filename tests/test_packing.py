@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 from transformers import DataCollatorWithFlattening
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_gpipe import Pipeline, PipelineTrainer
 from hf_gpipe.adapters import StageModel, adapter_for
@@ -98,6 +99,45 @@ def test_packed_rows_have_the_loss_and_gradients_of_the_rows(
         assert step(pipe, flattened(batch)).difference(expected) <= TOLERANCE
 
 
+def test_flash_attention_gets_the_borders_of_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels need a GPU; here a function with its arguments takes their place."""
+    name, calls = "flash_attention_2", []
+
+    def flash(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
+        assert attention_mask is None
+        borders = options["cu_seq_lens_q"]
+        assert torch.equal(borders, options["cu_seq_lens_k"])
+        lengths = borders.diff().tolist()
+        assert max(lengths) == options["max_length_q"] == options["max_length_k"]
+        calls.append(lengths)
+        parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        return torch.cat([sdpa(module, *part, None, scaling=options["scaling"])[0] for part in parts], dim=1), None
+
+    model = exact_clone(default_config("llama"), torch.float64)
+    batch = padded_batch(model)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, name, flash)
+    with InFloat64():
+        expected = plain_step(model, batch)
+        pipe = Pipeline(model, 2, 2, packing=True)
+        for one in (pipe.adapter.reference, *(stage.model for stage in pipe.models.values())):
+            one.config._attn_implementation = name
+        model.zero_grad()
+        assert step(pipe, batch).difference(expected) <= TOLERANCE
+    assert sorted(lengths for lengths in calls[:: len(calls) // 2]) == [[8, 7], [9, 6]]
+
+
+def test_a_row_may_be_longer_than_the_table_of_positions() -> None:
+    model = exact_clone(default_config("gpt2"), torch.float32)
+    ids = torch.arange(3, 63).repeat(2, 1)
+    pipe = Pipeline(model, 1, 1)
+    expected = float(pipe.train_step({"input_ids": ids, "labels": ids}))
+    pipe.packing = True
+    assert float(pipe.train_step({"input_ids": ids, "labels": ids})) == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(DataError, match="a row of input_ids is 65 tokens long, and the decoder has positions for 64"):
+        pipe.train_step({name: torch.ones(1, 65, dtype=torch.long) for name in ("input_ids", "labels")})
+
+
 def test_an_auxiliary_loss_is_that_of_the_packed_micro_batches() -> None:
     config = default_config("mixtral")
     config.output_router_logits, config.router_aux_loss_coef = True, 0.1
@@ -110,15 +150,11 @@ def test_an_auxiliary_loss_is_that_of_the_packed_micro_batches() -> None:
         assert abs(float(Pipeline(model, 2, 1).train_step(batch)) - float(expected)) <= 1e-6
 
 
-def _in_a_process(batch: dict[str, Any] | None) -> list[tuple[Step, float]]:
-    found = []
-    for packing in (False, True):
-        model = exact_clone(default_config("llama"), torch.float64)
-        with InFloat64():
-            pipe = Pipeline(model, 2, 3, packing=packing)
-            mine = batch if pipe.topology.is_reader else None
-            found.append((step(pipe, mine), pipe.eval_step(mine).loss))
-    return found
+def _in_a_process(batch: dict[str, Any] | None) -> tuple[Step, float]:
+    pipe = Pipeline(exact_clone(default_config("llama"), torch.float64), 2, 3)
+    mine = batch if pipe.topology.is_reader else None
+    with InFloat64():
+        return step(pipe, mine), pipe.eval_step(mine).loss
 
 
 def test_two_processes_take_a_flattened_mini_batch() -> None:
@@ -126,10 +162,9 @@ def test_two_processes_take_a_flattened_mini_batch() -> None:
     batch = padded_batch(model)
     with InFloat64():
         expected = plain_step(model, batch)
-    for process in run_gloo(_in_a_process, 2, flattened(batch)):
-        for found, loss in process:
-            assert found.difference(expected) <= TOLERANCE
-            assert abs(loss - expected.loss) <= TOLERANCE
+    for found, loss in run_gloo(_in_a_process, 2, flattened(batch)):
+        assert found.difference(expected) <= TOLERANCE
+        assert abs(loss - expected.loss) <= TOLERANCE
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(1, 12))
@@ -185,7 +220,7 @@ def test_documents_are_found_in_every_form(collator: Any) -> None:
     assert torch.equal(rows_again["input_ids"], PairCollator(0)(ROWS)["input_ids"])
 
 
-def test_collators_of_trl() -> None:
+def test_collators_of_trl(tmp_path: Path) -> None:
     collators = pytest.importorskip("trl.trainer.sft_trainer")
     collator = collators.DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
     model = exact_clone(default_config("llama"), torch.float32)
@@ -195,6 +230,9 @@ def test_collators_of_trl() -> None:
     whole = {"input_ids": [*chain(*ids)], "seq_lengths": list(map(len, ids))}
     for rows in (ROWS, [whole]):
         assert float(pipe.train_step(collator(rows))) == pytest.approx(expected, rel=1e-6)
+    trainer = PipelineTrainer(pipe, arguments(tmp_path), collator, train_dataset=[whole])
+    (batch,) = trainer.get_train_dataloader()
+    assert int((batch["position_ids"] == 0).sum()) == len(ROWS), "the column of lengths is kept"
 
 
 def test_a_trainer_takes_a_flattening_collator_as_it_is(tmp_path: Path) -> None:

@@ -244,9 +244,11 @@ class Adapter(ABC):
 
     def check_lengths(self, inputs: Inputs) -> None:
         """Raise DataError where inputs, as returned by `prepare`, are longer than the model's table of positions."""
+        documents = getattr(inputs.get("attention_mask"), "documents", None)
         for stack, most in self.num_positions.items():
             name = self.ids_of(stack)
-            if (length := inputs[name].shape[1]) > most:
+            length = inputs[name].shape[1] if documents is None else max(documents.lengths)
+            if length > most:
                 raise DataError(
                     f"a row of {name} is {length} tokens long, and the {stack} has positions for {most}; cut the rows "
                     "(max_source_tokens and max_target_tokens of a recipe's data), or use a model with more positions"
