@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hf_gpipe.adapters import is_known_exact
 from hf_gpipe.adapters.autocast import Autocast, keeping_weights
 from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.adapters.whole import refresh, whole_model
 from hf_gpipe.building import ModelSource, Source, Trained, boundary_dtype, make_stages
 from hf_gpipe.errors import UserError
+from hf_gpipe.exactness import verify
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.advice import advising
 from hf_gpipe.planner.decide import Planning
@@ -177,6 +179,10 @@ class Pipeline(StageParameters):
         self.step = 0
         self.loss_scale = 1.0
 
+        table = self.schedule(self.num_micro_batches * accumulation)
+        if table.split and not is_known_exact(self.adapter):
+            given_config, model_class = self.adapter.given_config, self.adapter.model_class
+            verify(given_config, model_class, trust_remote_code=trust_remote_code, splits_backward=True)
         models = {
             stage: self._source.stage_model(self.partition[stage], where, seed)
             for stage, where in self.topology.stage_devices.items()
@@ -197,7 +203,7 @@ class Pipeline(StageParameters):
             self.topology, lambda stage, name: self.adapter.carry_dtype(self.partition[stage][0], name), sent
         )
         self._executor = Executor(self.stages, self._edges, self.topology.rank, self._replicas)
-        self._executor.prepare(self.schedule(self.num_micro_batches * accumulation))
+        self._executor.prepare(table)
 
     # ------------------------------------------------------------------ training and evaluation
 
