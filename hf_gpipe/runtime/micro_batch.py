@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -27,6 +27,7 @@ class MicroBatch:
         seed: its seed for dropout, from (seed, step, index).
         num_units: units of the loss in the whole mini-batch, by which its sum is divided; at least 1.
         num_micro_batches: of the step; an auxiliary loss is the mean over them.
+        shapes: of what crosses each boundary, by name, for those that were asked for.
     """
 
     index: int
@@ -34,6 +35,7 @@ class MicroBatch:
     seed: int
     num_units: int
     num_micro_batches: int
+    shapes: dict[int, Mapping[str, tuple[int, ...]]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def num_rows(self) -> int:
