@@ -82,6 +82,9 @@ class Pipeline(StageParameters):
             spreads its stages over it.
         peft_config: a peft.LoraConfig to add adapters; everything else is frozen. A model that has PEFT adapters
             already, or is a PeftModel, is taken as it is.
+        quantization_config: a transformers.BitsAndBytesConfig: linear layers are quantised while they are loaded, each
+            as soon as it is read, and only adapters can be trained on them. A model or checkpoint that bitsandbytes has
+            quantised already is taken as it is. Needs the package bitsandbytes.
         autocast: torch.bfloat16 or torch.float16: every forward computes under torch.autocast, in training, evaluation
             and generation; weights and their gradients keep their own type. None: everything computes in that type.
         length_bucketing: whether training sorts the rows of a mini-batch by length before it is cut, and cuts it so
@@ -121,6 +124,7 @@ class Pipeline(StageParameters):
         depth_scaled_feed_forward: bool = ModelSection.depth_scaled_feed_forward,
         device: DeviceChoice = None,
         peft_config: Any = None,
+        quantization_config: Any = None,
         autocast: torch.dtype | None = None,
         length_bucketing: bool = False,
         **settings: Any,
@@ -156,6 +160,7 @@ class Pipeline(StageParameters):
             peft_config=peft_config,
             autocast=None if autocast is None else Autocast(autocast, processes.device),
             depth_scaled_feed_forward=depth_scaled_feed_forward,
+            quantization_config=quantization_config,
         )
         self.adapter, self.peft = self._source.adapter, self._source.peft
         self._planning = Planning(self._plan_inputs, self.adapter, self.peft, self._loss, processes)
@@ -252,7 +257,7 @@ class Pipeline(StageParameters):
     def _train(
         self, batches: Sequence[Batch], update: Update | None, *, is_measured: bool
     ) -> tuple[torch.Tensor, list[ActionTime]]:
-        self._trained.check(self.models)
+        self._trained.check(self.models, self.peft)
         self.ties.refresh_copies()
         self._replicas.begin()
         micro_batches = make_micro_batches(
