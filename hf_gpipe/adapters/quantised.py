@@ -56,9 +56,7 @@ class Quantisation:
         quantizer.postprocess_model(model)
         del model.config.quantization_config  # from_pretrained of a saved model would look for quantised weights
         for module in quantised_layers(model):
-            if hasattr(module, "support_avx512bf16_for_cpu"):
-                # On such CPUs an evaluation would put the weights into a form from which no gradient can be computed.
-                module.support_avx512bf16_for_cpu = False
+            _keep_form(module)
 
     def lay_out(self, model: PreTrainedModel, device: torch.device | str) -> None:
         """Give the layers weights of the quantised form without values, on the meta device or of fake tensors."""
@@ -146,7 +144,7 @@ def find_quantisation(config: PreTrainedConfig, given: Any, dtype: torch.dtype) 
         raise UnsupportedModelError(f"{config.model_type}: quantization_config: {error}") from error
     if not isinstance(found, BitsAndBytesConfig):
         if own is not None:
-            method = str(getattr(found, "quant_method", type(found).__name__))
+            method = getattr(found.quant_method, "value", found.quant_method)
             raise UnsupportedModelError(
                 f"{config.model_type}: the weights are quantised by {method}, and adapters are trained on those of "
                 "bitsandbytes alone; start from the unquantised checkpoint, with quantization_config"
@@ -192,11 +190,21 @@ def size_of_quantised(parameter: torch.Tensor) -> tuple[int, int]:
     return count, parameter.nbytes + sum(scale.nbytes for scale in scales)
 
 
+def _keep_form(module: Any) -> None:
+    """Keep bitsandbytes from changing the form of a weight in evaluation, as it does on CPUs with AVX512-BF16.
+
+    From that form no gradient is computed, also in the training after it.
+    """
+    if hasattr(module, "support_avx512bf16_for_cpu"):
+        module.support_avx512bf16_for_cpu = False
+
+
 def restore(module: nn.Module) -> None:
-    """Undo what a forward of bitsandbytes has done to a quantised layer's weight, in place."""
+    """Undo what a forward of bitsandbytes has done to a quantised layer's weight, in place, and from now on keep it."""
     weight: Any = getattr(module, "weight", None)
     if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
         module.state_dict()  # unpacks it
+    _keep_form(module)
     state: Any = getattr(module, "state", None)
     if hasattr(weight, "SCB") and weight.SCB is None:
         weight.CB, weight.SCB = weight.data, state.SCB
