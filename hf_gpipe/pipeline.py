@@ -84,6 +84,9 @@ class Pipeline(StageParameters):
             spreads its stages over it.
         peft_config: a peft.LoraConfig to add adapters; everything else is frozen. A model that has PEFT adapters
             already, or is a PeftModel, is taken as it is.
+        quantization_config: a transformers.BitsAndBytesConfig: linear layers are quantised while they are loaded, each
+            as soon as it is read, and only adapters can be trained on them. A model or checkpoint that bitsandbytes has
+            quantised already is taken as it is. Needs the package bitsandbytes.
         autocast: torch.bfloat16 or torch.float16: every forward computes under torch.autocast, in training, evaluation
             and generation; weights and their gradients keep their own type. None: everything computes in that type.
         length_bucketing: whether training sorts the rows of a mini-batch by length before it is cut, and cuts it so
@@ -123,6 +126,7 @@ class Pipeline(StageParameters):
         depth_scaled_feed_forward: bool = ModelSection.depth_scaled_feed_forward,
         device: DeviceChoice = None,
         peft_config: Any = None,
+        quantization_config: Any = None,
         autocast: torch.dtype | None = None,
         length_bucketing: bool = False,
         **settings: Any,
@@ -158,6 +162,7 @@ class Pipeline(StageParameters):
             peft_config=peft_config,
             autocast=None if autocast is None else Autocast(autocast, processes.device),
             depth_scaled_feed_forward=depth_scaled_feed_forward,
+            quantization_config=quantization_config,
         )
         self.adapter, self.peft = self._source.adapter, self._source.peft
         self._planning = Planning(self._plan_inputs, self.adapter, self.peft, self._loss, processes)
@@ -278,7 +283,7 @@ class Pipeline(StageParameters):
         *,
         waits: bool,
     ) -> LossAndNorm:
-        self._trained.check(self.models)
+        self._trained.check(self.models, self.peft)
         self.ties.refresh_copies()
         self._replicas.begin()
         micro_batches = make_micro_batches(

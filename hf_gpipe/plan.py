@@ -224,11 +224,18 @@ def _planner(
 
     from hf_gpipe.adapters import adapter_for
     from hf_gpipe.adapters.autocast import Autocast
+    from hf_gpipe.adapters.peft import make_peft
     from hf_gpipe.planner.choose import micro_batch_counts
     from hf_gpipe.planner.plan import Planner
     from hf_gpipe.planner.workload import PlanInputs
     from hf_gpipe.runtime.loss import TokenLoss
-    from hf_gpipe.training.from_recipe import checked_adapter, model_config, model_dtype
+    from hf_gpipe.training.from_recipe import (
+        checked_adapter,
+        model_config,
+        model_dtype,
+        peft_config_of,
+        quantization_config_of,
+    )
 
     recipe = _with_vocabulary(recipe)
     if recipe.model.depth_scaled_feed_forward or recipe.data.kind == "text":
@@ -251,11 +258,14 @@ def _planner(
             recipe.model.attn_implementation,
             trust_remote_code=recipe.model.trust_remote_code,
             autocast=None if half is None else Autocast(half, here),
+            quantization_config=quantization_config_of(recipe),
         )
+        lora = peft_config_of(recipe, config)
         planner = Planner.of(
             adapter,
             inputs,
             device,
+            peft=None if lora is None else make_peft(adapter, "default", lora),
             loss=TokenLoss(training.label_smoothing_factor, training.logit_clipping),
             as_on_gpu=True,
             profile_on=here if is_profiled else None,

@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig
 
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.peft import PeftAdapter
+from hf_gpipe.adapters.quantised import size_of_quantised
 from hf_gpipe.planner.costs import GraphCost, LayerCost, ModelCosts, Parameters, SharedParameter
 from hf_gpipe.planner.tracing import Trace, saved_bytes, trace_stage
 from hf_gpipe.planner.workload import Workload
@@ -61,8 +62,11 @@ class ModelLayers:
         self.adapter = adapter
         self.peft = peft
         model: nn.Module = adapter.reference
-        if peft is not None:
+        if adapter.quantisation is not None or peft is not None:
             model = adapter.skeleton()
+        if adapter.quantisation is not None:
+            adapter.quantisation.lay_out(model, "meta")
+        if peft is not None:
             peft.inject(model)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         used = _used_parameters(adapter, parameters)
@@ -244,6 +248,8 @@ class LayerTracer:
     def _builder(self, start: int, stop: int, *, recompute_blocks: bool) -> Callable[[], StageModel]:
         def build() -> StageModel:
             stage_model = StageModel(self.run.adapter, start, stop)
+            if self.run.adapter.quantisation is not None:
+                self.run.adapter.quantisation.lay_out(stage_model.model, "meta")
             if self.run.peft is not None:
                 self.run.peft.inject(stage_model.model)
             if recompute_blocks:
@@ -283,9 +289,9 @@ def _name(dtype: torch.dtype) -> str:
 
 def to_run(whole: ModelLayers) -> tuple[ModelLayers, Sequence[int]]:
     """The model whose layers are run for those of `whole`, and for each layer of `whole` the one that is like it."""
-    short = _short_adapter(whole.adapter) if whole.peft is None else None
+    short = _short_adapter(whole.adapter)
     if short is not None:
-        few = ModelLayers(short)
+        few = ModelLayers(short, whole.peft)
         try:
             return few, few.first_alike(whole)
         except KeyError:
@@ -295,7 +301,7 @@ def to_run(whole: ModelLayers) -> tuple[ModelLayers, Sequence[int]]:
 
 def size_of(parameter: torch.Tensor) -> Parameters:
     """The size that one parameter adds to a process that holds it."""
-    count, num_bytes = parameter.numel(), parameter.nbytes
+    count, num_bytes = size_of_quantised(parameter)
     return Parameters(count, num_bytes, *((count, num_bytes) if parameter.requires_grad else (0, 0)))
 
 
@@ -370,4 +376,5 @@ def _short_adapter(adapter: Adapter) -> Adapter | None:
         adapter.model_class,
         trust_remote_code=adapter.trust_remote_code,
         autocast=adapter.autocast,
+        quantisation=adapter.quantisation,
     )

@@ -127,16 +127,21 @@ class Tracker(TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # more than half of all calls
         kwargs = kwargs or {}
+        # A product by 4-bit weights converts them back first, as its backward does.
+        is_quantised = func.name() == _QUANTISED
+        weights = args[0].new_empty(args[2]) if is_quantised else None
+        if weights is not None:
+            self._note(weights)
         is_grouped = func._overloadpacket is _aten._grouped_mm and isinstance(args[0], FakeTensor)
         result = _grouped_output(*args, **kwargs) if is_grouped else func(*args, **kwargs)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._note(tensor)
-        formula = _FLOPS.get(func._overloadpacket)
+        formula = _quantised if is_quantised else _FLOPS.get(func._overloadpacket)
         if formula is not None and self._phase is not None:
             flops = int(formula(*args, **kwargs, out_val=result))
             self._phase.flops += flops
-            if func._overloadpacket in _LINEAR:
+            if is_quantised or func._overloadpacket in _LINEAR:
                 self._phase.linear_flops += flops
         return result
 
@@ -177,6 +182,13 @@ def _grouped(left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
     return int(2 * left.shape[-2] * left.shape[-1] * right.shape[-1])
 
 
+def _quantised(inputs: Any, weight: Any, shape: Any, *args: Any, **kwargs: Any) -> int:
+    """A product by 4-bit weights of this shape."""
+    return int(2 * inputs.numel() * shape[0])
+
+
+#: The operation of bitsandbytes' 4-bit layers.
+_QUANTISED = "bitsandbytes::gemm_4bit"
 _FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     _aten.addmm_: flop_registry[_aten.addmm],
@@ -397,6 +409,8 @@ def materialise(stage_model: StageModel) -> None:
             setattr(module, name, memory[parameter])
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype))
+    if stage_model.adapter.quantisation is not None:
+        stage_model.adapter.quantisation.lay_out(stage_model.model, CPU)
 
 
 def context_of(stage_model: StageModel, inputs: Mapping[str, torch.Tensor]) -> Context:

@@ -12,6 +12,7 @@ from hf_gpipe.recipe.extends import read_with_bases, refuse_extends
 from hf_gpipe.recipe.fields import (
     DataSection,
     EvaluationSection,
+    LoraSection,
     ModelSection,
     Recipe,
     TokenizerSection,
@@ -28,6 +29,7 @@ __all__ = [
     "DataSection",
     "DecidedConfig",
     "EvaluationSection",
+    "LoraSection",
     "ModelSection",
     "PipelineConfig",
     "Recipe",

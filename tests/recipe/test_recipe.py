@@ -178,6 +178,9 @@ def test_a_bad_file_is_refused_with_the_line(text: str, message: str) -> None:
         ("pipeline.num_processes=2", "pipeline.num_processes is 2 and num_stages is 1"),
         ("pipeline.replicas=[2, 1]", "pipeline.replicas [2, 1] has 2 entries for 1 stages"),
         ("pipeline.partition=[2, 3]", "pipeline.partition [2, 3] has 2 entries and num_stages is 1"),
+        ("model.quantization=nf4", "lora.r is null, so there would be nothing to train"),
+        ("model.double_quantization=true", "model.quantization nf4 and fp4, and it is null"),
+        ("lora.target_modules=[q_proj]", "lora.target_modules is ['q_proj'] (a list) and lora.r is null"),
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(override: str, message: str) -> None:
