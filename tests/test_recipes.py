@@ -16,7 +16,7 @@ from hf_gpipe import plan
 from hf_gpipe.data import train_tokenizer
 from hf_gpipe.planner.layers import LayerTracer
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.recipe import load_recipe
+from hf_gpipe.recipe import SEQUENCE_KINDS, load_recipe
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.training import cost, job
 from hf_gpipe.training.from_recipe import check_model
@@ -96,7 +96,7 @@ def tiny(path: Path, data: Path, models: Path) -> list[str]:
     """Overrides that make a recipe small, and have it read data and models of this machine."""
     recipe = load_recipe(path)
     overrides = [*TINY_TRAINING, f"tokenizer.path={models}"]
-    if recipe.data.kind != "text":
+    if recipe.data.kind not in SEQUENCE_KINDS:
         overrides.append("evaluation.samples=1")
     if recipe.model.path is not None:
         overrides += [f"model.path={models}", "pipeline.partition=count", "pipeline.recompute=none"]
@@ -119,6 +119,9 @@ def tiny(path: Path, data: Path, models: Path) -> list[str]:
             "data.test_fraction=0.2",
             "data.validation_fraction=0.2",
         ]
+    if recipe.data.kind == "chat":
+        examples = REPOSITORY / "examples"
+        return [*overrides, f"data.path={examples / 'chats.jsonl'}", f"data.chat_template={examples / 'chatml.jinja'}"]
     name = recipe.data.path.rpartition("/")[2]
     overrides.append(f"data.path={data / name}")
     if len(recipe.data.languages) > 1:
@@ -133,7 +136,7 @@ def test_no_two_recipes_write_into_the_same_directory() -> None:
 
 def test_there_are_recipes() -> None:
     assert len(NAMES) >= 16
-    assert {"quickstart.yaml", "translation/laptop-deep.yaml", "causal/pretrain.yaml"} <= set(NAMES)
+    assert {"quickstart.yaml", "translation/laptop-deep.yaml", "causal/pretrain.yaml", "causal/chat.yaml"} <= set(NAMES)
 
 
 @every_recipe
@@ -200,7 +203,7 @@ def test_it_trains_once_it_is_small(
     caplog.set_level(logging.ERROR, logger="hf_gpipe")
     job.run(recipe, Job.current())
     metrics = json.loads((out / "metrics.json").read_text())
-    if recipe.data.kind == "text":
+    if recipe.data.kind in SEQUENCE_KINDS:
         assert metrics["task"] == "language modelling"
         assert metrics["perplexity"] > 1
     else:

@@ -17,6 +17,8 @@ _PATHS = {
     "parallel": "the file with a source on each line",
     "hub": "the id of a data set of the Hub, or a directory of that form",
 }
+#: Kinds that need files of these names, or a data set of the Hub.
+_FILES = {"text": ".txt, .jsonl or .parquet", "chat": ".jsonl, .json or .parquet"}
 
 
 def check(recipe: Recipe, locations: Locations | None = None) -> None:
@@ -90,9 +92,10 @@ def _check_model(model: ModelSection) -> None:
 def _check_data(data: DataSection) -> None:
     if data.kind in _PATHS and data.path is None:
         raise RecipeError(f"data.kind is {data.kind} and data.path is missing; give {_PATHS[data.kind]}.")
-    if data.kind == "text" and data.path is None:
+    if data.kind in _FILES and data.path is None:
         raise RecipeError(
-            "data.kind is text and data.path is missing; give .txt, .jsonl or .parquet files, or a Hub data set's name."
+            f"data.kind is {data.kind} and data.path is missing; give {_FILES[data.kind]} files, or a Hub data set's "
+            "name."
         )
     if data.kind == "cldr" and not data.languages and data.num_languages is None:
         raise RecipeError(
@@ -121,9 +124,9 @@ def _check_rows(data: DataSection) -> None:
             "data.kind is parallel and data.target_path is missing; give the file with the translations of the lines "
             "of data.path."
         )
-    if data.kind == "text" and data.subset is not None and not isinstance(data.subset, str):
+    if data.kind in _FILES and data.subset is not None and not isinstance(data.subset, str):
         raise RecipeError(
-            f"data.subset is {show(data.subset)} and data.kind is text, which reads one subset; give its name."
+            f"data.subset is {show(data.subset)} and data.kind is {data.kind}, which reads one subset; give its name."
         )
     if isinstance(data.subset, dict):
         for language, name in data.subset.items():

@@ -18,13 +18,17 @@ from transformers import (
 from hf_gpipe.adapters import Adapter, adapter_for
 from hf_gpipe.adapters.feed_forward import feed_forward_outputs
 from hf_gpipe.data import Corpus, StreamedCorpus, build_corpus
+from hf_gpipe.data.chats import ChatCorpus, chat_corpus
+from hf_gpipe.data.files import read_template
 from hf_gpipe.data.text import TextCorpus, text_corpus
 from hf_gpipe.data.tokenizer import trained_tokenizer
 from hf_gpipe.errors import DataError, RecipeError, UnsupportedModelError, UserError, nearest
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.recipe import Recipe
+from hf_gpipe.recipe import SEQUENCE_KINDS, Recipe
 from hf_gpipe.recipe.transformer import with_transformer
 from hf_gpipe.training.arguments import PipelineTrainingArguments
+
+AnyCorpus = Corpus | StreamedCorpus | TextCorpus | ChatCorpus
 
 TOKENIZER_FOLDER = "tokenizer"
 
@@ -51,10 +55,11 @@ def checked_adapter(recipe: Recipe) -> Adapter:
     """Of the recipe's model, without weights. Raises UserError where it cannot be made or cannot learn the data."""
     config = model_config(recipe, None)
     model = recipe.model
-    if recipe.data.kind == "text" and config.is_encoder_decoder:
+    data = recipe.data
+    if data.kind in SEQUENCE_KINDS and config.is_encoder_decoder:
         raise RecipeError(
-            f"data.kind is text, which a decoder-only model learns, and {config.model_type} is an encoder-decoder; "
-            "choose a model such as llama, or data of pairs"
+            f"data.kind is {data.kind}, which a decoder-only model learns, and {config.model_type} is an "
+            "encoder-decoder; choose a model such as llama, or data of pairs"
         )
     try:
         adapter = adapter_for(
@@ -66,11 +71,12 @@ def checked_adapter(recipe: Recipe) -> Adapter:
         raise RecipeError(f"model: transformers cannot make a {config.model_type} model of this: {error}") from error
     if model.depth_scaled_feed_forward:
         feed_forward_outputs(adapter)
-    block, most = recipe.data.max_target_tokens, adapter.num_positions.get("decoder")
-    if recipe.data.kind == "text" and most is not None and block > most:
+    key, what = ("max_length", "a conversation") if data.kind == "chat" else ("max_target_tokens", "a block of text")
+    longest, most = getattr(data, key), adapter.num_positions.get("decoder")
+    if data.kind in SEQUENCE_KINDS and most is not None and longest > most:
         raise RecipeError(
-            f"data.max_target_tokens is {block}, the length of a block of text, and the model has positions for "
-            f"{most}; use {most} or fewer, or a model with more positions"
+            f"data.{key} is {longest}, the length of {what}, and the model has positions for {most}; use {most} or "
+            "fewer, or a model with more positions"
         )
     return adapter
 
@@ -89,7 +95,14 @@ def text_corpus_of(recipe: Recipe) -> TextCorpus:
     return corpus
 
 
-def _check_held_out(recipe: Recipe, corpus: Corpus | StreamedCorpus | TextCorpus, things: str) -> None:
+def chat_corpus_of(recipe: Recipe) -> ChatCorpus:
+    """The conversations, with some to evaluate on. Raises DataError."""
+    corpus = chat_corpus(recipe.data)
+    _check_held_out(recipe, corpus, "conversations")
+    return corpus
+
+
+def _check_held_out(recipe: Recipe, corpus: AnyCorpus, things: str) -> None:
     """Raise DataError where a split that is evaluated on is empty."""
     for key, split, held_out in (
         ("data.test_fraction", "test", corpus.test),
@@ -100,10 +113,15 @@ def _check_held_out(recipe: Recipe, corpus: Corpus | StreamedCorpus | TextCorpus
             raise DataError(f"the corpus has no {split} {things} to evaluate on; raise {key}, or ask for more examples")
 
 
-def tokenizer_of(
-    recipe: Recipe, corpus: Corpus | StreamedCorpus | TextCorpus, checkpoint: Path | None
-) -> PreTrainedTokenizerBase:
+def tokenizer_of(recipe: Recipe, corpus: AnyCorpus, checkpoint: Path | None) -> PreTrainedTokenizerBase:
     """The tokenizer: a resumed run's own, the one that the recipe names, or one trained on the corpus."""
+    tokenizer = _tokenizer(recipe, corpus, checkpoint)
+    if recipe.data.chat_template is not None:
+        tokenizer.chat_template = read_template(recipe.data.chat_template)
+    return tokenizer
+
+
+def _tokenizer(recipe: Recipe, corpus: AnyCorpus, checkpoint: Path | None) -> PreTrainedTokenizerBase:
     source = checkpoint or recipe.tokenizer.path or recipe.model.path
     if source is not None:
         try:
