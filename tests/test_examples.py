@@ -72,7 +72,10 @@ def test_pretrain_and_then_instruct(tokenizer_folder: Path, tmp_path: Path) -> N
     text = tmp_path / "text.txt"
     text.write_text((" ".join(WORDS) + "\n") * 60)
     options = ["--num_stages", "2", "--save_steps", "1"]
-    run("alone", "pretrain.py", tokenizer_folder, text, tmp_path / "base", options=options)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "unpadded")
+    run("alone", "pretrain.py", tmp_path / "unpadded", text, tmp_path / "base", options=options)
     AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     assert (tmp_path / "base" / "checkpoint-2").is_dir()
     rows: list[dict[str, Any]] = [{"prompt": f"after {word} comes", "completion": word} for word in WORDS]

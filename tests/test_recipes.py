@@ -81,6 +81,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number in range(120):
             row = {"src_lang": "en", "tgt_lang": ["de", "ko"][number % 2], "src": f"Show the page {number}"}
             lines.write(json.dumps(row | {"tgt": f"Zeige Seite {number}", "page": "common/man.md"}) + "\n")
+    with (folder / "chats.jsonl").open("w", encoding="utf-8") as lines:
+        for number in range(40):
+            # The tokenizer knows these characters.
+            turns = [{"role": "user", "content": f"de {number}"}, {"role": "assistant", "content": f"en {number}"}]
+            lines.write(json.dumps({"messages": turns}) + "\n")
     text = folder / "wikitext"
     text.mkdir()
     for split, count in splits.items():
@@ -120,8 +125,8 @@ def tiny(path: Path, data: Path, models: Path) -> list[str]:
             "data.validation_fraction=0.2",
         ]
     if recipe.data.kind == "chat":
-        examples = REPOSITORY / "examples"
-        return [*overrides, f"data.path={examples / 'chats.jsonl'}", f"data.chat_template={examples / 'chatml.jinja'}"]
+        template = REPOSITORY / "examples/chatml.jinja"
+        return [*overrides, f"data.path={data / 'chats.jsonl'}", f"data.chat_template={template}"]
     name = recipe.data.path.rpartition("/")[2]
     overrides.append(f"data.path={data / name}")
     if len(recipe.data.languages) > 1:

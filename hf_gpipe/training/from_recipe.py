@@ -159,10 +159,16 @@ def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> P
     """
     model = recipe.model
     if model.path is not None:
+        values = {name: value for name, value in model.config.items() if name != "model_type"}
         try:
-            config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code, **model.config)
+            config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code, **values)
         except Exception as error:  # of a broken file, the library raises whatever its reading comes upon
             raise RecipeError(f"model.path: no configuration of a model at {model.path!r}: {error}") from error
+        if model.config.get("model_type", config.model_type) != config.model_type:
+            raise RecipeError(
+                f"model.config.model_type is {model.config['model_type']} and the model at {model.path!r} is a "
+                f"{config.model_type}; leave model.config.model_type out, or give the path of another model"
+            )
         if tokenizer is not None and len(tokenizer) > config.vocab_size:
             raise RecipeError(
                 f"the tokenizer has {len(tokenizer)} tokens and the model at {model.path!r} only {config.vocab_size}; "

@@ -128,7 +128,7 @@ def test_a_generation_prompt_that_goes_on_with_reasoning(plain: Any) -> None:
         (None, PAIR, "has no chat template; give a file with one in data.chat_template"),
         ("{{ raise_exception('no') }}", PAIR, "row 0: the chat template refuses the conversation: no; correct the row"),
         (
-            "{% generation %}{% endgeneration %}x",
+            "some text: {% generation %}{% endgeneration %}y",
             PAIR,
             "row 0: the chat template's {% generation %} markers are around",
         ),
@@ -201,6 +201,11 @@ def test_sharegpt_and_columns_of_arrow_are_messages() -> None:
 
 def of(path: Path | str, **options: Any) -> ChatCorpus:
     return chat_corpus(DataSection(kind="chat", path=str(path), **options))
+
+
+def test_the_example_s_conversations_are_read() -> None:
+    corpus = of(Path(__file__).parents[2] / "examples/chats.jsonl")
+    assert len(corpus.train) + len(corpus.validation) + len(corpus.test) == 20
 
 
 def test_files_directories_and_their_splits(tmp_path: Path) -> None:
