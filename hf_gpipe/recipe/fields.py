@@ -340,7 +340,7 @@ class TrainingSection:
 
 @section()
 class EvaluationSection:
-    """Evaluation after training: greedy translations, scored per language; text and chat: loss and perplexity."""
+    """Evaluation after training: greedy translations, scored per language; of text and chats the loss."""
 
     max_examples: Count | None = None
     """Number of pairs per language, of blocks of text or of conversations to evaluate; null: the whole split."""
