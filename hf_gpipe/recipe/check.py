@@ -59,6 +59,12 @@ def _check_fields(recipe: Recipe) -> None:
     _check_streaming(recipe)
     _check_precision(recipe)
     training = recipe.training
+    for name in ("hub_model_id", "hub_private_repo"):
+        if getattr(training, name) is not None and not training.push_to_hub:
+            raise RecipeError(
+                f"training.{name} is {show(getattr(training, name))} and training.push_to_hub is false; set it to "
+                f"true, or leave {name} out."
+            )
     if training.decay_steps and training.lr_scheduler_type != "warmup_stable_decay":
         raise RecipeError(
             f"training.decay_steps is {training.decay_steps} and training.lr_scheduler_type is "

@@ -321,6 +321,22 @@ class TrainingSection:
     timeline_steps: Annotated[Count | None, MAY_CHANGE] = None
     """Number of updates between two that are timed to log their idle share (`bubble`); null: none is timed."""
 
+    report_to: Annotated[list[Text], MAY_CHANGE] = field(default_factory=list)
+    """Services that get the metrics besides the console and metrics.jsonl, such as [tensorboard], [wandb] or [mlflow],
+    by transformers' names."""
+
+    run_name: Annotated[Text | None, MAY_CHANGE] = None
+    """Name of the run in these services; null: theirs."""
+
+    push_to_hub: Annotated[bool, MAY_CHANGE] = False
+    """Whether the trained model, and each checkpoint's, is uploaded to the Hugging Face Hub."""
+
+    hub_model_id: Annotated[Text | None, MAY_CHANGE] = None
+    """Repository of the upload, such as me/model, which is made if it does not exist; null: named like `output_dir`."""
+
+    hub_private_repo: Annotated[bool | None, MAY_CHANGE] = None
+    """Whether a repository that is made is private; null: the account's default."""
+
     eval_steps: Annotated[Count | None, MAY_CHANGE] = None
     """Number of updates between two evaluations of the validation loss; null: none during training."""
 

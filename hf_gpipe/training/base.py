@@ -58,7 +58,11 @@ def callbacks_of(
 ) -> list[TrainerCallback | type[TrainerCallback]]:
     """All callbacks of a trainer, in the order in which they are called."""
     show = PrinterCallback if args.disable_tqdm else ProgressBar
-    return [DefaultFlowCallback, MetricsFile, *get_reporting_integration_callbacks(args.report_to), *given, show]
+    try:
+        reporting = [callback() for callback in get_reporting_integration_callbacks(args.report_to)]
+    except (RuntimeError, ValueError, ImportError) as error:  # an unknown name, or its package is not installed
+        raise UserError(f"report_to: {error}") from error
+    return [DefaultFlowCallback, MetricsFile, *reporting, *given, show]
 
 
 def restore_callbacks(callbacks: list[TrainerCallback], saved: Mapping[str, Any]) -> None:

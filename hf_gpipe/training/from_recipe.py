@@ -231,6 +231,7 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
         *("lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
         *("bf16", "fp16", "fp32_master_weights", "on_nonfinite_loss", "timeline_steps"),
         *("max_grad_norm", "logging_steps", "save_total_limit"),
+        *("run_name", "push_to_hub", "hub_model_id", "hub_private_repo"),
     )
     schedule: dict[str, Any] = {}
     if training.lr_scheduler_type == "warmup_stable_decay":
@@ -251,7 +252,7 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
         save_strategy="steps" if training.save_steps else "no",
         save_steps=training.save_steps or 500,
         include_for_metrics=["loss"],
-        report_to="none",
+        report_to=training.report_to or "none",
         disable_tqdm=False,
         use_cpu=pipeline.device == "cpu",
         ddp_timeout=int(pipeline.timeout_seconds),

@@ -104,6 +104,8 @@ def test_the_resolved_recipe_reads_back_as_the_same() -> None:
     ("override", "message"),
     [
         ("pipeline.num_stage=2", "pipeline.num_stage is not a key of a recipe; did you mean 'pipeline.num_stages'?"),
+        ("model.d_model=8", "a field of the model's configuration stands below model.config: model.config.d_model"),
+        ("model.pat=x", "did you mean 'model.path'?"),
         ("num_stages=2", "num_stages is not a key of a recipe; did you mean 'pipeline.num_stages'?"),
         ("training.num_stages=2", "did you mean 'pipeline.num_stages'?"),
         ("trainer.seed=1", "trainer is not a key of a recipe; did you mean 'training'?"),

@@ -89,6 +89,16 @@ training: {output_dir: out}
         parse_recipe(text, ["data.subset={de: de}"])
 
 
+def test_a_path_of_another_type_of_model_is_told(tmp_path: Path) -> None:
+    """It was read as the type that the recipe names, and its weights were all missing."""
+    tiny_config("llama").save_pretrained(tmp_path)
+    text = f"model: {{path: {tmp_path}, config: {{model_type: gpt2}}}}\ndata: {{kind: text, path: a.txt}}\n"
+    text += "training: {output_dir: out}\n"
+    with pytest.raises(RecipeError, match=r"model\.config\.model_type is gpt2 and the model at '.*' is a llama; leave"):
+        check_model(parse_recipe(text))
+    check_model(parse_recipe(text, ["model.config.model_type=llama", "data.max_target_tokens=64"]))
+
+
 def test_what_json_does_not_know_is_null() -> None:
     metrics = {"loss": math.nan, "per_bucket": {"low": {"nll": math.inf}}, "peaks": [1, math.nan], "name": "a"}
     expected = {"loss": None, "per_bucket": {"low": {"nll": None}}, "peaks": [1, None], "name": "a"}
