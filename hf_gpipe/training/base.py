@@ -116,6 +116,8 @@ def _check_given(pipe: Pipeline, args: PipelineTrainingArguments) -> None:
     # What has its default is not asked for; the device is a guess.
     compared = {one.name: (getattr(pipe.config, one.name), one.default) for one in fields(config)}
     del compared["device"]
+    if vars(args)["num_stages"] is None:
+        del compared["num_stages"]
     asked = {name: getattr(config, name) for name in compared}
     for name, found in (("label_smoothing_factor", loss.label_smoothing), ("logit_clipping", loss.logit_clipping)):
         asked[name], compared[name] = getattr(args, name), (found, args.__dataclass_fields__[name].default)

@@ -251,6 +251,16 @@ def test_an_error_made_in_python_is_as_clear() -> None:
         DataSection()  # type: ignore[call-arg]  # what is tested
 
 
+def test_stages_that_are_not_given_follow_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert PipelineConfig().num_stages == 1
+    assert PipelineConfig(partition=[1, 2, 3]).num_stages == 3
+    assert PipelineConfig(num_processes=2).num_stages == 2
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert PipelineConfig().num_stages == parse_recipe(MINIMAL).pipeline.num_stages == 4
+    assert (PipelineConfig(replicas=2).num_stages, PipelineConfig(replicas="auto").num_stages) == (2, 1)
+    assert PipelineConfig(3).num_stages == 3
+
+
 def test_decided_is_a_type_that_holds_no_auto() -> None:
     config = PipelineConfig(2, "auto", partition=[1, 2])
     assert not config.is_decided
@@ -325,7 +335,7 @@ def test_help_of_the_sections_names_every_key_with_its_text() -> None:
         assert max(map(len, text.splitlines())) <= 110
         for name, key in all_keys():
             assert name != section or f"  {name}.{key.name}: " in text
-    assert "pipeline.num_stages: a whole number of at least 1 or 'auto'; default: 1" in section_help("pipeline")
+    assert "pipeline.num_stages: a whole number of at least 1 or 'auto'; default: null" in section_help("pipeline")
     assert "training.output_dir: a string that is not empty; required" in section_help("training")
     assert "data.max_number: a whole number of at least 1; default: 999; data.kind: cldr\n" in section_help("data")
     assert "default: 1.0; data.kind: all but text, chat\n" in section_help("data")
