@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from hf_gpipe.errors import UserError
+from hf_gpipe.runtime.job import Job
 
 Self = TypeVar("Self")
 Parameters = ParamSpec("Parameters")
@@ -51,8 +52,10 @@ class _Calls:
         """Wait until every process has made its call of this number.
 
         Raises:
-            UserError: another process has made another call, or has ended.
+            UserError: another process has made another call, has ended, or has not called within the time limit.
         """
+        limit = (Job.current().timeout or dist.default_pg_timeout).total_seconds()
+        deadline = time.monotonic() + limit
         self._num_calls += 1
         rank, pause = dist.get_rank(), 0.001
         self._store.set(self._key(rank), name)
@@ -65,6 +68,8 @@ class _Calls:
                 waited_for.pop(0)
             elif self._store.check([f"hf_gpipe/calls/ended/{other}"]):
                 raise UserError(_alone(rank, name, f"process {other} has ended without that call"))
+            elif time.monotonic() > deadline:
+                raise UserError(_alone(rank, name, f"process {other} did not within {limit:g} seconds"))
             else:
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
@@ -89,7 +94,7 @@ def by_every_process(
     """Decorator of a method that every process of the job must call, at the same place of its program.
 
     The decorated method raises UserError, within a second, where another process has called another one or has ended.
-    Without such a sign it waits for the others, however long they work on something else.
+    Without such a sign it waits for the others, as long as for a message.
     """
 
     @functools.wraps(method)
