@@ -19,6 +19,7 @@ from hf_gpipe.adapters.whole import refresh, whole_model
 from hf_gpipe.building import ModelSource, Source, Trained, boundary_dtype, make_stages
 from hf_gpipe.errors import UserError
 from hf_gpipe.exactness import verify
+from hf_gpipe.look import html_of, text_of
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.advice import advising
 from hf_gpipe.planner.decide import Planning
@@ -26,6 +27,7 @@ from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import ModelSection, PipelineConfig, TrainingSection
 from hf_gpipe.runtime.batches import share
+from hf_gpipe.runtime.calls import by_every_process
 from hf_gpipe.runtime.device_choice import DeviceChoice, processes_for
 from hf_gpipe.runtime.edges import connect
 from hf_gpipe.runtime.evaluation import Evaluation
@@ -210,6 +212,12 @@ class Pipeline(StageParameters):
         self._executor = Executor(self.stages, self._edges, self.topology.rank, self._replicas)
         self._executor.prepare(table)
 
+    def __repr__(self) -> str:
+        return text_of(self.adapter, self.config, self.partition, self.topology, self.models)
+
+    def _repr_html_(self) -> str:
+        return html_of(repr(self), self.schedule(self.num_micro_batches))
+
     # ------------------------------------------------------------------ training and evaluation
 
     def train_step(
@@ -345,6 +353,7 @@ class Pipeline(StageParameters):
             outputs = self._executor.run(table, micro_batches, options).outputs
         return Evaluation.gathered(outputs, [one.num_rows for one in micro_batches], self.topology)
 
+    @by_every_process
     def generate(self, **inputs: Any) -> Any:
         """Generate token ids like the plain model's `generate`: by search or sampling, with a cache.
 

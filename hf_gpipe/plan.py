@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from hf_gpipe.errors import HfGpipeError, PartitionError, RecipeError, UserError
-from hf_gpipe.recipe import Recipe, load_recipe
+from hf_gpipe.recipe import SEQUENCE_KINDS, Recipe, load_recipe
 from hf_gpipe.recipe.sizes import read_bytes
 from hf_gpipe.schedule import Schedule, draw_text, recompute_under
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Predicts how the model of a recipe is split, the layers and the memory of each stage, how long a step takes, and whether
 it fits; if it does not, the smallest change that makes it fit. Nothing is trained and no data is read: every example is
-assumed to be as long as data.max_source_tokens and data.max_target_tokens allow.
+assumed to be as long as data.max_source_tokens and data.max_target_tokens (or data.max_length) allow.
 
 Exit code: 0 it fits, 1 it does not, 2 an error that you can correct.
 """
@@ -238,7 +238,7 @@ def _planner(
     )
 
     recipe = _with_vocabulary(recipe)
-    if recipe.model.depth_scaled_feed_forward or recipe.data.kind == "text":
+    if recipe.model.depth_scaled_feed_forward or recipe.data.kind in SEQUENCE_KINDS:
         # A run would raise these errors; the planner cannot find them.
         checked_adapter(recipe)
     config, training = model_config(recipe, None), recipe.training

@@ -244,6 +244,20 @@ class Adapter(ABC):
                     "(max_source_tokens and max_target_tokens of a recipe's data), or use a model with more positions"
                 )
 
+    def check_ids(self, inputs: Inputs) -> None:
+        """Raise DataError where an input id or a label is not in the model's vocabulary; a GPU fails late."""
+        tables = {"input_ids": self.reference.get_input_embeddings(), "labels": self.reference.get_output_embeddings()}
+        for name, table in tables.items():
+            if not isinstance(weight := getattr(table, "weight", None), torch.Tensor) or name not in inputs:
+                continue
+            ids, size = inputs[name], weight.shape[0]
+            wrong = ids[((ids < 0) & (ids != IGNORED_LABEL) if name == "labels" else ids < 0) | (ids >= size)]
+            if wrong.numel():
+                raise DataError(
+                    f"{name} has {int(wrong[0])}, and the model's vocabulary has {size} tokens; use the model's own "
+                    "tokenizer, or resize its embeddings"
+                )
+
     @abstractmethod
     def targets(self, inputs: Tensors) -> torch.Tensor:
         """Labels (B, T) aligned with the logits (B, T, V); positions without a target are -100."""

@@ -158,7 +158,7 @@ def make_micro_batches(
         length_bucketing: whether a mini-batch is cut by tokens, after its rows have been sorted by length.
 
     Raises:
-        DataError: a mini-batch cannot be cut, or a row is too long for the model.
+        DataError: a mini-batch cannot be cut, a row is too long for the model, or an id is not in its vocabulary.
     """
     if not batches:
         raise DataError("there is no mini-batch to run on")
@@ -178,6 +178,7 @@ def make_micro_batches(
     ]
     for one in inputs:
         adapter.check_lengths(one)
+        adapter.check_ids(one)
     count = sum(int(TokenLoss.units(adapter.targets(one)).sum()) for one in inputs)
     return [MicroBatch(i, one, mix(seed, step, i), max(count, 1), len(inputs)) for i, one in enumerate(inputs)]
 
