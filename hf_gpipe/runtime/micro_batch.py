@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -28,6 +28,7 @@ class MicroBatch:
         seed: its seed for dropout, from (seed, step, index).
         num_units: units of the loss in the whole mini-batch, by which its sum is divided; at least 1.
         num_micro_batches: of the step; an auxiliary loss is the mean over them.
+        shapes: of what crosses each boundary, by name, for those that were asked for.
     """
 
     index: int
@@ -35,6 +36,7 @@ class MicroBatch:
     seed: int
     num_units: int
     num_micro_batches: int
+    shapes: dict[int, Mapping[str, tuple[int, ...]]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def num_rows(self) -> int:
@@ -166,7 +168,7 @@ def make_micro_batches(
         is_compiled: whether the blocks are compiled by torch.compile.
 
     Raises:
-        DataError: a mini-batch cannot be cut, or a row is too long for the model.
+        DataError: a mini-batch cannot be cut, a row is too long for the model, or an id is not in its vocabulary.
         UserError: the model's rows cannot be packed.
     """
     if not batches:
@@ -190,6 +192,7 @@ def make_micro_batches(
             inputs += [adapter.with_known_masks(adapter.prepare(one)) for one in rows]
     for one in inputs:
         adapter.check_lengths(one)
+        adapter.check_ids(one)
     count = sum(int(TokenLoss.units(adapter.targets(one)).sum()) for one in inputs)
     return [MicroBatch(i, one, mix(seed, step, i), max(count, 1), len(inputs)) for i, one in enumerate(inputs)]
 

@@ -58,7 +58,11 @@ def callbacks_of(
 ) -> list[TrainerCallback | type[TrainerCallback]]:
     """All callbacks of a trainer, in the order in which they are called."""
     show = PrinterCallback if args.disable_tqdm else ProgressBar
-    return [DefaultFlowCallback, MetricsFile, *get_reporting_integration_callbacks(args.report_to), *given, show]
+    try:
+        reporting = [callback() for callback in get_reporting_integration_callbacks(args.report_to)]
+    except (RuntimeError, ValueError, ImportError) as error:  # an unknown name, or its package is not installed
+        raise UserError(f"report_to: {error}") from error
+    return [DefaultFlowCallback, MetricsFile, *reporting, *given, show]
 
 
 def restore_callbacks(callbacks: list[TrainerCallback], saved: Mapping[str, Any]) -> None:
@@ -117,6 +121,8 @@ def _check_given(pipe: Pipeline, args: PipelineTrainingArguments) -> None:
     # What has its default is not asked for; the device is a guess.
     compared = {one.name: (getattr(pipe.config, one.name), one.default) for one in fields(config)}
     del compared["device"]
+    if vars(args)["num_stages"] is None:
+        del compared["num_stages"]
     asked = {name: getattr(config, name) for name in compared}
     for name, found in (("label_smoothing_factor", loss.label_smoothing), ("logit_clipping", loss.logit_clipping)):
         asked[name], compared[name] = getattr(args, name), (found, args.__dataclass_fields__[name].default)
