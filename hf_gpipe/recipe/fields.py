@@ -281,6 +281,11 @@ class TrainingSection:
     length_bucketing: bool = True
     """Whether examples of similar length share a mini-batch, and within it a micro-batch, which saves padding."""
 
+    packing: bool = False
+    """Whether the rows of a training mini-batch are packed: each micro-batch is one row of whole examples without
+    padding, which do not see each other. Mini-batches, loss and gradients stay those of the rows. Decoder-only
+    models."""
+
     learning_rate: NotNegative = 5e-5
     """Peak learning rate."""
 

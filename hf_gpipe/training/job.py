@@ -247,6 +247,7 @@ def _pipeline(recipe: Recipe, config: PreTrainedConfig, resumed_num_micro_batche
         peft_config=peft_config_of(recipe, config),
         quantization_config=quantization_config_of(recipe),
         length_bucketing=recipe.training.length_bucketing,
+        packing=recipe.training.packing,
     )
 
 
