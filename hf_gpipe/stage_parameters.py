@@ -129,6 +129,7 @@ class StageParameters:
         if self.peft is not None:
             load_adapters(Path(directory), self.models, self.peft)
             return
+        self._check_not_quantised("load_pretrained")
         for stage_model in self.models.values():
             hub.reload(stage_model, directory, self.seed)
 
@@ -143,4 +144,13 @@ class StageParameters:
         if self.peft is not None:
             save_adapters(Path(directory), self.models, self.ties.owner_stage, self.topology, self.peft)
             return
+        self._check_not_quantised("save_pretrained")
         save_model(Path(directory), self.models, self.ties.owner_stage, self.topology)
+
+    def _check_not_quantised(self, what: str) -> None:
+        """Raise UserError where the weights are quantised: they never change, and their files are the source's."""
+        if next(iter(self.models.values())).adapter.quantisation is not None:
+            raise UserError(
+                f"{what}: the model's weights are quantised and never change; only adapters on them are saved and "
+                "loaded, with peft_config"
+            )

@@ -30,14 +30,15 @@ FAMILIES = ("llama", "marian", "m2m_100", "bart")
 def test_gradients_of_the_plain_model(family: str, tied: bool) -> None:
     config = tiny_config(family, tied=tied)
     batch, plain = padded_batch(config), plain_model(config)
-    for num_micro_batches in (1, 2, 4, 7):
+    for number, num_micro_batches in enumerate((1, 2, 4, 7)):
         expected = run_plain(plain, batch, num_micro_batches)
         plain.zero_grad()
         for num_stages in (1, 2, 3, 4):
-            for recompute in ("none", "stage"):
-                pipe = Pipeline(plain, num_stages, num_micro_batches, recompute=recompute)
-                assert_same(run_pipeline(pipe, batch), expected)
-                assert float(pipe.grad_norm()) == pytest.approx(expected.norm, rel=1e-10)
+            # Every pair of values comes; all three together take twice as long and catch nothing more.
+            recompute = ("none", "stage")[(number + num_stages + tied) % 2]
+            pipe = Pipeline(plain, num_stages, num_micro_batches, recompute=recompute)
+            assert_same(run_pipeline(pipe, batch), expected)
+            assert float(pipe.grad_norm()) == pytest.approx(expected.norm, rel=1e-10)
 
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "gpipe_fused", "1f1b"])

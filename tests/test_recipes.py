@@ -18,7 +18,7 @@ from hf_gpipe.planner.layers import LayerTracer
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import SEQUENCE_KINDS, load_recipe
 from hf_gpipe.runtime.job import Job
-from hf_gpipe.training import cost, job
+from hf_gpipe.training import job
 from hf_gpipe.training.from_recipe import check_model
 from tests.data import hub_directories
 
@@ -191,17 +191,15 @@ def test_it_is_planned(
     assert planned["fits"]
 
 
+@pytest.mark.usefixtures("no_prediction")
 @every_recipe
 def test_it_trains_once_it_is_small(
     path: Path,
     data: Path,
     models: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    # What the planner predicts of a tiny model takes longer than its training.
-    monkeypatch.setattr(cost, "_predicted", lambda pipe, batches: {})
     out = tmp_path / "out"
     recipe = load_recipe(path, [*tiny(path, data, models), f"training.output_dir={out}"])
     check_model(recipe)

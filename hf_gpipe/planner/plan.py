@@ -207,7 +207,7 @@ class Planner:
         def costs_of(rows: int) -> ModelCosts:
             if measured is not None and rows in measured:
                 return measured[rows]
-            workload = replace(mini_batch, rows=rows)
+            workload = mini_batch.of_rows(rows)
             if profile_on is not None:
                 return profile_layers(adapter, workload, profile_on, peft=peft, loss=loss)
             return tracer().costs(workload)

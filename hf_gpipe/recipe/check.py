@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from hf_gpipe.errors import RecipeError
-from hf_gpipe.recipe.fields import DataSection, ModelSection, Recipe, all_keys
+from hf_gpipe.recipe.fields import DataSection, LoraSection, ModelSection, Recipe, all_keys
 from hf_gpipe.recipe.pipeline import PipelineConfig
+from hf_gpipe.recipe.section import keys_of
 from hf_gpipe.recipe.strict_yaml import Locations
 from hf_gpipe.recipe.transformer import with_transformer
 from hf_gpipe.recipe.words import show
@@ -58,6 +59,7 @@ def _check_fields(recipe: Recipe) -> None:
     _check_rows(recipe.data)
     _check_streaming(recipe)
     _check_precision(recipe)
+    _check_quantization(recipe)
     training = recipe.training
     for name in ("hub_model_id", "hub_private_repo"):
         if getattr(training, name) is not None and not training.push_to_hub:
@@ -93,6 +95,32 @@ def _check_model(model: ModelSection) -> None:
         )
     if model.transformer is not None:
         with_transformer(model.config, model.transformer)
+
+
+def _check_quantization(recipe: Recipe) -> None:
+    model, lora = recipe.model, recipe.lora
+    if model.quantization is not None and lora.r is None:
+        raise RecipeError(
+            f"model.quantization is {model.quantization} and lora.r is null, so there would be nothing to train: "
+            "quantised weights stay as they are; set lora.r, such as 16, or leave model.quantization out."
+        )
+    if model.double_quantization and model.quantization not in ("nf4", "fp4"):
+        raise RecipeError(
+            "model.double_quantization is for model.quantization nf4 and fp4, and it is "
+            f"{model.quantization or 'null'}; leave it out, or set one of them."
+        )
+    if model.quantization is not None and model.dtype == "float64":
+        raise RecipeError(
+            "model.quantization is for model.dtype float32, bfloat16 or float16, and it is float64; set bfloat16."
+        )
+    if model.quantization is not None and model.depth_scaled_feed_forward:
+        raise RecipeError(
+            "model.depth_scaled_feed_forward is for new weights that are trained, and model.quantization is "
+            f"{model.quantization}; leave one of them out."
+        )
+    for key in keys_of(LoraSection).values() if lora.r is None else ():
+        if (value := getattr(lora, key.name)) != key.default:
+            raise RecipeError(f"lora.{key.name} is {show(value)} and lora.r is null, so there is no LoRA; set lora.r.")
 
 
 def _check_data(data: DataSection) -> None:

@@ -67,6 +67,31 @@ class ModelSection:
     trust_remote_code: bool = False
     """Whether to run Python code that comes with the model at `path`."""
 
+    quantization: Literal["nf4", "fp4", "int8"] | None = None
+    """The form to which the weights of linear layers are quantised while they are loaded: nf4 or fp4, 4 bits each, or
+    int8. They are not trained: it needs `lora.r`, and the package bitsandbytes. null: they are as at `path`, where
+    bitsandbytes may have quantised them already."""
+
+    double_quantization: bool = False
+    """With nf4 and fp4: whether the scales of the 4-bit blocks are quantised too, which saves 0.4 bits per weight."""
+
+
+@section()
+class LoraSection:
+    """LoRA: small matrices beside linear layers are trained, and the weights of the model stay as they are."""
+
+    r: Count | None = None
+    """Rank of the matrices; null: no LoRA, and all weights are trained. The keys are those of the package peft."""
+
+    lora_alpha: Count = 16
+    """What the matrices add is scaled by lora_alpha / r."""
+
+    lora_dropout: Fraction = 0.0
+    """Dropout of the input of the matrices."""
+
+    target_modules: list[Text] = field(default_factory=list)
+    """Names of the linear layers that get them, such as [q_proj, v_proj]; empty: all linear layers of the blocks."""
+
 
 @section()
 class DataSection:
@@ -256,6 +281,11 @@ class TrainingSection:
     length_bucketing: bool = True
     """Whether examples of similar length share a mini-batch, and within it a micro-batch, which saves padding."""
 
+    packing: bool = False
+    """Whether the rows of a training mini-batch are packed: each micro-batch is one row of whole examples without
+    padding, which do not see each other. Mini-batches, loss and gradients stay those of the rows. Decoder-only
+    models."""
+
     learning_rate: NotNegative = 5e-5
     """Peak learning rate."""
 
@@ -379,6 +409,7 @@ class Recipe:
     """All settings of a run."""
 
     model: ModelSection
+    lora: LoraSection = field(default_factory=LoraSection)
     data: DataSection
     tokenizer: TokenizerSection = field(default_factory=TokenizerSection)
     pipeline: Annotated[PipelineConfig, MAY_CHANGE] = field(default_factory=PipelineConfig)

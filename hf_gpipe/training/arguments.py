@@ -66,6 +66,7 @@ class PipelineTrainingArguments(TrainingArguments):
             "None: rows."
         },
     )
+    packing: bool = field(default=TrainingSection.packing, metadata=_TRAINING["packing"])
     sampling_temperature: float = field(
         default=DataSection.temperature,
         metadata={

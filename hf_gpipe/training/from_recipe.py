@@ -11,12 +11,15 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
 
 from hf_gpipe.adapters import Adapter, adapter_for
 from hf_gpipe.adapters.feed_forward import feed_forward_outputs
+from hf_gpipe.adapters.peft import make_peft, need_peft
+from hf_gpipe.adapters.quantised import need_bitsandbytes
 from hf_gpipe.data import Corpus, StreamedCorpus, build_corpus
 from hf_gpipe.data.chats import ChatCorpus, chat_corpus
 from hf_gpipe.data.files import read_template
@@ -63,8 +66,19 @@ def checked_adapter(recipe: Recipe) -> Adapter:
         )
     try:
         adapter = adapter_for(
-            config, model_dtype(recipe), model.attn_implementation, trust_remote_code=model.trust_remote_code
+            config,
+            model_dtype(recipe),
+            model.attn_implementation,
+            trust_remote_code=model.trust_remote_code,
+            quantization_config=quantization_config_of(recipe),
         )
+        if (lora := peft_config_of(recipe, config)) is not None:
+            make_peft(adapter, "default", lora)
+        elif adapter.quantisation is not None:
+            raise RecipeError(
+                f"the weights at model.path {model.path!r} are quantised, and such weights are not trained; set "
+                "lora.r, such as 16, or use the unquantised checkpoint"
+            )
     except UserError:
         raise
     except Exception as error:  # whatever the family's own constructor says of its configuration
@@ -140,6 +154,39 @@ def model_dtype(recipe: Recipe) -> torch.dtype:
     """The type of the weights."""
     dtype: torch.dtype = getattr(torch, recipe.model.dtype)
     return dtype
+
+
+def quantization_config_of(recipe: Recipe) -> BitsAndBytesConfig | None:
+    """How weights are quantised while they are loaded, if they are. Raises UserError without bitsandbytes."""
+    kind = recipe.model.quantization
+    if kind is None:
+        return None
+    need_bitsandbytes()
+    if kind == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_use_double_quant=recipe.model.double_quantization,
+        bnb_4bit_compute_dtype=autocast_of(recipe) or model_dtype(recipe),
+    )
+
+
+def peft_config_of(recipe: Recipe, config: PreTrainedConfig) -> Any:
+    """The `peft.LoraConfig` of a recipe for a model of this configuration, or None. Raises UserError without peft."""
+    lora = recipe.lora
+    if lora.r is None:
+        return None
+    need_peft()
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.lora_alpha,
+        lora_dropout=lora.lora_dropout,
+        target_modules=lora.target_modules or "all-linear",
+        task_type="SEQ_2_SEQ_LM" if config.is_encoder_decoder else "CAUSAL_LM",
+    )
 
 
 def autocast_of(recipe: Recipe) -> torch.dtype | None:

@@ -194,6 +194,9 @@ class InspectedTrainer:
                 "label_ids",
                 "labels",
             }
+            if getattr(self.data_collator, "padding_free", False):
+                # TRL's collator reads the lengths of packed documents from it.
+                columns.add("seq_lengths")
         names = ("num_workers", "prefetch_factor", "multiprocessing_context", "in_order")
         options = {name: getattr(self.args, f"dataloader_{name}") for name in names}
         return MiniBatches(

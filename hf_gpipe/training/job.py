@@ -34,6 +34,8 @@ from hf_gpipe.training.from_recipe import (
     check_model,
     model_config,
     model_dtype,
+    peft_config_of,
+    quantization_config_of,
     tokenizer_of,
 )
 from hf_gpipe.training.per_character import PerCharacter, without_logits
@@ -242,7 +244,10 @@ def _pipeline(recipe: Recipe, config: PreTrainedConfig, resumed_num_micro_batche
         logit_clipping=recipe.training.logit_clipping,
         depth_scaled_feed_forward=model.depth_scaled_feed_forward,
         autocast=autocast_of(recipe),
+        peft_config=peft_config_of(recipe, config),
+        quantization_config=quantization_config_of(recipe),
         length_bucketing=recipe.training.length_bucketing,
+        packing=recipe.training.packing,
     )
 
 

@@ -177,9 +177,12 @@ def test_a_bad_file_is_refused_with_the_line(text: str, message: str) -> None:
         ("data.num_languages=102", "data.languages names 2 languages and data.num_languages is 102; leave one"),
         ("data.min_examples_per_language=5000", "data.min_examples_per_language is 5000"),
         ("data.test_fraction=0.95", "their sum must be below 1"),
-        ("pipeline.num_processes=2", "pipeline.num_processes is 2 and num_stages is 1"),
-        ("pipeline.replicas=[2, 1]", "pipeline.replicas [2, 1] has 2 entries for 1 stages"),
-        ("pipeline.partition=[2, 3]", "pipeline.partition [2, 3] has 2 entries and num_stages is 1"),
+        ("pipeline={num_stages: 1, num_processes: 2}", "pipeline.num_processes is 2 and num_stages is 1"),
+        ("pipeline={num_stages: 1, replicas: [2, 1]}", "pipeline.replicas [2, 1] has 2 entries for 1 stages"),
+        ("pipeline={num_stages: 1, partition: [2, 3]}", "pipeline.partition [2, 3] has 2 entries and num_stages is 1"),
+        ("model.quantization=nf4", "lora.r is null, so there would be nothing to train"),
+        ("model.double_quantization=true", "model.quantization nf4 and fp4, and it is null"),
+        ("lora.target_modules=[q_proj]", "lora.target_modules is ['q_proj'] (a list) and lora.r is null"),
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(override: str, message: str) -> None:
