@@ -130,7 +130,7 @@ class PipelineTrainingArguments(TrainingArguments):
         if self.optim in BITSANDBYTES_OPTIMIZERS and not is_bitsandbytes_available():
             raise UserError(
                 f"optim={str(getattr(self.optim, 'value', self.optim))!r} keeps its state in 8 bits, or in pages, by "
-                "the package bitsandbytes, which is not installed; install it (it needs a GPU), or choose one of "
+                "the package bitsandbytes, which is not installed; install it, or choose one of "
                 f"{', '.join(OPTIMIZERS)}"
             )
         _choose("train_sampling_strategy", self.train_sampling_strategy, SAMPLING)

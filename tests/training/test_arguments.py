@@ -16,6 +16,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from hf_gpipe import PipelineTrainer, PipelineTrainingArguments
 from hf_gpipe.errors import UserError
+from hf_gpipe.training import arguments as arguments_module
 from hf_gpipe.training.supported import HONOURED, IRRELEVANT, REFUSED
 from tests.oracle import tiny_config
 from tests.training.toy import arguments
@@ -79,7 +80,10 @@ def test_a_refused_field_may_be_given_its_default(name: str, tmp_path: Path) -> 
         ({"lr_scheduler_type": "linnear"}, "linnear"),
     ],
 )
-def test_a_value_that_is_not_supported(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_value_that_is_not_supported(
+    values: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arguments_module, "is_bitsandbytes_available", lambda: False)
     with pytest.raises(UserError, match=message):
         PipelineTrainingArguments(output_dir=str(tmp_path), **values)
 
@@ -95,7 +99,9 @@ def test_what_accelerate_is_told_to_do_is_refused_too(
         PipelineTrainingArguments(output_dir=str(tmp_path))
 
 
-def test_values_that_are_set_later_are_checked_by_the_trainer(tmp_path: Path) -> None:
+def test_values_that_are_set_later_are_checked_by_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments_module, "is_bitsandbytes_available", lambda: False)
+
     def change(method: str, **values: Any) -> str:
         args = arguments(tmp_path)
         args.check()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -34,42 +31,20 @@ def test_reports_to_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_eight_bit_optimizers_where_their_package_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for bitsandbytes, whose AdamW is torch's and notes what it is asked for."""
-    with pytest.raises(UserError, match=r"optim='adamw_bnb_8bit' keeps its state in 8 bits.*not installed"):
-        arguments(tmp_path, optim="adamw_bnb_8bit")
-    asked: dict[str, Any] = {}
-
-    class AdamW(torch.optim.AdamW):
-        def __init__(self, parameters: Any, *, optim_bits: int, is_paged: bool, **options: Any) -> None:
-            asked.update(optim_bits=optim_bits, is_paged=is_paged)
-            super().__init__(parameters, **options)
-
-    overridden: list[str] = []
-
-    class GlobalOptimManager:
-        @classmethod
-        def get_instance(cls) -> GlobalOptimManager:
-            return cls()
-
-        def register_module_override(self, module: torch.nn.Module, name: str, options: dict[str, int]) -> None:
-            overridden.append(f"{type(module).__name__}.{name} {options['optim_bits']}")
-
-    package, optim = ModuleType("bitsandbytes"), ModuleType("bitsandbytes.optim")
-    for module in (package, optim):
-        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
-    names = {"AdamW": AdamW, "Lion": None, "RMSprop": None, "GlobalOptimManager": GlobalOptimManager}
-    vars(optim).update(names)
-    package.optim = optim  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "bitsandbytes", package)
-    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", optim)
-    for module in (arguments_module, sys.modules["transformers.trainer_optimizer"]):
-        if hasattr(module, "is_bitsandbytes_available"):
-            monkeypatch.setattr(module, "is_bitsandbytes_available", lambda *_: True)
-    made = trainer(tmp_path, family="llama", optim="paged_adamw_8bit", max_steps=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(arguments_module, "is_bitsandbytes_available", lambda: False)
+        with pytest.raises(UserError, match=r"optim='adamw_bnb_8bit' keeps its state in 8 bits.*not installed"):
+            arguments(tmp_path, optim="adamw_bnb_8bit")
+    optim = pytest.importorskip("bitsandbytes").optim
+    manager = optim.GlobalOptimManager.get_instance()
+    before = len(manager.module_weight_config_triple)
+    made = trainer(tmp_path, family="llama", optim="adamw_8bit", max_steps=2)
     made.train()
-    assert isinstance(made.optimizer, AdamW)
-    assert asked == {"optim_bits": 8, "is_paged": True}
-    assert overridden == ["Embedding.weight 32"], "as Trainer does"
+    assert isinstance(made.optimizer, optim.AdamW)
+    assert made.optimizer.args.optim_bits == 8
+    (overridden,) = manager.module_weight_config_triple[before:]
+    assert isinstance(overridden[0], torch.nn.Embedding)
+    assert overridden[1:] == ("weight", {"optim_bits": 32}), "as Trainer does"
 
 
 def test_blocks_are_compiled_and_checkpointed_where_asked(tmp_path: Path) -> None:
