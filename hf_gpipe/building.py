@@ -62,6 +62,7 @@ class Source:
         peft_config: Any,
         autocast: Autocast | None = None,
         depth_scaled_feed_forward: bool = False,
+        quantization_config: Any = None,
     ) -> Source:
         """Read and check a model, without its weights. The arguments are those of `Pipeline`.
 
@@ -77,6 +78,15 @@ class Source:
                 "depth_scaled_feed_forward is for a new model, and this one has its weights; leave it out, or give a "
                 "configuration"
             )
+        if depth_scaled_feed_forward and quantization_config is not None:
+            raise UserError(
+                "depth_scaled_feed_forward and quantization_config exclude each other; leave one of them out"
+            )
+        if isinstance(model, PreTrainedModel) and quantization_config is not None:
+            raise UserError(
+                "quantization_config is for weights that are read; give the model's Hub id or directory, or load the "
+                "model with quantization_config in from_pretrained"
+            )
         config = _config_of(model, trust_remote_code, config_overrides)
         model_class = None
         if isinstance(model, PreTrainedModel):
@@ -86,7 +96,13 @@ class Source:
             attn_implementation = attn_implementation or config._attn_implementation
         weights = weights or _read_dtype(getattr(config, "dtype", None), "the configuration's dtype") or torch.float32
         adapter = adapter_for(
-            config, weights, attn_implementation, model_class, trust_remote_code=trust_remote_code, autocast=autocast
+            config,
+            weights,
+            attn_implementation,
+            model_class,
+            trust_remote_code=trust_remote_code,
+            autocast=autocast,
+            quantization_config=quantization_config,
         )
         if depth_scaled_feed_forward:
             feed_forward_outputs(adapter)  # raises its error before any weight is made
@@ -180,8 +196,13 @@ class Trained:
             parameters.update(part)
         return cls(trained_layers(models, adapter, topology), own, parameters)
 
-    def check(self, models: Mapping[int, StageModel]) -> None:
-        """Raise UserError if a `requires_grad` has changed since, or nothing is trained."""
+    def check(self, models: Mapping[int, StageModel], peft: PeftAdapter | None) -> None:
+        """Raise UserError if a `requires_grad` has changed since, or nothing or a quantised model is trained."""
+        if peft is None and next(iter(models.values())).adapter.quantisation is not None:
+            raise UserError(
+                "the model's weights are quantised and cannot be trained; train adapters on them: give the Pipeline "
+                "peft_config=LoraConfig(...), or a recipe lora.r (eval_step and generate need none)"
+            )
         for model in models.values():
             for name, parameter in model.parameters.items():
                 if parameter.requires_grad != self.own[name]:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters import IGNORED_LABEL, Adapter, StageModel, build_adapter, unsupported
+from hf_gpipe.adapters.decoder_only import packed_row
 from hf_gpipe.adapters.routers import auxiliary_loss
 from hf_gpipe.adapters.skeleton import build
 from hf_gpipe.adapters.tiny import tiny_config
@@ -40,6 +41,10 @@ FLOAT32_LOGITS_TOLERANCE = 1e-6
 #: The same for the plain model with and without the columns of padding that a stage cuts off: parts of some models
 #: always compute in float32, and round in another way when shapes change.
 TRIMMING_TOLERANCE = 1e-5
+#: The same for the logits of a float32 model with and without packing, relative to their norm.
+PACKING_TOLERANCE = 1e-4
+#: Together longer than the tables of positions of tiny clones: only a document must not be longer.
+PACKED_LENGTHS = (30, 25, 20)
 ROWS, SOURCE_LENGTH, TARGET_LENGTH, MICRO_BATCHES = 4, 9, 7, 2
 
 Batch = dict[str, torch.Tensor]
@@ -219,6 +224,39 @@ def compare(
             raise UnsupportedModelError(f"{family}: a tiny clone in stages fails: {_first(error)}") from error
         differences[count] = found.difference(expected)
     return Comparison(type(model).__name__, differences, len(expected.gradients), dtype, expected.dtype)
+
+
+def verify_packing(adapter: Adapter) -> None:
+    """Compare logits of documents packed into one row with those of each document alone, on a tiny clone.
+
+    Models with a state beside attention, such as recurrent layers, carry it from one document into the next.
+
+    Raises:
+        UnsupportedModelError: the logits differ, or the clone does not run.
+        UserError: the model has an encoder, or attention that cannot keep documents apart.
+    """
+    adapter.packed([{"input_ids": torch.zeros(1, dtype=torch.long)}])
+    family, whole = adapter.given_config.model_type, adapter.reference
+    try:
+        options = {"trust_remote_code": adapter.trust_remote_code}
+        model = exact_clone(adapter.given_config, torch.float32, adapter.model_class, **options).eval()
+        if whole.config._attn_implementation == "sdpa":
+            model.set_attn_implementation("sdpa")
+        ids = padded_batch(model)["input_ids"].flatten().repeat(PACKED_LENGTHS[0])
+        documents = [{"input_ids": ids[size : 2 * size], "position_ids": torch.arange(size)} for size in PACKED_LENGTHS]
+        with torch.no_grad():
+            packed = model(**packed_row(documents, model), use_cache=False).logits
+            alone = [model(input_ids=one["input_ids"][None], use_cache=False).logits for one in documents]
+    except Exception as error:
+        raise UnsupportedModelError(f"{family}: packed rows of a tiny clone fail: {_first(error)}") from error
+    expected = torch.cat(alone, dim=1)
+    difference = float((packed - expected).norm() / expected.norm())
+    # Parts of a model that compute in float32 round in another way when shapes change.
+    if not difference <= PACKING_TOLERANCE:
+        raise UnsupportedModelError(
+            f"{family}: rows cannot be packed: documents in one row change each other's logits (by {difference:.0e} on "
+            "a tiny clone); leave packing out, and use a collator that pads"
+        )
 
 
 def _first(error: Exception) -> str:

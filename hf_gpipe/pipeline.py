@@ -18,7 +18,8 @@ from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.adapters.whole import refresh, whole_model
 from hf_gpipe.building import ModelSource, Source, Trained, boundary_dtype, make_stages
 from hf_gpipe.errors import UserError
-from hf_gpipe.exactness import verify
+from hf_gpipe.exactness import verify, verify_packing
+from hf_gpipe.look import html_of, text_of
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.advice import advising
 from hf_gpipe.planner.decide import Planning
@@ -26,6 +27,7 @@ from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import ModelSection, PipelineConfig, TrainingSection
 from hf_gpipe.runtime.batches import share
+from hf_gpipe.runtime.calls import by_every_process
 from hf_gpipe.runtime.device_choice import DeviceChoice, processes_for
 from hf_gpipe.runtime.edges import connect
 from hf_gpipe.runtime.evaluation import Evaluation
@@ -35,6 +37,7 @@ from hf_gpipe.runtime.gradient_norm import LossAndNorm, begin_loss_and_norm
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.micro_batch import Batch, LogitsCallback, StepOptions, make_micro_batches
+from hf_gpipe.runtime.packing import as_rows
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.runtime.topology import Topology
@@ -84,10 +87,15 @@ class Pipeline(StageParameters):
             spreads its stages over it.
         peft_config: a peft.LoraConfig to add adapters; everything else is frozen. A model that has PEFT adapters
             already, or is a PeftModel, is taken as it is.
+        quantization_config: a transformers.BitsAndBytesConfig: linear layers are quantised while they are loaded, each
+            as soon as it is read, and only adapters can be trained on them. A model or checkpoint that bitsandbytes has
+            quantised already is taken as it is. Needs the package bitsandbytes.
         autocast: torch.bfloat16 or torch.float16: every forward computes under torch.autocast, in training, evaluation
             and generation; weights and their gradients keep their own type. None: everything computes in that type.
         length_bucketing: whether training sorts the rows of a mini-batch by length before it is cut, and cuts it so
             that the largest micro-batch has as few tokens, padding included, as possible.
+        packing: whether training packs the rows of a mini-batch: each micro-batch is one row, of documents that do not
+            see each other, without padding. Loss and gradients stay those of the rows. Decoder-only models alone.
         settings: other fields of `PipelineConfig` (`memory` also as a number of bytes, `torch_compile` also as the name
             of a backend) and of `PlanInputs` (`example`, `optim`, `accumulation`), in place of the two objects.
 
@@ -123,8 +131,10 @@ class Pipeline(StageParameters):
         depth_scaled_feed_forward: bool = ModelSection.depth_scaled_feed_forward,
         device: DeviceChoice = None,
         peft_config: Any = None,
+        quantization_config: Any = None,
         autocast: torch.dtype | None = None,
         length_bucketing: bool = False,
+        packing: bool = False,
         **settings: Any,
     ) -> None:
         of_inputs = {one.name: settings.pop(one.name) for one in fields(PlanInputs) if one.name in settings}
@@ -140,6 +150,8 @@ class Pipeline(StageParameters):
             **settings,
         )
         self._plan_inputs = plan_inputs or PlanInputs(**of_inputs)
+        if packing:
+            self._plan_inputs = replace(self._plan_inputs, packing=True)
         self._loss = TokenLoss(label_smoothing, logit_clipping)
         Job.join()
         processes = processes_for(given, device)
@@ -158,8 +170,12 @@ class Pipeline(StageParameters):
             peft_config=peft_config,
             autocast=None if autocast is None else Autocast(autocast, processes.device),
             depth_scaled_feed_forward=depth_scaled_feed_forward,
+            quantization_config=quantization_config,
         )
         self.adapter, self.peft = self._source.adapter, self._source.peft
+        if packing:
+            verify_packing(self.adapter)
+        self._is_packing_verified = packing
         self._planning = Planning(self._plan_inputs, self.adapter, self.peft, self._loss, processes)
         self.config, self.planned = self._planning.decide(given)
         config = self.config
@@ -176,6 +192,7 @@ class Pipeline(StageParameters):
         self._table = None if table is None else replace(table, placement=self.topology.placement)
         self._table_recompute = recomputed.of_table
         self.length_bucketing = length_bucketing
+        self.packing = packing
         self.step = 0
         self.loss_scale = 1.0
 
@@ -204,6 +221,12 @@ class Pipeline(StageParameters):
         )
         self._executor = Executor(self.stages, self._edges, self.topology.rank, self._replicas)
         self._executor.prepare(table)
+
+    def __repr__(self) -> str:
+        return text_of(self.adapter, self.config, self.partition, self.topology, self.models)
+
+    def _repr_html_(self) -> str:
+        return html_of(repr(self), self.schedule(self.num_micro_batches))
 
     # ------------------------------------------------------------------ training and evaluation
 
@@ -278,7 +301,7 @@ class Pipeline(StageParameters):
         *,
         waits: bool,
     ) -> LossAndNorm:
-        self._trained.check(self.models)
+        self._trained.check(self.models, self.peft)
         self.ties.refresh_copies()
         self._replicas.begin()
         micro_batches = make_micro_batches(
@@ -288,8 +311,13 @@ class Pipeline(StageParameters):
             self.seed,
             self.step,
             length_bucketing=self.length_bucketing,
+            packing=self.packing,
+            is_compiled=self.config.torch_compile,
         )
         generators = [default_generator(device) for device in set(self.topology.stage_devices.values())]
+        if not self._is_packing_verified and any(one.is_packed for one in micro_batches):
+            verify_packing(self.adapter)
+            self._is_packing_verified = True
         states = [generator.get_state() for generator in generators]
         numbers: list[LossAndNorm] = []
 
@@ -329,17 +357,18 @@ class Pipeline(StageParameters):
         """`eval_step` for a mini-batch that every process already has.
 
         Args:
-            rows: the mini-batch.
+            rows: the mini-batch; the documents of a flattened one are its rows.
             on_logits: called in the process that has the micro-batch on the last stage, in order, with its logits
                 (B, T, V) and its inputs; columns of padding are cut off from both.
         """
         self.ties.refresh_copies()
-        micro_batches = make_micro_batches(self.adapter, [rows], self.num_micro_batches, self.seed, self.step)
+        micro_batches = make_micro_batches(self.adapter, [as_rows(rows)], self.num_micro_batches, self.seed, self.step)
         with self._in_evaluation():
             table, options = self.schedule(len(micro_batches), "forward_only"), StepOptions(on_logits=on_logits)
             outputs = self._executor.run(table, micro_batches, options).outputs
         return Evaluation.gathered(outputs, [one.num_rows for one in micro_batches], self.topology)
 
+    @by_every_process
     def generate(self, **inputs: Any) -> Any:
         """Generate token ids like the plain model's `generate`: by search or sampling, with a cache.
 

@@ -15,6 +15,7 @@ from hf_gpipe.checkpoint import hub
 from hf_gpipe.checkpoint.peft import load_adapters, save_adapters
 from hf_gpipe.checkpoint.save import save_model
 from hf_gpipe.errors import UserError
+from hf_gpipe.runtime.calls import by_every_process
 from hf_gpipe.runtime.gradient_norm import clip, gradient_norm
 from hf_gpipe.runtime.replicas import Replicas
 from hf_gpipe.runtime.shards import Shards, treats_elements_alone
@@ -128,9 +129,11 @@ class StageParameters:
         if self.peft is not None:
             load_adapters(Path(directory), self.models, self.peft)
             return
+        self._check_not_quantised("load_pretrained")
         for stage_model in self.models.values():
             hub.reload(stage_model, directory, self.seed)
 
+    @by_every_process
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write the model in Hub format; `from_pretrained` of plain transformers loads it.
 
@@ -141,4 +144,13 @@ class StageParameters:
         if self.peft is not None:
             save_adapters(Path(directory), self.models, self.ties.owner_stage, self.topology, self.peft)
             return
+        self._check_not_quantised("save_pretrained")
         save_model(Path(directory), self.models, self.ties.owner_stage, self.topology)
+
+    def _check_not_quantised(self, what: str) -> None:
+        """Raise UserError where the weights are quantised: they never change, and their files are the source's."""
+        if next(iter(self.models.values())).adapter.quantisation is not None:
+            raise UserError(
+                f"{what}: the model's weights are quantised and never change; only adapters on them are saved and "
+                "loaded, with peft_config"
+            )

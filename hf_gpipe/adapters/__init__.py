@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -11,7 +14,8 @@ from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, StageModel
 from hf_gpipe.adapters.decoder_only import DecoderOnly
 from hf_gpipe.adapters.encoder_decoder import EncoderDecoder
 from hf_gpipe.adapters.families import EXACT, REFUSED, VERIFIED_VERSIONS
-from hf_gpipe.errors import UnsupportedModelError
+from hf_gpipe.adapters.quantised import Quantisation, find_quantisation, quantised_layers
+from hf_gpipe.errors import UnsupportedModelError, UserError
 
 _WELL_KNOWN = ("llama", "mistral", "qwen3", "gemma3", "gpt2", "mixtral", "t5", "mt5", "bart", "m2m_100", "marian")
 
@@ -24,16 +28,41 @@ def adapter_for(
     *,
     trust_remote_code: bool = False,
     autocast: Autocast | None = None,
+    quantization_config: Any = None,
 ) -> Adapter:
-    """Return the adapter of a model. The arguments are those of `Adapter`.
+    """Return the adapter of a model.
 
-    Raises UnsupportedModelError for a family that cannot be split exactly, with the reason.
+    Args:
+        config, dtype, attn_implementation, model_class, trust_remote_code, autocast: as of `Adapter`.
+        quantization_config: a transformers.BitsAndBytesConfig to quantise the weights; None: as the configuration says.
+
+    Raises:
+        UnsupportedModelError: the family cannot be split exactly, or the weights are quantised in another way than
+            bitsandbytes', with the reason.
+        UserError: `quantization_config` is not supported.
     """
     if (reason := REFUSED.get(config.model_type)) is not None:
         raise unsupported(config, reason)
-    return build_adapter(
-        config, dtype, attn_implementation, model_class, trust_remote_code=trust_remote_code, autocast=autocast
+    quantisation = find_quantisation(config, quantization_config, dtype)
+    if quantisation is not None and quantisation.is_done:
+        config = copy.deepcopy(config)
+        del config.quantization_config
+    adapter = build_adapter(
+        config,
+        dtype,
+        attn_implementation,
+        model_class,
+        trust_remote_code=trust_remote_code,
+        autocast=autocast,
+        quantisation=quantisation,
     )
+    head = adapter.layers[-1].name
+    if any(True for _ in quantised_layers(adapter.reference.get_submodule(head))):
+        raise UserError(
+            f"quantization_config would quantise the head {head!r}, whose logits a pipeline computes in chunks; add it "
+            "to llm_int8_skip_modules, or leave that out"
+        )
+    return adapter
 
 
 def build_adapter(
@@ -44,10 +73,19 @@ def build_adapter(
     *,
     trust_remote_code: bool = False,
     autocast: Autocast | None = None,
+    quantisation: Quantisation | None = None,
 ) -> Adapter:
     """Like `adapter_for`, but without checking the lists of families."""
     kind = EncoderDecoder if config.is_encoder_decoder else DecoderOnly
-    return kind(config, dtype, attn_implementation, model_class, trust_remote_code=trust_remote_code, autocast=autocast)
+    return kind(
+        config,
+        dtype,
+        attn_implementation,
+        model_class,
+        trust_remote_code=trust_remote_code,
+        autocast=autocast,
+        quantisation=quantisation,
+    )
 
 
 def is_known_exact(adapter: Adapter) -> bool:

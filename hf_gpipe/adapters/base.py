@@ -24,6 +24,7 @@ from hf_gpipe.adapters.layers import Layer, StackName, stacks_of
 from hf_gpipe.adapters.linear import hand_over
 from hf_gpipe.adapters.position_tables import hollow, lend_tables, shared_tables
 from hf_gpipe.adapters.probe import observe_family
+from hf_gpipe.adapters.quantised import Quantisation
 from hf_gpipe.adapters.routers import RouterPort, complete, find_routers
 from hf_gpipe.adapters.skeleton import build_skeleton
 from hf_gpipe.adapters.stubs import EmbeddingStub, HeadStub, PassThrough, Port, admit, resemble
@@ -50,6 +51,7 @@ class Adapter(ABC):
         model_class: class of the model; None: the one that transformers' auto classes choose for the configuration.
         trust_remote_code: whether a configuration may name Python code outside of transformers.
         autocast: mixed precision of every forward; None: everything computes in the type of the weights.
+        quantisation: of linear layers; the configuration then has no `quantization_config`.
     """
 
     #: Keys of a mini-batch that only the loss reads.
@@ -64,9 +66,11 @@ class Adapter(ABC):
         *,
         trust_remote_code: bool = False,
         autocast: Autocast | None = None,
+        quantisation: Quantisation | None = None,
     ) -> None:
         self.given_config = config
         self.autocast = autocast
+        self.quantisation = quantisation
         self.model_class = model_class
         self.dtype = dtype
         self.attn_implementation = attn_implementation
@@ -96,13 +100,16 @@ class Adapter(ABC):
 
     def skeleton(self) -> PreTrainedModel:
         """Return a new copy of the whole model on the meta device: its modules and names, without memory."""
-        return build_skeleton(
+        model = build_skeleton(
             self.given_config,
             self.dtype,
             self.attn_implementation,
             self.model_class,
             trust_remote_code=self.trust_remote_code,
         )
+        if self.quantisation is not None:
+            self.quantisation.convert(model)
+        return model
 
     @property
     def ties(self) -> dict[str, str]:
@@ -144,6 +151,21 @@ class Adapter(ABC):
     def with_known_masks(self, inputs: Tensors) -> dict[str, torch.Tensor]:
         """Prepared inputs on the CPU, with masks of which transformers need not ask the device whether they pad."""
         return with_known_masks(inputs)
+
+    def packed(self, documents: Sequence[Tensors], *, is_compiled: bool = False) -> dict[str, torch.Tensor]:
+        """Return the inputs of a micro-batch's forward in which documents stand one after the other in one row.
+
+        Args:
+            documents: of each document its tensors (T,), on the CPU: input_ids, labels, position_ids.
+            is_compiled: whether the blocks are compiled by torch.compile.
+
+        Raises:
+            UserError: the model cannot keep documents apart.
+        """
+        raise UserError(
+            f"{self.config.model_type} has an encoder, and only rows of a decoder-only model can be packed; leave "
+            "packing out, and use a collator that pads"
+        )
 
     @abstractmethod
     def row_lengths(self, batch: Tensors) -> torch.Tensor:
@@ -229,12 +251,28 @@ class Adapter(ABC):
 
     def check_lengths(self, inputs: Inputs) -> None:
         """Raise DataError where inputs, as returned by `prepare`, are longer than the model's table of positions."""
+        documents = getattr(inputs.get("attention_mask"), "documents", None)
         for stack, most in self.num_positions.items():
             name = self.ids_of(stack)
-            if (length := inputs[name].shape[1]) > most:
+            length = inputs[name].shape[1] if documents is None else max(documents.lengths)
+            if length > most:
                 raise DataError(
                     f"a row of {name} is {length} tokens long, and the {stack} has positions for {most}; cut the rows "
                     "(max_source_tokens and max_target_tokens of a recipe's data), or use a model with more positions"
+                )
+
+    def check_ids(self, inputs: Inputs) -> None:
+        """Raise DataError where an input id or a label is not in the model's vocabulary; a GPU fails late."""
+        tables = {"input_ids": self.reference.get_input_embeddings(), "labels": self.reference.get_output_embeddings()}
+        for name, table in tables.items():
+            if not isinstance(weight := getattr(table, "weight", None), torch.Tensor) or name not in inputs:
+                continue
+            ids, size = inputs[name], weight.shape[0]
+            wrong = ids[((ids < 0) & (ids != IGNORED_LABEL) if name == "labels" else ids < 0) | (ids >= size)]
+            if wrong.numel():
+                raise DataError(
+                    f"{name} has {int(wrong[0])}, and the model's vocabulary has {size} tokens; use the model's own "
+                    "tokenizer, or resize its embeddings"
                 )
 
     @abstractmethod

@@ -29,11 +29,6 @@ def check_config(config: PreTrainedConfig) -> None:
                 f"{family}: {flag} is set, and a pipeline returns the loss and logits only; set {flag} to false in the "
                 "model's configuration"
             )
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModelError(
-            f"{family}: the weights are quantised, and a pipeline trains floating point weights; start from the "
-            "model's unquantised checkpoint"
-        )
     if config.is_encoder_decoder and getattr(config, "output_router_logits", False):
         raise UnsupportedModelError(
             f"{family}: output_router_logits is set; the routers' losses of an encoder-decoder are not supported, and "
@@ -93,7 +88,7 @@ def _scalars(module: nn.Module) -> dict[str, Any]:
         for name, value in vars(module).items()
         if isinstance(value, bool | int | float | str)
         and not name.startswith("_")
-        and name not in ("training", "gradient_checkpointing", "vocab_size")
+        and name not in ("training", "gradient_checkpointing", "vocab_size", "support_avx512bf16_for_cpu")
         and "cached" not in name
     }
 
@@ -119,12 +114,8 @@ def check_model(model: Any) -> None:
     ours = [c for c in type(model).__mro__ if c.__module__.startswith("transformers.models.")]
     if ours and not any(c.__name__ in heads for c in ours):
         raise UnsupportedModelError(
-            f"{model.config.model_type}: {type(model).__name__} is not a causal or sequence-to-sequence language "
-            "model; give one of transformers' ...ForCausalLM or ...ForConditionalGeneration"
-        )
-    if getattr(model, "is_quantized", False):
-        raise UnsupportedModelError(
-            f"{model.config.model_type}: the model's weights are quantised; load it without quantisation"
+            f"{model.config.model_type}: {type(model).__name__} is not one of the classes of AutoModelForCausalLM and "
+            "AutoModelForSeq2SeqLM, which read and write text; give a model of one of those"
         )
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         raise UserError(

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import is_peft_available
 
 from hf_gpipe.adapters.base import Adapter
 from hf_gpipe.errors import UnsupportedModelError, UserError
@@ -77,6 +78,12 @@ def find_peft(model: Any, given: Any) -> tuple[Any, tuple[str, Any] | None]:
     return base, None if given is None else ("default", given)
 
 
+def need_peft() -> None:
+    """Raise UserError where peft is not installed."""
+    if not is_peft_available():
+        raise UserError("PEFT adapters need the package peft: pip install 'hf_gpipe[peft]'")
+
+
 def make_peft(adapter: Adapter, name: str, config: Any) -> PeftAdapter:
     """Let PEFT resolve its configuration on the whole model, on the meta device.
 
@@ -84,10 +91,9 @@ def make_peft(adapter: Adapter, name: str, config: Any) -> PeftAdapter:
         UserError: peft is not installed.
         UnsupportedModelError: the method or its target modules cannot be split over stages.
     """
-    try:
-        from peft import inject_adapter_in_model
-    except ImportError as error:
-        raise UserError("PEFT adapters need the package peft: pip install 'hf_gpipe[peft]'") from error
+    need_peft()
+    from peft import inject_adapter_in_model
+
     family = adapter.config.model_type
     if config.is_prompt_learning or getattr(config, "modules_to_save", None):
         what = "prompt learning" if config.is_prompt_learning else f"modules_to_save={config.modules_to_save}"

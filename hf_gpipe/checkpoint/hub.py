@@ -33,6 +33,7 @@ from transformers.utils import logging as transformers_logging
 from hf_gpipe.adapters.base import StageModel
 from hf_gpipe.adapters.dropout import default_generator, key, mix
 from hf_gpipe.adapters.peft import PeftAdapter
+from hf_gpipe.adapters.quantised import quantised_layers, restore
 from hf_gpipe.checkpoint.copies import on_cpu
 from hf_gpipe.checkpoint.digests import Digests, advising
 from hf_gpipe.errors import CheckpointError
@@ -69,7 +70,9 @@ class _SeededByName(TorchDispatchMode):
 
 def initialise(stage: StageModel, device: torch.device, seed: int) -> None:
     """Initialise the weights of a stage. They depend on (seed, parameter's name) and on nothing else."""
-    model = stage.model
+    model, quantisation = stage.model, stage.adapter.quantisation
+    if quantisation is not None:
+        quantisation.undo(model, stage.adapter.dtype)
     _forget_initialisation(model)
     # Getting memory makes every parameter trainable; some are not, such as Marian's table of positions.
     frozen = [name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
@@ -81,11 +84,16 @@ def initialise(stage: StageModel, device: torch.device, seed: int) -> None:
     model.tie_weights(recompute_mapping=False)
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
+    if quantisation is not None:
+        quantisation.quantise(model)
 
 
 def take(stage: StageModel, source: PreTrainedModel, device: torch.device) -> None:
     """Give a stage the weights of a model in memory. On the same device they are shared and not copied."""
     model = stage.model
+    if stage.adapter.quantisation is not None:
+        for module in quantised_layers(source):
+            restore(module)
     tensors = {**dict(source.named_parameters(remove_duplicate=False)), **dict(source.named_buffers())}
     # By the source's parameter, so that tied parameters stay tied on another device.
     parameters: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
@@ -96,10 +104,14 @@ def take(stage: StageModel, source: PreTrainedModel, device: torch.device) -> No
         module, tensor = model.get_submodule(parent), tensors[name]
         if isinstance(tensor, torch.nn.Parameter):
             if tensor not in parameters:
-                moved = tensor.to(device)
-                is_there = moved is tensor
-                parameters[tensor] = tensor if is_there else torch.nn.Parameter(moved.data, tensor.requires_grad)
+                # A quantised parameter stays one, with its scales; `to` would copy it also on the same device.
+                moved: Any = tensor if tensor.device == device else tensor.to(device)
+                is_one = isinstance(moved, torch.nn.Parameter)
+                parameters[tensor] = moved if is_one else torch.nn.Parameter(moved.data, tensor.requires_grad)
             setattr(module, leaf, parameters[tensor])
+            if parameters[tensor] is tensor and hasattr(tensor, "SCB"):
+                # The first forward moves the scales of an 8-bit weight there; the given model needs them too.
+                module.state = source.get_submodule(parent).state
         else:
             setattr(module, leaf, tensor.to(device))
     if any(t.device.type == "meta" for t in model.state_dict().values()):
@@ -116,6 +128,8 @@ def load(stage: StageModel, path: str | os.PathLike[str], device: torch.device, 
         # The library maps the files into memory. Weights must not depend on a file that may be replaced.
         for tensor in {id(t): t for t in stage.model.state_dict(keep_vars=True).values()}.values():
             tensor.data = tensor.data.clone()
+            if hasattr(tensor, "CB"):  # of an 8-bit weight: the same memory
+                tensor.CB = tensor.data
 
 
 def reload(stage: StageModel, path: str | os.PathLike[str], seed: int) -> None:
@@ -135,8 +149,9 @@ def reload(stage: StageModel, path: str | os.PathLike[str], seed: int) -> None:
 
 def _read(stage: StageModel, path: str | os.PathLike[str], device: torch.device, seed: int) -> None:
     """Like `load`, but on the CPU the tensors are the mapped files."""
-    model = stage.model
-    is_own = _own_keys(model)
+    model, quantisation = stage.model, stage.adapter.quantisation
+    quantizer = None if quantisation is None else quantisation.quantizer()
+    is_own = _own_keys(model, quantizer)
     files = _fetch(path, is_own)
     _check(Path(path), files, is_own)
     _forget_initialisation(model)
@@ -145,7 +160,8 @@ def _read(stage: StageModel, path: str | os.PathLike[str], device: torch.device,
         device_map={"": device},
         dtype=stage.adapter.dtype,
         dtype_plan=model._get_dtype_plan(stage.adapter.dtype),
-        weight_mapping=get_model_conversion_mapping(model),
+        weight_mapping=get_model_conversion_mapping(model, hf_quantizer=quantizer),
+        hf_quantizer=quantizer,
     )
     state = default_generator(device).get_state()
     try:
@@ -220,11 +236,11 @@ def read_weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _own_keys(model: PreTrainedModel) -> Callable[[str], bool]:
+def _own_keys(model: PreTrainedModel, quantizer: Any = None) -> Callable[[str], bool]:
     """Return a function: whether a checkpoint's key, after the library's conversions, is a tensor of this stage."""
     state = model.state_dict()
     # A new mapping: entries record that they were used, and saving reverts the used ones.
-    mapping = get_model_conversion_mapping(model)
+    mapping = get_model_conversion_mapping(model, hf_quantizer=quantizer)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
 

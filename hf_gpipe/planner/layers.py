@@ -11,7 +11,7 @@ layers are run in a short one, where it has a layer of every class.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -22,8 +22,9 @@ from transformers import PreTrainedConfig
 
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.peft import PeftAdapter
+from hf_gpipe.adapters.quantised import size_of_quantised
 from hf_gpipe.planner.costs import GraphCost, LayerCost, ModelCosts, Parameters, SharedParameter
-from hf_gpipe.planner.tracing import Trace, trace_stage
+from hf_gpipe.planner.tracing import Trace, saved_bytes, trace_stage
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 
@@ -61,8 +62,11 @@ class ModelLayers:
         self.adapter = adapter
         self.peft = peft
         model: nn.Module = adapter.reference
-        if peft is not None:
+        if adapter.quantisation is not None or peft is not None:
             model = adapter.skeleton()
+        if adapter.quantisation is not None:
+            adapter.quantisation.lay_out(model, "meta")
+        if peft is not None:
             peft.inject(model)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         used = _used_parameters(adapter, parameters)
@@ -125,12 +129,15 @@ class LayerTracer:
         self.loss = loss
         self._as_on_gpu = as_on_gpu
         self._recomputes_blocks = self._can_recompute_blocks()
+        #: Of one workload: see `_saved_of_pair`.
+        self._pairs: dict[tuple[int, bool], tuple[int, int]] = {}
 
     def costs(self, workload: Workload) -> ModelCosts:
         """Return the costs of each layer for one micro-batch."""
         adapter, layers = self.layers.adapter, self.layers
         workload = workload.within(adapter)
         inputs = workload.inputs(adapter)
+        self._pairs.clear()
         traced = {index: self._traced(index, inputs) for index in dict.fromkeys(self.like)}
         owner: dict[str, int] = {}
         for index, names in enumerate(layers.shared):
@@ -176,13 +183,13 @@ class LayerTracer:
         layer = self.run.adapter.layers[index]
         sizes = boundary_bytes(self.run.adapter, index, inputs)
         hidden = sizes.get("hidden", 0)
-        trace = self._trace(index, index + 1, inputs)
+        trace = self._trace(index, inputs)
         saved_input = hidden if trace.saves_hidden else 0
         block, saved_block_input = trace, saved_input
         if layer.kind == "block":
             saved_block_input = hidden
             if self._recomputes_blocks:
-                block = self._trace(index, index + 1, inputs, recompute_blocks=True)
+                block = self._trace(index, inputs, recompute_blocks=True)
         if layer.kind == "embedding" and "encoder_hidden" in sizes:
             # The decoder's blocks read the encoder's output until the last of them is done.
             saved_input = saved_block_input = sizes["encoder_hidden"]
@@ -200,11 +207,25 @@ class LayerTracer:
         own, outside = trace.saved - trace.saved_outside, trace.saved_outside
         if (second := self._second_of_shared_tables(index)) is not None:
             # The first block of a stage makes the bias, and the others are handed it.
-            pair = self._trace(second - 1, second + 1, inputs, recompute_blocks=recompute_blocks, window_from=second)
-            own = pair.saved - pair.saved_outside
+            saved, saved_before = self._saved_of_pair(second, inputs, recompute_blocks=recompute_blocks)
+            own = saved - saved_before
             between = boundary_bytes(self.run.adapter, second, inputs).get("hidden", 0)
-            outside = max(trace.saved - own, pair.saved - between - 2 * own, 0)
+            outside = max(trace.saved - own, saved - between - 2 * own, 0)
         return GraphCost(own, saved_input, outside, trace.backward_peak)
+
+    def _saved_of_pair(self, second: int, inputs: Inputs, *, recompute_blocks: bool) -> tuple[int, int]:
+        """Of block `second` and the one before it, what their graph keeps, and what of it the one before does."""
+        key = (second, recompute_blocks)
+        if key not in self._pairs:
+            self._pairs[key] = saved_bytes(
+                self._builder(second - 1, second + 1, recompute_blocks=recompute_blocks),
+                inputs,
+                self.run.wants_gradient,
+                second,
+                loss=self.loss,
+                as_on_gpu=self._as_on_gpu,
+            )
+        return self._pairs[key]
 
     def _second_of_shared_tables(self, index: int) -> int | None:
         """Number of the second block of a stack whose first block makes something for all of them, as T5's bias."""
@@ -215,25 +236,27 @@ class LayerTracer:
             return None
         return next(i for i, layer in enumerate(adapter.layers) if layer.name == stack.blocks[1])
 
-    def _trace(
-        self, start: int, stop: int, inputs: Inputs, *, recompute_blocks: bool = False, window_from: int | None = None
-    ) -> Trace:
+    def _trace(self, index: int, inputs: Inputs, *, recompute_blocks: bool = False) -> Trace:
+        return trace_stage(
+            self._builder(index, index + 1, recompute_blocks=recompute_blocks),
+            inputs,
+            self.run.wants_gradient,
+            loss=self.loss,
+            as_on_gpu=self._as_on_gpu,
+        )
+
+    def _builder(self, start: int, stop: int, *, recompute_blocks: bool) -> Callable[[], StageModel]:
         def build() -> StageModel:
             stage_model = StageModel(self.run.adapter, start, stop)
+            if self.run.adapter.quantisation is not None:
+                self.run.adapter.quantisation.lay_out(stage_model.model, "meta")
             if self.run.peft is not None:
                 self.run.peft.inject(stage_model.model)
             if recompute_blocks:
                 stage_model.checkpoint_blocks()
             return stage_model
 
-        return trace_stage(
-            build,
-            inputs,
-            self.run.wants_gradient,
-            loss=self.loss,
-            as_on_gpu=self._as_on_gpu,
-            window_from=window_from,
-        )
+        return build
 
     def _can_recompute_blocks(self) -> bool:
         """Whether the family's blocks know how; others keep what they keep."""
@@ -266,9 +289,9 @@ def _name(dtype: torch.dtype) -> str:
 
 def to_run(whole: ModelLayers) -> tuple[ModelLayers, Sequence[int]]:
     """The model whose layers are run for those of `whole`, and for each layer of `whole` the one that is like it."""
-    short = _short_adapter(whole.adapter) if whole.peft is None else None
+    short = _short_adapter(whole.adapter)
     if short is not None:
-        few = ModelLayers(short)
+        few = ModelLayers(short, whole.peft)
         try:
             return few, few.first_alike(whole)
         except KeyError:
@@ -278,7 +301,7 @@ def to_run(whole: ModelLayers) -> tuple[ModelLayers, Sequence[int]]:
 
 def size_of(parameter: torch.Tensor) -> Parameters:
     """The size that one parameter adds to a process that holds it."""
-    count, num_bytes = parameter.numel(), parameter.nbytes
+    count, num_bytes = size_of_quantised(parameter)
     return Parameters(count, num_bytes, *((count, num_bytes) if parameter.requires_grad else (0, 0)))
 
 
@@ -353,4 +376,5 @@ def _short_adapter(adapter: Adapter) -> Adapter | None:
         adapter.model_class,
         trust_remote_code=adapter.trust_remote_code,
         autocast=adapter.autocast,
+        quantisation=adapter.quantisation,
     )

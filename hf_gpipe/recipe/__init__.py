@@ -10,8 +10,10 @@ from hf_gpipe.recipe.build import apply_overrides, build, drop_unused, kind_of
 from hf_gpipe.recipe.check import check
 from hf_gpipe.recipe.extends import read_with_bases, refuse_extends
 from hf_gpipe.recipe.fields import (
+    SEQUENCE_KINDS,
     DataSection,
     EvaluationSection,
+    LoraSection,
     ModelSection,
     Recipe,
     TokenizerSection,
@@ -25,9 +27,11 @@ from hf_gpipe.recipe.strict_yaml import Locations, read_mapping
 
 __all__ = [
     "AUTO",
+    "SEQUENCE_KINDS",
     "DataSection",
     "DecidedConfig",
     "EvaluationSection",
+    "LoraSection",
     "ModelSection",
     "PipelineConfig",
     "Recipe",

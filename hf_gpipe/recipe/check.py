@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from hf_gpipe.errors import RecipeError
-from hf_gpipe.recipe.fields import DataSection, ModelSection, Recipe, all_keys
+from hf_gpipe.recipe.fields import DataSection, LoraSection, ModelSection, Recipe, all_keys
 from hf_gpipe.recipe.pipeline import PipelineConfig
+from hf_gpipe.recipe.section import keys_of
 from hf_gpipe.recipe.strict_yaml import Locations
 from hf_gpipe.recipe.transformer import with_transformer
 from hf_gpipe.recipe.words import show
@@ -17,6 +18,8 @@ _PATHS = {
     "parallel": "the file with a source on each line",
     "hub": "the id of a data set of the Hub, or a directory of that form",
 }
+#: Kinds that need files of these names, or a data set of the Hub.
+_FILES = {"text": ".txt, .jsonl or .parquet", "chat": ".jsonl, .json or .parquet"}
 
 
 def check(recipe: Recipe, locations: Locations | None = None) -> None:
@@ -56,7 +59,14 @@ def _check_fields(recipe: Recipe) -> None:
     _check_rows(recipe.data)
     _check_streaming(recipe)
     _check_precision(recipe)
+    _check_quantization(recipe)
     training = recipe.training
+    for name in ("hub_model_id", "hub_private_repo"):
+        if getattr(training, name) is not None and not training.push_to_hub:
+            raise RecipeError(
+                f"training.{name} is {show(getattr(training, name))} and training.push_to_hub is false; set it to "
+                f"true, or leave {name} out."
+            )
     if training.decay_steps and training.lr_scheduler_type != "warmup_stable_decay":
         raise RecipeError(
             f"training.decay_steps is {training.decay_steps} and training.lr_scheduler_type is "
@@ -87,12 +97,39 @@ def _check_model(model: ModelSection) -> None:
         with_transformer(model.config, model.transformer)
 
 
+def _check_quantization(recipe: Recipe) -> None:
+    model, lora = recipe.model, recipe.lora
+    if model.quantization is not None and lora.r is None:
+        raise RecipeError(
+            f"model.quantization is {model.quantization} and lora.r is null, so there would be nothing to train: "
+            "quantised weights stay as they are; set lora.r, such as 16, or leave model.quantization out."
+        )
+    if model.double_quantization and model.quantization not in ("nf4", "fp4"):
+        raise RecipeError(
+            "model.double_quantization is for model.quantization nf4 and fp4, and it is "
+            f"{model.quantization or 'null'}; leave it out, or set one of them."
+        )
+    if model.quantization is not None and model.dtype == "float64":
+        raise RecipeError(
+            "model.quantization is for model.dtype float32, bfloat16 or float16, and it is float64; set bfloat16."
+        )
+    if model.quantization is not None and model.depth_scaled_feed_forward:
+        raise RecipeError(
+            "model.depth_scaled_feed_forward is for new weights that are trained, and model.quantization is "
+            f"{model.quantization}; leave one of them out."
+        )
+    for key in keys_of(LoraSection).values() if lora.r is None else ():
+        if (value := getattr(lora, key.name)) != key.default:
+            raise RecipeError(f"lora.{key.name} is {show(value)} and lora.r is null, so there is no LoRA; set lora.r.")
+
+
 def _check_data(data: DataSection) -> None:
     if data.kind in _PATHS and data.path is None:
         raise RecipeError(f"data.kind is {data.kind} and data.path is missing; give {_PATHS[data.kind]}.")
-    if data.kind == "text" and data.path is None:
+    if data.kind in _FILES and data.path is None:
         raise RecipeError(
-            "data.kind is text and data.path is missing; give .txt, .jsonl or .parquet files, or a Hub data set's name."
+            f"data.kind is {data.kind} and data.path is missing; give {_FILES[data.kind]} files, or a Hub data set's "
+            "name."
         )
     if data.kind == "cldr" and not data.languages and data.num_languages is None:
         raise RecipeError(
@@ -121,9 +158,9 @@ def _check_rows(data: DataSection) -> None:
             "data.kind is parallel and data.target_path is missing; give the file with the translations of the lines "
             "of data.path."
         )
-    if data.kind == "text" and data.subset is not None and not isinstance(data.subset, str):
+    if data.kind in _FILES and data.subset is not None and not isinstance(data.subset, str):
         raise RecipeError(
-            f"data.subset is {show(data.subset)} and data.kind is text, which reads one subset; give its name."
+            f"data.subset is {show(data.subset)} and data.kind is {data.kind}, which reads one subset; give its name."
         )
     if isinstance(data.subset, dict):
         for language, name in data.subset.items():

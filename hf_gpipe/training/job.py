@@ -14,9 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from hf_gpipe.checkpoint.directory import checkpoints, last_checkpoint, remove, tidy
 from hf_gpipe.checkpoint.save import make_directory
 from hf_gpipe.checkpoint.state import read_state
-from hf_gpipe.data import Corpus, PairCollator, StreamedCorpus
+from hf_gpipe.data import PairCollator
 from hf_gpipe.data.files import check_files
-from hf_gpipe.data.text import TextCorpus
 from hf_gpipe.errors import RecipeError
 from hf_gpipe.pipeline import Pipeline, Update
 from hf_gpipe.planner.workload import PlanInputs
@@ -29,11 +28,14 @@ from hf_gpipe.schedule import Schedule, Timeline, breakdown, draw_png, write_tra
 from hf_gpipe.training import summary
 from hf_gpipe.training.cost import CostMeter
 from hf_gpipe.training.from_recipe import (
+    AnyCorpus,
     arguments_of,
     autocast_of,
     check_model,
     model_config,
     model_dtype,
+    peft_config_of,
+    quantization_config_of,
     tokenizer_of,
 )
 from hf_gpipe.training.per_character import PerCharacter, without_logits
@@ -50,7 +52,7 @@ TABLE_FILE = "schedule.txt"
 class _Prepared(NamedTuple):
     """Everything that the reader makes before the model."""
 
-    corpus: Corpus | StreamedCorpus | TextCorpus
+    corpus: AnyCorpus
     tokenizer: PreTrainedTokenizerBase
     config: PreTrainedConfig
 
@@ -242,7 +244,10 @@ def _pipeline(recipe: Recipe, config: PreTrainedConfig, resumed_num_micro_batche
         logit_clipping=recipe.training.logit_clipping,
         depth_scaled_feed_forward=model.depth_scaled_feed_forward,
         autocast=autocast_of(recipe),
+        peft_config=peft_config_of(recipe, config),
+        quantization_config=quantization_config_of(recipe),
         length_bucketing=recipe.training.length_bucketing,
+        packing=recipe.training.packing,
     )
 
 

@@ -1,0 +1,210 @@
+"""Linear layers that bitsandbytes has quantised to 4 or 8 bits; adapters on them are trained (QLoRA, arXiv 2305.14314).
+
+transformers puts the layers of bitsandbytes into the skeleton, and its loader quantises each weight as soon as it is
+read. So a stage never has more than one weight unquantised. `bitsandbytes` is an optional dependency, imported only
+where weights are quantised.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
+from transformers.utils import is_bitsandbytes_available
+
+from hf_gpipe.errors import UnsupportedModelError, UserError
+
+#: Options of BitsAndBytesConfig that are refused if set -> the reason.
+_REFUSED = {
+    "llm_int8_has_fp16_weight": "its weights are trained in float16, and a pipeline trains no quantised weight",
+    "llm_int8_enable_fp32_cpu_offload": "each stage is on one device; choose devices by num_stages and device",
+}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Weights that share a scale and, with double quantisation, scales that share one: the defaults of bitsandbytes.
+_BLOCK, _NESTED_BLOCK = 64, 256
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """How the linear layers of a model are quantised.
+
+    Attributes:
+        config: the `transformers.BitsAndBytesConfig`.
+        is_done: whether the weights that are loaded are quantised already.
+    """
+
+    config: BitsAndBytesConfig
+    is_done: bool = False
+
+    def quantizer(self) -> Any:
+        """A new quantiser of transformers, which its loader uses."""
+        return AutoHfQuantizer.from_config(copy.deepcopy(self.config), pre_quantized=self.is_done)
+
+    def convert(self, model: PreTrainedModel) -> None:
+        """Replace the linear layers of a whole model on the meta device by those of bitsandbytes, in place.
+
+        Which layers are left as they are (the head, and what is tied) depends on the whole model, not on a stage.
+        """
+        quantizer = self.quantizer()
+        quantizer.preprocess_model(model=model, dtype=model.dtype, device_map={"": "cpu"})
+        quantizer.postprocess_model(model)
+        del model.config.quantization_config  # from_pretrained of a saved model would look for quantised weights
+        for module in quantised_layers(model):
+            _keep_form(module)
+
+    def lay_out(self, model: PreTrainedModel, device: torch.device | str) -> None:
+        """Give the layers weights of the quantised form without values, on the meta device or of fake tensors."""
+        import bitsandbytes as bnb
+
+        with torch.device(device):
+            for module in quantised_layers(model):
+                shape = torch.Size((module.out_features, module.in_features))
+                weight: Any
+                if self.config.load_in_8bit:
+                    weight = nn.Parameter(torch.empty(shape, dtype=torch.int8), requires_grad=False)
+                    weight.CB, weight.SCB = weight.data, torch.empty(shape[0])
+                else:
+                    storage = self.config.bnb_4bit_quant_storage
+                    packed = torch.empty((shape.numel() + 1) // (2 * storage.itemsize), 1, dtype=storage)
+                    weight = nn.Parameter(packed, requires_grad=False)
+                    is_nested = self.config.bnb_4bit_use_double_quant
+                    blocks = -(-shape.numel() // _BLOCK)
+                    state2 = bnb.functional.QuantState(
+                        torch.empty(-(-blocks // _NESTED_BLOCK)),
+                        blocksize=_NESTED_BLOCK,
+                        code=torch.empty(256),
+                        dtype=torch.float32,
+                    )
+                    weight.blocksize, weight.quant_type = _BLOCK, self.config.bnb_4bit_quant_type
+                    weight.compress_statistics = is_nested
+                    weight.quant_state = bnb.functional.QuantState(
+                        torch.empty(blocks, dtype=torch.uint8 if is_nested else torch.float32),
+                        shape=shape,
+                        code=torch.empty(16),
+                        blocksize=_BLOCK,
+                        quant_type=self.config.bnb_4bit_quant_type,
+                        dtype=model.dtype,
+                        offset=torch.empty(()) if is_nested else None,
+                        state2=state2 if is_nested else None,
+                    )
+                    weight.quant_state.as_dict = lambda packed=False: {}  # it would read values
+                module.weight = weight
+
+    def undo(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        """Give the layers unquantised weights on the meta device, to be initialised."""
+        for module in quantised_layers(model):
+            weight = torch.empty(module.out_features, module.in_features, dtype=dtype, device="meta")
+            module.weight = nn.Parameter(weight, requires_grad=False)
+
+    def quantise(self, model: PreTrainedModel) -> None:
+        """Quantise the weights of the layers, in place, one after another."""
+        import bitsandbytes as bnb
+
+        for module in quantised_layers(model):
+            weight = module.weight.data
+            if self.config.load_in_8bit:
+                module.weight = bnb.nn.Int8Params(weight.cpu(), requires_grad=False).to(weight.device)
+                continue
+            module.weight = bnb.nn.Params4bit(
+                weight,
+                compress_statistics=self.config.bnb_4bit_use_double_quant,
+                quant_type=self.config.bnb_4bit_quant_type,
+                quant_storage=self.config.bnb_4bit_quant_storage,
+                module=module,
+            ).to(weight.device)
+
+
+def find_quantisation(config: PreTrainedConfig, given: Any, dtype: torch.dtype) -> Quantisation | None:
+    """How a model's weights are quantised: as its configuration says, or as they shall be.
+
+    Args:
+        config: the model's.
+        given: a BitsAndBytesConfig for weights that are not quantised; None: they stay as they are.
+        dtype: of the weights.
+
+    Raises:
+        UnsupportedModelError: the model is quantised in a way that adapters cannot be trained on here.
+        UserError: both are quantised, `given` is none of bitsandbytes', or bitsandbytes is not installed.
+    """
+    own = getattr(config, "quantization_config", None)
+    if own is not None and given is not None:
+        raise UserError("the model's weights are quantised already; leave quantization_config out")
+    if own is None and given is None:
+        return None
+    asked = given if own is None else own
+    try:
+        found = AutoQuantizationConfig.from_dict(dict(asked)) if isinstance(asked, dict) else asked
+    except (ValueError, ImportError) as error:
+        raise UnsupportedModelError(f"{config.model_type}: quantization_config: {error}") from error
+    if not isinstance(found, BitsAndBytesConfig):
+        if own is not None:
+            method = getattr(found.quant_method, "value", found.quant_method)
+            raise UnsupportedModelError(
+                f"{config.model_type}: the weights are quantised by {method}, and adapters are trained on those of "
+                "bitsandbytes alone; start from the unquantised checkpoint, with quantization_config"
+            )
+        raise UserError(f"quantization_config is a {type(found).__name__}; give a transformers.BitsAndBytesConfig")
+    if not (found.load_in_4bit or found.load_in_8bit):
+        raise UserError("quantization_config has load_in_4bit and load_in_8bit false; set one of them to True")
+    for name, reason in _REFUSED.items():
+        if getattr(found, name, False):
+            raise UserError(f"quantization_config has {name}=True: {reason}; leave it out")
+    if dtype not in _DTYPES:
+        names = ", ".join(str(one).removeprefix("torch.") for one in _DTYPES)
+        raise UserError(f"dtype is {str(dtype).removeprefix('torch.')}; bitsandbytes quantises weights in {names}")
+    need_bitsandbytes()
+    return Quantisation(found, is_done=own is not None)
+
+
+def need_bitsandbytes() -> None:
+    """Raise UserError where bitsandbytes is not installed."""
+    if not is_bitsandbytes_available():
+        raise UserError("quantised weights need the package bitsandbytes: pip install 'hf_gpipe[quantised]'")
+
+
+def quantised_layers(model: nn.Module) -> Iterator[Any]:
+    """The layers of bitsandbytes in a model."""
+    if not is_bitsandbytes_available():
+        return
+    import bitsandbytes as bnb
+
+    kinds = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
+    yield from (module for module in model.modules() if isinstance(module, kinds))
+
+
+def size_of_quantised(parameter: torch.Tensor) -> tuple[int, int]:
+    """Number of weights that a parameter stands for, and its bytes with those of its scales, if it has any."""
+    scales: list[torch.Tensor] = []
+    count = parameter.numel()
+    if (state := getattr(parameter, "quant_state", None)) is not None:
+        count = state.shape.numel()
+        scales = [state.absmax, *([state.state2.absmax] if state.nested else [])]
+    elif (scale := getattr(parameter, "SCB", None)) is not None:
+        scales = [scale]
+    return count, parameter.nbytes + sum(scale.nbytes for scale in scales)
+
+
+def _keep_form(module: Any) -> None:
+    """Keep bitsandbytes from changing the form of a weight in evaluation, as it does on CPUs with AVX512-BF16.
+
+    From that form no gradient is computed, also in the training after it.
+    """
+    if hasattr(module, "support_avx512bf16_for_cpu"):
+        module.support_avx512bf16_for_cpu = False
+
+
+def restore(module: nn.Module) -> None:
+    """Undo what a forward of bitsandbytes has done to a quantised layer's weight, in place, and from now on keep it."""
+    weight: Any = getattr(module, "weight", None)
+    if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
+        module.state_dict()  # unpacks it
+    _keep_form(module)
+    state: Any = getattr(module, "state", None)
+    if hasattr(weight, "SCB") and weight.SCB is None:
+        weight.CB, weight.SCB = weight.data, state.SCB

@@ -1,0 +1,265 @@
+"""LoRA on a quantised base: in stages the gradients of plain transformers, peft and bitsandbytes, to the bit."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPTQConfig, LlamaConfig
+
+from hf_gpipe import Pipeline
+from hf_gpipe.adapters import adapter_for, quantised
+from hf_gpipe.adapters.peft import make_peft
+from hf_gpipe.errors import UnsupportedModelError, UserError
+from hf_gpipe.planner.layers import LayerTracer
+from hf_gpipe.planner.workload import Workload
+from hf_gpipe.runtime.loss import TokenLoss
+from hf_gpipe.runtime.micro_batch import split_rows
+from tests.gloo import run_gloo
+from tests.oracle import Result, padded_batch, run_pipeline
+
+peft = pytest.importorskip("peft")
+bitsandbytes = pytest.importorskip("bitsandbytes")
+
+LORA = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+
+
+def asked(kind: str) -> BitsAndBytesConfig:
+    """nf4, fp4 or int8; with a + for double quantisation."""
+    if kind == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind.removesuffix("+"),
+        bnb_4bit_use_double_quant=kind.endswith("+"),
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+
+
+def config(*, tied: bool = False) -> LlamaConfig:
+    """Wide enough for several 4-bit blocks in a row of a weight."""
+    return LlamaConfig(
+        vocab_size=50,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+    )
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """A checkpoint with tied and one with untied embeddings, by whether they are tied."""
+    found = {}
+    for tied in (False, True):
+        torch.manual_seed(0)
+        found[tied] = tmp_path_factory.mktemp("tied" if tied else "untied")
+        AutoModelForCausalLM.from_config(config(tied=tied)).save_pretrained(found[tied], max_shard_size="100KB")
+    return found
+
+
+def plain_model(directory: Path, kind: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(
+        directory, quantization_config=asked(kind), dtype=torch.float32, attn_implementation="eager"
+    )
+
+
+def expected_step(model: Any, adapters: dict[str, torch.Tensor], num_micro_batches: int = 2) -> Result:
+    """A step of transformers and peft with these values of the adapters, the loss computed as the pipeline does."""
+    model = peft.get_peft_model(model, copy.deepcopy(LORA)).train()
+    named = {n.removeprefix("base_model.model."): p for n, p in model.named_parameters() if p.requires_grad}
+    assert named.keys() == adapters.keys()
+    with torch.no_grad():
+        for name, parameter in named.items():
+            parameter.copy_(adapters[name])
+    batch = padded_batch(config())
+    num_tokens, total = int((batch["labels"][:, 1:] != -100).sum()), 0.0
+    for rows in split_rows(batch, num_micro_batches):
+        used = int(rows["attention_mask"].sum(1).max())  # columns that only pad are cut off
+        ids, mask, labels = (rows[name][:, :used] for name in ("input_ids", "attention_mask", "labels"))
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100).flatten()
+        losses, gradient = TokenLoss().with_gradient(logits.detach().clone().flatten(0, 1), targets, overwrite=True)
+        factor = (targets != -100).float().mul_(torch.tensor(1.0) / num_tokens)
+        logits.backward((gradient * factor[:, None]).view_as(logits))
+        total += float(losses.sum() / num_tokens)
+    return Result(total, {name: p.grad.clone() for name, p in named.items()})
+
+
+def adapters_of(pipe: Pipeline) -> dict[str, torch.Tensor]:
+    mine = {name: p.detach().clone() for name, p in pipe.named_parameters() if p.requires_grad}
+    return {name: tensor for part in pipe.topology.gather_objects(mine) for name, tensor in part.items()}
+
+
+def make(directory: Path, kind: str | None, num_stages: int, **options: Any) -> Pipeline:
+    given = None if kind is None else asked(kind)
+    return Pipeline(
+        directory,
+        num_stages,
+        num_micro_batches=2,
+        quantization_config=given,
+        attn_implementation="eager",
+        peft_config=LORA,
+        **options,
+    )
+
+
+def assert_bit_equal(found: Result, expected: Result) -> None:
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert found.gradients.keys() == expected.gradients.keys()
+    for name, gradient in expected.gradients.items():
+        assert gradient.any(), name
+        assert torch.equal(found.gradients[name], gradient), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_stages", "options", "tied"),
+    [
+        ("nf4", 1, {"recompute": "none"}, False),
+        ("nf4+", 2, {"recompute": "stage"}, True),
+        ("fp4", 3, {"recompute": "block", "schedule": "1f1b"}, False),
+        ("fp4+", 2, {"recompute": "none", "schedule": "zb_h1"}, True),
+        ("int8", 2, {"recompute": "stage", "schedule": "1f1b"}, False),
+    ],
+)
+def test_gradients_are_those_of_plain_peft_to_the_bit(
+    kind: str, num_stages: int, options: dict[str, Any], tied: bool, directories: dict[bool, Path]
+) -> None:
+    pipe = make(directories[tied], kind, num_stages, **options)
+    batch = padded_batch(config())
+    found = run_pipeline(pipe, batch)
+    plain = plain_model(directories[tied], kind)
+    own = {name.replace(".base_layer", ""): p for name, p in pipe.named_parameters()}
+    assert all(torch.equal(p, own[name]) for name, p in plain.named_parameters() if name in own)
+    assert_bit_equal(found, expected_step(plain, adapters_of(pipe)))
+    # On a CPU with AVX512-BF16, bitsandbytes changes the form of the weights in evaluation.
+    before = pipe.eval_step(batch).loss
+    assert_bit_equal(run_pipeline(pipe, batch), found)
+    assert pipe.eval_step(batch).loss == before
+
+
+def test_an_evaluation_leaves_the_form_of_the_weights(
+    directories: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: True)
+    pipe = make(directories[False], "nf4", 2)
+    layers = [one for stage in pipe.models.values() for one in quantised.quantised_layers(stage.model)]
+    assert layers
+    assert not any(layer.support_avx512bf16_for_cpu for layer in layers)
+
+
+def _step_on_two_processes(directory: Path) -> tuple[Result, dict[str, torch.Tensor]]:
+    pipe = make(directory, "nf4+", 2, schedule="1f1b")
+    return run_pipeline(pipe, padded_batch(config())), adapters_of(pipe)
+
+
+def test_two_gloo_processes(directories: dict[bool, Path]) -> None:
+    results = run_gloo(_step_on_two_processes, 2, directories[True])
+    expected = expected_step(plain_model(directories[True], "nf4+"), results[0][1])
+    for found, _ in results:
+        assert_bit_equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["nf4+", "int8"])
+def test_quantised_models_in_memory_and_on_disk(kind: str, directories: dict[bool, Path], tmp_path: Path) -> None:
+    plain = plain_model(directories[False], kind)
+    plain.save_pretrained(tmp_path, max_shard_size="30KB")
+    expected = run_pipeline(make(directories[False], kind, 2), padded_batch(config()))
+    assert_bit_equal(run_pipeline(make(tmp_path, None, 3), padded_batch(config())), expected)
+    assert_bit_equal(run_pipeline(make(plain, None, 3), padded_batch(config())), expected)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_model_that_was_evaluated_before(kind: str, directories: dict[bool, Path]) -> None:
+    plain, ids = plain_model(directories[False], kind), padded_batch(config())["input_ids"][:1]
+    with torch.no_grad():
+        # A CPU with AVX512-BF16 rounds the scales, and changes the form of the weights.
+        logits = plain.eval()(input_ids=ids).logits
+    pipe = make(plain, None, 3)
+    found = run_pipeline(pipe, padded_batch(config()))
+    expected = run_pipeline(make(directories[False], kind, 3), padded_batch(config()))
+    assert found.loss == pytest.approx(expected.loss, rel=1e-3)
+    with torch.no_grad():
+        torch.testing.assert_close(plain(input_ids=ids).logits, logits, atol=0.05, rtol=0.05)
+    assert_bit_equal(run_pipeline(pipe, padded_batch(config())), found)
+
+
+def test_adapters_are_saved_for_plain_peft(directories: dict[bool, Path], tmp_path: Path) -> None:
+    pipe = make(directories[True], "nf4", 2)
+    pipe.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(plain_model(directories[True], "nf4"), tmp_path).train()
+    ids = padded_batch(config())["input_ids"][:1]
+    with torch.no_grad():
+        expected = loaded.base_model(input_ids=ids).logits[:, :-1].log_softmax(-1)
+    found = pipe.eval_step({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}).loss
+    assert found == pytest.approx(float(-expected.gather(-1, ids[:, 1:, None]).mean()), rel=1e-5)
+    other = make(directories[True], "nf4", 3, seed=1)
+    other.load_pretrained(tmp_path)
+    assert all(torch.equal(p, adapters_of(pipe)[name]) for name, p in adapters_of(other).items())
+
+
+def test_the_planner_counts_quantised_bytes(directories: dict[bool, Path]) -> None:
+    for kind in ("nf4", "fp4+", "int8"):
+        pipe = make(directories[False], kind, 2)
+        planned = pipe.plan(padded_batch(config()))
+        for stage in planned.stages:
+            held = list(pipe.models[stage.number].model.parameters())
+            sizes = [quantised.size_of_quantised(parameter) for parameter in held]
+            buffers = sum(buffer.nbytes for buffer in pipe.models[stage.number].model.buffers())
+            assert stage.num_parameters == sum(count for count, _ in sizes)
+            assert 0 <= stage.memory.parameters - sum(size for _, size in sizes) <= buffers
+    # 4 bits for each weight, and a float32 scale or a byte for every 64.
+    weights = quantised.size_of_quantised(pipe.models[0].model.model.layers[0].mlp.up_proj.base_layer.weight)
+    assert weights == (64 * 128, 64 * 128 + 128 * 4)
+
+
+def test_the_planner_runs_quantised_layers_like_those_that_are_not() -> None:
+    costs = []
+    for given in (None, asked("nf4"), asked("int8")):
+        adapter = adapter_for(config(), torch.float32, quantization_config=given)
+        tracer = LayerTracer(adapter, peft=make_peft(adapter, "default", LORA), as_on_gpu=True)
+        costs.append(tracer.costs(Workload(1, 4, 4)).layers[2])
+    plain, four, eight = costs
+    assert four.forward_flops == plain.forward_flops == eight.forward_flops
+    assert four.backward_flops == plain.backward_flops
+    assert four.plain.saved_bytes == pytest.approx(plain.plain.saved_bytes, rel=0.01)
+    # To multiply, one weight at a time is converted back.
+    largest = 64 * 128 * 4
+    assert plain.forward_working_bytes < four.forward_working_bytes <= plain.forward_working_bytes + largest
+    assert plain.plain.backward_working_bytes < four.plain.backward_working_bytes
+
+
+def test_what_cannot_be_quantised_is_refused(
+    directories: dict[bool, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = directories[False]
+    base = Pipeline(directory, 2, 2, quantization_config=asked("nf4"))
+    assert base.eval_step(padded_batch(config())).loss > 0
+    with pytest.raises(UserError, match=r"quantised and cannot be trained.*peft_config"):
+        base.train_step(padded_batch(config()))
+    with pytest.raises(UserError, match=r"save_pretrained.*only adapters"):
+        base.save_pretrained(tmp_path)
+    for given, message in (
+        ({"quantization_config": BitsAndBytesConfig()}, "has load_in_4bit and load_in_8bit false"),
+        ({"quantization_config": GPTQConfig(bits=4)}, "GPTQConfig; give a transformers.BitsAndBytesConfig"),
+        ({"quantization_config": BitsAndBytesConfig(load_in_8bit=True, llm_int8_has_fp16_weight=True)}, "fp16_weight"),
+        ({"quantization_config": BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["x"])}, "head 'lm_head'"),
+        ({"quantization_config": asked("nf4"), "dtype": "float64"}, "dtype is float64"),
+    ):
+        with pytest.raises(UserError, match=message):
+            Pipeline(directory, 2, **given)
+    with pytest.raises(UnsupportedModelError, match=r"quantised by gptq.*bitsandbytes alone"):
+        Pipeline(LlamaConfig(quantization_config={"quant_method": "gptq", "bits": 4}), 2)
+    with pytest.raises(UserError, match="quantised already"):
+        Pipeline(LlamaConfig(quantization_config=asked("nf4")), 2, quantization_config=asked("nf4"))
+    with pytest.raises(UserError, match="for weights that are read"):
+        Pipeline(plain_model(directory, "nf4"), 2, quantization_config=asked("nf4"))
+    monkeypatch.setattr(quantised, "is_bitsandbytes_available", lambda: False)
+    with pytest.raises(UserError, match=r"pip install 'hf_gpipe\[quantised\]'"):
+        Pipeline(directory, 2, quantization_config=asked("nf4"))
