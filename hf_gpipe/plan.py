@@ -85,6 +85,7 @@ def _plan(options: argparse.Namespace) -> int:
             "--devices, or pipeline.num_processes."
         )
 
+    from hf_gpipe.planner.listed import listed_plan
     from hf_gpipe.planner.report import as_dict, draw_plan, overrides, report, search_report
     from hf_gpipe.planner.search import search
 
@@ -99,6 +100,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.search:
         found = search(planner, config)
         best = found.fastest[0] if found.fastest else found.leanest
+        best = listed_plan(best) if options.listed else best
         if options.json:
             plans = {"fastest": [as_dict(plan) for plan in found.fastest], "leanest": as_dict(found.leanest)}
             print(json.dumps({"num_tried": found.num_tried, **plans}, indent=2))
@@ -106,6 +108,7 @@ def _plan(options: argparse.Namespace) -> int:
             print(search_report(found), file=sys.stderr if options.table else sys.stdout)
     else:
         best = _best(planner, config)
+        best = listed_plan(best) if options.listed else best
         if options.json:
             print(json.dumps(as_dict(best), indent=2))
         elif not options.table:
@@ -364,6 +367,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--longest", action="store_true", help="find the largest data.max_target_tokens (chats: max_length) that fits"
+    )
+    parser.add_argument(
+        "--listed",
+        action="store_true",
+        help="also make a table with I and W for this very plan, and take it where it is faster; "
+        "--listed --table > listed.txt writes it",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(

@@ -7,16 +7,15 @@
 
 The first measures F and B of a stage whose weight gradients are autograd's, and F, I and W of the same stage, in turns.
 Seconds are medians over the repetitions, with the smallest and the largest; `(I + W) / B` and `F split / F` are of one
-repetition each. The gradients of both are compared. Each stage has run the forward of the next micro-batch before, as
-in the tables: with no other graph alive the C library would give the memory back after each repetition, and every page
-that I keeps would be new. `page faults` counts such pages.
+repetition each. The gradients of both are compared. The C library is told to keep freed memory: otherwise it gives some
+back in each repetition, and I, which keeps more than B, pays for new pages. `page faults` counts them.
 
 `--host` runs steps of one process and takes out what is not the executor's: the forward of the stage's model, the loss,
 the products of W, autograd's engine, the channels, and what measuring these costs. What is left, over the number of
-actions, are microseconds of the thread's CPU time per action. One JSON line.
+actions, are microseconds of the thread's CPU time per action; "beside it" are those of the other parts. One JSON line.
 
-`--profile` runs the same steps under cProfile and prints the time by who spends it, and the project's functions in
-which most of it is spent. The profiler makes short Python functions look dearer than they are.
+`--profile` runs the same steps under cProfile and prints the project's functions in which most of the time is spent.
+The profiler makes short Python functions look dearer than they are.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from __future__ import annotations
 import argparse
 import cProfile
 import json
+import os
 import pstats
 import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from functools import partial
 from statistics import median
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from bench import machine
 from bench.report import table
 from transformers import LlamaConfig
 
@@ -91,7 +90,7 @@ def split_costs(arguments: argparse.Namespace) -> dict[str, Any]:
         whole.model.adapter, [batch_of(arguments.rows, arguments.length)], 1, seed=0, step=0
     )
     hidden, gradient = torch.randn(2, arguments.rows, arguments.length, arguments.width, dtype=dtype, device=device)
-    contexts = [Context(replace(micro_batch, index=index), {"hidden": hidden}) for index in range(2)]
+    context = Context(micro_batch, {"hidden": hidden})
     faults: Counter[str] = Counter()
     seconds: dict[str, list[float]] = {name: [] for name in ("F", "B", "F split", "I", "W")}
     kept = 0
@@ -106,18 +105,14 @@ def split_costs(arguments: argparse.Namespace) -> dict[str, Any]:
         seconds[name].append(time.perf_counter() - start)
         faults[name] += resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-    for stage in (whole, split):
-        stage.forward(contexts[1], keep_graph=True)
+    machine.keep_freed_memory()
     for repetition in range(arguments.repetitions + _WARM_UP):
-        now, earlier = contexts[repetition % 2], 1 - repetition % 2
-        for stage, names in ((whole, ("F", "B")), (split, ("F split", "I", "W")))[:: -1 if repetition % 4 > 1 else 1]:
-            clock(names[0], partial(stage.forward, now, keep_graph=True))
-            if stage is whole:
-                clock("B", partial(stage.backward, earlier, {"hidden": gradient}))
-                continue
-            clock("I", partial(stage.input_backward, earlier, {"hidden": gradient}))
-            kept = stage.deferred_bytes(earlier)
-            clock("W", partial(stage.weight_backward, earlier))
+        clock("F", lambda: whole.forward(context, keep_graph=True))
+        clock("B", lambda: whole.backward(0, {"hidden": gradient}))
+        clock("F split", lambda: split.forward(context, keep_graph=True))
+        clock("I", lambda: split.input_backward(0, {"hidden": gradient}))
+        kept = split.deferred_bytes(0)
+        clock("W", lambda: split.weight_backward(0))
         if repetition == _WARM_UP - 1:  # the first one writes the gradients that the others add to
             faults.clear()
             for measured in seconds.values():
@@ -139,42 +134,44 @@ def split_costs(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 class Others:
-    """Counts the seconds of calls that are not the executor's."""
+    """Counts the seconds of calls that are not the executor's, by what they are for."""
 
     def __init__(self) -> None:
-        self.seconds, self.calls = 0.0, 0
+        self.seconds: Counter[str] = Counter()
+        self._calls: Counter[str] = Counter()
         self._is_inside = False
-        self._own_seconds = 0.0
-        self._own_seconds = self._measure_own_seconds()
+        #: What counting a call costs beside what it counts.
+        self._counting_seconds = 0.0
+        self._counting_seconds = self._measure_counting()
 
     def restart(self) -> None:
-        self.seconds, self.calls = 0.0, 0
+        self.seconds.clear()
+        self._calls.clear()
 
     def in_all(self) -> float:
         """The seconds of the calls since `restart`, and of counting them."""
-        return self.seconds + self.calls * self._own_seconds
+        return self.seconds.total() + self._calls.total() * self._counting_seconds
 
-    def _measure_own_seconds(self) -> float:
-        """What counting a call costs beside what it counts."""
-        nothing, times = self.around(lambda: None), []
+    def _measure_counting(self) -> float:
+        nothing, times = self.around("", lambda: None), []
         for _ in range(2000):
             self.restart()
             start = time.thread_time()
             nothing()
-            times.append(time.thread_time() - start - self.seconds)
+            times.append(time.thread_time() - start - self.seconds.total())
         return median(times)
 
-    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def around(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             if self._is_inside:
                 return function(*args, **kwargs)
             self._is_inside = True
-            self.calls += 1
             start = time.thread_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                self.seconds += time.thread_time() - start
+                self.seconds[part] += time.thread_time() - start
+                self._calls[part] += 1
                 self._is_inside = False
 
         return timed
@@ -208,52 +205,41 @@ def tiny_steps(schedule: str) -> Iterator[tuple[int, Callable[[], Any]]]:
 
 
 def host_time(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Microseconds of the executor per action, by schedule."""
+    """Microseconds per action, by schedule: of the executor, and the medians of the other parts of a step."""
     found: dict[str, Any] = {}
     others = Others()
     for schedule in arguments.schedules:
-        values = []
+        values, parts = [], []
         with tiny_steps(schedule) as (count, step), ExitStack() as patched:
-            for owner, name in (one for calls in PARTS.values() for one in calls):
-                patched.enter_context(patch.object(owner, name, others.around(getattr(owner, name))))
+            for part, calls in PARTS.items():
+                for owner, name in calls:
+                    patched.enter_context(patch.object(owner, name, others.around(part, getattr(owner, name))))
             for _ in range(10 * arguments.repetitions):
                 others.restart()
                 start = time.thread_time()
                 step()
                 values.append((time.thread_time() - start - others.in_all()) / count)
-        found[schedule] = {"actions": count, "microseconds": summary(values, 1e6)}
+                parts.append({part: others.seconds[part] / count for part in PARTS})
+        medians = {part: round(1e6 * median(one[part] for one in parts), 1) for part in PARTS}
+        found[schedule] = {"actions": count, "microseconds": summary(values, 1e6), "beside it": medians}
     return found
 
 
-def host_profile(schedule: str, repetitions: int, lines: int = 24) -> str:
-    """Where the host's time of a step goes, in microseconds per action, as two tables in Markdown."""
+def host_profile(schedule: str, repetitions: int, lines: int = 20) -> str:
+    """The project's functions in which a step's host time is spent, in microseconds per action, in Markdown."""
     with tiny_steps(schedule) as (count, step):
         profile = cProfile.Profile()
-        for _ in range(repetitions):
+        for _ in range(10 * repetitions):
             profile.runcall(step)
-    functions = pstats.Stats(profile).stats  # type: ignore[attr-defined]
-    scale = 1e6 / repetitions / count
-    code = {
-        getattr(owner, name).__code__: part
-        for part, calls in PARTS.items()
-        for owner, name in calls
-        if hasattr(getattr(owner, name), "__code__")
-    }
-    parts: Counter[str] = Counter()
+    scale = 1e6 / (10 * repetitions) / count
     own = []
-    whole = next(cumulative for (_, _, name), (*_, cumulative, _) in functions.items() if name == "step") * scale
-    for (file, line, name), (_, calls, itself, cumulative, _) in functions.items():
-        for one, part in code.items():
-            if (one.co_filename, one.co_firstlineno) == (file, line):
-                parts[part] += cumulative * scale
-        if "hf_gpipe/" in file and "scripts" not in file:
-            place = file.rpartition("hf_gpipe/")[2]
-            own.append((itself * scale, cumulative * scale, calls / repetitions / count, f"`{place}` {name}"))
-    parts["executor and stages: the rest"] = whole - sum(parts.values())
-    shares = [[part, f"{spent:.0f}", f"{spent / whole:.0%}"] for part, spent in parts.most_common()]
-    rows = [[place, f"{each:.2f}", f"{itself:.1f}", f"{total:.1f}"] for itself, total, each, place in sorted(own)[::-1]]
-    header = ["function", "calls", "own us", "with all it calls"]
-    return "\n\n".join([table([schedule, "us per action", "share"], shares), table(header, rows[:lines])])
+    for (file, _, name), (_, calls, itself, cumulative, _) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+        if f"{os.sep}hf_gpipe{os.sep}" in file:
+            place = file.rpartition(f"hf_gpipe{os.sep}")[2]
+            own.append((itself * scale, cumulative * scale, calls / (10 * repetitions) / count, f"`{place}` {name}"))
+    own.sort(reverse=True)
+    rows = [[place, f"{each:.2f}", f"{itself:.1f}", f"{total:.1f}"] for itself, total, each, place in own[:lines]]
+    return table([f"{schedule}: function", "calls", "own us", "us with all that it calls"], rows)
 
 
 def summary(values: list[float], scale: float = 1.0) -> dict[str, float]:

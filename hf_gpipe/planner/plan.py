@@ -279,6 +279,13 @@ class Planner:
         of_table = Recompute.parse(settings.recompute, num_stages).of_table
         return build(name, num_stages, num_micro_batches, placement, of_table)
 
+    def table_costs(self, settings: DecidedConfig, table: Schedule) -> Costs:
+        """The seconds of the actions and messages of a table that runs with these settings."""
+        sums, placement = self.sums(settings.num_micro_batches), table.placement
+        network = Network(self.cluster or one_level(self.device, placement.num_processes), placement)
+        speeds = speeds_of(self.speeds, placement)
+        return _table_costs(sums, stage_layers(settings), table, speeds, self.inputs.optim, settings, network)
+
     def plan(self, settings: DecidedConfig) -> Plan:
         """Predict the memory and the time of one step of a pipeline with these settings.
 
@@ -290,9 +297,7 @@ class Planner:
         table = self.table(settings)
         placement = table.placement
         stages = stage_layers(settings)
-        network = Network(self.cluster or one_level(self.device, placement.num_processes), placement)
-        speeds = speeds_of(self.speeds, placement)
-        timeline = simulate(table, _table_costs(sums, stages, table, speeds, self.inputs.optim, settings, network))
+        timeline = simulate(table, self.table_costs(settings, table))
         state_shares = self._state_shares(settings, table)
 
         def memory(process: int, own: Sequence[int]) -> MemoryEstimate:

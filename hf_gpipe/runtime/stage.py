@@ -133,13 +133,16 @@ class Stage:
     def weight_backward(self, micro_batch: int, completed: Callable[[torch.nn.Parameter], None] | None = None) -> None:
         """W: add the weight gradients that I left to `.grad`, and free what it kept, one layer after the other.
 
+        Of what I kept the last is computed first, for it may still be in a cache of the processor.
+
         Args:
             micro_batch: its number.
-            completed: called with each parameter once all its parts have been added.
+            completed: called with each parameter once all its parts have been added, in the order of I.
         """
         kept = self._kept.pop(micro_batch)
         parts = {} if completed is None else Counter(product.parameter for product in kept)
-        kept.reverse()
+        if completed is not None:
+            kept.reverse()
         while kept:
             product = kept.pop()
             product.add()

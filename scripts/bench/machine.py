@@ -60,6 +60,13 @@ def wake_up_on_time() -> None:
     ctypes.CDLL(None).prctl(set_timer_slack, nanoseconds)
 
 
+def keep_freed_memory() -> None:
+    """Let glibc keep what is freed: else it gives pages back, and whoever comes next pays for new ones."""
+    trim_threshold, mmap_threshold = -1, -3
+    for option, num_bytes in ((trim_threshold, 1 << 30), (mmap_threshold, 32 << 20)):
+        ctypes.CDLL(None).mallopt(option, num_bytes)
+
+
 def environment() -> dict[str, str | int]:
     """The environment that figures depend on besides the code."""
     return {

@@ -140,6 +140,27 @@ def test_a_table_that_is_printed_can_be_run(recipe: str, tmp_path: Path, capsys:
     assert plans[0] == plans[1]
 
 
+def test_a_table_made_for_a_plan(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two stages that are not equal."""
+    asked = ["--json", "pipeline.num_micro_batches=4", "pipeline.recompute=none", "pipeline.partition=[2,5]"]
+    seconds = {}
+    for schedule in ("1f1b", "zb_h1"):
+        assert main([recipe, *asked, f"pipeline.schedule={schedule}"]) == 0
+        seconds[schedule] = json.loads(capsys.readouterr().out)["step_seconds"]
+    assert main([recipe, *asked, "pipeline.schedule=1f1b", "--listed"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert listed["settings"]["schedule"] == "listed.txt"
+    assert listed["step_seconds"] < seconds["1f1b"]
+    assert listed["step_seconds"] <= seconds["zb_h1"] * 1.001
+    assert main([recipe, "--table", "--listed", "pipeline.schedule=1f1b", *asked[1:]]) == 0
+    mine = tmp_path / "listed.txt"
+    mine.write_text(capsys.readouterr().out)
+    assert main([recipe, *asked, f"pipeline.schedule={mine}"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_seconds"] == listed["step_seconds"]
+    assert main([recipe, "--listed", "pipeline.recompute=stage"]) == 2
+    assert "recompute none or block" in capsys.readouterr().err
+
+
 def test_a_split_and_a_fix_for_a_table(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine = tmp_path / "mine.txt"
     mine.write_text(build("gpipe_fused", 2, 2).text())

@@ -24,8 +24,8 @@ import sys
 import bench_emulated, bench_head, bench_memory, bench_peers, bench_table2
 folder = sys.argv[1]
 cases = ["single", "torch Schedule1F1B", "ours 1f1b stage", "ours auto 770 MB", "ours 1f1b none bucketed"]
-cases += ["torch DDP x Schedule1F1B", "ours 2 x 2 zero 1"]
-settings = ["on", "lengths", "mesh"]
+cases += ["torch DDP x Schedule1F1B", "ours 2 x 2 zero 1", "torch ScheduleZBVZeroBubble", "ours zb_v none"]
+settings = ["on", "lengths", "zero_bubble", "mesh"]
 codes = [
     bench_emulated.main(["--quick", "--json", f"{folder}/emulated.json"]),
     bench_head.main(["--quick", "--json", f"{folder}/head.json"]),
