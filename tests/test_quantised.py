@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -263,3 +264,19 @@ def test_what_cannot_be_quantised_is_refused(
     monkeypatch.setattr(quantised, "is_bitsandbytes_available", lambda: False)
     with pytest.raises(UserError, match=r"pip install 'hf_gpipe\[quantised\]'"):
         Pipeline(directory, 2, quantization_config=asked("nf4"))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4+", "int8"])
+def test_a_weight_is_quantised_slice_by_slice(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantised, "_SLICE", 1 << 8)
+    weight = torch.randn(37, 72)  # neither blocks nor slices divide it
+    layer = bitsandbytes.nn.Linear8bitLt if kind == "int8" else bitsandbytes.nn.Linear4bit
+    states = []
+    for mode in (contextlib.nullcontext(), quantised.BySlices()):
+        with mode:
+            module = layer(72, 37, bias=False)
+            module.weight.data.copy_(weight)
+            quantised.Quantisation(asked(kind)).quantise(module)
+            states.append(module.state_dict())
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])

@@ -33,7 +33,7 @@ from transformers.utils import logging as transformers_logging
 from hf_gpipe.adapters.base import StageModel
 from hf_gpipe.adapters.dropout import default_generator, key, mix
 from hf_gpipe.adapters.peft import PeftAdapter
-from hf_gpipe.adapters.quantised import quantised_layers, restore
+from hf_gpipe.adapters.quantised import BySlices, quantised_layers, restore
 from hf_gpipe.checkpoint.copies import on_cpu
 from hf_gpipe.checkpoint.digests import Digests, advising
 from hf_gpipe.errors import CheckpointError
@@ -85,7 +85,8 @@ def initialise(stage: StageModel, device: torch.device, seed: int) -> None:
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
     if quantisation is not None:
-        quantisation.quantise(model)
+        with BySlices():
+            quantisation.quantise(model)
 
 
 def take(stage: StageModel, source: PreTrainedModel, device: torch.device) -> None:
@@ -165,7 +166,7 @@ def _read(stage: StageModel, path: str | os.PathLike[str], device: torch.device,
     )
     state = default_generator(device).get_state()
     try:
-        with _quiet(), _SeededByName(model, seed):
+        with _quiet(), _SeededByName(model, seed), BySlices():
             info, _ = PreTrainedModel._load_pretrained_model(model, None, [str(file) for file in files], config)
             info = PreTrainedModel._finalize_model_loading(model, config, info)
     except (RuntimeError, OSError, SafetensorError) as error:
