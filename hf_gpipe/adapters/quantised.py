@@ -134,11 +134,25 @@ class BySlices(TorchDispatchMode):
         kwargs, name = kwargs or {}, func._schema.name
         if name not in (_QUANTISE_4BIT, _QUANTISE_8BIT) or args[0].device.type != "cpu" or args[0].numel() <= _SLICE:
             return func(*args, **kwargs)
-        weight = args[0]
-        is_flat = name == _QUANTISE_4BIT
-        slices = weight.reshape(-1).split(_SLICE) if is_flat else weight.split(-(-_SLICE // weight.shape[-1]))
-        parts = [func(one, *args[1:], **kwargs) for one in slices]
-        return tuple(None if of_slices[0] is None else torch.cat(of_slices) for of_slices in zip(*parts, strict=True))
+        weight = args[0].reshape(-1) if name == _QUANTISE_4BIT else args[0]
+        slices = weight.split(_SLICE if weight.dim() == 1 else -(-_SLICE // weight.shape[-1]))
+        whole: list[torch.Tensor | None] = []
+        ends: list[int] = []
+        for one in slices:
+            parts = func(one, *args[1:], **kwargs)
+            if not whole:
+                # As many as for the first slice, for each of its weights or rows.
+                lengths = [0 if part is None else -(-len(part) * len(weight) // len(one)) for part in parts]
+                whole = [
+                    part if part is None else part.new_empty(n, *part.shape[1:])
+                    for part, n in zip(parts, lengths, strict=True)
+                ]
+                ends = [0] * len(parts)
+            for index, (result, part) in enumerate(zip(whole, parts, strict=True)):
+                if result is not None:
+                    result[ends[index] : ends[index] + len(part)] = part
+                    ends[index] += len(part)
+        return tuple(whole)
 
 
 def find_quantisation(config: PreTrainedConfig, given: Any, dtype: torch.dtype) -> Quantisation | None:

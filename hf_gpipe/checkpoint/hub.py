@@ -127,7 +127,10 @@ def load(stage: StageModel, path: str | os.PathLike[str], device: torch.device, 
     _read(stage, path, device, seed)
     if device.type == "cpu":
         # The library maps the files into memory. Weights must not depend on a file that may be replaced.
-        for tensor in {id(t): t for t in stage.model.state_dict(keep_vars=True).values()}.values():
+        quantisation = stage.adapter.quantisation
+        is_new = quantisation is not None and not quantisation.is_done
+        own = {id(layer.weight) for layer in quantised_layers(stage.model)} if is_new else set()
+        for tensor in {id(t): t for t in stage.model.state_dict(keep_vars=True).values() if id(t) not in own}.values():
             tensor.data = tensor.data.clone()
             if hasattr(tensor, "CB"):  # of an 8-bit weight: the same memory
                 tensor.CB = tensor.data
