@@ -1,43 +1,40 @@
-"""Instruction tuning of a causal model, with the loss on the completions only.
+"""Instruction tuning of a causal model on conversations, with the loss on what the assistant says.
 
-    python examples/instruct.py MODEL EXAMPLES OUTPUT [--num_stages 4 --bf16 ...]
-    torchrun --nproc-per-node 4 examples/instruct.py MODEL EXAMPLES OUTPUT --num_stages 4
+    python examples/instruct.py MODEL ROWS OUTPUT [--num_stages 4 --bf16 ...]
+    torchrun --nproc-per-node 4 examples/instruct.py MODEL ROWS OUTPUT --num_stages 4
 
-EXAMPLES is a file of JSON lines {"prompt": ..., "completion": ...}.
+ROWS is a file of JSON lines, such as examples/chats.jsonl: `messages`, ShareGPT's `conversations`, or `prompt` and
+`completion`, which may be text. A tokenizer without a chat template gets that of examples/chatml.jinja.
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from typing import Any
+from pathlib import Path
 
-from datasets import load_dataset
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq, HfArgumentParser
 
 from hf_gpipe import PipelineTrainer, PipelineTrainingArguments
+from hf_gpipe.data import ChatExamples
 
 
-def main(model: str, examples: str, output: str, *options: str) -> None:
+def main(model: str, path: str, output: str, *options: str) -> None:
     defaults = ["--num_micro_batches", "8", "--learning_rate", "2e-5", "--lr_scheduler_type", "cosine"]
     parser = HfArgumentParser(PipelineTrainingArguments)
     (args,) = parser.parse_args_into_dataclasses(["--output_dir", output, *defaults, *options])
     tokenizer = AutoTokenizer.from_pretrained(model)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-
-    def encode(row: dict[str, str]) -> dict[str, Any]:
-        prompt = tokenizer(row["prompt"], add_special_tokens=False).input_ids
-        completion = [*tokenizer(row["completion"], add_special_tokens=False).input_ids, tokenizer.eos_token_id]
-        # A position whose label is -100 has no loss.
-        return {"input_ids": prompt + completion, "labels": [-100] * len(prompt) + completion}
-
-    rows = load_dataset("json", data_files=examples, split="train")
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = Path(__file__).with_name("chatml.jinja").read_text()
+    rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
     trainer = PipelineTrainer(
         model=model,
         args=args,
         # It pads the labels with -100, and ids on the right.
         data_collator=DataCollatorForSeq2Seq(tokenizer),
-        train_dataset=rows.map(encode, remove_columns=rows.column_names),
+        train_dataset=ChatExamples(rows, tokenizer, max_length=1024),
         processing_class=tokenizer,
     )
     trainer.train(resume_from_checkpoint=True)

@@ -38,6 +38,9 @@ def main(tokenizer_path: str, text: str, output: str, *options: str) -> None:
     parser = HfArgumentParser(PipelineTrainingArguments)
     (args,) = parser.parse_args_into_dataclasses(["--output_dir", output, *defaults, *options])
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+    if tokenizer.pad_token is None:
+        # Blocks are never padded, but the collator asks for it.
+        tokenizer.pad_token = tokenizer.eos_token
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=256,

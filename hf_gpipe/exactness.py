@@ -7,7 +7,7 @@ plain model looped over the same micro-batches: in float64 to 1e-10 of the globa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters import IGNORED_LABEL, Adapter, StageModel, build_adapter, unsupported
+from hf_gpipe.adapters.decoder_only import packed_row
 from hf_gpipe.adapters.routers import auxiliary_loss
 from hf_gpipe.adapters.skeleton import build
 from hf_gpipe.adapters.tiny import tiny_config
@@ -28,8 +29,9 @@ from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.micro_batch import make_micro_batches, split_rows
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.ties import share_within_process
-from hf_gpipe.schedule.actions import Placement
+from hf_gpipe.schedule.actions import ActionKind, Placement
 from hf_gpipe.schedule.builders import build as build_schedule
+from hf_gpipe.schedule.table import Schedule
 
 #: Largest difference between stages and plain model: of the global gradient norm, for the loss relative.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -39,6 +41,10 @@ FLOAT32_LOGITS_TOLERANCE = 1e-6
 #: The same for the plain model with and without the columns of padding that a stage cuts off: parts of some models
 #: always compute in float32, and round in another way when shapes change.
 TRIMMING_TOLERANCE = 1e-5
+#: The same for the logits of a float32 model with and without packing, relative to their norm.
+PACKING_TOLERANCE = 1e-4
+#: Together longer than the tables of positions of tiny clones: only a document must not be longer.
+PACKED_LENGTHS = (30, 25, 20)
 ROWS, SOURCE_LENGTH, TARGET_LENGTH, MICRO_BATCHES = 4, 9, 7, 2
 
 Batch = dict[str, torch.Tensor]
@@ -141,15 +147,29 @@ class CloneError(UnsupportedModelError):
 
 
 def verify(
-    config: PreTrainedConfig, model_class: type[PreTrainedModel] | None = None, *, trust_remote_code: bool = False
+    config: PreTrainedConfig,
+    model_class: type[PreTrainedModel] | None = None,
+    *,
+    trust_remote_code: bool = False,
+    splits_backward: bool = False,
 ) -> None:
-    """Raise UnsupportedModelError unless a tiny clone in stages is exact; arguments as of `compare`."""
+    """Raise UnsupportedModelError unless a tiny clone in stages is exact; arguments as of `compare`.
+
+    With `splits_backward` one number of stages is tried, for a model of which the check without it has passed.
+    """
+    where = "in stages"
+    num_stages: tuple[int | None, ...] = (3, None)
+    if splits_backward:
+        where = "with a schedule that has I and W (1f1b has not)"
+        num_stages = (3,)
     try:
-        comparison = compare(config, model_class=model_class, trust_remote_code=trust_remote_code)
+        comparison = compare(
+            config, num_stages, model_class, trust_remote_code=trust_remote_code, splits_backward=splits_backward
+        )
     except UnsupportedModelError as error:
         raise unsupported(config, str(error).removeprefix(f"{config.model_type}: ")) from error
     if not comparison.is_exact:
-        raise unsupported(config, f"in stages {comparison}")
+        raise unsupported(config, f"{where} {comparison}")
 
 
 def compare(
@@ -158,6 +178,7 @@ def compare(
     model_class: type[PreTrainedModel] | None = None,
     *,
     trust_remote_code: bool = False,
+    splits_backward: bool = False,
 ) -> Comparison:
     """Compare a tiny clone in stages with the plain clone.
 
@@ -166,6 +187,7 @@ def compare(
         num_stages: the numbers of stages to try, each at most the clone's number of layers; None: one stage per layer.
         model_class: class of the model; None: the one that transformers' auto classes choose.
         trust_remote_code: whether the configuration may name Python code outside of transformers.
+        splits_backward: whether the stages compute the gradients of inputs and of weights apart (I and W).
 
     Raises:
         CloneError: the plain clone cannot be built or does not run.
@@ -197,11 +219,44 @@ def compare(
         count = min(number or len(adapter.layers), len(adapter.layers))
         model.zero_grad()
         try:
-            found = split_step(model, adapter, batch, count)
+            found = split_step(model, adapter, batch, count, splits_backward=splits_backward)
         except StageError as error:
             raise UnsupportedModelError(f"{family}: a tiny clone in stages fails: {_first(error)}") from error
         differences[count] = found.difference(expected)
     return Comparison(type(model).__name__, differences, len(expected.gradients), dtype, expected.dtype)
+
+
+def verify_packing(adapter: Adapter) -> None:
+    """Compare logits of documents packed into one row with those of each document alone, on a tiny clone.
+
+    Models with a state beside attention, such as recurrent layers, carry it from one document into the next.
+
+    Raises:
+        UnsupportedModelError: the logits differ, or the clone does not run.
+        UserError: the model has an encoder, or attention that cannot keep documents apart.
+    """
+    adapter.packed([{"input_ids": torch.zeros(1, dtype=torch.long)}])
+    family, whole = adapter.given_config.model_type, adapter.reference
+    try:
+        options = {"trust_remote_code": adapter.trust_remote_code}
+        model = exact_clone(adapter.given_config, torch.float32, adapter.model_class, **options).eval()
+        if whole.config._attn_implementation == "sdpa":
+            model.set_attn_implementation("sdpa")
+        ids = padded_batch(model)["input_ids"].flatten().repeat(PACKED_LENGTHS[0])
+        documents = [{"input_ids": ids[size : 2 * size], "position_ids": torch.arange(size)} for size in PACKED_LENGTHS]
+        with torch.no_grad():
+            packed = model(**packed_row(documents, model), use_cache=False).logits
+            alone = [model(input_ids=one["input_ids"][None], use_cache=False).logits for one in documents]
+    except Exception as error:
+        raise UnsupportedModelError(f"{family}: packed rows of a tiny clone fail: {_first(error)}") from error
+    expected = torch.cat(alone, dim=1)
+    difference = float((packed - expected).norm() / expected.norm())
+    # Parts of a model that compute in float32 round in another way when shapes change.
+    if not difference <= PACKING_TOLERANCE:
+        raise UnsupportedModelError(
+            f"{family}: rows cannot be packed: documents in one row change each other's logits (by {difference:.0e} on "
+            "a tiny clone); leave packing out, and use a collator that pads"
+        )
 
 
 def _first(error: Exception) -> str:
@@ -264,7 +319,9 @@ def plain_step(model: PreTrainedModel, batch: Batch, prepare: Callable[[Batch], 
     return Step(float(total), gradients, losses.dtype)
 
 
-def split_step(model: PreTrainedModel, adapter: Adapter, batch: Batch, num_stages: int) -> Step:
+def split_step(
+    model: PreTrainedModel, adapter: Adapter, batch: Batch, num_stages: int, *, splits_backward: bool = False
+) -> Step:
     """Run the same step in stages, all of them in this process, with recomputation."""
     cpu = torch.device("cpu")
     models: dict[int, StageModel] = {}
@@ -279,10 +336,21 @@ def split_step(model: PreTrainedModel, adapter: Adapter, batch: Batch, num_stage
     edges = {number: Edge(LocalChannel(cpu), LocalChannel(cpu)) for number in range(num_stages - 1)}
     micro_batches = make_micro_batches(adapter, [batch], MICRO_BATCHES, 0, 0)
     table = build_schedule("gpipe", num_stages, MICRO_BATCHES, Placement.spread(num_stages, 1), recompute="stage")
+    if splits_backward:
+        table = _with_weights_last(table)
     loss = Executor(stages, edges, 0).run(table, micro_batches).loss
     assert loss is not None
     parameters = {name: p for one in models.values() for name, p in one.parameters.items()}
     return Step(float(loss), {name: p.grad for name, p in parameters.items() if p.grad is not None}, adapter.dtype)
+
+
+def _with_weights_last(table: Schedule) -> Schedule:
+    """The table of one process with I for B, and before the updates every W."""
+    (row,) = table.actions
+    inputs = [replace(one, kind=ActionKind.INPUT) if one.kind == ActionKind.BACKWARD else one for one in row]
+    weights = [replace(one, kind=ActionKind.WEIGHT) for one in row if one.kind == ActionKind.BACKWARD]
+    end = next(place for place, one in enumerate(row) if one.kind == ActionKind.UPDATE)
+    return replace(table, actions=((*inputs[:end], *weights, *inputs[end:]),))
 
 
 def turn_randomness_off(config: Any) -> None:

@@ -6,17 +6,20 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from hf_gpipe.adapters import is_known_exact
 from hf_gpipe.adapters.autocast import Autocast, keeping_weights
 from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.adapters.whole import refresh, whole_model
 from hf_gpipe.building import ModelSource, Source, Trained, boundary_dtype, make_stages
 from hf_gpipe.errors import UserError
+from hf_gpipe.exactness import verify, verify_packing
+from hf_gpipe.look import html_of, text_of
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.advice import advising
 from hf_gpipe.planner.decide import Planning
@@ -24,15 +27,17 @@ from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import ModelSection, PipelineConfig, TrainingSection
 from hf_gpipe.runtime.batches import share
+from hf_gpipe.runtime.calls import by_every_process
 from hf_gpipe.runtime.device_choice import DeviceChoice, processes_for
 from hf_gpipe.runtime.edges import connect
 from hf_gpipe.runtime.evaluation import Evaluation
 from hf_gpipe.runtime.executor import Executor, StepResult
 from hf_gpipe.runtime.generation import Generator
-from hf_gpipe.runtime.gradient_norm import loss_and_norm
+from hf_gpipe.runtime.gradient_norm import LossAndNorm, begin_loss_and_norm
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.micro_batch import Batch, LogitsCallback, StepOptions, make_micro_batches
+from hf_gpipe.runtime.packing import as_rows
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.runtime.topology import Topology
@@ -89,6 +94,8 @@ class Pipeline(StageParameters):
             and generation; weights and their gradients keep their own type. None: everything computes in that type.
         length_bucketing: whether training sorts the rows of a mini-batch by length before it is cut, and cuts it so
             that the largest micro-batch has as few tokens, padding included, as possible.
+        packing: whether training packs the rows of a mini-batch: each micro-batch is one row, of documents that do not
+            see each other, without padding. Loss and gradients stay those of the rows. Decoder-only models alone.
         settings: other fields of `PipelineConfig` (`memory` also as a number of bytes, `torch_compile` also as the name
             of a backend) and of `PlanInputs` (`example`, `optim`, `accumulation`), in place of the two objects.
 
@@ -127,6 +134,7 @@ class Pipeline(StageParameters):
         quantization_config: Any = None,
         autocast: torch.dtype | None = None,
         length_bucketing: bool = False,
+        packing: bool = False,
         **settings: Any,
     ) -> None:
         of_inputs = {one.name: settings.pop(one.name) for one in fields(PlanInputs) if one.name in settings}
@@ -142,6 +150,8 @@ class Pipeline(StageParameters):
             **settings,
         )
         self._plan_inputs = plan_inputs or PlanInputs(**of_inputs)
+        if packing:
+            self._plan_inputs = replace(self._plan_inputs, packing=True)
         self._loss = TokenLoss(label_smoothing, logit_clipping)
         Job.join()
         processes = processes_for(given, device)
@@ -163,6 +173,9 @@ class Pipeline(StageParameters):
             quantization_config=quantization_config,
         )
         self.adapter, self.peft = self._source.adapter, self._source.peft
+        if packing:
+            verify_packing(self.adapter)
+        self._is_packing_verified = packing
         self._planning = Planning(self._plan_inputs, self.adapter, self.peft, self._loss, processes)
         self.config, self.planned = self._planning.decide(given)
         config = self.config
@@ -179,9 +192,14 @@ class Pipeline(StageParameters):
         self._table = None if table is None else replace(table, placement=self.topology.placement)
         self._table_recompute = recomputed.of_table
         self.length_bucketing = length_bucketing
+        self.packing = packing
         self.step = 0
         self.loss_scale = 1.0
 
+        table = self.schedule(self.num_micro_batches * accumulation)
+        if table.split and not is_known_exact(self.adapter):
+            given_config, model_class = self.adapter.given_config, self.adapter.model_class
+            verify(given_config, model_class, trust_remote_code=trust_remote_code, splits_backward=True)
         models = {
             stage: self._source.stage_model(self.partition[stage], where, seed)
             for stage, where in self.topology.stage_devices.items()
@@ -202,7 +220,13 @@ class Pipeline(StageParameters):
             self.topology, lambda stage, name: self.adapter.carry_dtype(self.partition[stage][0], name), sent
         )
         self._executor = Executor(self.stages, self._edges, self.topology.rank, self._replicas)
-        self._executor.prepare(self.schedule(self.num_micro_batches * accumulation))
+        self._executor.prepare(table)
+
+    def __repr__(self) -> str:
+        return text_of(self.adapter, self.config, self.partition, self.topology, self.models)
+
+    def _repr_html_(self) -> str:
+        return html_of(repr(self), self.schedule(self.num_micro_batches))
 
     # ------------------------------------------------------------------ training and evaluation
 
@@ -234,11 +258,25 @@ class Pipeline(StageParameters):
         self, batches: Sequence[Batch], times: list[ActionTime] | None = None, update: Update | None = None
     ) -> torch.Tensor:
         """`train_step` for mini-batches that every process already has."""
-        loss, measured = self._train(batches, update, is_measured=times is not None)
+        numbers = self._train(batches, times, _waiting(update), waits=True)
         self.step += 1
-        if times is not None:
-            times.extend(measured)
-        return loss
+        return numbers()[0]
+
+    def train_ahead(
+        self, batches: Sequence[Batch], times: list[ActionTime] | None, update: Callable[[], None]
+    ) -> LossAndNorm:
+        """`train_on` for an update that needs neither the loss nor the norm of the gradient.
+
+        This process does not wait for the others: it updates as soon as its own gradients are complete, and can begin
+        the next step. (Copies of tied parameters wait for their owner all the same.)
+
+        Returns:
+            Waits until every process has updated, and returns the loss and the norm of the gradient, (2,). It must be
+            called before or soon after the end of the next step.
+        """
+        numbers = self._train(batches, times, lambda _: update(), waits=False)
+        self.step += 1
+        return numbers
 
     def measure_on(self, batches: Sequence[Batch], update: Update | None = None) -> list[ActionTime]:
         """Measure a training step that does not count: its gradients are dropped and `step` stays as it is.
@@ -250,13 +288,19 @@ class Pipeline(StageParameters):
         Returns:
             When each action ran on this process.
         """
-        _, times = self._train(batches, update, is_measured=True)
+        times: list[ActionTime] = []
+        self._train(batches, times, _waiting(update), waits=True)
         self.zero_grad()
         return times
 
     def _train(
-        self, batches: Sequence[Batch], update: Update | None, *, is_measured: bool
-    ) -> tuple[torch.Tensor, list[ActionTime]]:
+        self,
+        batches: Sequence[Batch],
+        times: list[ActionTime] | None,
+        update: Callable[[LossAndNorm], None] | None,
+        *,
+        waits: bool,
+    ) -> LossAndNorm:
         self._trained.check(self.models, self.peft)
         self.ties.refresh_copies()
         self._replicas.begin()
@@ -267,11 +311,15 @@ class Pipeline(StageParameters):
             self.seed,
             self.step,
             length_bucketing=self.length_bucketing,
+            packing=self.packing,
+            is_compiled=self.config.torch_compile,
         )
         generators = [default_generator(device) for device in set(self.topology.stage_devices.values())]
+        if not self._is_packing_verified and any(one.is_packed for one in micro_batches):
+            verify_packing(self.adapter)
+            self._is_packing_verified = True
         states = [generator.get_state() for generator in generators]
-        numbers = torch.zeros(2, dtype=torch.float64)
-        loss, norm = numbers
+        numbers: list[LossAndNorm] = []
 
         def reduce(result: StepResult) -> None:
             converted.close()
@@ -280,9 +328,11 @@ class Pipeline(StageParameters):
             self._replicas.finish()
             self.ties.reduce_gradients()
             parameters = () if update is None else self._counted_parameters()
-            numbers.copy_(loss_and_norm(result.loss, parameters, self.topology))
-            if is_measured:  # the update after it starts in all processes at the same time
-                self.topology.barrier()
+            numbers.append(begin_loss_and_norm(result.loss, parameters, self.topology))
+            if waits:
+                numbers[0]()
+                if times is not None:  # the update after it starts in all processes at the same time
+                    self.topology.barrier()
 
         with ExitStack() as converted:
             converted.enter_context(keeping_weights(self.adapter.autocast))
@@ -291,10 +341,12 @@ class Pipeline(StageParameters):
                 micro_batches,
                 StepOptions(loss_scale=self.loss_scale),
                 reduce=reduce,
-                update=None if update is None else partial(update, loss, norm),
-                is_measured=is_measured,
+                update=None if update is None else lambda: update(*numbers),
+                is_measured=times is not None,
             )
-        return loss, result.times
+        if times is not None:
+            times.extend(result.times)
+        return numbers[0]
 
     def eval_step(self, batch: Batch | None) -> Evaluation:
         """Loss of a mini-batch without gradients, row by row. Every process calls it and gets the same result."""
@@ -305,17 +357,18 @@ class Pipeline(StageParameters):
         """`eval_step` for a mini-batch that every process already has.
 
         Args:
-            rows: the mini-batch.
+            rows: the mini-batch; the documents of a flattened one are its rows.
             on_logits: called in the process that has the micro-batch on the last stage, in order, with its logits
                 (B, T, V) and its inputs; columns of padding are cut off from both.
         """
         self.ties.refresh_copies()
-        micro_batches = make_micro_batches(self.adapter, [rows], self.num_micro_batches, self.seed, self.step)
+        micro_batches = make_micro_batches(self.adapter, [as_rows(rows)], self.num_micro_batches, self.seed, self.step)
         with self._in_evaluation():
             table, options = self.schedule(len(micro_batches), "forward_only"), StepOptions(on_logits=on_logits)
             outputs = self._executor.run(table, micro_batches, options).outputs
         return Evaluation.gathered(outputs, [one.num_rows for one in micro_batches], self.topology)
 
+    @by_every_process
     def generate(self, **inputs: Any) -> Any:
         """Generate token ids like the plain model's `generate`: by search or sampling, with a cache.
 
@@ -426,3 +479,8 @@ class Pipeline(StageParameters):
         finally:
             for stage in self.stages.values():
                 stage.model.model.train()
+
+
+def _waiting(update: Update | None) -> Callable[[LossAndNorm], None] | None:
+    """An update that gets the loss and the norm once they are there."""
+    return None if update is None else lambda numbers: update(*numbers())

@@ -7,12 +7,12 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from hf_gpipe.errors import HfGpipeError, PartitionError, RecipeError, UserError
-from hf_gpipe.recipe import Recipe, load_recipe
+from hf_gpipe.recipe import SEQUENCE_KINDS, Recipe, load_recipe
 from hf_gpipe.recipe.sizes import read_bytes
 from hf_gpipe.schedule import Schedule, draw_text, recompute_under
 
@@ -22,10 +22,13 @@ if TYPE_CHECKING:
     from hf_gpipe.planner.plan import Plan, Planner
     from hf_gpipe.recipe import PipelineConfig
 
+#: Longer texts are not tried.
+_MOST_TOKENS = 1 << 20
+
 DESCRIPTION = """\
 Predicts how the model of a recipe is split, the layers and the memory of each stage, how long a step takes, and whether
 it fits; if it does not, the smallest change that makes it fit. Nothing is trained and no data is read: every example is
-assumed to be as long as data.max_source_tokens and data.max_target_tokens allow.
+assumed to be as long as data.max_source_tokens and data.max_target_tokens (or data.max_length) allow.
 
 Exit code: 0 it fits, 1 it does not, 2 an error that you can correct.
 """
@@ -88,8 +91,11 @@ def _plan(options: argparse.Namespace) -> int:
     table = config.table(recipe.training.gradient_accumulation_steps, config.processes)
     if table is not None:
         config = replace(config, recompute=recompute_under(table, config.recompute))
+    recipe = _with_vocabulary(recipe)
     planner = _planner(recipe, device, config.memory_bytes, table, is_profiled=options.profile)
     planner.cluster, planner.speeds = cluster, config.speeds
+    if options.longest and planner.memory_bytes is None:
+        raise UserError("--longest: no limit of memory is known; give --memory or --device.")
     if options.search:
         found = search(planner, config)
         best = found.fastest[0] if found.fastest else found.leanest
@@ -106,6 +112,16 @@ def _plan(options: argparse.Namespace) -> int:
             print(report(best))
         if not options.json and not config.is_decided:
             print(f"{'chosen':11} {overrides(best)}", file=sys.stderr if options.table else sys.stdout)
+    if options.longest:
+
+        def fits(target_tokens: int) -> bool:
+            longer = replace(recipe, data=replace(recipe.data, max_target_tokens=target_tokens))
+            other = _planner(longer, device, planner.memory_bytes, table, is_profiled=False)
+            other.cluster, other.speeds = cluster, config.speeds
+            return other.plan(best.settings).fits
+
+        is_data = options.json or options.table
+        print(f"{'longest':11} {_longest(fits)}", file=sys.stderr if is_data else sys.stdout)
     if options.table:
         # The drawing goes elsewhere, so that `--table > mine.txt` is a table and is seen all the same.
         print(best.timeline.schedule.text(), end="")
@@ -115,6 +131,21 @@ def _plan(options: argparse.Namespace) -> int:
         is_data = options.json or options.table
         print(f"{'picture':11} {options.picture}", file=sys.stderr if is_data else sys.stdout)
     return 0 if best.fits else 1
+
+
+def _longest(fits: Callable[[int], bool]) -> str:
+    """The largest data.max_target_tokens that fits, to within 2%, in words."""
+    low, high = 1, 256
+    while high < _MOST_TOKENS and fits(high):
+        low, high = high, 2 * high
+    if high >= _MOST_TOKENS:
+        return f"data.max_target_tokens={low} fits; longer ones were not tried"
+    while high - low > max(1, low // 50):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    if low == 1:
+        return "no length fits"
+    return f"data.max_target_tokens={low} fits and {high} does not, all else equal"
 
 
 def _count(text: str | None) -> int | None:
@@ -237,8 +268,7 @@ def _planner(
         quantization_config_of,
     )
 
-    recipe = _with_vocabulary(recipe)
-    if recipe.model.depth_scaled_feed_forward or recipe.data.kind == "text":
+    if recipe.model.depth_scaled_feed_forward or recipe.data.kind in SEQUENCE_KINDS:
         # A run would raise these errors; the planner cannot find them.
         checked_adapter(recipe)
     config, training = model_config(recipe, None), recipe.training
@@ -327,6 +357,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--profile", action="store_true", help="measure the layers on this machine's device")
     parser.add_argument(
         "--search", action="store_true", help="try other K, replicas, M, schedules, recomputation and splits"
+    )
+    parser.add_argument(
+        "--longest", action="store_true", help="find the largest data.max_target_tokens that fits the memory (seconds)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(

@@ -15,6 +15,7 @@ from hf_gpipe.checkpoint import hub
 from hf_gpipe.checkpoint.peft import load_adapters, save_adapters
 from hf_gpipe.checkpoint.save import save_model
 from hf_gpipe.errors import UserError
+from hf_gpipe.runtime.calls import by_every_process
 from hf_gpipe.runtime.gradient_norm import clip, gradient_norm
 from hf_gpipe.runtime.replicas import Replicas
 from hf_gpipe.runtime.shards import Shards, treats_elements_alone
@@ -132,6 +133,7 @@ class StageParameters:
         for stage_model in self.models.values():
             hub.reload(stage_model, directory, self.seed)
 
+    @by_every_process
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write the model in Hub format; `from_pretrained` of plain transformers loads it.
 

@@ -256,6 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", nargs="+", type=int, default=[2, 4, 8, 16], metavar="K")
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[8, 32], metavar="M")
+    parser.add_argument("--schedules", nargs="+", help="these alone")
     parser.add_argument("--paces", nargs="+", choices=[*PACES, MESH], default=[*PACES, MESH])
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each table")
     parser.add_argument("--quiet", type=float, default=120, help="seconds to wait for a quiet machine before each pace")
@@ -270,6 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         pace = QUICK if arguments.quick else PACES.get(name, EASY)
         mesh = QUICK_REPLICATED if arguments.quick else REPLICATED
         settings = mesh.settings(pace) if name == MESH else settings_of(pace, processes, micro_batches)
+        settings = [one for one in settings if not arguments.schedules or one.schedule in arguments.schedules]
         if not arguments.quick and not machine.wait_until_quiet(arguments.quiet):
             print("the machine is not quiet", file=sys.stderr)
         found = emulate(settings, steps, lambda text: print(text, file=sys.stderr, flush=True))

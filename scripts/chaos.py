@@ -259,7 +259,12 @@ class Forked:
 
 
 def run_forked(words: Sequence[str], folder: Path, fault: Fault | None) -> Forked:
-    """The command, with its processes forked and a fault in one of them.
+    """The command in a process of its own, with a fault in one of its processes."""
+    return Forked(partial(train_forked, words, folder, NUM_PROCESSES, fault), folder / "run")
+
+
+def train_forked(words: Sequence[str], folder: Path, num_processes: int, fault: Fault | None = None) -> int:
+    """Run the command in this process, with its processes forked; the exit code.
 
     They are forked before the launcher starts a thread, whose locks they would inherit, and wait for their environment.
     """
@@ -274,23 +279,20 @@ def run_forked(words: Sequence[str], folder: Path, fault: Fault | None) -> Forke
             fault.inject(folder)
         return train(list(words))
 
-    def launcher() -> int:
-        waiting = []
-        for _ in range(NUM_PROCESSES):
-            read, write = os.pipe()
-            waiting.append((Forked(partial(worker, read)), write))
-            os.close(read)
-        (folder / "pids").write_text("".join(f"{process.pid}\n" for process, _ in waiting))
+    waiting = []
+    for _ in range(num_processes):
+        read, write = os.pipe()
+        waiting.append((Forked(partial(worker, read)), write))
+        os.close(read)
+    (folder / "pids").write_text("".join(f"{process.pid}\n" for process, _ in waiting))
 
-        def start(command: Sequence[str], environment: dict[str, str]) -> Forked:
-            process, pipe = waiting.pop(0)
-            os.write(pipe, json.dumps(environment).encode() + b"\n")
-            return process
+    def start(command: Sequence[str], environment: dict[str, str]) -> Forked:
+        process, pipe = waiting.pop(0)
+        os.write(pipe, json.dumps(environment).encode() + b"\n")
+        return process
 
-        launch.start = start  # type: ignore[assignment]
-        return train(list(words))
-
-    return Forked(launcher, folder / "run")
+    launch.start = start  # type: ignore[assignment]
+    return train(list(words))
 
 
 def is_running(process: int) -> bool:

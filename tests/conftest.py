@@ -29,3 +29,16 @@ def undo_the_command_s_settings() -> Iterator[None]:
     os.environ.update(environment)
     logger.handlers, logger.propagate = handlers, True
     warnings.filters[:] = filters
+
+
+@pytest.fixture(scope="module")
+def no_prediction() -> Iterator[None]:
+    """Leave out what a run says at its end of the planner's prediction: for a tiny model it takes longer than the run.
+
+    tests/training/test_cost.py has its test, and the command that tests start as a user does has it.
+    """
+    from hf_gpipe.training import cost
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cost, "_predicted", lambda pipe, batches: {})
+        yield

@@ -20,7 +20,9 @@ TIMEOUT = timedelta(seconds=60)
 NO_CPU = "no_cpu"
 
 # Processes are forked from one that has imported everything, and has no thread and no device: starting takes no time.
-multiprocessing.set_forkserver_preload(["hf_gpipe.training.job", "hf_gpipe.planner.decide", "tests.oracle"])
+multiprocessing.set_forkserver_preload(
+    ["hf_gpipe.training.job", "hf_gpipe.planner.decide", "tests.oracle", "matplotlib.backends.backend_agg", "sacrebleu"]
+)
 
 
 def run_gloo(function: Callable[..., Any], num_processes: int, *args: Any, backend: str = "gloo") -> list[Any]:

@@ -20,6 +20,7 @@ from transformers import (
 
 from hf_gpipe import Pipeline, check
 from hf_gpipe.adapters import families, stubs
+from hf_gpipe.adapters.weight_gradients import Product
 from hf_gpipe.errors import UnsupportedModelError, UserError
 from hf_gpipe.exactness import compare
 
@@ -142,3 +143,15 @@ def test_logits_in_float32_have_a_tolerance_of_their_own(monkeypatch: pytest.Mon
     assert comparison.is_exact
     monkeypatch.setattr(stubs.PassThrough, "forward", _loses_a_little)
     assert not compare(MambaConfig()).is_exact
+
+
+def test_a_schedule_with_i_and_w_is_checked_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=50
+    )
+    assert compare(config, (3,), splits_backward=True).is_exact
+    monkeypatch.setattr("hf_gpipe.pipeline.is_known_exact", lambda adapter: False)
+    monkeypatch.setattr(Product, "add", lambda self: None)
+    Pipeline(config, 2, 2, "1f1b")
+    with pytest.raises(UnsupportedModelError, match=r"schedule that has I and W .*gradients of other parameters"):
+        Pipeline(config, 2, 2, "zb_h1")

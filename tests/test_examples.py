@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, MarianMTModel
@@ -41,7 +42,7 @@ def run(launcher: str, script: str, *arguments: str | Path, options: list[str]) 
     return finished.stdout
 
 
-def write(path: Path, rows: list[dict[str, str]]) -> Path:
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -71,11 +72,19 @@ def test_pretrain_and_then_instruct(tokenizer_folder: Path, tmp_path: Path) -> N
     text = tmp_path / "text.txt"
     text.write_text((" ".join(WORDS) + "\n") * 60)
     options = ["--num_stages", "2", "--save_steps", "1"]
-    run("alone", "pretrain.py", tokenizer_folder, text, tmp_path / "base", options=options)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "unpadded")
+    run("alone", "pretrain.py", tmp_path / "unpadded", text, tmp_path / "base", options=options)
     AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     assert (tmp_path / "base" / "checkpoint-2").is_dir()
-    examples = write(tmp_path / "rows.jsonl", [{"prompt": f"after {w} comes", "completion": w} for w in WORDS])
+    rows: list[dict[str, Any]] = [{"prompt": f"after {word} comes", "completion": word} for word in WORDS]
+    rows += [
+        {"conversations": [{"from": "human", "value": row["prompt"]}, {"from": "gpt", "value": "?"}]} for row in rows
+    ]
+    examples = write(tmp_path / "rows.jsonl", rows)
     run(
         "alone", "instruct.py", tmp_path / "base", examples, tmp_path / "tuned", options=["--num_stages", "3", "--bf16"]
     )
     AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    assert "generation" in AutoTokenizer.from_pretrained(tmp_path / "tuned").chat_template

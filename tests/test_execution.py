@@ -325,7 +325,7 @@ def test_a_failure_for_want_of_memory_says_what_would_need_less(failure: Excepti
         raise ValueError("another failure")
 
 
-@pytest.mark.parametrize("partition", ["parameters", "flops", "profile", "auto"])
+@pytest.mark.parametrize("partition", ["parameters", "profile", "auto"])
 def test_the_planner_settles_what_is_left_to_it(partition: str) -> None:
     config = tiny_config("marian")
     batch, plain = padded_batch(config), plain_model(config)

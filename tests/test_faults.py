@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,10 @@ from transformers import AutoModelForSeq2SeqLM
 
 from hf_gpipe.train import main
 from scripts import chaos
+from tests import forked_command
 from tests.test_train import ENVIRONMENT, REPOSITORY
 
-pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings")
+pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings", "no_prediction")
 
 STOPPED = 75
 
@@ -48,17 +50,34 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def wait_for_steps(output: Path, is_running: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not (output / "metrics.jsonl").exists() or (output / "metrics.jsonl").read_text().count("\n") < 3:
+        assert is_running()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def stop_forked(words: Sequence[str], folder: Path, num_processes: int, number: int) -> tuple[int, str]:
+    """Start a training in `folder`, send it a signal after some steps; its exit code and stderr."""
+    process = forked_command.start(folder, *words, num_processes=num_processes)
+    assert process.pid is not None
+    try:
+        wait_for_steps(folder / "out", process.is_alive)
+        os.kill(process.pid, number)
+        process.join(60)
+    finally:
+        process.kill()
+    return process.exitcode or 0, (folder / "run.err").read_text()
+
+
 def stop(command: Sequence[str], output: Path, number: int) -> tuple[int, str]:
-    """Start a training, send it a signal after some steps; its exit code and stderr."""
+    """The same for a command in a process of its own."""
     with subprocess.Popen(
         [sys.executable, "-m", *command], cwd=REPOSITORY, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
-            deadline = time.monotonic() + 120
-            while not (output / "metrics.jsonl").exists() or (output / "metrics.jsonl").read_text().count("\n") < 3:
-                assert process.poll() is None, process.communicate()[1]
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            wait_for_steps(output, lambda: process.poll() is None)
             process.send_signal(number)
             _, err = process.communicate(timeout=60)
         finally:
@@ -71,7 +90,7 @@ def test_a_signal_stops_a_training_after_its_step(
     num_processes: int, number: signal.Signals, prepared: Path, tmp_path: Path
 ) -> None:
     words = [str(prepared / "recipe.yaml"), f"training.output_dir={tmp_path / 'out'}"]
-    code, err = stop(["hf_gpipe.train", *words, f"pipeline.num_processes={num_processes}"], tmp_path / "out", number)
+    code, err = stop_forked([*words, f"pipeline.num_processes={num_processes}"], tmp_path, num_processes, number)
     assert code == STOPPED, err
     (line,) = (line for line in err.splitlines() if not line.startswith("step "))
     found = re.fullmatch(rf"stopped by {number.name} after step (\d+) of 60; all of it is saved in (.*): start.*", line)

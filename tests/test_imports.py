@@ -24,11 +24,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("exactness",),
     ("planner",),
-    ("building", "stage_parameters"),
+    ("building", "stage_parameters", "look"),
     ("pipeline",),
     ("data",),
     ("training",),
     ("plan", "check", "train"),
+    ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 WITHOUT_TORCH = ("errors", "schedule", "partition", "recipe")

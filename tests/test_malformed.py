@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import shutil
 import struct
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from hf_gpipe.train import main
 from scripts import chaos
 from tests.test_train import ENVIRONMENT, REPOSITORY
 
-pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings")
+pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings", "no_prediction")
 
 KEYS = [(section, key.name) for section, key in all_keys()]
 
@@ -36,8 +37,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a recipe, its pairs and its tokenizer, and a trained model in `model`."""
     folder = tmp_path_factory.mktemp("prepared")
     recipe = chaos.prepare(folder)
-    words = ["pipeline.num_processes=1", "training.max_steps=2", f"training.output_dir={folder / 'model'}"]
-    assert main([str(recipe), *words, "evaluation.max_examples=1"]) == 0
+    words = ["training.max_steps=2", "training.save_steps=2", f"training.output_dir={folder / 'model'}"]
+    assert main([str(recipe), *words, "pipeline.num_processes=1", "evaluation.max_examples=1"]) == 0
     return folder
 
 
@@ -476,9 +477,7 @@ def test_models_that_are_none(prepared: Path, tmp_path: Path, refused: Callable[
 def test_runs_to_resume_that_are_damaged(
     files: Files, prepared: Path, tmp_path: Path, refused: Callable[..., str]
 ) -> None:
-    words = [str(prepared / "recipe.yaml"), "pipeline.num_processes=1", f"training.output_dir={tmp_path / 'out'}"]
-    short = ["training.max_steps=2", "training.save_steps=2", "evaluation.max_examples=1"]
-    assert main([*words, *short]) == 0
+    shutil.copytree(prepared / "model", tmp_path / "out")
     for name, content in files.items():
         (tmp_path / "out" / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     refused("training.max_steps=3")
@@ -488,18 +487,12 @@ def test_runs_to_resume_that_are_damaged(
 
 
 def test_the_command_in_processes(prepared: Path, tmp_path: Path) -> None:
-    """Ten of the above through the real command, all at once; the last ones fail in the processes of a job."""
+    """Some of the above through the real command, all at once; the last ones fail in the processes of a job."""
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text('{"source": "a"}\n')
     cases = [
         ["missing.yaml"],
-        [str(tmp_path)],
         ["RECIPE", "pipeline.num_stages=many"],
-        ["RECIPE", "training.max_stepss=3"],
-        ["RECIPE", "data.path=/dev/zero"],
-        ["RECIPE", "training.output_dir=/dev/null"],
-        ["RECIPE", "model.config.d_model=x"],
-        ["RECIPE", "model.path=/nowhere"],
         ["RECIPE", "tokenizer.path=/nowhere", "pipeline.num_processes=1"],
         ["RECIPE", f"data.path={pairs}", "pipeline.num_processes=2"],
     ]
@@ -507,9 +500,7 @@ def test_the_command_in_processes(prepared: Path, tmp_path: Path) -> None:
     processes = []
     for number, words in enumerate(cases):
         own = [recipe if word == "RECIPE" else word for word in words]
-        if not any(word.startswith("training.output_dir") for word in own):
-            own.append(f"training.output_dir={tmp_path / str(number)}")
-        command = [sys.executable, "-m", "hf_gpipe.train", *own]
+        command = [sys.executable, "-m", "hf_gpipe.train", *own, f"training.output_dir={tmp_path / str(number)}"]
         processes.append(
             subprocess.Popen(
                 command, cwd=REPOSITORY, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

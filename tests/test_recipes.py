@@ -16,9 +16,9 @@ from hf_gpipe import plan
 from hf_gpipe.data import train_tokenizer
 from hf_gpipe.planner.layers import LayerTracer
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.recipe import load_recipe
+from hf_gpipe.recipe import SEQUENCE_KINDS, load_recipe
 from hf_gpipe.runtime.job import Job
-from hf_gpipe.training import cost, job
+from hf_gpipe.training import job
 from hf_gpipe.training.from_recipe import check_model
 from tests.data import hub_directories
 
@@ -81,6 +81,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number in range(120):
             row = {"src_lang": "en", "tgt_lang": ["de", "ko"][number % 2], "src": f"Show the page {number}"}
             lines.write(json.dumps(row | {"tgt": f"Zeige Seite {number}", "page": "common/man.md"}) + "\n")
+    with (folder / "chats.jsonl").open("w", encoding="utf-8") as lines:
+        for number in range(40):
+            # The tokenizer knows these characters.
+            turns = [{"role": "user", "content": f"de {number}"}, {"role": "assistant", "content": f"en {number}"}]
+            lines.write(json.dumps({"messages": turns}) + "\n")
     text = folder / "wikitext"
     text.mkdir()
     for split, count in splits.items():
@@ -96,7 +101,7 @@ def tiny(path: Path, data: Path, models: Path) -> list[str]:
     """Overrides that make a recipe small, and have it read data and models of this machine."""
     recipe = load_recipe(path)
     overrides = [*TINY_TRAINING, f"tokenizer.path={models}"]
-    if recipe.data.kind != "text":
+    if recipe.data.kind not in SEQUENCE_KINDS:
         overrides.append("evaluation.samples=1")
     if recipe.model.path is not None:
         overrides += [f"model.path={models}", "pipeline.partition=count", "pipeline.recompute=none"]
@@ -119,6 +124,9 @@ def tiny(path: Path, data: Path, models: Path) -> list[str]:
             "data.test_fraction=0.2",
             "data.validation_fraction=0.2",
         ]
+    if recipe.data.kind == "chat":
+        template = REPOSITORY / "examples/chatml.jinja"
+        return [*overrides, f"data.path={data / 'chats.jsonl'}", f"data.chat_template={template}"]
     name = recipe.data.path.rpartition("/")[2]
     overrides.append(f"data.path={data / name}")
     if len(recipe.data.languages) > 1:
@@ -133,7 +141,7 @@ def test_no_two_recipes_write_into_the_same_directory() -> None:
 
 def test_there_are_recipes() -> None:
     assert len(NAMES) >= 16
-    assert {"quickstart.yaml", "translation/laptop-deep.yaml", "causal/pretrain.yaml"} <= set(NAMES)
+    assert {"quickstart.yaml", "translation/laptop-deep.yaml", "causal/pretrain.yaml", "causal/chat.yaml"} <= set(NAMES)
 
 
 @every_recipe
@@ -183,24 +191,22 @@ def test_it_is_planned(
     assert planned["fits"]
 
 
+@pytest.mark.usefixtures("no_prediction")
 @every_recipe
 def test_it_trains_once_it_is_small(
     path: Path,
     data: Path,
     models: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    # What the planner predicts of a tiny model takes longer than its training.
-    monkeypatch.setattr(cost, "_predicted", lambda pipe, batches: {})
     out = tmp_path / "out"
     recipe = load_recipe(path, [*tiny(path, data, models), f"training.output_dir={out}"])
     check_model(recipe)
     caplog.set_level(logging.ERROR, logger="hf_gpipe")
     job.run(recipe, Job.current())
     metrics = json.loads((out / "metrics.json").read_text())
-    if recipe.data.kind == "text":
+    if recipe.data.kind in SEQUENCE_KINDS:
         assert metrics["task"] == "language modelling"
         assert metrics["perplexity"] > 1
     else:

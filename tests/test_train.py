@@ -21,8 +21,9 @@ from safetensors.torch import load_file
 from hf_gpipe.recipe import load_recipe
 from hf_gpipe.schedule import Placement, build
 from hf_gpipe.train import main
+from tests import forked_command
 
-pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings")
+pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings", "no_prediction")
 
 REPOSITORY = Path(__file__).parents[1]
 # A corpus beside the checkout; where there is none, its test is skipped.
@@ -70,15 +71,11 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def command(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "hf_gpipe.train", *words],
-        cwd=REPOSITORY,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+def forked(recipe: Path, *words: str, num_processes: int = 2) -> subprocess.CompletedProcess[str]:
+    process = forked_command.start(recipe.parent, str(recipe), *words, num_processes=num_processes)
+    process.join(200)
+    out, err = ((recipe.parent / name).read_text() for name in ("run.out", "run.err"))
+    return subprocess.CompletedProcess(words, process.exitcode or 0, out, err)
 
 
 def losses(folder: Path) -> list[float]:
@@ -92,10 +89,12 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """An uninterrupted run of the recipe over two processes."""
+    """An uninterrupted run of the recipe over two processes, as a user starts it."""
     folder = tmp_path_factory.mktemp("finished")
     (folder / "recipe.yaml").write_text(RECIPE.replace("OUTPUT", str(folder / "out")))
-    return folder / "out", command(str(folder / "recipe.yaml"))
+    command = [sys.executable, "-m", "hf_gpipe.train", str(folder / "recipe.yaml")]
+    result = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
+    return folder / "out", result
 
 
 # ---------------------------------------------------------------------- a run
@@ -160,8 +159,8 @@ def test_the_loss_does_not_depend_on_the_stages(
 
 def test_the_command_starts_a_process_for_each_replica(recipe: Path, tmp_path: Path) -> None:
     """Dropout is on, and the losses are those of one process."""
-    words = ["training.max_steps=10", "training.save_steps=null"]
-    result = command(str(recipe), "pipeline.replicas=[2, 1]", *words)
+    words = ["training.max_steps=4", "training.save_steps=null", "evaluation.max_examples=2"]
+    result = forked(recipe, "pipeline.replicas=[2, 1]", *words, num_processes=3)
     assert result.returncode == 0, result.stderr
     assert "3 processes" in result.stdout
     alone = tmp_path / "alone"
@@ -176,7 +175,7 @@ def test_a_killed_run_ends_with_the_same_weights(
     kill_once(lambda: losses_so_far(folder) > SAVED + 5, recipe)
     assert not (folder / "metrics.json").exists(), "it had ended before it was killed"
     assert list(folder.glob("checkpoint-*"))
-    result = command(str(recipe))
+    result = forked(recipe)
     assert result.returncode == 0, result.stderr
     assert "resuming   from" in result.stdout
     expected, found = weights(finished[0]), weights(folder)
@@ -188,18 +187,14 @@ def test_a_killed_run_ends_with_the_same_weights(
 
 def kill_once(condition: Callable[[], bool], recipe: Path) -> None:
     """Start the command, and kill all of its processes at once when the condition holds, or one has ended."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "hf_gpipe.train", str(recipe)],
-        cwd=REPOSITORY,
-        env=ENVIRONMENT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ) as launcher:
-        try:
-            wait_until(lambda: condition() or launcher.poll() is not None, 200)
-        finally:
-            for process in (*children(launcher.pid), launcher.pid):
-                os.kill(process, signal.SIGKILL)
+    launcher = forked_command.start(recipe.parent, str(recipe))
+    assert launcher.pid is not None
+    try:
+        wait_until(lambda: condition() or launcher.exitcode is not None, 200)
+    finally:
+        for process in (*children(launcher.pid), launcher.pid):
+            os.kill(process, signal.SIGKILL)
+        launcher.join()
 
 
 def losses_so_far(folder: Path) -> int:
@@ -366,7 +361,7 @@ def test_a_recipe_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_what_only_a_process_of_the_job_finds_is_told_once(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text('{"source": "a", "target": "b"}\n{"source": "a"}\n')
-    result = command(str(recipe), f"data={{kind: jsonl, path: {tmp_path / 'pairs.jsonl'}}}")
+    result = forked(recipe, f"data={{kind: jsonl, path: {tmp_path / 'pairs.jsonl'}}}")
     assert result.returncode == 2
     assert result.stderr.startswith("error: ")
     assert "pairs.jsonl, line 2: no field 'target'" in result.stderr

@@ -152,6 +152,21 @@ class Adapter(ABC):
         """Prepared inputs on the CPU, with masks of which transformers need not ask the device whether they pad."""
         return with_known_masks(inputs)
 
+    def packed(self, documents: Sequence[Tensors], *, is_compiled: bool = False) -> dict[str, torch.Tensor]:
+        """Return the inputs of a micro-batch's forward in which documents stand one after the other in one row.
+
+        Args:
+            documents: of each document its tensors (T,), on the CPU: input_ids, labels, position_ids.
+            is_compiled: whether the blocks are compiled by torch.compile.
+
+        Raises:
+            UserError: the model cannot keep documents apart.
+        """
+        raise UserError(
+            f"{self.config.model_type} has an encoder, and only rows of a decoder-only model can be packed; leave "
+            "packing out, and use a collator that pads"
+        )
+
     @abstractmethod
     def row_lengths(self, batch: Tensors) -> torch.Tensor:
         """Length of each row of a mini-batch, (N,): number of columns up to the last used one, source plus target."""
@@ -236,12 +251,28 @@ class Adapter(ABC):
 
     def check_lengths(self, inputs: Inputs) -> None:
         """Raise DataError where inputs, as returned by `prepare`, are longer than the model's table of positions."""
+        documents = getattr(inputs.get("attention_mask"), "documents", None)
         for stack, most in self.num_positions.items():
             name = self.ids_of(stack)
-            if (length := inputs[name].shape[1]) > most:
+            length = inputs[name].shape[1] if documents is None else max(documents.lengths)
+            if length > most:
                 raise DataError(
                     f"a row of {name} is {length} tokens long, and the {stack} has positions for {most}; cut the rows "
                     "(max_source_tokens and max_target_tokens of a recipe's data), or use a model with more positions"
+                )
+
+    def check_ids(self, inputs: Inputs) -> None:
+        """Raise DataError where an input id or a label is not in the model's vocabulary; a GPU fails late."""
+        tables = {"input_ids": self.reference.get_input_embeddings(), "labels": self.reference.get_output_embeddings()}
+        for name, table in tables.items():
+            if not isinstance(weight := getattr(table, "weight", None), torch.Tensor) or name not in inputs:
+                continue
+            ids, size = inputs[name], weight.shape[0]
+            wrong = ids[((ids < 0) & (ids != IGNORED_LABEL) if name == "labels" else ids < 0) | (ids >= size)]
+            if wrong.numel():
+                raise DataError(
+                    f"{name} has {int(wrong[0])}, and the model's vocabulary has {size} tokens; use the model's own "
+                    "tokenizer, or resize its embeddings"
                 )
 
     @abstractmethod

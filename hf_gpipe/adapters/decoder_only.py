@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, Inputs, StageModel, Tensors
+from hf_gpipe.adapters.documents import Documents, is_flash
+from hf_gpipe.adapters.known_mask import KnownMask
 from hf_gpipe.adapters.layers import Layer
 from hf_gpipe.adapters.routers import Router, auxiliary_loss
 from hf_gpipe.errors import DataError
@@ -28,6 +34,9 @@ class DecoderOnly(Adapter):
         if not inputs.keys() & {"attention_mask", "position_ids"}:
             inputs = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
         return super().with_known_masks(inputs)
+
+    def packed(self, documents: Sequence[Tensors], *, is_compiled: bool = False) -> dict[str, torch.Tensor]:
+        return packed_row(documents, self.reference, is_compiled=is_compiled)
 
     def row_lengths(self, batch: Tensors) -> torch.Tensor:
         mask = batch.get("attention_mask")
@@ -65,6 +74,9 @@ class DecoderOnly(Adapter):
         has_auxiliary_loss = self._has_auxiliary_loss(inputs)
         if self.routers:
             forward["output_router_logits"] = has_auxiliary_loss
+        if "cu_seq_lens_q" in forward:
+            longest = max(forward["attention_mask"].documents.lengths)
+            forward |= {"max_length_q": longest, "max_length_k": longest}
         output = stage.model(**{"use_cache": False, **forward})
         if stage.is_last:
             loss = {"auxiliary_loss": auxiliary_loss(stage.model, output)} if has_auxiliary_loss else {}
@@ -72,6 +84,23 @@ class DecoderOnly(Adapter):
         routers = self._routers_before(stage.stop) if has_auxiliary_loss else []
         logits = zip(routers, stage.router_port.logits, strict=True)
         return {"hidden": stage.captured()} | {router.name: tensor for router, tensor in logits}
+
+
+def packed_row(
+    documents: Sequence[Tensors], model: PreTrainedModel, *, is_compiled: bool = False
+) -> dict[str, torch.Tensor]:
+    """Inputs of a model's forward: documents one after the other in one row; see `Adapter.packed`."""
+    row = {name: torch.cat([one[name] for one in documents])[None] for name in documents[0]}
+    lengths = [len(one["input_ids"]) for one in documents]
+    borders = [0, *accumulate(lengths)]
+    if "labels" in row:
+        # The last token of a document does not predict the first one of the next.
+        row["labels"][:, borders[:-1]] = IGNORED_LABEL
+    packed = Documents.of(lengths, model, is_compiled=is_compiled)
+    row["attention_mask"] = KnownMask.of(torch.ones_like(row["input_ids"]), packed)
+    if is_flash(model.config._attn_implementation):
+        row["cu_seq_lens_q"] = row["cu_seq_lens_k"] = torch.tensor(borders, dtype=torch.int32)
+    return row
 
 
 def _is_used(inputs: Tensors) -> torch.Tensor:

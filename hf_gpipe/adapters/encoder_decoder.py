@@ -37,14 +37,17 @@ class EncoderDecoder(Adapter):
     def _shift_right(self, labels: torch.Tensor) -> torch.Tensor:
         """The decoder's inputs, as the model itself would make them from the labels (B, T)."""
         model = self.reference
-        if getattr(self.config, "decoder_start_token_id", None) is None:
+        shift = getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)
+        # mBART's decoder begins with the last token of the row, its language.
+        begins_with_one = shift is None or "decoder_start_token_id" in inspect.signature(shift).parameters
+        if begins_with_one and getattr(self.config, "decoder_start_token_id", None) is None:
             raise UnsupportedModelError(
                 f"{self.config.model_type}: the configuration has no decoder_start_token_id, with which the decoder's "
                 "inputs begin; set it (T5 uses the pad_token_id)"
             )
         if hasattr(model, "prepare_decoder_input_ids_from_labels"):
             return model.prepare_decoder_input_ids_from_labels(labels)
-        shift = sys.modules[type(model).__module__].shift_tokens_right
+        assert shift is not None, "the family's own function makes the decoder's inputs"
         special = (self.config.pad_token_id, self.config.decoder_start_token_id)
         return shift(labels, *special[: len(inspect.signature(shift).parameters) - 1])
 

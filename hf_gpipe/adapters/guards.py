@@ -114,8 +114,8 @@ def check_model(model: Any) -> None:
     ours = [c for c in type(model).__mro__ if c.__module__.startswith("transformers.models.")]
     if ours and not any(c.__name__ in heads for c in ours):
         raise UnsupportedModelError(
-            f"{model.config.model_type}: {type(model).__name__} is not a causal or sequence-to-sequence language "
-            "model; give one of transformers' ...ForCausalLM or ...ForConditionalGeneration"
+            f"{model.config.model_type}: {type(model).__name__} is not one of the classes of AutoModelForCausalLM and "
+            "AutoModelForSeq2SeqLM, which read and write text; give a model of one of those"
         )
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         raise UserError(

@@ -9,6 +9,9 @@ The mask functions of transformers are looked up by the name of the attention im
 where nothing is padded, and no search for a shortcut where something is. They return what they would have returned.
 
 A mask that the model makes itself, from token ids say, is no `KnownMask`, and about it transformers still asks.
+
+Of a row into which documents are packed the mask knows their lengths. transformers would find the documents by their
+position ids, and would ask the device for that too. Here the mask of each document is made as if it were alone.
 """
 
 from __future__ import annotations
@@ -20,10 +23,12 @@ from typing import Any
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from hf_gpipe.adapters.documents import Documents, mask_of_documents
+
 _MASKS = ("attention_mask", "decoder_attention_mask")
 #: Operations whose result has 0 where the mask that they are called with has it; `==` only when compared with 1.
 _EQUAL = {torch.Tensor.eq, torch.Tensor.__eq__}
-_KEEPING = {torch.Tensor.to, torch.Tensor.contiguous, torch.Tensor.pin_memory} | _EQUAL
+_KEEPING = {torch.Tensor.to, torch.Tensor.contiguous, torch.Tensor.pin_memory, torch.Tensor.view} | _EQUAL
 _ALL = {torch.all, torch.Tensor.all}
 
 
@@ -35,19 +40,22 @@ class KnownMask(torch.Tensor):
 
     Attributes:
         is_padded: whether any entry is not 1.
+        documents: what is packed into the only row; None: every row is one text.
     """
 
     is_padded: bool
+    documents: Documents | None
 
     @classmethod
-    def of(cls, mask: torch.Tensor) -> KnownMask:
+    def of(cls, mask: torch.Tensor, documents: Documents | None = None) -> KnownMask:
         """The same memory, with the answer; reads the values, so `mask` should be on the CPU."""
-        return cls._with(mask, not bool((mask == 1).all()))
+        return cls._with(mask, not bool((mask == 1).all()), documents)
 
     @classmethod
-    def _with(cls, mask: torch.Tensor, is_padded: bool) -> KnownMask:
+    def _with(cls, mask: torch.Tensor, is_padded: bool, documents: Documents | None) -> KnownMask:
         known = mask.as_subclass(cls)
         known.is_padded = is_padded
+        known.documents = documents
         return known
 
     @classmethod
@@ -64,7 +72,8 @@ class KnownMask(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         if func in _KEEPING and isinstance(mask, KnownMask) and (func not in _EQUAL or others == [1]):
-            return result if result is mask else cls._with(result, mask.is_padded)
+            is_copy = result is not mask and result.shape == mask.shape
+            return cls._with(result, mask.is_padded, mask.documents) if is_copy else result
         return result
 
 
@@ -81,6 +90,8 @@ def _answering(make_mask: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(make_mask)
     def make(*args: Any, attention_mask: torch.Tensor | None = None, **options: Any) -> Any:
         if isinstance(attention_mask, KnownMask):
+            if attention_mask.documents is not None:
+                return mask_of_documents(attention_mask.documents, make_mask, options)
             if attention_mask.is_padded:
                 options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
                 attention_mask = attention_mask.as_subclass(torch.Tensor)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Product:
     """One part of a parameter's gradient: the transpose of `left` times `right`, over N tokens.
 

@@ -1,13 +1,15 @@
 """Corpora, tokenizers, and the mini-batches made of both.
 
 The words: a *row* is a record of a file or data set; a *pair* is a source and its translation, made from a row; an
-*example* is a pair, or a block of text, as token ids. The modules, in the order in which data passes through them:
+*example* is a pair, a block of text or a conversation, as token ids. The modules, in the order in which data passes
+through them:
 
     files, formats, hub    which files a path means; rows of files, and of data sets of the Hub
     sources                parts of a corpus: a language's rows, with a state to resume from
     fields, reader, pairs  rows to pairs; splits
     corpus, stream         all pairs at once, memory-mapped; or pairs read while they are trained on
     cldr/, text            generated pairs; documents
+    chats, chat_labels, chat_examples   conversations; which tokens are learnt; conversations to examples
     store                  the cache of prepared data
     threads                work in threads
     tokenizer, tokenized   training a tokenizer; pairs to examples
@@ -16,6 +18,7 @@ The words: a *row* is a record of a file or data set; a *pair* is a source and i
 """
 
 from hf_gpipe.data.batches import length_bucketed_batches, shuffled_batches
+from hf_gpipe.data.chat_examples import ChatExamples
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.corpus import build_corpus
 from hf_gpipe.data.pairs import Corpus, Pair
@@ -24,6 +27,7 @@ from hf_gpipe.data.tokenized import StreamedExamples, TokenizedPairs
 from hf_gpipe.data.tokenizer import train_tokenizer
 
 __all__ = [
+    "ChatExamples",
     "Corpus",
     "Pair",
     "PairCollator",

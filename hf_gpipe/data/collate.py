@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ class PairCollator:
         tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         return cls(next(token for token in tokens if token is not None))
 
-    def __call__(self, rows: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    def __call__(self, rows: Sequence[Mapping[str, list[int]]]) -> dict[str, torch.Tensor]:
         input_ids = [row["input_ids"] for row in rows]
         batch = {
             "input_ids": self._pad(input_ids, self.pad_token_id),

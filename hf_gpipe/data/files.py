@@ -17,6 +17,7 @@ SUFFIXES = {
     "csv": (".csv", ".csv.gz", ".tsv", ".tsv.gz"),
     "parquet": (".parquet",),
     "parallel": (),
+    "chat": (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet"),
     "text": (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet"),
 }
 
@@ -78,7 +79,9 @@ def paired(sources: list[Path], targets: list[Path]) -> dict[Path, Path]:
 
 def check_files(data: DataSection) -> None:
     """Raise DataError if the files or the directory of pairs do not exist; reads none of them."""
-    if data.kind in ("cldr", "text"):
+    if data.chat_template is not None:
+        read_template(data.chat_template)
+    if data.kind in ("cldr", "text", "chat"):
         return
     path = check_paths(data)
     if data.kind == "hub":
@@ -91,6 +94,17 @@ def check_files(data: DataSection) -> None:
         for language in data.languages if name and PLACEHOLDER in name else [""]:
             if name:
                 _check_file(name.replace(PLACEHOLDER, language), data, key)
+
+
+def read_template(path: str) -> str:
+    """The chat template in a file. Raises DataError if it cannot be read."""
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"data.chat_template: {path} cannot be read ({error}; looked in {Path.cwd()}); give a file with a Jinja "
+            "template"
+        ) from error
 
 
 def _check_file(path: str, data: DataSection, key: str) -> None:

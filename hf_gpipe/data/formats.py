@@ -106,6 +106,24 @@ def _object(text: str, where: str) -> dict[str, Any]:
     return found
 
 
+def read_json(path: Path, start: int = 0) -> Iterator[Row]:
+    """The entries of a JSON array, as ("file, entry 7", the object); a file of another form is read as JSON Lines."""
+    with text_of(path) as opened:
+        is_array = opened.read(1024).lstrip().startswith("[")
+    if not is_array:
+        yield from read_jsonl(path, start)
+        return
+    try:
+        entries = json.loads("".join(line for _, line in numbered_lines(path)))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not a JSON array ({error}); correct it, or write one object per line") from error
+    for number, entry in enumerate(entries[start:], start=start + 1):
+        where = f"{path}, entry {number}"
+        if not isinstance(entry, dict):
+            raise DataError(f"{where}: a JSON {type(entry).__name__} where an object such as {{...}} is needed")
+        yield where, entry
+
+
 # ---- CSV and TSV
 
 

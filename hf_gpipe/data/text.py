@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,6 +21,8 @@ from hf_gpipe.data.progress import progress
 from hf_gpipe.data.store import in_blocks
 from hf_gpipe.errors import DataError, nearest
 from hf_gpipe.recipe import DataSection
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class TextCorpus:
             max_texts: how many are sampled where there are more; None: `MAX_TOKENIZER_EXAMPLES`.
         """
         most = max_texts or MAX_TOKENIZER_EXAMPLES
-        return _drawn(self.train, most, "texts", most)
+        return drawn(self.train, most, "texts", most)
 
 
 def text_corpus(data: DataSection) -> TextCorpus:
@@ -57,7 +59,7 @@ def text_corpus(data: DataSection) -> TextCorpus:
             train on.
     """
     path = data.path or ""
-    if _is_local(path):
+    if is_local(path, "text"):
         if data.subset is not None or data.revision is not None:
             key, value = ("subset", data.subset) if data.subset is not None else ("revision", data.revision)
             raise DataError(f"data.{key} is {value!r}, and {path} are files of this machine; leave data.{key} out")
@@ -74,20 +76,20 @@ def text_corpus(data: DataSection) -> TextCorpus:
         own = {name: list(texts_of_rows(rows(), data.text_field)) for name, rows in held_out.items() if rows}
     read = list(progress(documents, f"reading {path}", "documents"))
     corpus = split_documents(
-        _drawn(read, data.max_examples, "max_examples", data.seed),
+        drawn(read, data.max_examples, "max_examples", data.seed),
         validation_fraction=0.0 if "validation" in own else data.validation_fraction,
         test_fraction=0.0 if "test" in own else data.test_fraction,
     )
     return replace(corpus, **own)
 
 
-def _is_local(path: str) -> bool:
-    """Whether `path` means files of text on this machine, there or not."""
-    if glob.has_magic(path) or path.endswith(SUFFIXES["text"]):
+def is_local(path: str, kind: str) -> bool:
+    """Whether `path` means files of this machine that have documents or conversations, there or not."""
+    if glob.has_magic(path) or path.endswith(SUFFIXES[kind]):
         return True
     try:
         found = Path(path).expanduser()
-        files = [file for file in found.iterdir() if _is_text(file)] if found.is_dir() else []
+        files = [file for file in found.iterdir() if _is_of(file, kind)] if found.is_dir() else []
     except (OSError, ValueError):  # a name that no file can have
         return False
     # A directory with splits has the form of a data set, unless its documents are paragraphs, of which `datasets` knows
@@ -96,12 +98,12 @@ def _is_local(path: str) -> bool:
     return found.is_file() or (bool(files) and not has_splits)
 
 
-def _is_text(path: Path) -> bool:
+def _is_of(path: Path, kind: str) -> bool:
     """Whether a file's name ends as those that are read."""
-    return path.name.endswith(SUFFIXES["text"]) and path.is_file()
+    return path.name.endswith(SUFFIXES[kind]) and path.is_file()
 
 
-def _drawn(documents: list[str], count: int | None, *seed: object) -> list[str]:
+def drawn(documents: list[T], count: int | None, *seed: object) -> list[T]:
     """Sample at most `count` of the documents and keep their order."""
     if count is None or count >= len(documents):
         return documents

@@ -15,6 +15,7 @@ bisection, and it is nearly always the answer already.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from itertools import pairwise
@@ -28,7 +29,8 @@ StageCost = Callable[[int, int, int], float]
 #: Costs that differ by less than this share of the bottleneck are equal; otherwise rounding would decide among equal
 #: splits.
 _EQUAL = 1e-9
-_UNITS = 1 << 40
+#: Of the bottleneck in the sums of squares.
+_BITS = 40
 
 
 def by_cost(
@@ -216,7 +218,8 @@ class _Search:
         limit = bottleneck * (1 + _EQUAL)
         windows = self.windows(limit)
         assert windows is not None, "the bottleneck is that of a split"
-        unit = _UNITS / bottleneck if bottleneck > 0 else 0.0
+        # A power of two, so that whole numbers stay exact and equal sums are seen to be equal.
+        unit = math.ldexp(1, _BITS - math.frexp(bottleneck)[1])
         # From the last stage to the first, so that of equal splits the longest first stage can be taken.
         squares: dict[int, int] = {self.num_layers: 0}
         choices: list[dict[int, int]] = []

@@ -108,7 +108,7 @@ class Planning:
             rows = largest_micro_batch(mini_batch.rows, count)
             own = profile_layers(
                 self.adapter,
-                replace(mini_batch, rows=rows),
+                mini_batch.of_rows(rows),
                 processes.device,
                 peft=self.peft,
                 loss=self.loss,

@@ -11,7 +11,7 @@ layers are run in a short one, where it has a layer of every class.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -24,7 +24,7 @@ from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.adapters.quantised import size_of_quantised
 from hf_gpipe.planner.costs import GraphCost, LayerCost, ModelCosts, Parameters, SharedParameter
-from hf_gpipe.planner.tracing import Trace, trace_stage
+from hf_gpipe.planner.tracing import Trace, saved_bytes, trace_stage
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 
@@ -129,12 +129,15 @@ class LayerTracer:
         self.loss = loss
         self._as_on_gpu = as_on_gpu
         self._recomputes_blocks = self._can_recompute_blocks()
+        #: Of one workload: see `_saved_of_pair`.
+        self._pairs: dict[tuple[int, bool], tuple[int, int]] = {}
 
     def costs(self, workload: Workload) -> ModelCosts:
         """Return the costs of each layer for one micro-batch."""
         adapter, layers = self.layers.adapter, self.layers
         workload = workload.within(adapter)
         inputs = workload.inputs(adapter)
+        self._pairs.clear()
         traced = {index: self._traced(index, inputs) for index in dict.fromkeys(self.like)}
         owner: dict[str, int] = {}
         for index, names in enumerate(layers.shared):
@@ -180,13 +183,13 @@ class LayerTracer:
         layer = self.run.adapter.layers[index]
         sizes = boundary_bytes(self.run.adapter, index, inputs)
         hidden = sizes.get("hidden", 0)
-        trace = self._trace(index, index + 1, inputs)
+        trace = self._trace(index, inputs)
         saved_input = hidden if trace.saves_hidden else 0
         block, saved_block_input = trace, saved_input
         if layer.kind == "block":
             saved_block_input = hidden
             if self._recomputes_blocks:
-                block = self._trace(index, index + 1, inputs, recompute_blocks=True)
+                block = self._trace(index, inputs, recompute_blocks=True)
         if layer.kind == "embedding" and "encoder_hidden" in sizes:
             # The decoder's blocks read the encoder's output until the last of them is done.
             saved_input = saved_block_input = sizes["encoder_hidden"]
@@ -204,11 +207,25 @@ class LayerTracer:
         own, outside = trace.saved - trace.saved_outside, trace.saved_outside
         if (second := self._second_of_shared_tables(index)) is not None:
             # The first block of a stage makes the bias, and the others are handed it.
-            pair = self._trace(second - 1, second + 1, inputs, recompute_blocks=recompute_blocks, window_from=second)
-            own = pair.saved - pair.saved_outside
+            saved, saved_before = self._saved_of_pair(second, inputs, recompute_blocks=recompute_blocks)
+            own = saved - saved_before
             between = boundary_bytes(self.run.adapter, second, inputs).get("hidden", 0)
-            outside = max(trace.saved - own, pair.saved - between - 2 * own, 0)
+            outside = max(trace.saved - own, saved - between - 2 * own, 0)
         return GraphCost(own, saved_input, outside, trace.backward_peak)
+
+    def _saved_of_pair(self, second: int, inputs: Inputs, *, recompute_blocks: bool) -> tuple[int, int]:
+        """Of block `second` and the one before it, what their graph keeps, and what of it the one before does."""
+        key = (second, recompute_blocks)
+        if key not in self._pairs:
+            self._pairs[key] = saved_bytes(
+                self._builder(second - 1, second + 1, recompute_blocks=recompute_blocks),
+                inputs,
+                self.run.wants_gradient,
+                second,
+                loss=self.loss,
+                as_on_gpu=self._as_on_gpu,
+            )
+        return self._pairs[key]
 
     def _second_of_shared_tables(self, index: int) -> int | None:
         """Number of the second block of a stack whose first block makes something for all of them, as T5's bias."""
@@ -219,9 +236,16 @@ class LayerTracer:
             return None
         return next(i for i, layer in enumerate(adapter.layers) if layer.name == stack.blocks[1])
 
-    def _trace(
-        self, start: int, stop: int, inputs: Inputs, *, recompute_blocks: bool = False, window_from: int | None = None
-    ) -> Trace:
+    def _trace(self, index: int, inputs: Inputs, *, recompute_blocks: bool = False) -> Trace:
+        return trace_stage(
+            self._builder(index, index + 1, recompute_blocks=recompute_blocks),
+            inputs,
+            self.run.wants_gradient,
+            loss=self.loss,
+            as_on_gpu=self._as_on_gpu,
+        )
+
+    def _builder(self, start: int, stop: int, *, recompute_blocks: bool) -> Callable[[], StageModel]:
         def build() -> StageModel:
             stage_model = StageModel(self.run.adapter, start, stop)
             if self.run.adapter.quantisation is not None:
@@ -232,14 +256,7 @@ class LayerTracer:
                 stage_model.checkpoint_blocks()
             return stage_model
 
-        return trace_stage(
-            build,
-            inputs,
-            self.run.wants_gradient,
-            loss=self.loss,
-            as_on_gpu=self._as_on_gpu,
-            window_from=window_from,
-        )
+        return build
 
     def _can_recompute_blocks(self) -> bool:
         """Whether the family's blocks know how; others keep what they keep."""

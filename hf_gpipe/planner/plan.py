@@ -23,9 +23,10 @@ from hf_gpipe.planner.measure import profile_layers
 from hf_gpipe.planner.memory import MemoryBound, MemoryEstimate, StageLayers, estimate_memory
 from hf_gpipe.planner.network import Network, one_level
 from hf_gpipe.planner.prefix_sums import LayerSums
-from hf_gpipe.planner.times import TimeEstimate, time_of
+from hf_gpipe.planner.times import TimeEstimate, seconds_text, time_of
 from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch, sent_share
 from hf_gpipe.recipe import DecidedConfig
+from hf_gpipe.recipe.sizes import size_text
 from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.schedule import Costs, Schedule, Timeline, build, recompute_under, simulate
@@ -79,6 +80,16 @@ class Plan:
     stages: tuple[StagePlan, ...]
     processes: tuple[ProcessPlan, ...]
     timeline: Timeline
+
+    def __repr__(self) -> str:
+        fits = (
+            "no limit is known" if self.planner.memory_bytes is None else "it fits" if self.fits else "it does not fit"
+        )
+        return (
+            f"Plan({self.settings.num_stages} stages, {self.settings.num_micro_batches} micro-batches, "
+            f"{self.settings.schedule}: {seconds_text(self.step_seconds)} per step, bubble {self.bubble:.1%}, "
+            f"{size_text(self.peak_bytes)} in process {self.fullest_process.number}, {fits})"
+        )
 
     @property
     def step_seconds(self) -> float:
@@ -196,7 +207,7 @@ class Planner:
         def costs_of(rows: int) -> ModelCosts:
             if measured is not None and rows in measured:
                 return measured[rows]
-            workload = replace(mini_batch, rows=rows)
+            workload = mini_batch.of_rows(rows)
             if profile_on is not None:
                 return profile_layers(adapter, workload, profile_on, peft=peft, loss=loss)
             return tracer().costs(workload)

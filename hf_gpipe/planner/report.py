@@ -72,7 +72,8 @@ def report(plan: Plan) -> str:
         ("model", f"{_count(total.count)} parameters in {len(costs.layers)} layers, {_types(plan)}"),
         (
             "mini-batch",
-            f"{planner.rows} rows of {columns} tokens, as {num_micro_batches} micro-batches of at most {workload.rows}",
+            f"{planner.rows} rows of {columns} tokens, as {num_micro_batches} micro-batches of at most {workload.rows}"
+            f"{', packed' if workload.is_packed else ''}",
         ),
         ("devices", f"{settings.num_processes} x {planner.device.name}, {_each_process(planner)}"),
         (

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -34,7 +34,9 @@ from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 from hf_gpipe.runtime.stage import Stage
 
 _aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 CPU = torch.device("cpu")
+_Result = TypeVar("_Result")
 #: The last is a module that fake tensors cannot convert to another type.
 _DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException, RuntimeError)
 
@@ -122,6 +124,8 @@ class Tracker(TorchDispatchMode):
         return sum(size for _, size, made_in, is_inside in self._known.values() if made_in is phase and not is_inside)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # more than half of all calls
         kwargs = kwargs or {}
         # A product by 4-bit weights converts them back first, as its backward does.
         is_quantised = func.name() == _QUANTISED
@@ -213,7 +217,6 @@ def trace_stage(
     *,
     loss: TokenLoss = PLAIN,
     as_on_gpu: bool = False,
-    window_from: int | None = None,
     is_real: bool = False,
 ) -> Trace:
     """Run a stage once forward and once backward on fake tensors, or where these will not do on real ones.
@@ -224,87 +227,154 @@ def trace_stage(
         wants_gradient: boundary -> for each tensor that crosses it, whether its gradient is wanted.
         loss: of the target tokens.
         as_on_gpu: count attention as a GPU's kernels do it.
-        window_from: number of the layer from whose call on what is made is an own layer's; None: the stage's first.
         is_real: whether to run on real tensors at once.
     """
+    return _on_fake_tensors(
+        build,
+        inputs,
+        lambda model, given: _trace(Stage(model, wants_gradient, loss), given, as_on_gpu=as_on_gpu),
+        is_real=is_real,
+    )
+
+
+def saved_bytes(
+    build: Callable[[], StageModel],
+    inputs: Mapping[str, torch.Tensor],
+    wants_gradient: Callable[[int], Mapping[str, bool]],
+    first_layer: int,
+    *,
+    loss: TokenLoss = PLAIN,
+    as_on_gpu: bool = False,
+) -> tuple[int, int]:
+    """Run a stage forward only: the graph's `saved`, and of it what was made before a layer was called.
+
+    Args:
+        first_layer: number of that layer.
+    The other arguments are those of `trace_stage`.
+    """
+
+    def run(model: StageModel, given: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+        stage = Stage(model, wants_gradient, loss)
+        context, tracker = _prepare(stage, given)
+        with _kernels(as_on_gpu), tracker:
+            forward = _forward(stage, context, tracker, first_layer)
+        return forward.saved, forward.outside
+
+    return _on_fake_tensors(build, inputs, run)
+
+
+def _on_fake_tensors(
+    build: Callable[[], StageModel],
+    inputs: Mapping[str, torch.Tensor],
+    run: Callable[[StageModel, Mapping[str, torch.Tensor]], _Result],
+    *,
+    is_real: bool = False,
+) -> _Result:
     generator = default_generator(CPU)
     state = generator.get_state()
 
-    def trace(stage_model: StageModel, shapes: Mapping[str, torch.Tensor]) -> Trace:
-        stage_model.seal(CPU)
-        stage = Stage(stage_model, wants_gradient, loss)
-        return _trace(stage, shapes, window_from, as_on_gpu=as_on_gpu)
-
-    def trace_real() -> Trace:
+    def run_real() -> _Result:
         stage_model = build()
         initialise(stage_model, CPU, seed=0)
-        return trace(stage_model, inputs)
+        stage_model.seal(CPU)
+        return run(stage_model, inputs)
 
     try:
         if is_real:
-            return trace_real()
+            return run_real()
         stage_model = build()
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode, torch.device(CPU):
             materialise(stage_model)
-            return trace(stage_model, {name: mode.from_tensor(tensor) for name, tensor in inputs.items()})
+            stage_model.seal(CPU)
+            return run(stage_model, {name: mode.from_tensor(tensor) for name, tensor in inputs.items()})
     except _DEPENDS_ON_VALUES:
-        return trace_real()
+        return run_real()
     finally:
         generator.set_state(state)
 
 
-def _trace(stage: Stage, inputs: Mapping[str, torch.Tensor], window_from: int | None, *, as_on_gpu: bool) -> Trace:
-    stage_model = stage.model
-    context = context_of(stage_model, inputs)
-    received = list(context.carry.values())
-    for parameter in stage_model.model.parameters():
+def _trace(stage: Stage, inputs: Mapping[str, torch.Tensor], *, as_on_gpu: bool) -> Trace:
+    context, tracker = _prepare(stage, inputs)
+    with _kernels(as_on_gpu), tracker:
+        with tracker.phase() as forward_only:
+            stage.forward(context, keep_graph=False)
+        stage.reset()
+        forward = _forward(stage, context, tracker, stage.model.start)
+        with tracker.phase() as backward:
+            stage.backward(0, forward.gradients)
+        deferred = _deferred_bytes(stage, context, forward.gradients)
+    return Trace(
+        saved=forward.saved,
+        saved_outside=min(forward.outside, forward.saved),
+        saves_hidden=forward.saves_hidden,
+        forward_peak=forward.phase.peak_bytes,
+        forward_only_peak=forward_only.peak_bytes,
+        backward_peak=backward.peak_bytes + forward.incoming,
+        deferred=deferred,
+        forward_flops=forward.phase.flops,
+        backward_flops=backward.flops,
+        # A linear layer's gradient of its input takes as many operations as its forward; the rest is for the weights.
+        weight_flops=max(backward.linear_flops - forward.phase.linear_flops, 0),
+    )
+
+
+def _prepare(stage: Stage, inputs: Mapping[str, torch.Tensor]) -> tuple[Context, Tracker]:
+    """A micro-batch for the stage, and a tracker that counts nothing of what is there now."""
+    context = context_of(stage.model, inputs)
+    model, tracker = stage.model.model, Tracker()
+    for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    existing = [*stage_model.model.parameters(), *stage_model.model.buffers(), *context.micro_batch.inputs.values()]
-    existing += [p.grad for p in stage_model.model.parameters() if p.grad is not None]
-    first = stage_model.adapter.layers[stage_model.start if window_from is None else window_from]
+    tracker.ignore([*model.parameters(), *model.buffers(), *context.micro_batch.inputs.values()])
+    tracker.ignore(p.grad for p in model.parameters() if p.grad is not None)
+    tracker.ignore(context.carry.values())
+    return context, tracker
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A forward with a graph.
+
+    Attributes:
+        phase: what ran.
+        gradients: for the outputs, of the next stage.
+        incoming: their bytes.
+        saved, outside, saves_hidden: as in `Trace`.
+    """
+
+    phase: Phase
+    gradients: Mapping[str, torch.Tensor]
+    incoming: int
+    saved: int
+    outside: int
+    saves_hidden: bool
+
+
+def _forward(stage: Stage, context: Context, tracker: Tracker, first_layer: int) -> _Forward:
     saved_storages: set[int] = set()
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         saved_storages.add(tensor.untyped_storage()._cdata)
         return tensor
 
-    tracker = Tracker()
-    tracker.ignore([*existing, *received])
-    first_module = stage_model.model.get_submodule(first.modules[0])
-    with _kernels(as_on_gpu), tracker:
-        with tracker.phase() as forward_only:
-            stage.forward(context, keep_graph=False)
-        stage.reset()
-        with (
-            tracker.phase() as forward,
-            first_module.register_forward_pre_hook(forward.enter_layers),
-            torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
-        ):
-            outputs = stage.forward(context, keep_graph=True)
-        gradients = {
-            name: torch.empty_like(outputs[name]) for name, wanted in stage.trainable_outputs.items() if wanted
-        }
-        incoming = sum(gradient.untyped_storage().nbytes() for gradient in gradients.values())
-        del outputs
-        saved = tracker.live_bytes - forward.start_bytes - incoming
-        outside = tracker.bytes_outside(forward)
-        with tracker.phase() as backward:
-            stage.backward(0, gradients)
-        deferred = _deferred_bytes(stage, context, gradients)
+    layer = stage.model.adapter.layers[first_layer]
+    with (
+        tracker.phase() as phase,
+        stage.model.model.get_submodule(layer.modules[0]).register_forward_pre_hook(phase.enter_layers),
+        torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+    ):
+        outputs = stage.forward(context, keep_graph=True)
+    gradients = {name: torch.empty_like(outputs[name]) for name, wanted in stage.trainable_outputs.items() if wanted}
+    incoming = sum(gradient.untyped_storage().nbytes() for gradient in gradients.values())
+    del outputs
     hidden = context.carry.get("hidden")
-    return Trace(
-        saved=saved,
-        saved_outside=min(outside, saved),
+    return _Forward(
+        phase,
+        gradients,
+        incoming,
+        saved=tracker.live_bytes - phase.start_bytes - incoming,
+        outside=tracker.bytes_outside(phase),
         saves_hidden=hidden is not None and hidden.untyped_storage()._cdata in saved_storages,
-        forward_peak=forward.peak_bytes,
-        forward_only_peak=forward_only.peak_bytes,
-        backward_peak=backward.peak_bytes + incoming,
-        deferred=deferred,
-        forward_flops=forward.flops,
-        backward_flops=backward.flops,
-        # A linear layer's gradient of its input takes as many operations as its forward; the rest is for the weights.
-        weight_flops=max(backward.linear_flops - forward.linear_flops, 0),
     )
 
 

@@ -9,9 +9,12 @@ import torch
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.base import IGNORED_LABEL, Tensors
+from hf_gpipe.adapters.documents import attends_by_document
 from hf_gpipe.adapters.layers import StackName
 from hf_gpipe.errors import UserError, nearest
-from hf_gpipe.recipe import Recipe, TrainingSection
+from hf_gpipe.recipe import SEQUENCE_KINDS, Recipe, TrainingSection
+from hf_gpipe.runtime.batches import tensors_of
+from hf_gpipe.runtime.packing import is_flattened, packed_parts
 from hf_gpipe.schedule import Schedule
 
 #: A token that no family gives a meaning: past the special tokens, inside of the smallest vocabulary.
@@ -56,6 +59,8 @@ class Workload:
         source_tokens: columns of an encoder's ids; a decoder-only model does not read it.
         target_tokens: columns of a decoder's ids and labels: T of a decoder-only model.
         has_padding: whether some row is shorter than the others, so that attention needs a mask.
+        is_packed: whether the rows are packed, without padding: `target_tokens` is their mean length, rounded up.
+        longest_tokens: of packed rows, the tokens of the longest; of others, 0.
 
     Raises:
         UserError: a size below 1.
@@ -65,6 +70,8 @@ class Workload:
     source_tokens: int
     target_tokens: int
     has_padding: bool = True
+    is_packed: bool = False
+    longest_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in ("rows", "source_tokens", "target_tokens"):
@@ -79,25 +86,43 @@ class Workload:
         which need more only if their sources are long all the same, or if they are padded to a long one, as without
         `length_bucketing`.
 
-        A decoder-only model reads source and target in one sequence, or a block of text.
+        A decoder-only model reads source and target in one sequence, or a block of text, or a conversation.
 
         Args:
             recipe: its batch size, in rows or target tokens, and its longest texts are read.
             num_micro_batches: M, since a recipe may leave it open.
             is_encoder_decoder: of the model's configuration.
         """
-        source, target = recipe.data.max_source_tokens, recipe.data.max_target_tokens
+        data = recipe.data
+        source, target = data.max_source_tokens, data.max_length if data.kind == "chat" else data.max_target_tokens
         tokens, rows = recipe.training.batch_tokens, recipe.training.batch_size
         if tokens is not None:
             rows = rows_of_tokens(tokens, target)
         if not is_encoder_decoder:
-            # Text comes in blocks of the longest target.
-            source = target = target if recipe.data.kind == "text" else source + target
+            # Text comes in blocks of the longest target, and conversations are targets as a whole.
+            source = target = target if data.kind in SEQUENCE_KINDS else source + target
+            if recipe.training.packing:
+                return cls.packed(largest_micro_batch(rows, num_micro_batches), target, target)
         return cls(largest_micro_batch(rows, num_micro_batches), source, target)
 
     @classmethod
-    def of_batch(cls, batch: Tensors, num_micro_batches: int = 1) -> Workload:
-        """The largest micro-batch of a mini-batch, which has input_ids (N, T), labels (N, T') and perhaps a mask."""
+    def packed(cls, rows: int, tokens: int, longest: int) -> Workload:
+        """Rows without padding of `tokens` each on average, of which one has `longest`."""
+        return cls(rows, tokens, tokens, has_padding=False, is_packed=True, longest_tokens=longest)
+
+    @classmethod
+    def of_batch(cls, batch: Tensors, num_micro_batches: int = 1, *, packing: bool = False) -> Workload:
+        """The largest micro-batch of a mini-batch, which has input_ids (N, T), labels (N, T') and perhaps a mask.
+
+        Args:
+            batch: the mini-batch; a flattened one is always packed.
+            num_micro_batches: M.
+            packing: whether its rows are packed.
+        """
+        on_cpu = {name: tensor.cpu() for name, tensor in tensors_of(batch).items()}
+        if packing or is_flattened(on_cpu):
+            lengths = [len(one["input_ids"]) for one in packed_parts(on_cpu, num_micro_batches)[0]]
+            return cls.packed(len(lengths), -(-sum(lengths) // len(lengths)), max(lengths))
         num_rows, source = batch["input_ids"].shape
         mask = batch.get("attention_mask")
         rows, has_padding = largest_micro_batch(num_rows, num_micro_batches), mask is not None and not bool(mask.all())
@@ -108,6 +133,11 @@ class Workload:
         """B T of the decoder, padding included."""
         return self.rows * self.target_tokens
 
+    def of_rows(self, rows: int) -> Workload:
+        """A micro-batch of so many of its rows, of packed ones a micro-batch that has the longest."""
+        tokens = max(self.target_tokens, -(-self.longest_tokens // rows))
+        return replace(self, rows=rows, target_tokens=tokens) if self.is_packed else replace(self, rows=rows)
+
     def within(self, adapter: Adapter) -> Workload:
         """As much of it as the model has positions for; longer rows cannot be trained on."""
         reader: StackName = "encoder" if adapter.config.is_encoder_decoder else "decoder"
@@ -116,11 +146,17 @@ class Workload:
         return replace(self, source_tokens=source, target_tokens=target)
 
     def inputs(self, adapter: Adapter) -> dict[str, torch.Tensor]:
-        """The output of `Adapter.prepare` for a micro-batch of this shape: ids, mask, labels of one arbitrary token."""
+        """The output of `Adapter.prepare` for a micro-batch of this shape: ids, mask, labels of one arbitrary token.
+
+        Attention that runs document by document costs the same for packed rows and for rows of a batch.
+        """
         length = self.source_tokens if adapter.config.is_encoder_decoder else self.target_tokens
         ids = torch.full((self.rows, length), _TOKEN)
         labels = torch.full((self.rows, self.target_tokens), _TOKEN)
         inputs = {"input_ids": ids, "labels": labels}
+        if self.is_packed and not attends_by_document(adapter.reference):
+            inputs["position_ids"] = torch.arange(length).expand(ids.shape)
+            inputs = {name: tensor.reshape(1, -1) for name, tensor in inputs.items()}
         if self.has_padding:
             mask = torch.ones_like(ids)
             if length > 1 and self.rows > 1:
@@ -141,6 +177,7 @@ class PlanInputs:
         optim: the optimizer, by transformers' name.
         fp32_master_weights: whether it updates float32 copies of the weights.
         accumulation: mini-batches in a step.
+        packing: whether the rows of a mini-batch are packed.
         tables: by the path that names them as a schedule, the tables that were read from files.
     """
 
@@ -148,6 +185,7 @@ class PlanInputs:
     optim: str = TrainingSection.optim
     fp32_master_weights: bool = TrainingSection.fp32_master_weights
     accumulation: int = TrainingSection.gradient_accumulation_steps
+    packing: bool = False
     tables: Mapping[str, Schedule] = field(default_factory=dict)
 
     @classmethod
@@ -159,6 +197,7 @@ class PlanInputs:
             training.optim,
             training.fp32_master_weights,
             training.gradient_accumulation_steps,
+            training.packing,
         )
 
     def mini_batch(self) -> Workload:
@@ -168,7 +207,9 @@ class PlanInputs:
                 "the planner needs the shape of a mini-batch to choose auto values or to cut the model by cost: give "
                 "example=, a mini-batch as long as the longest to come"
             )
-        return self.example if isinstance(self.example, Workload) else Workload.of_batch(self.example)
+        if isinstance(self.example, Workload):
+            return self.example
+        return Workload.of_batch(self.example, packing=self.packing)
 
     def check(self) -> None:
         """Raise UserError where the optimizer's state has no known size."""

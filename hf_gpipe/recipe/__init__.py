@@ -10,6 +10,7 @@ from hf_gpipe.recipe.build import apply_overrides, build, drop_unused, kind_of
 from hf_gpipe.recipe.check import check
 from hf_gpipe.recipe.extends import read_with_bases, refuse_extends
 from hf_gpipe.recipe.fields import (
+    SEQUENCE_KINDS,
     DataSection,
     EvaluationSection,
     LoraSection,
@@ -26,6 +27,7 @@ from hf_gpipe.recipe.strict_yaml import Locations, read_mapping
 
 __all__ = [
     "AUTO",
+    "SEQUENCE_KINDS",
     "DataSection",
     "DecidedConfig",
     "EvaluationSection",

@@ -110,6 +110,8 @@ def _hint(found: KeyPath) -> str:
     if name in {dotted(key) for key in known}:
         return f"; in a file a dot is a level: write {name.rpartition('.')[2]!r} below {name.rpartition('.')[0]!r}"
     own = [key for key in known if key[:-1] == section]
+    if section == ("model",) and not nearest(name, [key[-1] for key in own]):
+        return f"; a field of the model's configuration stands below model.config: model.config.{name}"
     same_name = [key for key in known if key[-1] == name]
     near_section = "" if section or same_name else nearest(name, SECTIONS)
     if near_section:

@@ -18,6 +18,8 @@ _PATHS = {
     "parallel": "the file with a source on each line",
     "hub": "the id of a data set of the Hub, or a directory of that form",
 }
+#: Kinds that need files of these names, or a data set of the Hub.
+_FILES = {"text": ".txt, .jsonl or .parquet", "chat": ".jsonl, .json or .parquet"}
 
 
 def check(recipe: Recipe, locations: Locations | None = None) -> None:
@@ -59,6 +61,12 @@ def _check_fields(recipe: Recipe) -> None:
     _check_precision(recipe)
     _check_quantization(recipe)
     training = recipe.training
+    for name in ("hub_model_id", "hub_private_repo"):
+        if getattr(training, name) is not None and not training.push_to_hub:
+            raise RecipeError(
+                f"training.{name} is {show(getattr(training, name))} and training.push_to_hub is false; set it to "
+                f"true, or leave {name} out."
+            )
     if training.decay_steps and training.lr_scheduler_type != "warmup_stable_decay":
         raise RecipeError(
             f"training.decay_steps is {training.decay_steps} and training.lr_scheduler_type is "
@@ -118,9 +126,10 @@ def _check_quantization(recipe: Recipe) -> None:
 def _check_data(data: DataSection) -> None:
     if data.kind in _PATHS and data.path is None:
         raise RecipeError(f"data.kind is {data.kind} and data.path is missing; give {_PATHS[data.kind]}.")
-    if data.kind == "text" and data.path is None:
+    if data.kind in _FILES and data.path is None:
         raise RecipeError(
-            "data.kind is text and data.path is missing; give .txt, .jsonl or .parquet files, or a Hub data set's name."
+            f"data.kind is {data.kind} and data.path is missing; give {_FILES[data.kind]} files, or a Hub data set's "
+            "name."
         )
     if data.kind == "cldr" and not data.languages and data.num_languages is None:
         raise RecipeError(
@@ -149,9 +158,9 @@ def _check_rows(data: DataSection) -> None:
             "data.kind is parallel and data.target_path is missing; give the file with the translations of the lines "
             "of data.path."
         )
-    if data.kind == "text" and data.subset is not None and not isinstance(data.subset, str):
+    if data.kind in _FILES and data.subset is not None and not isinstance(data.subset, str):
         raise RecipeError(
-            f"data.subset is {show(data.subset)} and data.kind is text, which reads one subset; give its name."
+            f"data.subset is {show(data.subset)} and data.kind is {data.kind}, which reads one subset; give its name."
         )
     if isinstance(data.subset, dict):
         for language, name in data.subset.items():

@@ -26,13 +26,18 @@ from hf_gpipe.recipe.strict_yaml import write
 LOCAL_KINDS = ("jsonl", "csv", "parquet", "parallel")
 ROW_KINDS = (*LOCAL_KINDS, "hub")
 
+#: Kinds whose rows are one sequence, which decoder-only models learn.
+SEQUENCE_KINDS = ("text", "chat")
+
 CLDR = Kinds(("cldr",))
 ROWS = Kinds(ROW_KINDS)
 FIELDS = Kinds(("jsonl", "csv", "parquet", "hub"))
 TEXT = Kinds(("text",))
+CHAT = Kinds(("chat",))
 PAIRS = Kinds((*CLDR.names, *ROWS.names))
-READ = Kinds((*ROWS.names, *TEXT.names))
-OF_THE_HUB = Kinds(("hub", *TEXT.names))
+BY_TARGETS = Kinds((*PAIRS.names, *TEXT.names))
+READ = Kinds((*ROWS.names, *SEQUENCE_KINDS))
+OF_THE_HUB = Kinds(("hub", *SEQUENCE_KINDS))
 
 
 @section()
@@ -92,11 +97,12 @@ class LoraSection:
 class DataSection:
     """The corpus. A key that its kind does not use is an error."""
 
-    kind: Literal["cldr", "jsonl", "csv", "parquet", "parallel", "hub", "text"]
+    kind: Literal["cldr", "jsonl", "csv", "parquet", "parallel", "hub", "text", "chat"]
     """Where the data come from. cldr: dates, units, prices and names generated offline from Unicode CLDR. Pairs from
     local files: jsonl, one JSON object per line; csv, also with tabs; parquet; parallel, two text files whose lines
     translate each other. hub: pairs of a data set of the Hugging Face Hub, or of a directory of the same form. text:
-    documents for a decoder-only model, cut into blocks of `max_target_tokens`."""
+    documents for a decoder-only model, cut into blocks of `max_target_tokens`. chat: conversations for a decoder-only
+    model, or prompts and completions."""
 
     seed: int = 0
     """Seed for generating and sampling the corpus; `training.seed` decides the order of training examples."""
@@ -112,10 +118,10 @@ class DataSection:
     """Seed that shuffles which language gets which size; null: sizes fall in the order of the languages."""
 
     validation_fraction: Fraction = 0.05
-    """Share of the pairs or documents held out for evaluation during training."""
+    """Share of the pairs, documents or conversations held out for evaluation during training."""
 
     test_fraction: Fraction = 0.05
-    """Share of the pairs or documents held out for evaluation at the end."""
+    """Share of the pairs, documents or conversations held out for evaluation at the end."""
 
     temperature: Annotated[float, Field(ge=1), PAIRS] = 1.0
     """T: a language with a share s of the training pairs is sampled in proportion to s ** (1 / T). 1: by its share;
@@ -128,7 +134,7 @@ class DataSection:
     max_source_tokens: Annotated[int, Field(ge=2), PAIRS] = 128
     """Maximum length of a source, special tokens included; longer ones are truncated."""
 
-    max_target_tokens: Annotated[int, Field(ge=2)] = 128
+    max_target_tokens: Annotated[int, Field(ge=2), BY_TARGETS] = 128
     """Maximum length of a target, special tokens included; longer ones are truncated. text: tokens per block."""
 
     templates: Annotated[list[Text], CLDR] = field(default_factory=list)
@@ -151,8 +157,8 @@ class DataSection:
     """Exponent of the power law by which the sizes of the languages fall; 0: all are equal."""
 
     path: Annotated[Text | None, READ] = None
-    """A file, a directory of files, or a wildcard such as data/*.jsonl.gz; jsonl, csv and text files may be gzipped.
-    hub, text: id or directory of a data set. Required."""
+    """A file, a directory of files, or a wildcard such as data/*.jsonl.gz; jsonl, csv, text and chat files may be
+    gzipped. hub, text, chat: id or directory of a data set. Required."""
 
     made_by: Annotated[Annotated[Text | None, MAY_CHANGE], ROWS] = None
     """Command that makes the file at `path`; the error says it if the file is not there."""
@@ -187,6 +193,22 @@ class DataSection:
     text_field: Annotated[Text, TEXT] = "text"
     """Field that holds a document; in a .txt file each paragraph is a document."""
 
+    max_length: Annotated[int, Field(ge=2), CHAT] = 1024
+    """Maximum length of a conversation in tokens; longer ones are truncated. Those that have no target left are dropped
+    and counted."""
+
+    truncation_mode: Annotated[Literal["keep_start", "keep_end"], CHAT] = "keep_start"
+    """Which end of a conversation that is too long is kept."""
+
+    chat_template: Annotated[Text | None, CHAT] = None
+    """File with a Jinja chat template, used and saved in place of the tokenizer's own; null: its own is used."""
+
+    assistant_only_loss: Annotated[bool, CHAT] = True
+    """Whether only what the assistant says is learnt, or all tokens of a conversation."""
+
+    completion_only_loss: Annotated[bool, CHAT] = True
+    """Whether only completions are learnt, or prompts too, where rows have a prompt and a completion."""
+
     split_by: Annotated[Literal["source", "target"], ROWS] = "source"
     """Pairs that are equal on this side go to the same split; splits that a data set has already stay as they are."""
 
@@ -195,7 +217,7 @@ class DataSection:
     only."""
 
     max_examples: Annotated[Count | None, READ] = None
-    """Number of pairs or documents to sample before they are split; null: all."""
+    """Number of pairs, documents or conversations to sample before they are split; null: all."""
 
     max_held_out: Annotated[Count | None, ROWS] = None
     """Maximum number of pairs per language in validation, and in test; null: all, or 2000 with `streaming`."""
@@ -258,6 +280,11 @@ class TrainingSection:
 
     length_bucketing: bool = True
     """Whether examples of similar length share a mini-batch, and within it a micro-batch, which saves padding."""
+
+    packing: bool = False
+    """Whether the rows of a training mini-batch are packed: each micro-batch is one row of whole examples without
+    padding, which do not see each other. Mini-batches, loss and gradients stay those of the rows. Decoder-only
+    models."""
 
     learning_rate: NotNegative = 5e-5
     """Peak learning rate."""
@@ -324,6 +351,22 @@ class TrainingSection:
     timeline_steps: Annotated[Count | None, MAY_CHANGE] = None
     """Number of updates between two that are timed to log their idle share (`bubble`); null: none is timed."""
 
+    report_to: Annotated[list[Text], MAY_CHANGE] = field(default_factory=list)
+    """Services that get the metrics besides the console and metrics.jsonl, such as [tensorboard], [wandb] or [mlflow],
+    by transformers' names."""
+
+    run_name: Annotated[Text | None, MAY_CHANGE] = None
+    """Name of the run in these services; null: theirs."""
+
+    push_to_hub: Annotated[bool, MAY_CHANGE] = False
+    """Whether the trained model, and each checkpoint's, is uploaded to the Hugging Face Hub."""
+
+    hub_model_id: Annotated[Text | None, MAY_CHANGE] = None
+    """Repository of the upload, such as me/model, which is made if it does not exist; null: named like `output_dir`."""
+
+    hub_private_repo: Annotated[bool | None, MAY_CHANGE] = None
+    """Whether a repository that is made is private; null: the account's default."""
+
     eval_steps: Annotated[Count | None, MAY_CHANGE] = None
     """Number of updates between two evaluations of the validation loss; null: none during training."""
 
@@ -343,10 +386,10 @@ class TrainingSection:
 
 @section()
 class EvaluationSection:
-    """Evaluation after training: greedy translations, scored per language; text: loss and perplexity."""
+    """Evaluation after training: greedy translations, scored per language; of text and chats the loss."""
 
     max_examples: Count | None = None
-    """Number of pairs per language, or of blocks of text, to evaluate; null: the whole split."""
+    """Number of pairs per language, of blocks of text or of conversations to evaluate; null: the whole split."""
 
     batch_size: Count = 64
     """Number of examples to translate or evaluate at a time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator
@@ -42,9 +43,9 @@ class PipelineConfig:
     The planner chooses the values that are "auto". All values can be written to a file.
     """
 
-    num_stages: Count | Annotated[str, OneOf((AUTO,))] = 1
+    num_stages: Count | Annotated[str, OneOf((AUTO,))] = None  # type: ignore[assignment]  # until it is made
     """K: number of consecutive stages that the model's layers are split into; auto: the planner chooses for the number
-    of processes."""
+    of processes; not given: one per process that torchrun or accelerate launch started, or per replicas of them."""
 
     num_micro_batches: Count | Annotated[str, OneOf((AUTO,))] = 1
     """M: number of micro-batches that a mini-batch is split into; a mini-batch of fewer rows gives one per row; auto:
@@ -120,6 +121,8 @@ class PipelineConfig:
     """CPU threads per process; null: OMP_NUM_THREADS, or the machine's cores divided evenly."""
 
     def __post_init__(self) -> None:
+        if vars(self)["num_stages"] is None:
+            object.__setattr__(self, "num_stages", self._stages_of_processes())
         if self.is_mesh_open:
             self._check_open_mesh()
         else:
@@ -144,6 +147,16 @@ class PipelineConfig:
                 "torch_compile to true, or leave the backend out."
             )
         self.memory_bytes  # noqa: B018  # raises for a text that is no size
+
+    def _stages_of_processes(self) -> int:
+        """`num_stages` where it is not given: by the lists that have an entry per stage, or by the processes."""
+        for of_stages in (self.partition, self.recompute, self.replicas):
+            if isinstance(of_stages, tuple):
+                return len(of_stages)
+        if self.replicas == AUTO:
+            return 1
+        num_processes = self.num_processes or int(os.environ.get("WORLD_SIZE", "1"))
+        return max(1, num_processes // self.replicas) if isinstance(self.replicas, int) else 1
 
     def _check_mesh(self) -> None:
         """Raise UserError where stages, replicas, placement and processes do not fit each other."""

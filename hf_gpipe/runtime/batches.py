@@ -7,7 +7,8 @@ the rows of all of them: token ids are a few kilobytes per row, and the number o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -24,14 +25,20 @@ def pack(batches: Batches) -> torch.Tensor:
     """Serialise mini-batches into one tensor of bytes. Raises DataError for an entry that is not a tensor."""
     tensors = {}
     for number, batch in enumerate(batches):
-        for name, value in batch.items():
-            if not isinstance(value, torch.Tensor):
-                raise DataError(
-                    f"mini-batch entry {name!r} is a {type(value).__name__}; only tensors can be trained on"
-                )
+        for name, value in tensors_of(batch).items():
             # A copy: safetensors raises an error for entries that share memory, such as labels that are the ids.
             tensors[f"{number}.{name}"] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
     return torch.frombuffer(bytearray(safetensors.torch.save(tensors)), dtype=torch.uint8)
+
+
+def tensors_of(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The entries of a mini-batch. Raises DataError for one that is not a tensor."""
+    # Numbers that collators without padding add for flash attention. They follow from the lengths of the documents.
+    found = {name: value for name, value in batch.items() if name not in ("max_length_q", "max_length_k")}
+    for name, value in found.items():
+        if not isinstance(value, torch.Tensor):
+            raise DataError(f"mini-batch entry {name!r} is a {type(value).__name__}; only tensors can be trained on")
+    return found
 
 
 def unpack(data: torch.Tensor) -> list[dict[str, torch.Tensor]]:
@@ -46,7 +53,7 @@ def unpack(data: torch.Tensor) -> list[dict[str, torch.Tensor]]:
 def share(batches: Batches | None, processes: Processes) -> list[dict[str, torch.Tensor]]:
     """The main process's mini-batches, on every process; what other processes pass is not read."""
     if processes.num_processes == 1:
-        return [dict(batch) for batch in batches or ()]
+        return [tensors_of(batch) for batch in batches or ()]
     messages = _Messages(processes)
     messages.begin(lambda: batches or ())
     shared = messages.end()
@@ -68,7 +75,7 @@ def shared_stream(source: Iterator[Batches] | None, processes: Processes) -> Ite
     if processes.num_processes == 1:
         assert source is not None
         for batches in source:
-            yield [dict(batch) for batch in batches]
+            yield [tensors_of(batch) for batch in batches]
         return
 
     def read() -> Batches | None:

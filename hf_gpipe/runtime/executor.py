@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hf_gpipe.errors import StageError
-from hf_gpipe.runtime.channel import Channel
+from hf_gpipe.runtime.channel import Channel, Shapes
 from hf_gpipe.runtime.edges import Edge
 from hf_gpipe.runtime.micro_batch import PLAIN_STEP, Context, MicroBatch, StepOptions, on_devices
 from hf_gpipe.runtime.replicas import Replicas
@@ -46,6 +46,31 @@ class StepResult:
         return sum(losses[1:], losses[0]) if losses else None
 
 
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """A message of one action, as far as the table tells it."""
+
+    channel: Channel
+    index: int
+    """Number of the micro-batch."""
+    shapes: Callable[[MicroBatch], Shapes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """An action of this process with all that follows from the table, looked up once for all steps."""
+
+    action: Action
+    stage: Stage
+    device: torch.device
+    expected: tuple[_Message, ...]
+    """Those whose receive starts before the action."""
+    received: Channel | None
+    """Where the action's own message arrives."""
+    sent: _Message | None
+    """The message that its result is, unless the result is empty."""
+
+
 class Executor:
     """Runs tables on the stages of this process.
 
@@ -65,7 +90,7 @@ class Executor:
         self._rank = rank
         self._devices = {stage.device for stage in stages.values()}
         self._table: Schedule | None = None
-        self._receives: dict[int, list[Action]] = {}
+        self._planned: list[_Planned] = []
         self._last_backwards: frozenset[Action] = frozenset()
 
     def run(
@@ -110,36 +135,37 @@ class Executor:
         mark = timer.mark if timer is not None else NamedRanges().mark if is_profiled() else _not_measured
         action, is_updating = None, False
         try:
-            for place, action in enumerate(actions):
-                stage = self._stages[action.stage]
-                mark(action, stage.device)
-                for reader in self._receives.get(place, ()):
-                    self._announce(reader, micro_batches)
+            for planned in self._planned:
+                action, device = planned.action, planned.device
+                mark(action, device)
+                for one in planned.expected:
+                    one.channel.expect(one.index, one.shapes(micro_batches[one.index]))
                 received: dict[str, torch.Tensor] = {}
-                if self._reads_message(action):
-                    received = self._channel(action).receive(_index(action))
+                if planned.received is not None:
+                    received = planned.received.receive(_index(action))
                 elif action is last_update:
                     self._complete(result, reduce, timer)
-                mark(action, stage.device)
+                mark(action, device)
                 message: dict[str, torch.Tensor] = {}
                 if action.kind == ActionKind.REDUCE:
                     assert self._replicas is not None, "the stage has no replicas"
                     self._replicas.start(action.stage)
                 elif action.kind != ActionKind.UPDATE:
-                    micro_batch = shares[stage.device][_index(action)]
-                    message = self._perform(schedule, action, micro_batch, received, options)
+                    micro_batch = shares[device][_index(action)]
+                    message = self._perform(schedule, action, planned.stage, micro_batch, received, options)
                 elif action is last_update and update is not None:
                     is_updating = True
                     update()
                     is_updating = False
                     if timer is not None:
                         timer.synchronize()
-                mark(action, stage.device)
-                if action.kind == ActionKind.FORWARD and stage.is_last:
-                    result.outputs[_index(action)] = message
+                mark(action, device)
+                if message and planned.sent is not None:
+                    one = planned.sent
+                    one.channel.send(one.index, message, one.shapes(micro_batches[one.index]))
                 elif message:
-                    self._send(action, message, micro_batches[_index(action)])
-                mark(action, stage.device)
+                    result.outputs[_index(action)] = message
+                mark(action, device)
                 # Free the tensors before the process waits for its next message.
                 del received, message
             self._flush()
@@ -167,12 +193,13 @@ class Executor:
         self,
         schedule: Schedule,
         action: Action,
+        stage: Stage,
         micro_batch: MicroBatch,
         received: dict[str, torch.Tensor],
         options: StepOptions,
     ) -> dict[str, torch.Tensor]:
         """Run F, R, B, I or W. Returns the tensors for the neighbouring stage; F of the last stage its outputs."""
-        stage, index = self._stages[action.stage], micro_batch.index
+        index = micro_batch.index
         if action.kind == ActionKind.RECOMPUTE:
             stage.recompute(index)
             return {}
@@ -201,13 +228,6 @@ class Executor:
             return None
         return self._replicas.before_last_weights(action.stage, self._stages[action.stage].deferred(_index(action)))
 
-    def _send(self, action: Action, message: dict[str, torch.Tensor], micro_batch: MicroBatch) -> None:
-        stage = self._stages[action.stage]
-        if action.kind == ActionKind.FORWARD:
-            self._edges[action.stage].down.send(micro_batch.index, message, stage.output_shapes(micro_batch))
-        else:
-            self._edges[action.stage - 1].up.send(micro_batch.index, message, stage.input_gradient_shapes(micro_batch))
-
     def _reads_message(self, action: Action) -> bool:
         stage = self._stages[action.stage]
         if action.kind == ActionKind.FORWARD:
@@ -221,28 +241,37 @@ class Executor:
         """
         if schedule is self._table:
             return
-        receives = defaultdict(list)
+        expected = defaultdict(list)
         for message in messages(schedule):
             if message.receiver == self._rank and self._reads_message(message.consumer):
-                receives[message.before].append(message.consumer)
+                expected[message.before].append(self._arriving(message.consumer))
         for number in {number for number, _ in schedule.split} & self._stages.keys():
             self._stages[number].model.defer_weight_gradients()
-        self._table, self._receives = schedule, dict(receives)
+        self._planned = []
+        for place, action in enumerate(schedule.actions[self._rank]):
+            stage = self._stages[action.stage]
+            received = self._arriving(action).channel if self._reads_message(action) else None
+            self._planned.append(
+                _Planned(action, stage, stage.device, tuple(expected[place]), received, self._leaving(action))
+            )
+        self._table = schedule
         self._last_backwards = last_backwards(schedule.actions[self._rank])
 
-    def _channel(self, action: Action) -> Channel:
-        """The channel that an action's message arrives on."""
+    def _arriving(self, action: Action) -> _Message:
+        """The message that an action reads."""
+        stage = self._stages[action.stage]
         if action.kind == ActionKind.FORWARD:
-            return self._edges[action.stage - 1].down
-        return self._edges[action.stage].up
+            return _Message(self._edges[action.stage - 1].down, _index(action), stage.input_shapes)
+        return _Message(self._edges[action.stage].up, _index(action), stage.output_gradient_shapes)
 
-    def _announce(self, action: Action, micro_batches: Sequence[MicroBatch]) -> None:
-        stage, micro_batch = self._stages[action.stage], micro_batches[_index(action)]
-        if action.kind == ActionKind.FORWARD:
-            shapes = stage.input_shapes(micro_batch)
-        else:
-            shapes = stage.output_gradient_shapes(micro_batch)
-        self._channel(action).expect(micro_batch.index, shapes)
+    def _leaving(self, action: Action) -> _Message | None:
+        """The message that an action may send; None for those that never do."""
+        stage = self._stages[action.stage]
+        if action.kind == ActionKind.FORWARD and not stage.is_last:
+            return _Message(self._edges[action.stage].down, _index(action), stage.output_shapes)
+        if action.kind.takes_gradient and not stage.is_first:
+            return _Message(self._edges[action.stage - 1].up, _index(action), stage.input_gradient_shapes)
+        return None
 
     def _flush(self) -> None:
         """Wait until all messages have been sent."""

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 from hf_gpipe.runtime.host import read
 from hf_gpipe.runtime.processes import Processes
 
+LossAndNorm = Callable[[], torch.Tensor]
+"""Waits until every process has sent its part; returns the loss and the norm, (2,) in float64 on the CPU."""
 
-def loss_and_norm(
+
+def begin_loss_and_norm(
     loss: torch.Tensor | None, parameters: Iterable[torch.nn.Parameter], processes: Processes
-) -> torch.Tensor:
-    """The loss and the 2-norm of the gradient of the whole model, for which a process waits once and sends once.
+) -> LossAndNorm:
+    """The loss and the 2-norm of the gradient of the whole model, by one message that is not waited for here.
 
     Every process must call it.
 
     Args:
         loss: of this process's micro-batches on the last stage, a scalar on any device; None where it has none.
-        parameters: of this process, each of the model's in one process only; none where the norm is not needed.
+        parameters: of this process, each of the model's in one process only; none where the norm is not needed. Their
+            gradients are read here, and may change afterwards.
         processes: of the pipeline.
 
     Returns:
-        Loss and norm, (2,) in float64 on the CPU, the same in every process.
+        Waits, and returns the same numbers in every process.
     """
     squares = sums_of_squares(parameters)
     values = read([*squares, *([] if loss is None else [loss])])
@@ -31,13 +35,18 @@ def loss_and_norm(
     parts = torch.zeros(2, processes.num_processes, dtype=torch.float64)
     parts[0, processes.rank] = 0.0 if loss is None else values[-1]
     parts[1, processes.rank] = values[: len(squares)].sum()
-    loss_sum, square_sum = processes.all_reduce(parts).sum(dim=1)
-    return torch.stack([loss_sum, square_sum.sqrt()])
+    begun = processes.begin_sum(parts)
+
+    def end() -> torch.Tensor:
+        loss_sum, square_sum = begun().sum(dim=1)
+        return torch.stack([loss_sum, square_sum.sqrt()])
+
+    return end
 
 
 def gradient_norm(parameters: Iterable[torch.nn.Parameter], processes: Processes) -> torch.Tensor:
     """The 2-norm over all processes, a float64 tensor, the same on each. Every process must call it."""
-    return loss_and_norm(None, parameters, processes)[1]
+    return begin_loss_and_norm(None, parameters, processes)()[1]
 
 
 def sums_of_squares(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -11,6 +11,7 @@ from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.dropout import mix
 from hf_gpipe.errors import DataError
 from hf_gpipe.runtime.loss import TokenLoss
+from hf_gpipe.runtime.packing import is_flattened, packed_parts
 
 Batch = Mapping[str, torch.Tensor]
 LogitsCallback = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], None]
@@ -27,6 +28,7 @@ class MicroBatch:
         seed: its seed for dropout, from (seed, step, index).
         num_units: units of the loss in the whole mini-batch, by which its sum is divided; at least 1.
         num_micro_batches: of the step; an auxiliary loss is the mean over them.
+        shapes: of what crosses each boundary, by name, for those that were asked for.
     """
 
     index: int
@@ -34,10 +36,16 @@ class MicroBatch:
     seed: int
     num_units: int
     num_micro_batches: int
+    shapes: dict[int, Mapping[str, tuple[int, ...]]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def num_rows(self) -> int:
         return self.inputs["input_ids"].shape[0]
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether its only row is made of documents."""
+        return getattr(self.inputs.get("attention_mask"), "documents", None) is not None
 
 
 @dataclass(frozen=True)
@@ -144,6 +152,8 @@ def make_micro_batches(
     step: int,
     *,
     length_bucketing: bool = False,
+    packing: bool = False,
+    is_compiled: bool = False,
 ) -> list[MicroBatch]:
     """The micro-batches of one step: of one mini-batch, or of several whose gradients are accumulated.
 
@@ -154,9 +164,12 @@ def make_micro_batches(
         seed: the run's seed.
         step: number of this optimizer step.
         length_bucketing: whether a mini-batch is cut by tokens, after its rows have been sorted by length.
+        packing: whether the rows of a mini-batch are packed, shared out by tokens. Those of a flattened one always are.
+        is_compiled: whether the blocks are compiled by torch.compile.
 
     Raises:
-        DataError: a mini-batch cannot be cut, or a row is too long for the model.
+        DataError: a mini-batch cannot be cut, a row is too long for the model, or an id is not in its vocabulary.
+        UserError: the model's rows cannot be packed.
     """
     if not batches:
         raise DataError("there is no mini-batch to run on")
@@ -165,17 +178,21 @@ def make_micro_batches(
             raise DataError(f"a mini-batch needs input_ids and labels; {missing[0]!r} is missing, found {list(batch)}")
     # On the CPU, where reading a value makes nobody wait.
     on_cpu = [{name: tensor.cpu() for name, tensor in batch.items()} for batch in batches]
-    inputs = [
-        adapter.with_known_masks(adapter.prepare(rows))
-        for batch in on_cpu
-        for rows in (
-            split_tokens(batch, num_micro_batches, adapter)
-            if length_bucketing
-            else split_rows(batch, num_micro_batches)
-        )
-    ]
+    inputs: list[Mapping[str, torch.Tensor]] = []
+    for batch in on_cpu:
+        if packing or is_flattened(batch):
+            parts = packed_parts(batch, num_micro_batches)
+            inputs += [adapter.packed(documents, is_compiled=is_compiled) for documents in parts]
+        else:
+            rows = (
+                split_tokens(batch, num_micro_batches, adapter)
+                if length_bucketing
+                else split_rows(batch, num_micro_batches)
+            )
+            inputs += [adapter.with_known_masks(adapter.prepare(one)) for one in rows]
     for one in inputs:
         adapter.check_lengths(one)
+        adapter.check_ids(one)
     count = sum(int(TokenLoss.units(adapter.targets(one)).sum()) for one in inputs)
     return [MicroBatch(i, one, mix(seed, step, i), max(count, 1), len(inputs)) for i, one in enumerate(inputs)]
 

@@ -129,6 +129,23 @@ class Processes:
             dist.all_reduce(tensor, op=op, group=self.group_on(tensor.device))
         return tensor
 
+    def begin_sum(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """`all_reduce` that does not wait for the other processes.
+
+        Returns:
+            To be called for the sum, any number of times; the first call waits until every process has begun.
+        """
+        work = None
+        if self.num_processes > 1:
+            work = dist.all_reduce(tensor, group=self.group_on(tensor.device), async_op=True)
+
+        def end() -> torch.Tensor:
+            if work is not None:
+                work.wait()
+            return tensor
+
+        return end
+
     def gather_objects(self, value: Value) -> list[Value]:
         """Gather a small Python value of every process, in order of rank, on every process."""
         if self.num_processes == 1:

@@ -138,7 +138,7 @@ class Stage:
             completed: called with each parameter once all its parts have been added.
         """
         kept = self._kept.pop(micro_batch)
-        parts = Counter(product.parameter for product in kept) if completed is not None else Counter()
+        parts = {} if completed is None else Counter(product.parameter for product in kept)
         kept.reverse()
         while kept:
             product = kept.pop()
@@ -180,11 +180,16 @@ class Stage:
 
     def input_shapes(self, micro_batch: MicroBatch) -> Shapes:
         """Names and shapes of the tensors that F receives."""
-        return self.model.adapter.carry_shapes(self.model.start, micro_batch.inputs)
+        return self._shapes_at(self.model.start, micro_batch)
 
     def output_shapes(self, micro_batch: MicroBatch) -> Shapes:
         """Names and shapes of the tensors that F sends."""
-        return self.model.adapter.carry_shapes(self.model.stop, micro_batch.inputs)
+        return self._shapes_at(self.model.stop, micro_batch)
+
+    def _shapes_at(self, boundary: int, micro_batch: MicroBatch) -> Shapes:
+        if boundary not in micro_batch.shapes:
+            micro_batch.shapes[boundary] = self.model.adapter.carry_shapes(boundary, micro_batch.inputs)
+        return micro_batch.shapes[boundary]
 
     def input_gradient_shapes(self, micro_batch: MicroBatch) -> Shapes:
         """Names and shapes of the gradients that B sends: only those that an earlier stage needs."""

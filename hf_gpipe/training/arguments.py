@@ -66,6 +66,7 @@ class PipelineTrainingArguments(TrainingArguments):
             "None: rows."
         },
     )
+    packing: bool = field(default=TrainingSection.packing, metadata=_TRAINING["packing"])
     sampling_temperature: float = field(
         default=DataSection.temperature,
         metadata={
@@ -181,8 +182,11 @@ class PipelineTrainingArguments(TrainingArguments):
             *("num_stages", "num_micro_batches", "schedule", "recompute", "partition", "memory", "replicas", "zero"),
             *("boundary_dtype", "torch_compile"),
         )
+        given = {name: getattr(self, name) for name in same_name}
+        if given["num_stages"] is None:
+            del given["num_stages"]
         return PipelineConfig(
-            **{name: getattr(self, name) for name in same_name},
+            **given,
             device="cpu" if self.device.type == "cpu" else "auto",
             torch_compile_backend=self.torch_compile_backend if self.torch_compile else None,
         )

@@ -58,7 +58,11 @@ def callbacks_of(
 ) -> list[TrainerCallback | type[TrainerCallback]]:
     """All callbacks of a trainer, in the order in which they are called."""
     show = PrinterCallback if args.disable_tqdm else ProgressBar
-    return [DefaultFlowCallback, MetricsFile, *get_reporting_integration_callbacks(args.report_to), *given, show]
+    try:
+        reporting = [callback() for callback in get_reporting_integration_callbacks(args.report_to)]
+    except (RuntimeError, ValueError, ImportError) as error:  # an unknown name, or its package is not installed
+        raise UserError(f"report_to: {error}") from error
+    return [DefaultFlowCallback, MetricsFile, *reporting, *given, show]
 
 
 def restore_callbacks(callbacks: list[TrainerCallback], saved: Mapping[str, Any]) -> None:
@@ -91,13 +95,16 @@ def _pipeline(model: Pipeline | ModelSource | None, args: PipelineTrainingArgume
         logit_clipping=args.logit_clipping,
         autocast=args.autocast,
         length_bucketing=args.train_sampling_strategy == "group_by_length",
+        packing=args.packing,
     )
 
 
 def _example(dataset: Any, args: PipelineTrainingArguments) -> Workload | None:
     """The shape of the longest mini-batch to come, for the planner."""
     by_length = args.train_sampling_strategy == "group_by_length"
-    return longest_mini_batch(dataset, args.per_device_train_batch_size, args.batch_tokens, by_length=by_length)
+    return longest_mini_batch(
+        dataset, args.per_device_train_batch_size, args.batch_tokens, by_length=by_length, packing=args.packing
+    )
 
 
 def _check_given(pipe: Pipeline, args: PipelineTrainingArguments) -> None:
@@ -108,10 +115,14 @@ def _check_given(pipe: Pipeline, args: PipelineTrainingArguments) -> None:
             f"bf16={args.bf16}, fp16={args.fp16}, but the given Pipeline has autocast={own}; set it when the Pipeline "
             "is made"
         )
+    if args.packing and not pipe.packing:
+        raise UserError("packing=True, but the given Pipeline does not pack; set it when the Pipeline is made")
     config, loss = args.config, next(iter(pipe.stages.values())).loss
     # What has its default is not asked for; the device is a guess.
     compared = {one.name: (getattr(pipe.config, one.name), one.default) for one in fields(config)}
     del compared["device"]
+    if vars(args)["num_stages"] is None:
+        del compared["num_stages"]
     asked = {name: getattr(config, name) for name in compared}
     for name, found in (("label_smoothing_factor", loss.label_smoothing), ("logit_clipping", loss.logit_clipping)):
         asked[name], compared[name] = getattr(args, name), (found, args.__dataclass_fields__[name].default)

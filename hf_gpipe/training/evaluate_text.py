@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from hf_gpipe.data.collate import PairCollator
-from hf_gpipe.data.text import TokenBlocks
-from hf_gpipe.errors import DataError
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.predicting import predict
@@ -19,15 +15,15 @@ from hf_gpipe.training.predicting import predict
 
 @dataclass(frozen=True)
 class TextReport:
-    """Of held-out blocks.
+    """Of held-out rows.
 
     Attributes:
-        num_blocks: how many there are.
-        num_tokens: predicted tokens, all but the first of each block.
+        num_rows: the number of blocks of text, or of conversations.
+        num_tokens: the number of target tokens: all but the first of a block, or what is learnt of a conversation.
         loss: negative log-likelihood per predicted token, natural logarithm.
     """
 
-    num_blocks: int
+    num_rows: int
     num_tokens: int
     loss: float
 
@@ -47,47 +43,40 @@ class TextReport:
 
 def evaluate_text(
     pipe: Pipeline,
-    tokenizer: PreTrainedTokenizerBase | None,
-    documents: Sequence[str] | None,
+    make_rows: Callable[[], Sequence[Mapping[str, list[int]]]],
     batch_size: int,
-    block_tokens: int,
     *,
-    max_blocks: int | None = None,
+    max_rows: int | None = None,
 ) -> TextReport:
-    """The loss of a decoder-only model on documents cut into blocks as in training, each token counting alike.
+    """The loss of a decoder-only model on held-out rows, each target token counting alike.
 
-    Every process calls it; what the main process gives is used, the others may give None, and every process gets the
-    same report. Logits are not clipped and labels not smoothed.
+    Every process calls it, and every process gets the same report. Logits are not clipped and labels not smoothed.
 
     Args:
         pipe: the model.
-        tokenizer: of the documents.
-        documents: held-out text.
-        batch_size: blocks at a time; they are cut into the pipeline's micro-batches.
-        block_tokens: longest block; its first token is given, the others are predicted.
-        max_blocks: how many to take, the first ones; None: all.
+        make_rows: returns a dataset of {"input_ids", "labels"}; called in the main process only.
+        batch_size: rows at a time; they are cut into the pipeline's micro-batches.
+        max_rows: how many to take, the first ones; None: all.
 
     Raises:
-        DataError: on every process, where there is no text, or the tokenizer has no end-of-sequence token.
+        DataError: on every process, what `make_rows` raises in the main one.
     """
-    made: list[TokenBlocks] = []
+    made: list[Sequence[Mapping[str, list[int]]]] = []
 
     def prepare() -> int:
-        if not documents or tokenizer is None:
-            raise DataError("there is no text to evaluate on; the split is empty")
-        made.append(TokenBlocks(documents, tokenizer, block_tokens))
-        return min(len(made[0]), max_blocks or len(made[0]))
+        made.append(make_rows())
+        return min(len(made[0]), max_rows or len(made[0]))
 
-    num_blocks = pipe.topology.from_reader(prepare)
+    num_rows = pipe.topology.from_reader(prepare, takes_long=True)
 
-    def mini_batches(blocks: TokenBlocks) -> Iterator[Batch]:
-        # All blocks but the last are equally long, and the mask leaves padding out, so any token serves as padding.
+    def mini_batches(rows: Sequence[Mapping[str, list[int]]]) -> Iterator[Batch]:
+        # The mask leaves padding out, so any token serves as padding.
         collate = PairCollator(0)
-        for start in range(0, num_blocks, batch_size):
-            yield collate([blocks[index] for index in range(start, min(start + batch_size, num_blocks))])
+        for start in range(0, num_rows, batch_size):
+            yield collate([rows[index] for index in range(start, min(start + batch_size, num_rows))])
 
     nll, num_tokens = 0.0, 0
     for one in predict(pipe, mini_batches(made[0]) if made else None):
         nll += float(one.evaluation.row_nll.sum())
         num_tokens += int(one.evaluation.row_tokens.sum())
-    return TextReport(num_blocks, num_tokens, nll / max(num_tokens, 1))
+    return TextReport(num_rows, num_tokens, nll / max(num_tokens, 1))

@@ -127,8 +127,11 @@ class TranslationReport:
         return len(self.per_language) > MOST_LINES
 
     def table(self) -> str:
-        """The scores as text: a line a language, or, of more than 12, a line a bucket; and one for the average."""
-        rows = [*self.per_language.items(), ("average", self.average)]
+        """The scores as text: a line a language, or, of more than 12, a line a bucket; and one for the average
+        of several."""
+        rows = list(self.per_language.items())
+        if len(rows) > 1:
+            rows.append(("average", self.average))
         if self.is_long:
             members = self.languages_of_bucket
             rows = [(f"{name} ({len(members[name])})", scores) for name, scores in self.per_bucket.items()]

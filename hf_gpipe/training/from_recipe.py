@@ -21,13 +21,17 @@ from hf_gpipe.adapters.feed_forward import feed_forward_outputs
 from hf_gpipe.adapters.peft import make_peft, need_peft
 from hf_gpipe.adapters.quantised import need_bitsandbytes
 from hf_gpipe.data import Corpus, StreamedCorpus, build_corpus
+from hf_gpipe.data.chats import ChatCorpus, chat_corpus
+from hf_gpipe.data.files import read_template
 from hf_gpipe.data.text import TextCorpus, text_corpus
 from hf_gpipe.data.tokenizer import trained_tokenizer
 from hf_gpipe.errors import DataError, RecipeError, UnsupportedModelError, UserError, nearest
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.recipe import Recipe
+from hf_gpipe.recipe import SEQUENCE_KINDS, Recipe
 from hf_gpipe.recipe.transformer import with_transformer
 from hf_gpipe.training.arguments import PipelineTrainingArguments
+
+AnyCorpus = Corpus | StreamedCorpus | TextCorpus | ChatCorpus
 
 TOKENIZER_FOLDER = "tokenizer"
 
@@ -54,10 +58,11 @@ def checked_adapter(recipe: Recipe) -> Adapter:
     """Of the recipe's model, without weights. Raises UserError where it cannot be made or cannot learn the data."""
     config = model_config(recipe, None)
     model = recipe.model
-    if recipe.data.kind == "text" and config.is_encoder_decoder:
+    data = recipe.data
+    if data.kind in SEQUENCE_KINDS and config.is_encoder_decoder:
         raise RecipeError(
-            f"data.kind is text, which a decoder-only model learns, and {config.model_type} is an encoder-decoder; "
-            "choose a model such as llama, or data of pairs"
+            f"data.kind is {data.kind}, which a decoder-only model learns, and {config.model_type} is an "
+            "encoder-decoder; choose a model such as llama, or data of pairs"
         )
     try:
         adapter = adapter_for(
@@ -80,11 +85,12 @@ def checked_adapter(recipe: Recipe) -> Adapter:
         raise RecipeError(f"model: transformers cannot make a {config.model_type} model of this: {error}") from error
     if model.depth_scaled_feed_forward:
         feed_forward_outputs(adapter)
-    block, most = recipe.data.max_target_tokens, adapter.num_positions.get("decoder")
-    if recipe.data.kind == "text" and most is not None and block > most:
+    key, what = ("max_length", "a conversation") if data.kind == "chat" else ("max_target_tokens", "a block of text")
+    longest, most = getattr(data, key), adapter.num_positions.get("decoder")
+    if data.kind in SEQUENCE_KINDS and most is not None and longest > most:
         raise RecipeError(
-            f"data.max_target_tokens is {block}, the length of a block of text, and the model has positions for "
-            f"{most}; use {most} or fewer, or a model with more positions"
+            f"data.{key} is {longest}, the length of {what}, and the model has positions for {most}; use {most} or "
+            "fewer, or a model with more positions"
         )
     return adapter
 
@@ -103,7 +109,14 @@ def text_corpus_of(recipe: Recipe) -> TextCorpus:
     return corpus
 
 
-def _check_held_out(recipe: Recipe, corpus: Corpus | StreamedCorpus | TextCorpus, things: str) -> None:
+def chat_corpus_of(recipe: Recipe) -> ChatCorpus:
+    """The conversations, with some to evaluate on. Raises DataError."""
+    corpus = chat_corpus(recipe.data)
+    _check_held_out(recipe, corpus, "conversations")
+    return corpus
+
+
+def _check_held_out(recipe: Recipe, corpus: AnyCorpus, things: str) -> None:
     """Raise DataError where a split that is evaluated on is empty."""
     for key, split, held_out in (
         ("data.test_fraction", "test", corpus.test),
@@ -114,10 +127,15 @@ def _check_held_out(recipe: Recipe, corpus: Corpus | StreamedCorpus | TextCorpus
             raise DataError(f"the corpus has no {split} {things} to evaluate on; raise {key}, or ask for more examples")
 
 
-def tokenizer_of(
-    recipe: Recipe, corpus: Corpus | StreamedCorpus | TextCorpus, checkpoint: Path | None
-) -> PreTrainedTokenizerBase:
+def tokenizer_of(recipe: Recipe, corpus: AnyCorpus, checkpoint: Path | None) -> PreTrainedTokenizerBase:
     """The tokenizer: a resumed run's own, the one that the recipe names, or one trained on the corpus."""
+    tokenizer = _tokenizer(recipe, corpus, checkpoint)
+    if recipe.data.chat_template is not None:
+        tokenizer.chat_template = read_template(recipe.data.chat_template)
+    return tokenizer
+
+
+def _tokenizer(recipe: Recipe, corpus: AnyCorpus, checkpoint: Path | None) -> PreTrainedTokenizerBase:
     source = checkpoint or recipe.tokenizer.path or recipe.model.path
     if source is not None:
         try:
@@ -188,10 +206,16 @@ def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> P
     """
     model = recipe.model
     if model.path is not None:
+        values = {name: value for name, value in model.config.items() if name != "model_type"}
         try:
-            config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code, **model.config)
+            config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code, **values)
         except Exception as error:  # of a broken file, the library raises whatever its reading comes upon
             raise RecipeError(f"model.path: no configuration of a model at {model.path!r}: {error}") from error
+        if model.config.get("model_type", config.model_type) != config.model_type:
+            raise RecipeError(
+                f"model.config.model_type is {model.config['model_type']} and the model at {model.path!r} is a "
+                f"{config.model_type}; leave model.config.model_type out, or give the path of another model"
+            )
         if tokenizer is not None and len(tokenizer) > config.vocab_size:
             raise RecipeError(
                 f"the tokenizer has {len(tokenizer)} tokens and the model at {model.path!r} only {config.vocab_size}; "
@@ -254,6 +278,7 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
         *("lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
         *("bf16", "fp16", "fp32_master_weights", "on_nonfinite_loss", "timeline_steps"),
         *("max_grad_norm", "logging_steps", "save_total_limit"),
+        *("run_name", "push_to_hub", "hub_model_id", "hub_private_repo"),
     )
     schedule: dict[str, Any] = {}
     if training.lr_scheduler_type == "warmup_stable_decay":
@@ -274,7 +299,7 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
         save_strategy="steps" if training.save_steps else "no",
         save_steps=training.save_steps or 500,
         include_for_metrics=["loss"],
-        report_to="none",
+        report_to=training.report_to or "none",
         disable_tqdm=False,
         use_cpu=pipeline.device == "cpu",
         ddp_timeout=int(pipeline.timeout_seconds),

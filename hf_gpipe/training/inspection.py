@@ -15,6 +15,7 @@ from transformers.trainer_callback import CallbackHandler
 from hf_gpipe.checkpoint.save import make_directory
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.runtime.calls import by_every_process
 from hf_gpipe.runtime.topology import Topology
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.hub import HubUploads
@@ -193,6 +194,9 @@ class InspectedTrainer:
                 "label_ids",
                 "labels",
             }
+            if getattr(self.data_collator, "padding_free", False):
+                # TRL's collator reads the lengths of packed documents from it.
+                columns.add("seq_lengths")
         names = ("num_workers", "prefetch_factor", "multiprocessing_context", "in_order")
         options = {name: getattr(self.args, f"dataloader_{name}") for name in names}
         return MiniBatches(
@@ -293,6 +297,7 @@ class InspectedTrainer:
         """
         self.uploads.create(token, private)
 
+    @by_every_process
     def push_to_hub(
         self,
         commit_message: str | None = "End of training",

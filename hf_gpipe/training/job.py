@@ -14,9 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from hf_gpipe.checkpoint.directory import checkpoints, last_checkpoint, remove, tidy
 from hf_gpipe.checkpoint.save import make_directory
 from hf_gpipe.checkpoint.state import read_state
-from hf_gpipe.data import Corpus, PairCollator, StreamedCorpus
+from hf_gpipe.data import PairCollator
 from hf_gpipe.data.files import check_files
-from hf_gpipe.data.text import TextCorpus
 from hf_gpipe.errors import RecipeError
 from hf_gpipe.pipeline import Pipeline, Update
 from hf_gpipe.planner.workload import PlanInputs
@@ -29,6 +28,7 @@ from hf_gpipe.schedule import Schedule, Timeline, breakdown, draw_png, write_tra
 from hf_gpipe.training import summary
 from hf_gpipe.training.cost import CostMeter
 from hf_gpipe.training.from_recipe import (
+    AnyCorpus,
     arguments_of,
     autocast_of,
     check_model,
@@ -52,7 +52,7 @@ TABLE_FILE = "schedule.txt"
 class _Prepared(NamedTuple):
     """Everything that the reader makes before the model."""
 
-    corpus: Corpus | StreamedCorpus | TextCorpus
+    corpus: AnyCorpus
     tokenizer: PreTrainedTokenizerBase
     config: PreTrainedConfig
 
@@ -247,6 +247,7 @@ def _pipeline(recipe: Recipe, config: PreTrainedConfig, resumed_num_micro_batche
         peft_config=peft_config_of(recipe, config),
         quantization_config=quantization_config_of(recipe),
         length_bucketing=recipe.training.length_bucketing,
+        packing=recipe.training.packing,
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from statistics import mean, pstdev
 from typing import Any
 
 from hf_gpipe.planner.workload import Workload, rows_of_tokens
@@ -13,15 +15,16 @@ _SAMPLE = 1000
 
 
 def longest_mini_batch(
-    dataset: Any, num_rows: int, batch_tokens: int | None = None, *, by_length: bool = False
+    dataset: Any, num_rows: int, batch_tokens: int | None = None, *, by_length: bool = False, packing: bool = False
 ) -> Workload | None:
-    """A mini-batch in which every row is as long as the longest one drawn, or padded to it.
+    """A mini-batch in which every row is as long as the longest one drawn, or padded to it; packed, a large one.
 
     Args:
         dataset: the training rows, as they are before they are collated.
         num_rows: of a mini-batch.
         batch_tokens: target tokens of a mini-batch, in place of the rows.
         by_length: whether rows of similar length share a mini-batch.
+        packing: whether the rows of a mini-batch are packed.
 
     Returns:
         None where the rows have no `input_ids`, or their number is not known.
@@ -39,6 +42,11 @@ def longest_mini_batch(
         # Unsorted, a mini-batch has as many rows as of the mean length fill it, and pads them to its longest.
         typical = max(counts) if by_length else sum(counts) // len(counts)
         num_rows = rows_of_tokens(batch_tokens, max(1, typical))
+    if packing:
+        lengths = [len(row["input_ids"]) for row in rows]
+        # Rows that are drawn at random: beyond four standard deviations of their sum there is next to nothing.
+        large = source if by_length else mean(lengths) + 4 * pstdev(lengths) / math.sqrt(num_rows)
+        return Workload.packed(num_rows, max(1, min(source, math.ceil(large))), max(source, 1))
     return Workload(num_rows, max(source, 1), max(target, 1))
 
 

@@ -13,7 +13,6 @@ from itertools import islice
 from typing import Any, NoReturn, Protocol
 
 import torch
-import torch.distributed as dist
 import transformers
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput
@@ -22,7 +21,9 @@ from hf_gpipe.checkpoint.run_state import Position, RunState
 from hf_gpipe.errors import NonFiniteError
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.batches import shared_stream
+from hf_gpipe.runtime.gradient_norm import LossAndNorm
 from hf_gpipe.runtime.job import Job
+from hf_gpipe.training.agreeing import Agreement
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.checkpoints import Checkpoints
 from hf_gpipe.training.evaluator import metric_of, note_best
@@ -89,6 +90,12 @@ class TrainingLoop:
         self._ignored_keys, self._how_to_go_on = ignored_keys, how_to_go_on
         self._args, self._pipe, self._topology = trainer.args, trainer.pipe, trainer.pipe.topology
         self._num_parameters = self._pipe.adapter.reference.num_parameters(exclude_embeddings=True)
+        #: Of the last update: the norm of the gradient, and the learning rate.
+        self._norm: float | None = None
+        self._rate: float | None = None
+        #: Of a step whose update did not wait for them: its number, and the loss and the norm.
+        self._late_numbers: tuple[int, LossAndNorm] | None = None
+        self._agreement = Agreement(self._topology)
         self._stop_request: StopRequest | None = None
         if self._args.enable_jit_checkpoint:
             self._stop_request = StopRequest(self._topology, self._args.stop_seconds)
@@ -130,18 +137,17 @@ class TrainingLoop:
         if batches is not None:
             groups = in_groups(batches.epoch(epoch, done, begin.place), self._plan.accumulation)
             source = job.noting(islice(groups, self._plan.max_steps - self._state.global_step), "reading a mini-batch")
-        norm, rate = None, None
         for group in shared_stream(source, self._topology):
             job.note(f"training step {self._state.global_step + 1}")
             self._trainer.fire("on_step_begin")
-            norm, rate = self._step(group)
+            self._step(group)
             done += len(group)
             # Of the mini-batches trained on: those that are read ahead are read again.
             self._run.position = Position(epoch, done, None if batches is None else batches.place(done))
             self._state.global_step += 1
             self._state.epoch = epoch + self._plan.fraction_of_epoch(done)
             self._trainer.fire("on_step_end")
-            self._log_evaluate_save(norm, rate)
+            self._log_evaluate_save(waits=self._waits)
             if self._control.should_epoch_stop or self._control.should_training_stop:
                 break
         if done == 0:
@@ -151,55 +157,87 @@ class TrainingLoop:
         if done == self._plan.mini_batches_per_epoch or not self._control.should_training_stop:
             self._run.position = Position(epoch + 1)
         self._trainer.fire("on_epoch_end")
-        self._log_evaluate_save(norm, rate)
+        self._log_evaluate_save(waits=True)
 
-    def _step(self, group: Sequence[Batch]) -> tuple[float, float]:
-        """One update from one or more mini-batches; the norm of the gradient and the learning rate it was made with."""
-        norm = rate = 0.0
+    @property
+    def _waits(self) -> bool:
+        """Whether an update needs the loss or the norm, which follow from the gradients of all stages.
 
-        def update(loss: torch.Tensor, gradient_norm: torch.Tensor) -> None:
-            nonlocal norm, rate
-            for _ in group[1:]:
-                self._trainer.fire("on_substep_end")
-            norm, rate = self._update(float(loss), float(gradient_norm))
+        Where it does not, a process begins its next step as soon as its own update is done, and reads these numbers
+        after the next step.
+        """
+        args, topology = self._args, self._topology
+        clips = args.max_grad_norm is not None and args.max_grad_norm > 0
+        decides = self._trainer.scaler is not None or args.on_nonfinite_loss == "skip"
+        return clips or decides or topology.num_processes == 1
 
+    def _step(self, group: Sequence[Batch]) -> None:
+        """One update from one or more mini-batches."""
         self._pipe.loss_scale = 1.0 if self._trainer.scaler is None else self._trainer.scaler.scale
-        self._pipe.train_on(group, self._logs.meter.times(self._state.global_step + 1), update)
+        times, step = self._logs.meter.times(self._state.global_step + 1), self._state.global_step + 1
+        if self._waits:
+            self._pipe.train_on(group, times, partial(self._update, len(group)))
+        else:
+            numbers = self._pipe.train_ahead(group, times, partial(self._update, len(group)))
+            self._read_late_numbers()
+            self._late_numbers = step, numbers
         self._pipe.zero_grad()
         self._count(group)
         self._logs.count(group)
-        return norm, rate
 
-    def _update(self, loss: float, norm: float) -> tuple[float, float]:
-        """The update in the table's U, once all processes' gradients are complete: clip, step, schedule the rate."""
-        optimizer, scheduler, scaler = self._trainer.optimizer, self._trainer.lr_scheduler, self._trainer.scaler
+    def _update(
+        self, num_mini_batches: int, loss: torch.Tensor | None = None, norm: torch.Tensor | None = None
+    ) -> None:
+        """The update in the table's U, once the gradients are complete: clip, step, schedule the rate.
+
+        Args:
+            num_mini_batches: of the step.
+            loss: of the whole step; None: it is not known yet, and no more is the norm.
+            norm: of the whole gradient.
+        """
+        optimizer, scheduler = self._trainer.optimizer, self._trainer.lr_scheduler
         assert optimizer is not None
-        if scaler is not None:
-            scaler.unscale_(self._pipe.parameters())
-            norm /= scaler.scale
-        limit = self._args.max_grad_norm
-        if limit is not None and limit > 0:
-            self._pipe.clip_grad_norm_(limit, norm)
-        is_applied = self._is_applied(loss, norm, scaler)
-        self._logs.add_loss(loss, self._state.global_step)
+        for _ in range(num_mini_batches - 1):
+            self._trainer.fire("on_substep_end")
+        is_applied = True
+        if loss is not None and norm is not None:
+            scaler, limit = self._trainer.scaler, self._args.max_grad_norm
+            scale = 1.0 if scaler is None else scaler.scale
+            if scaler is not None:
+                scaler.unscale_(self._pipe.parameters())
+            if limit is not None and limit > 0:
+                self._pipe.clip_grad_norm_(limit, float(norm) / scale)
+            is_applied = self._note(self._state.global_step + 1, float(loss), float(norm) / scale)
         self._trainer.fire("on_pre_optimizer_step")
         if is_applied:
             optimizer.step()
         self._trainer.fire("on_optimizer_step")
-        rate = learning_rate(optimizer)
+        self._rate = learning_rate(optimizer)
         if is_applied and not takes_metric(scheduler):
             scheduler.step()
-        return norm, rate
 
-    def _is_applied(self, loss: float, norm: float, scaler: LossScaler | None) -> bool:
+    def _read_late_numbers(self) -> None:
+        """Wait for the loss and the norm of a step whose update did not need them."""
+        if self._late_numbers is not None:
+            (step, numbers), self._late_numbers = self._late_numbers, None
+            self._note(step, *numbers().tolist())
+
+    def _note(self, step: int, loss: float, norm: float) -> bool:
+        """Note the loss and the norm of a step; returns whether its gradients are applied."""
+        is_applied = self._is_applied(step, loss, norm)
+        self._norm = norm
+        self._logs.add_loss(loss, step - 1)
+        return is_applied
+
+    def _is_applied(self, step: int, loss: float, norm: float) -> bool:
         """Whether a step's gradients are applied. It follows from numbers that every process has, so that all agree."""
+        scaler, reaction = self._trainer.scaler, self._args.on_nonfinite_loss
         has_overflowed = scaler is not None and not math.isfinite(norm)
         if scaler is not None:
             scaler.update(has_overflowed)
         # With a scale, an infinite gradient of a finite loss only says that the scale is too large.
         if math.isfinite(loss) and (has_overflowed or math.isfinite(norm)):
             return not has_overflowed
-        step, reaction = self._state.global_step + 1, self._args.on_nonfinite_loss
         if reaction == "stop":
             raise NonFiniteError(
                 f"step {step}: the loss is {loss} and the gradient's norm {norm}; lower learning_rate or "
@@ -224,38 +262,41 @@ class TrainingLoop:
 
     # ------------------------------------------------------------------ between steps
 
-    def _log_evaluate_save(self, norm: float | None, rate: float | None) -> None:
-        """Do what callbacks have asked for, in every process."""
-        if stop_signal := self._agree():
-            self._log(norm, rate)
+    def _log_evaluate_save(self, *, waits: bool) -> None:
+        """Do what callbacks have asked for, in every process; `waits` is that of `Agreement.reach`."""
+        if stop_signal := self._agree(waits=waits):
+            self._read_late_numbers()
+            self._log()
             self._stop(stop_signal)
+        if waits or any(getattr(self._control, flag) for flag in _FLAGS):
+            self._read_late_numbers()
         if not (self._control.should_log or self._control.should_evaluate or self._control.should_save):
             return
         if self._control.should_log:
-            self._log(norm, rate)
+            self._log()
         if self._control.should_evaluate:
             self._evaluate()
         if self._control.should_save:
             self._save()
         # What was just called may have asked to stop.
-        if stop_signal := self._agree():
+        if stop_signal := self._agree(waits=True):
             self._stop(stop_signal)
 
-    def _agree(self) -> int:
-        """Agree on what callbacks or a signal asked for in any process: all processes must do it, or one would hang.
+    def _agree(self, *, waits: bool) -> int:
+        """Agree on what callbacks or a signal asked for in any process: see `Agreement.reach`.
 
         Returns:
             The signal on which the training stops; 0: none.
         """
         asked = [int(getattr(self._control, flag)) for flag in _FLAGS]
         asked.append(self._stop_request.signal if self._stop_request is not None else 0)
-        asked = self._topology.all_reduce(torch.tensor(asked), dist.ReduceOp.MAX).tolist()
-        for flag, value in zip(_FLAGS, asked, strict=False):
+        agreed = self._agreement.reach(asked, waits=waits)
+        for flag, value in zip(_FLAGS, agreed, strict=False):
             setattr(self._control, flag, bool(value))
-        return asked[-1]
+        return agreed[-1]
 
-    def _log(self, norm: float | None, rate: float | None) -> None:
-        logs = self._logs.read(self._state.global_step, norm, rate)
+    def _log(self) -> None:
+        logs = self._logs.read(self._state.global_step, self._norm, self._rate)
         if logs is not None:
             self._trainer.log(logs)
 

@@ -12,7 +12,7 @@ from transformers import ProgressCallback, TrainerCallback, TrainerControl, Trai
 
 METRICS_FILE = "metrics.jsonl"
 
-#: Metrics of a training step and how they are shown, in this order.
+#: The project's metrics and how they are shown, in this order; a script's own come after them.
 _SHOWN = {
     "loss": ".4f",
     "eval_loss": ".4f",
@@ -21,6 +21,9 @@ _SHOWN = {
     "tokens_per_second": ",.0f",
     "bubble": ".1%",
 }
+#: Metrics of every training that are for files only, and the ends of the names of others.
+_HIDDEN = {"epoch", "total_flos", "train_loss", "training_seconds", "peak_memory_bytes", "num_input_tokens_seen"}
+_HIDDEN_ENDS = ("_runtime", "_samples_per_second", "_steps_per_second", "_tokens_per_second", "_compilation_time")
 
 
 class ProgressBar(ProgressCallback):
@@ -55,10 +58,10 @@ class ProgressBar(ProgressCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        shown = {name: format(logs[name], spec) for name, spec in _SHOWN.items() if logs and name in logs}
+        shown = _words(logs or {})
         if not state.is_world_process_zero or not shown:
             return
-        if self.training_bar is not None and "eval_loss" not in shown:
+        if self.training_bar is not None and "loss" in shown:
             self.training_bar.set_postfix(shown)
         else:
             words = "  ".join(f"{name} {value}" for name, value in shown.items())
@@ -70,6 +73,17 @@ class ProgressBar(ProgressCallback):
         if self.training_bar is not None:
             self.training_bar.close()
             self.training_bar = None
+
+
+def _words(logs: dict[str, Any]) -> dict[str, str]:
+    """What is shown of some metrics."""
+    known = {name: format(logs[name], spec) for name, spec in _SHOWN.items() if name in logs}
+    own = {
+        name: value
+        for name, value in logs.items()
+        if name not in {*_SHOWN, *_HIDDEN} and not name.endswith(_HIDDEN_ENDS)
+    }
+    return known | {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in own.items()}
 
 
 class MetricsFile(TrainerCallback):

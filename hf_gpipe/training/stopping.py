@@ -1,6 +1,6 @@
 """Stopping on request: on SIGTERM or SIGINT a training ends its step, saves, and leaves, in all processes alike.
 
-A signal sets a flag and nothing else. The processes agree on it where each step ends. Python runs a handler between two
+A signal sets a flag and nothing else. The processes agree on it where a step ends. Python runs a handler between two
 of its own instructions, so never while a process waits in gloo or NCCL; the system's own handler writes the signal's
 number into a pipe all the same, and a thread reads it there.
 """

@@ -1,11 +1,10 @@
-"""Tasks: to translate, or to predict text. `data.kind` decides which one a run has; the job then asks the task.
+"""Tasks: to translate, to predict text, or to answer in conversations. `data.kind` decides which one a run has.
 
 A task knows which corpus there is, what the rows of a mini-batch are, how the model is evaluated, what is said of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,12 +12,14 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.data import Corpus, PairStream, StreamedCorpus, StreamedExamples, TokenizedPairs
 from hf_gpipe.data.buckets import training_pairs
-from hf_gpipe.data.text import TextCorpus, TokenBlocks
+from hf_gpipe.data.chat_examples import ChatExamples
+from hf_gpipe.data.chats import ChatCorpus
+from hf_gpipe.data.text import TokenBlocks
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import Recipe
 from hf_gpipe.training.evaluate_text import TextReport, evaluate_text
 from hf_gpipe.training.evaluate_translation import TranslationReport, characters_of, evaluate_translation
-from hf_gpipe.training.from_recipe import corpus_of, text_corpus_of
+from hf_gpipe.training.from_recipe import AnyCorpus, chat_corpus_of, corpus_of, text_corpus_of
 
 
 class Task(Protocol):
@@ -49,7 +50,8 @@ class Task(Protocol):
 
 def task_of(recipe: Recipe) -> Task:
     """The task that the kind of a recipe's data decides."""
-    return LanguageModelling(recipe) if recipe.data.kind == "text" else Translation(recipe)
+    kinds: dict[str, type[Translation] | type[LanguageModelling]] = {"text": LanguageModelling, "chat": Chat}
+    return kinds.get(recipe.data.kind, Translation)(recipe)
 
 
 @dataclass(frozen=True)
@@ -142,36 +144,31 @@ class LanguageModelling:
         """A description of the evaluation at the end."""
         return f"predicting the text of the {self.recipe.evaluation.split} split"
 
-    def corpus(self) -> TextCorpus:
+    def corpus(self) -> Any:
         """The documents."""
         return text_corpus_of(self.recipe)
 
-    def corpus_text(self, corpus: TextCorpus) -> str:
+    def corpus_text(self, corpus: Any) -> str:
         """Documents and the length of their blocks."""
         return f"{len(corpus.train)} training documents in blocks of {self.recipe.data.max_target_tokens} tokens"
 
-    def rows(self, split: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, decoder_only: bool) -> TokenBlocks:
+    def rows(self, split: Any, tokenizer: PreTrainedTokenizerBase, *, decoder_only: bool) -> Any:
         """Blocks of the documents' tokens."""
         return TokenBlocks(split, tokenizer, self.recipe.data.max_target_tokens)
 
-    def num_characters(
-        self, split: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, decoder_only: bool
-    ) -> int | None:
+    def num_characters(self, split: Any, tokenizer: PreTrainedTokenizerBase, *, decoder_only: bool) -> int | None:
         """Text has no references."""
         return None
 
-    def evaluate(
-        self, pipe: Pipeline, tokenizer: PreTrainedTokenizerBase | None, corpus: TextCorpus | None
-    ) -> TextReport:
+    def evaluate(self, pipe: Pipeline, tokenizer: PreTrainedTokenizerBase | None, corpus: Any) -> TextReport:
         """The loss on held-out blocks."""
-        return evaluate_text(
-            pipe,
-            tokenizer,
-            _evaluated(self.recipe, corpus),
-            self.recipe.evaluation.batch_size,
-            self.recipe.data.max_target_tokens,
-            max_blocks=self.recipe.evaluation.max_examples,
-        )
+
+        def rows() -> Any:
+            assert tokenizer is not None, "the reader has prepared the data"
+            return self.rows(_evaluated(self.recipe, corpus), tokenizer, decoder_only=True)
+
+        evaluation = self.recipe.evaluation
+        return evaluate_text(pipe, rows, evaluation.batch_size, max_rows=evaluation.max_examples)
 
     def report_text(self, report: TextReport) -> str:
         """Loss and perplexity."""
@@ -179,7 +176,37 @@ class LanguageModelling:
         return f"Quality on held-out text ({split} split, {report.num_tokens} tokens)\n\n{report.text()}"
 
 
-def _evaluated(recipe: Recipe, corpus: Corpus | StreamedCorpus | TextCorpus | None) -> Any:
+@dataclass(frozen=True)
+class Chat(LanguageModelling):
+    """Conversations, for a decoder-only model."""
+
+    @property
+    def evaluating(self) -> str:
+        """A description of the evaluation at the end."""
+        return f"predicting the targets in conversations of the {self.recipe.evaluation.split} split"
+
+    def corpus(self) -> ChatCorpus:
+        """The conversations."""
+        return chat_corpus_of(self.recipe)
+
+    def corpus_text(self, corpus: ChatCorpus) -> str:
+        """Conversations and their longest length."""
+        return f"{len(corpus.train)} training conversations of up to {self.recipe.data.max_length} tokens"
+
+    def rows(self, split: Any, tokenizer: PreTrainedTokenizerBase, *, decoder_only: bool) -> ChatExamples:
+        """The tokens of the conversations, with the labels of those that are learnt."""
+        data = self.recipe.data
+        return ChatExamples(
+            split,
+            tokenizer,
+            max_length=data.max_length,
+            truncation_mode=data.truncation_mode,
+            assistant_only_loss=data.assistant_only_loss,
+            completion_only_loss=data.completion_only_loss,
+        )
+
+
+def _evaluated(recipe: Recipe, corpus: AnyCorpus | None) -> Any:
     """The split to evaluate on."""
     if corpus is None:
         return None

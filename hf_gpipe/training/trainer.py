@@ -31,6 +31,7 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput, speed_metr
 from hf_gpipe.checkpoint.run_state import Position, RunState
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
+from hf_gpipe.runtime.calls import by_every_process
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.base import (
@@ -145,6 +146,7 @@ class PipelineTrainer(InspectedTrainer):
 
     # ------------------------------------------------------------------ training
 
+    @by_every_process
     def train(
         self,
         resume_from_checkpoint: str | os.PathLike[str] | bool | None = None,
@@ -331,6 +333,7 @@ class PipelineTrainer(InspectedTrainer):
 
     # ------------------------------------------------------------------ evaluation
 
+    @by_every_process
     def evaluate(
         self,
         eval_dataset: Any = None,
@@ -371,6 +374,7 @@ class PipelineTrainer(InspectedTrainer):
         self.fire("on_evaluate", metrics=metrics)
         return metrics
 
+    @by_every_process
     def predict(
         self,
         test_dataset: Any,
@@ -427,6 +431,7 @@ class PipelineTrainer(InspectedTrainer):
 
     # ------------------------------------------------------------------ saving
 
+    @by_every_process
     def save_model(self, output_dir: str | os.PathLike[str] | None = None, _internal_call: bool = False) -> None:
         """Write model and tokenizer in Hub format, by default into `args.output_dir`. Every process calls it.
 

@@ -291,7 +291,7 @@ def _emulate_process(job: Job) -> list[list[_Part]]:
             dist.barrier()
             start, cpu = time.perf_counter(), time.process_time()
             for _ in range(settings[i].steps):
-                ready[i].step(times)
+                ready[i].step(times, is_one_of_several=settings[i].steps > 1)
             if step:  # the first one warms up
                 end, cpu_seconds = time.perf_counter(), time.process_time() - cpu
                 late = sum(_late_seconds(settings[i], one) for one in times)
@@ -331,14 +331,22 @@ class _Pipeline:
             seconds = dict(enumerate(setting.reduction_seconds()))
             self.replicas = SlowReplicas(waiting, ties, topology, seconds)
         self.executor = Executor(stages, edges, rank, self.replicas)
+        self.topology = topology
+        #: Of the step before, where several run one after another.
+        self.earlier: Callable[[], torch.Tensor] | None = None
         count = setting.micro_batches
         inputs: dict[str, Any] = {}
         self.micro_batches = [MicroBatch(i, inputs, 0, 1, count) for i in range(count)]
 
-    def step(self, times: list[ActionTime]) -> None:
+    def step(self, times: list[ActionTime], *, is_one_of_several: bool) -> None:
         def reduce(_: StepResult) -> None:
             if self.replicas is not None:
                 self.replicas.finish()
+            if is_one_of_several:
+                # Loss and norm, which are read after the next step, as in a training.
+                earlier, self.earlier = self.earlier, self.topology.begin_sum(torch.zeros(2))
+                if earlier is not None:
+                    earlier()
 
         if self.replicas is not None:
             self.replicas.begin()

@@ -97,6 +97,12 @@ def _auto(peak_megabytes: int) -> Case:
     return Case(f"ours auto {peak_megabytes} MB", "ours", Options("auto", "1f1b", peak_bytes=peak_megabytes * 10**6))
 
 
+def _v_shaped(contender: str, schedule: str) -> Case:
+    """Two stages a process. The first process has the embedding and the head."""
+    name = f"{contender} {schedule}" + (" none" if contender == "ours" else "")
+    return Case(name, contender, Options("none", schedule, blocks=(2, 3, 2, 1), is_v_shaped=True))
+
+
 def _replicated(num_stages: int, *, zero: bool = False) -> Case:
     """Two pipelines of one stage or of two."""
     blocks = (_STANDARD.layers,) if num_stages == 1 else (5, 3)
@@ -188,6 +194,26 @@ SETTINGS = (
         _HEAD,
         (Case("single", "single"), _cut("count"), _cut("flops"), _cut("profile")),
         (Claim("ours by flops", "ours by count", 1.0), Claim("ours by profile", "ours by count", 1.0)),
+    ),
+    Setting(
+        "zero_bubble",
+        "8 layers, 16 x 128 tokens, M = 8, nothing recomputed; gradients of inputs and weights apart",
+        _STANDARD,
+        (
+            *_PLAIN[:2],
+            *_peers("none", 5)[1:2],
+            Case("torch ZB1P", "torch", Options("none", "ScheduleInterleavedZeroBubble", 5)),
+            _v_shaped("torch", "ScheduleZBVZeroBubble"),
+            *(_ours("none", schedule, 5) for schedule in ("1f1b", "zb_h1", "zb_h2")),
+            *(_v_shaped("ours", schedule) for schedule in ("zb_v", "v_half")),
+        ),
+        (
+            Claim("ours zb_h1 none", "twin", 0.93),
+            Claim("ours zb_h1 none", "ours 1f1b none", 1.0, memory_at_most=1.05),
+            Claim("ours zb_h1 none", "torch ZB1P", 1.10),
+            Claim("ours zb_h1 none", "torch ScheduleZBVZeroBubble", 1.10),
+            Claim("ours zb_v none", "torch ScheduleZBVZeroBubble", 1.10),
+        ),
     ),
     Setting(
         "mesh",

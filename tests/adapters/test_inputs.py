@@ -57,6 +57,17 @@ def test_an_encoder_decoder_without_a_first_token() -> None:
         )
 
 
+def test_mbart_needs_no_first_token() -> None:
+    """Its decoder begins with the last token of each row of labels, the language."""
+    model = exact_clone(default_config("mbart"), torch.float64)
+    model.config.decoder_start_token_id = None
+    labels = torch.arange(3, 15).view(2, 6)
+    labels[1, 4:] = -100
+    batch = {"input_ids": torch.arange(5, 15).view(2, 5), "labels": labels}
+    expected = model(**batch).loss.item()
+    assert float(Pipeline(model, 2, 2).train_step(batch)) == pytest.approx(expected, rel=1e-9)
+
+
 @pytest.mark.parametrize("family", ["llama", "mamba", "mixtral", "t5"])
 def test_bfloat16_is_that_of_the_plain_model(family: str) -> None:
     """Some families keep hidden states in float32 between half-precision blocks."""

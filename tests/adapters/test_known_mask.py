@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -27,16 +28,21 @@ class Questions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "marian", "t5", "bert"])
-@pytest.mark.parametrize("kind", ["padded", "not padded", "without a mask"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *product(["llama", "gemma3", "marian", "t5", "bert"], ["padded", "not padded", "without a mask"]),
+        *product(["llama", "gemma3", "gpt2", "falcon"], ["packed"]),
+    ],
+)
 def test_a_forward_reads_no_value(family: str, kind: str) -> None:
     model = exact_clone(default_config(family), torch.float32)
     batch = padded_batch(model)
-    if kind != "padded":
+    if kind not in ("padded", "packed"):
         batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
     if kind == "without a mask":
         del batch["attention_mask"]
-    pipe = Pipeline(model, 1, 1)
+    pipe = Pipeline(model, 1, 1, attn_implementation="sdpa" if kind == "packed" else None, packing=kind == "packed")
     questions, forward = Questions(), pipe.models[0].adapter.run
 
     def run(*args: Any) -> dict[str, torch.Tensor]:

@@ -68,6 +68,12 @@ def test_no_other_split_is_better(problem: tuple[int, int, StageCost]) -> None:
     assert counts == best(num_layers, num_stages, cost)
 
 
+def test_equal_sums_of_squares_are_a_tie() -> None:
+    """7, 7, 1, 4 and 4 are as even as 7, 7, 5, 2 and 2: their squares add up to 131 and 131."""
+    cost = additive([7, 7, 1, 4, 2, 2])
+    assert by_cost(6, 5, cost) == (1, 1, 2, 1, 1) == best(6, 5, cost)
+
+
 @settings(deadline=None, max_examples=200)
 @given(problems(), st.data())
 def test_no_other_split_under_a_cap_is_better(problem: tuple[int, int, StageCost], data: st.DataObject) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import combinations
 
 import pytest
@@ -39,6 +40,11 @@ def costs_of(config: PreTrainedConfig) -> ModelCosts:
     return LayerTracer(adapter_for(config)).costs(WORKLOAD)
 
 
+@cache
+def costs_of_clone(family: str) -> ModelCosts:
+    return costs_of(clone(family))
+
+
 def numbers(parameters: dict[str, torch.nn.Parameter]) -> tuple[int, int, int]:
     """Count, bytes and trainable bytes."""
     trainable = sum(p.nbytes for p in parameters.values() if p.requires_grad)
@@ -47,8 +53,7 @@ def numbers(parameters: dict[str, torch.nn.Parameter]) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_stage_holds_and_owns_what_a_pipelines_does(family: str) -> None:
-    config = clone(family)
-    costs = costs_of(config)
+    config, costs = clone(family), costs_of_clone(family)
     sums = LayerSums(costs, DEVICE)
     for num_stages in (1, 2, 3):
         pipe = Pipeline(config, num_stages, seed=0, device="cpu")
@@ -80,8 +85,7 @@ def trace(costs_family: PreTrainedConfig, start: int, stop: int, inner: InnerRec
 @pytest.mark.parametrize("inner", ["none", "block"])
 @pytest.mark.parametrize("family", ["llama", "mixtral", "t5", "bart"])
 def test_a_stage_keeps_what_its_layers_keep_together(family: str, inner: InnerRecompute) -> None:
-    config = clone(family)
-    costs = costs_of(config)
+    config, costs = clone(family), costs_of_clone(family)
     num_layers, graphs = len(costs.layers), LayerSums(costs, DEVICE).graphs[inner]
     for start, stop in ((0, num_layers), (2, num_layers - 1), (num_layers // 2, num_layers)):
         found = trace(config, start, stop, inner, is_real=False)
@@ -95,7 +99,7 @@ def test_a_stage_keeps_what_its_layers_keep_together(family: str, inner: InnerRe
 @pytest.mark.parametrize("family", ["llama", "t5", "bart"])
 def test_sums_of_any_run_of_layers_are_those_added_up_one_by_one(family: str, inner: InnerRecompute) -> None:
     """As the top of prefix_sums.py defines them: masks once a stack, and the first layer's input is the stage's."""
-    costs = costs_of(clone(family))
+    costs = costs_of_clone(family)
     layers, graphs = costs.layers, LayerSums(costs, DEVICE).graphs[inner]
     for start, stop in combinations(range(len(layers) + 1), 2):
         own = layers[start:stop]
@@ -147,7 +151,7 @@ def test_flops_of_a_block_and_of_the_head() -> None:
 
 
 def test_boundaries_are_what_crosses() -> None:
-    costs = costs_of(clone("bart"))
+    costs = costs_of_clone("bart")
     source, target = 3 * 12 * 32 * 4, 3 * 10 * 32 * 4
     by_kind = {(layer.stack, layer.kind): layer.input_bytes for layer in costs.layers}
     assert costs.layers[0].input_bytes == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -52,6 +54,26 @@ def test_of_a_batch() -> None:
     assert Workload.of_batch(batch, 2) == Workload(3, 8, 6, has_padding=False)
     batch["attention_mask"][0, 7] = 0
     assert Workload.of_batch(batch, 99) == Workload(1, 8, 6)
+
+
+def test_packed_rows_count_by_their_tokens() -> None:
+    mask = (torch.arange(8) < torch.tensor([[8], [2], [3], [2]])).long()
+    batch = {"input_ids": torch.ones(4, 8, dtype=torch.long), "attention_mask": mask}
+    assert Workload.of_batch(batch, packing=True) == Workload.packed(4, 4, 8)
+    assert Workload.of_batch(batch, 2, packing=True) == Workload.packed(1, 8, 8)
+    flattened = {name: torch.cat([torch.arange(n) for n in (3, 5)])[None] for name in ("input_ids", "position_ids")}
+    assert Workload.of_batch(flattened | {"max_length_q": 5}) == Workload.packed(2, 4, 5)
+    assert Workload.packed(4, 4, 8).of_rows(3) == Workload.packed(3, 4, 8)
+    assert Workload.packed(4, 4, 8).of_rows(1) == replace(Workload.packed(1, 8, 8), source_tokens=4)
+    recipe = parse_recipe(RECIPE.replace("batch_size: 10", "batch_size: 10, packing: true"))
+    assert Workload.of_recipe(recipe, 4, is_encoder_decoder=False) == Workload.packed(3, 50, 50)
+
+
+@pytest.mark.parametrize(("attention", "shape"), [("sdpa", (3, 5)), ("eager", (1, 15))])
+def test_packed_rows_are_one_where_attention_has_one_mask(attention: str, shape: tuple[int, int]) -> None:
+    inputs = Workload.packed(3, 5, 5).inputs(adapter_for(tiny_config("llama"), attn_implementation=attention))
+    assert {tuple(tensor.shape) for tensor in inputs.values()} == {shape}
+    assert "attention_mask" not in inputs
 
 
 def test_an_empty_micro_batch_is_refused() -> None:

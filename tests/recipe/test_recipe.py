@@ -104,6 +104,8 @@ def test_the_resolved_recipe_reads_back_as_the_same() -> None:
     ("override", "message"),
     [
         ("pipeline.num_stage=2", "pipeline.num_stage is not a key of a recipe; did you mean 'pipeline.num_stages'?"),
+        ("model.d_model=8", "a field of the model's configuration stands below model.config: model.config.d_model"),
+        ("model.pat=x", "did you mean 'model.path'?"),
         ("num_stages=2", "num_stages is not a key of a recipe; did you mean 'pipeline.num_stages'?"),
         ("training.num_stages=2", "did you mean 'pipeline.num_stages'?"),
         ("trainer.seed=1", "trainer is not a key of a recipe; did you mean 'training'?"),
@@ -175,9 +177,9 @@ def test_a_bad_file_is_refused_with_the_line(text: str, message: str) -> None:
         ("data.num_languages=102", "data.languages names 2 languages and data.num_languages is 102; leave one"),
         ("data.min_examples_per_language=5000", "data.min_examples_per_language is 5000"),
         ("data.test_fraction=0.95", "their sum must be below 1"),
-        ("pipeline.num_processes=2", "pipeline.num_processes is 2 and num_stages is 1"),
-        ("pipeline.replicas=[2, 1]", "pipeline.replicas [2, 1] has 2 entries for 1 stages"),
-        ("pipeline.partition=[2, 3]", "pipeline.partition [2, 3] has 2 entries and num_stages is 1"),
+        ("pipeline={num_stages: 1, num_processes: 2}", "pipeline.num_processes is 2 and num_stages is 1"),
+        ("pipeline={num_stages: 1, replicas: [2, 1]}", "pipeline.replicas [2, 1] has 2 entries for 1 stages"),
+        ("pipeline={num_stages: 1, partition: [2, 3]}", "pipeline.partition [2, 3] has 2 entries and num_stages is 1"),
         ("model.quantization=nf4", "lora.r is null, so there would be nothing to train"),
         ("model.double_quantization=true", "model.quantization nf4 and fp4, and it is null"),
         ("lora.target_modules=[q_proj]", "lora.target_modules is ['q_proj'] (a list) and lora.r is null"),
@@ -250,6 +252,16 @@ def test_an_error_made_in_python_is_as_clear() -> None:
         assert "PipelineConfig" not in str(caught.value)
     with pytest.raises(UserError, match="kind is missing"):
         DataSection()  # type: ignore[call-arg]  # what is tested
+
+
+def test_stages_that_are_not_given_follow_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert PipelineConfig().num_stages == 1
+    assert PipelineConfig(partition=[1, 2, 3]).num_stages == 3
+    assert PipelineConfig(num_processes=2).num_stages == 2
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert PipelineConfig().num_stages == parse_recipe(MINIMAL).pipeline.num_stages == 4
+    assert (PipelineConfig(replicas=2).num_stages, PipelineConfig(replicas="auto").num_stages) == (2, 1)
+    assert PipelineConfig(3).num_stages == 3
 
 
 def test_decided_is_a_type_that_holds_no_auto() -> None:
@@ -326,10 +338,10 @@ def test_help_of_the_sections_names_every_key_with_its_text() -> None:
         assert max(map(len, text.splitlines())) <= 110
         for name, key in all_keys():
             assert name != section or f"  {name}.{key.name}: " in text
-    assert "pipeline.num_stages: a whole number of at least 1 or 'auto'; default: 1" in section_help("pipeline")
+    assert "pipeline.num_stages: a whole number of at least 1 or 'auto'; default: null" in section_help("pipeline")
     assert "training.output_dir: a string that is not empty; required" in section_help("training")
     assert "data.max_number: a whole number of at least 1; default: 999; data.kind: cldr\n" in section_help("data")
-    assert "default: 1.0; data.kind: all but text\n" in section_help("data")
+    assert "default: 1.0; data.kind: all but text, chat\n" in section_help("data")
     with pytest.raises(UserError, match="'dat' is not a section of a recipe; did you mean 'data'"):
         section_help("dat")
 

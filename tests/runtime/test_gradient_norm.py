@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_gpipe.runtime.gradient_norm import clip, gradient_norm, loss_and_norm
+from hf_gpipe.runtime.gradient_norm import begin_loss_and_norm, clip, gradient_norm
 from hf_gpipe.runtime.processes import Processes
 
 
@@ -44,6 +44,6 @@ def test_clipping_is_torchs() -> None:
 
 
 def test_loss_and_norm_come_together() -> None:
-    found = loss_and_norm(torch.tensor(1.5), [parameter(torch.tensor([3.0, 4.0]))], Processes.of_job())
+    found = begin_loss_and_norm(torch.tensor(1.5), [parameter(torch.tensor([3.0, 4.0]))], Processes.of_job())()
     assert found.tolist() == [1.5, 5.0]
     assert found.dtype == torch.float64

@@ -11,8 +11,9 @@ import torch
 from transformers import AutoTokenizer
 
 from hf_gpipe import Pipeline
+from hf_gpipe.data.text import TokenBlocks
 from hf_gpipe.data.tokenizer import train_tokenizer
-from hf_gpipe.errors import DataError, RecipeError
+from hf_gpipe.errors import RecipeError
 from hf_gpipe.recipe import parse_recipe
 from hf_gpipe.training import job
 from hf_gpipe.training.evaluate_text import TextReport, evaluate_text
@@ -45,14 +46,13 @@ def test_it_is_the_plain_model_s(num_stages: int, batch_size: int, tokenizer: An
                 nll += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
                 count += ids.shape[1] - 1
     pipe = Pipeline(model, num_stages, 2)
-    report = evaluate_text(pipe, tokenizer, DOCUMENTS, batch_size, BLOCK)
+    blocks = TokenBlocks(DOCUMENTS, tokenizer, BLOCK)
+    report = evaluate_text(pipe, lambda: blocks, batch_size)
     assert report.num_tokens == count
     assert report.loss == pytest.approx(nll / count, rel=1e-5)
     assert report.perplexity == pytest.approx(math.exp(nll / count), rel=1e-5)
-    first = evaluate_text(pipe, tokenizer, DOCUMENTS, batch_size, BLOCK, max_blocks=2)
-    assert (first.num_blocks, first.num_tokens) == (2, 2 * (BLOCK - 1))
-    with pytest.raises(DataError, match="no text to evaluate on"):
-        evaluate_text(pipe, tokenizer, [], batch_size, BLOCK)
+    first = evaluate_text(pipe, lambda: blocks, batch_size, max_rows=2)
+    assert (first.num_rows, first.num_tokens) == (2, 2 * (BLOCK - 1))
 
 
 def test_a_report_where_the_model_is_sure_of_the_wrong_token() -> None:
@@ -87,6 +87,16 @@ training: {output_dir: out}
         parse_recipe(text, ["data.temperature=5"])
     with pytest.raises(RecipeError, match=r"data\.subset is \{.*\(a mapping\) and data\.kind is text"):
         parse_recipe(text, ["data.subset={de: de}"])
+
+
+def test_a_path_of_another_type_of_model_is_told(tmp_path: Path) -> None:
+    """It was read as the type that the recipe names, and its weights were all missing."""
+    tiny_config("llama").save_pretrained(tmp_path)
+    text = f"model: {{path: {tmp_path}, config: {{model_type: gpt2}}}}\ndata: {{kind: text, path: a.txt}}\n"
+    text += "training: {output_dir: out}\n"
+    with pytest.raises(RecipeError, match=r"model\.config\.model_type is gpt2 and the model at '.*' is a llama; leave"):
+        check_model(parse_recipe(text))
+    check_model(parse_recipe(text, ["model.config.model_type=llama", "data.max_target_tokens=64"]))
 
 
 def test_what_json_does_not_know_is_null() -> None:

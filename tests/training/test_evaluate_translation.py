@@ -254,6 +254,8 @@ def test_the_table_of_many_languages_is_short(tokenizer: PreTrainedTokenizerBase
     buckets = ["high (5)", "middle (5)", "low (4)"] if known else []
     assert [line.split("  ")[0] for line in lines] == ["languages", *buckets, "average (14)"]
     assert len(echo(tokenizer, many_pairs(12), training_pairs=counts).table().splitlines()) == 14
+    # A single language is its own average.
+    assert len(echo(tokenizer, many_pairs(1), training_pairs=counts).table().splitlines()) == 2
 
 
 def test_no_pairs_are_an_error(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from transformers import AutoModelForSeq2SeqLM
 
-from hf_gpipe.errors import UserError
+from hf_gpipe.errors import RecipeError, UserError
+from hf_gpipe.recipe import parse_recipe
 from hf_gpipe.training import hub
+from hf_gpipe.training.from_recipe import arguments_of
 from tests.training.toy import Recorder, trainer
 
 
@@ -114,3 +116,16 @@ def test_only_at_the_end_or_only_when_asked(stand_in: type[StandIn], tmp_path: P
 def test_what_the_hub_refuses_is_one_message(stand_in: type[StandIn], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="hub_model_id: the Hub did not accept 'someone/else'"):
         trainer(tmp_path, push_to_hub=True, hub_model_id="someone/else")
+
+
+def test_a_recipe_names_the_repository_and_the_services(tmp_path: Path) -> None:
+    text = f"model: {{path: x}}\ndata: {{kind: text, path: a.txt}}\ntraining: {{output_dir: {tmp_path}}}\n"
+    assert arguments_of(parse_recipe(text)).report_to == []
+    options = ["report_to=[tensorboard]", "run_name=one", "push_to_hub=true", "hub_model_id=me/model"]
+    args = arguments_of(parse_recipe(text, [f"training.{option}" for option in options]))
+    assert (args.report_to, args.run_name) == (["tensorboard"], "one")
+    assert (args.push_to_hub, args.hub_model_id, args.hub_private_repo) == (True, "me/model", None)
+    with pytest.raises(RecipeError, match=r"hub_model_id is 'me/model' .* training\.push_to_hub is false"):
+        parse_recipe(text, ["training.hub_model_id=me/model"])
+    with pytest.raises(UserError, match=r"report_to: .*wandbb"):
+        trainer(tmp_path, report_to=["wandbb"])

@@ -40,6 +40,10 @@ def test_the_longest_rows_are_planned_for() -> None:
     mean = sum(len(row["labels"]) for row in rows) // len(rows)
     assert mean < longest
     assert longest_mini_batch(rows, 8, batch_tokens=100) == Workload(-(-100 // mean), longest, longest + 1)
+    packed = longest_mini_batch(rows, 8, packing=True)
+    assert packed is not None
+    assert packed.is_packed
+    assert mean <= packed.target_tokens <= packed.longest_tokens == longest
     masked = [{"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 4]}]
     assert longest_mini_batch(masked, 4, batch_tokens=9) == Workload(5, 4, 4)
     for unknown in (Stream(), [], ["text"], None):
@@ -56,6 +60,7 @@ def test_what_is_auto_is_settled(tmp_path: Path) -> None:
         PipelineTrainer(tiny_config("marian"), args, train_dataset=Stream())
 
 
+@pytest.mark.usefixtures("no_prediction")
 def test_what_was_chosen_for_micro_batches_stays_on_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout depends on the micro-batch, and the planner's choice on how fast the machine is that day."""
     recipe = parse_recipe(RECIPE.format(folder=tmp_path))

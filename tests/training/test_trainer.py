@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -459,6 +460,15 @@ def test_metrics_and_state_are_told_as_by_the_plain_trainer(tmp_path: Path, caps
     assert json.loads((tmp_path / "out/train_results.json").read_text()) == metrics
     assert json.loads((tmp_path / "out/all_results.json").read_text()) == {"test_loss": 2.0, **metrics}
     assert TrainerState.load_from_json(str(tmp_path / "out/trainer_state.json")).global_step == 6
+
+
+def test_a_script_s_own_metrics_are_on_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = trainer(tmp_path, compute_metrics=lambda prediction: {"accuracy": 0.25}, eval_dataset=Rows(4))
+    made.evaluate()
+    made.log({"temperature": 2, "of": "mine"})
+    evaluated, logged = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"step 0/0  eval_loss \d\.\d{4}  eval_accuracy 0\.25", evaluated)
+    assert logged == "step 0/0  temperature 2  of mine"
 
 
 class Interrupts(TrainerCallback):

@@ -24,6 +24,7 @@ class Options:
         schedule: where there is a choice.
         split: blocks on the first of two stages, beside the embedding; 0: `partition` says.
         blocks: in place of `split`, the blocks on each of any number of stages.
+        is_v_shaped: whether each of P processes has the stages k and 2P - 1 - k, else one stage.
         partition: how ours is cut where `split` is 0.
         length_bucketing: rows of similar length go together, and no micro-batch is longer than its longest row.
         replicas: D, pipelines side by side, each of which takes as large a part of the rows.
@@ -38,12 +39,22 @@ class Options:
     peak_bytes: int | None = None
     partition: str = "auto"
     blocks: tuple[int, ...] = ()
+    is_v_shaped: bool = False
     replicas: int = 1
     zero: bool = False
 
     @property
     def num_stages(self) -> int:
         return len(self.blocks) or 2
+
+    @property
+    def num_processes(self) -> int:
+        """Of one pipeline."""
+        return self.num_stages // 2 if self.is_v_shaped else self.num_stages
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of one of its processes."""
+        return [rank, self.num_stages - 1 - rank] if self.is_v_shaped else [rank]
 
 
 class Contender(Protocol):

@@ -30,6 +30,7 @@ class Ours:
         self.pipe = Pipeline(
             work.model(),
             num_stages=options.num_stages,
+            num_processes=options.num_processes if options.is_v_shaped else None,
             num_micro_batches=work.micro_batches,
             schedule=options.schedule,
             recompute=recompute,

@@ -1,4 +1,7 @@
-"""torch.distributed.pipelining: ScheduleGPipe and Schedule1F1B, with replicas under DistributedDataParallel."""
+"""torch.distributed.pipelining: ScheduleGPipe, Schedule1F1B and the schedules of zero bubble, which split the backward.
+
+Of the first two there may be replicas, under DistributedDataParallel.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.contenders import Options
@@ -22,35 +26,39 @@ class TorchPipelining:
     """
 
     def __init__(self, work: Work, options: Options, rank: int) -> None:
-        replicas, num_stages = options.replicas, options.num_stages
-        pipeline, self.rank = divmod(rank, num_stages)
-        self.module: nn.Module = stages(work, options)[self.rank]
-        self.is_last = self.rank == num_stages - 1
-        device = next(self.module.parameters()).device
+        replicas, size = options.replicas, options.num_processes
+        pipeline, self.rank = divmod(rank, size)
+        own = options.stages_of(self.rank)
+        modules: list[nn.Module] = [module for s, module in enumerate(stages(work, options)) if s in own]
+        self.is_last = options.num_stages - 1 in own
+        device = next(modules[0].parameters()).device
         # Every process creates all groups.
-        along = [dist.new_group([d * num_stages + s for s in range(num_stages)]) for d in range(replicas)]
-        across = [dist.new_group([d * num_stages + s for d in range(replicas)]) for s in range(num_stages)]
+        along = [dist.new_group([d * size + s for s in range(size)]) for d in range(replicas)]
+        across = [dist.new_group([d * size + s for d in range(replicas)]) for s in range(size)]
         self.across = across[self.rank]
         if replicas > 1:
-            self.module = DistributedDataParallel(self.module, process_group=self.across, gradient_as_bucket_view=True)
+            modules = [
+                DistributedDataParallel(module, process_group=self.across, gradient_as_bucket_view=True)
+                for module in modules
+            ]
         rows, count = work.rows // replicas, work.micro_batches // replicas
         micro_batches = work.micro_batches_of(slice(pipeline * rows, (pipeline + 1) * rows), count)
         self.ids = torch.cat([ids for ids, _ in micro_batches])
         self.targets = torch.cat([targets for _, targets in micro_batches])
-        stage = pipelining.PipelineStage(self.module, self.rank, num_stages, device, group=along[pipeline])
+        found = [
+            pipelining.PipelineStage(module, stage, options.num_stages, device, group=along[pipeline])
+            for stage, module in zip(own, modules, strict=True)
+        ]
         schedule = getattr(pipelining, options.schedule)
         loss = partial(loss_share, num_targets=work.num_targets() / work.micro_batches)
-        self.schedule = schedule(stage, count, loss_fn=loss)
-        self.optimizer = optimizer(self.module.parameters())
+        given = found if issubclass(schedule, PipelineScheduleMulti) else found[0]
+        self.schedule = schedule(given, count, loss_fn=loss)
+        self.optimizer = optimizer([parameter for module in modules for parameter in module.parameters()])
 
     def step(self) -> float | None:
         losses: list[torch.Tensor] = []
-        if self.rank == 0:
-            self.schedule.step(self.ids, return_outputs=False)
-        elif self.is_last:
-            self.schedule.step(target=self.targets, losses=losses, return_outputs=False)
-        else:
-            self.schedule.step(return_outputs=False)
+        given = {"target": self.targets, "losses": losses} if self.is_last else {}
+        self.schedule.step(*([self.ids] if self.rank == 0 else []), return_outputs=False, **given)
         update(self.optimizer)
         if not losses:
             return None

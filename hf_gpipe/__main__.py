@@ -1,0 +1,47 @@
+"""hf-gpipe, or python -m hf_gpipe: the commands by their names."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from hf_gpipe.errors import EXIT_USER_ERROR, nearest
+
+#: The modules of this package that are commands, with what they do.
+COMMANDS = {
+    "train": "train the model of a recipe, evaluate it, and save it",
+    "plan": "predict memory and time of a recipe, and whether it fits",
+    "check": "check on a tiny clone whether a model is exact in stages",
+}
+USAGE = "\n".join(
+    [
+        "usage: hf-gpipe COMMAND ...",
+        "",
+        "Exact pipeline-parallel training of transformers models. `python -m hf_gpipe` is the same.",
+        "",
+        *(f"  {name:<8} {text}" for name, text in COMMANDS.items()),
+        "",
+        "`hf-gpipe COMMAND --help` says more. Under torchrun a command is a module: torchrun ... -m hf_gpipe.train",
+    ]
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that the first argument names, with the others; returns its exit code."""
+    name, *args = list(sys.argv[1:] if argv is None else argv) or [""]
+    if name in COMMANDS:
+        code: int = import_module(f"hf_gpipe.{name}").main(args)
+        return code
+    if name in ("", "-h", "--help"):
+        print(USAGE)
+        return 0 if name else EXIT_USER_ERROR
+    print(
+        f"error: {name!r} is not a command; it must be one of {', '.join(COMMANDS)}{nearest(name, COMMANDS)}",
+        file=sys.stderr,
+    )
+    return EXIT_USER_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Attention over documents that are packed into one row: no token sees another document.
+
+The mask of such a row is block-diagonal. Each block is the mask that transformers makes for the document alone, so
+windows and chunks start anew with each document. A mask over the whole row takes memory and time that grow with the
+square of the row. Where the model attends by transformers' `sdpa` function, none is made: the function is called once
+for each document, most often without any mask. Flash attention gets the borders of the documents in its own form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_gpipe.errors import UserError
+
+MakeMask = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a packed row.
+
+    Attributes:
+        lengths: tokens of each, in order.
+        has_whole_mask: whether attention gets one mask over the whole row; otherwise it runs document by document.
+    """
+
+    lengths: tuple[int, ...]
+    has_whole_mask: bool
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], model: PreTrainedModel, *, is_compiled: bool = False) -> Documents:
+        """The documents of a row for a model.
+
+        Raises:
+            UserError: the model's attention function cannot keep documents apart.
+        """
+        name = model.config._attn_implementation
+        if name.startswith("flex"):
+            raise UserError(
+                f"attn_implementation={name!r} cannot keep packed documents apart here; use sdpa, eager or "
+                "flash_attention_2"
+            )
+        return cls(tuple(lengths), is_compiled or not attends_by_document(model))
+
+
+def attends_by_document(model: PreTrainedModel) -> bool:
+    """Whether attention over a packed row is computed for each document by itself."""
+    name: str = model.config._attn_implementation
+    # Models without this flag have attention code of their own, which knows tensors of a mask alone.
+    return is_flash(name) or (name == "sdpa" and bool(getattr(model, "_supports_attention_backend", False)))
+
+
+def is_flash(attn_implementation: str) -> bool:
+    """Whether attention is a kernel that takes the borders of documents."""
+    return "flash" in attn_implementation and not attn_implementation.startswith("flex")
+
+
+class MaskOfDocuments(torch.Tensor):
+    """Stands for the mask (1, 1, T, T) of a packed row where attention runs document by document.
+
+    Its values take no memory and are NaN, so that code that uses it as a mask gives no numbers that look right.
+
+    Attributes:
+        lengths: tokens of each document.
+        masks: the mask of each document alone; None: it needs none.
+    """
+
+    lengths: tuple[int, ...]
+    masks: tuple[torch.Tensor | None, ...]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+def mask_of_documents(documents: Documents, make_mask: MakeMask, options: Mapping[str, Any]) -> Any:
+    """Return the mask of a packed row.
+
+    Args:
+        documents: of the row.
+        make_mask: a mask function of transformers.
+        options: its keyword arguments for the whole row, without a padding mask.
+    """
+    if is_flash(options["config"]._attn_implementation):
+        return None
+    if documents.has_whole_mask:
+        options = {**options, "allow_is_causal_skip": False}
+    options = {**options, "allow_is_bidirectional_skip": False, "attention_mask": None}
+    alone = {
+        length: make_mask(**{**options, "q_length": length, "kv_length": length})
+        for length in dict.fromkeys(documents.lengths)
+    }
+    masks = tuple(alone[length] for length in documents.lengths)
+    shape = (1, 1, sum(documents.lengths), sum(documents.lengths))
+    if documents.has_whole_mask:
+        dtype = masks[0].dtype
+        whole = masks[0].new_full(shape, False if dtype == torch.bool else torch.finfo(dtype).min)
+        start = 0
+        for length, mask in zip(documents.lengths, masks, strict=True):
+            whole[..., start : start + length, start : start + length] = mask
+            start += length
+        return whole
+    found = torch.full((), torch.nan, device=options["device"]).expand(shape).as_subclass(MaskOfDocuments)
+    found.lengths, found.masks = documents.lengths, masks
+    return found
+
+
+def _by_document(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Let an attention function of transformers run once for each document of a packed row."""
+
+    @wraps(attend)
+    def forward(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        if not isinstance(attention_mask, MaskOfDocuments):
+            return attend(module, query, key, value, attention_mask, *args, **options)
+        # (B, heads, T, width); `split` has one backward for all documents.
+        parts = [tensor.split(attention_mask.lengths, dim=2) for tensor in (query, key, value)]
+        alone = [
+            attend(module, *tensors, mask, *args, **options)[0]
+            for *tensors, mask in zip(*parts, attention_mask.masks, strict=True)
+        ]
+        return torch.cat(alone, dim=1), None
+
+    return forward
+
+
+ALL_ATTENTION_FUNCTIONS["sdpa"] = _by_document(ALL_ATTENTION_FUNCTIONS["sdpa"])

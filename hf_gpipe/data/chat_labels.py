@@ -1,0 +1,157 @@
+"""The token ids of a conversation, and which of them are learnt.
+
+Where the chat template marks the assistant's text with {% generation %}, transformers gives the mask. Other templates
+are applied to the beginnings of the conversation: an assistant turn is the text between the messages before it, with
+the generation prompt, and the messages up to it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hf_gpipe.data.chats import text_of_message
+from hf_gpipe.errors import DataError
+
+Messages = Sequence[Mapping[str, Any]]
+
+_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_REMEDY = "give a template with {% generation %} markers in data.chat_template"
+
+
+class ChatEncoder:
+    """Applies the tokenizer's chat template.
+
+    Args:
+        tokenizer: with a chat template, if rows are messages.
+        assistant_only_loss: whether only assistant turns are learnt.
+        completion_only_loss: of a prompt and its completion, whether only the completion is learnt.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, assistant_only_loss: bool = True, completion_only_loss: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._assistant_only, self._completion_only = assistant_only_loss, completion_only_loss
+
+    def encode(self, where: str, row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
+        """The ids of a row that `conversation_of` returned, and for each id whether it is learnt.
+
+        Raises DataError for a conversation that the template refuses, or in which it does not show what the assistant
+        says; names the row.
+        """
+        if "messages" in row:
+            return self._chat(where, row, row["messages"])
+        if isinstance(row["prompt"], str):
+            ids, prompt = self._text(row["prompt"] + row["completion"]), self._tokenizer(row["prompt"])["input_ids"]
+            is_learnt = [True] * len(ids)
+        else:
+            ids, is_learnt = self._chat(where, row, [*row["prompt"], *row["completion"]])
+            rendered = self._render(where, row, row["prompt"], add_generation_prompt=True)
+            prompt = self._tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        if self._completion_only:
+            # Tokens may merge across the border, and templates may end the prompt in another way without a completion.
+            start = _num_common(prompt, ids)
+            is_learnt = [place >= start and one for place, one in enumerate(is_learnt)]
+        return ids, is_learnt
+
+    def _text(self, text: str) -> list[int]:
+        """The ids of text without messages, which ends in the end-of-sequence token."""
+        end, ids = self._tokenizer.eos_token, self._tokenizer(text)["input_ids"]
+        if end is None or ids[-1:] == [self._tokenizer.eos_token_id]:
+            return list(ids)
+        return list(self._tokenizer(text + end)["input_ids"])
+
+    def _chat(self, where: str, row: Mapping[str, Any], messages: Messages) -> tuple[list[int], list[bool]]:
+        if not self._assistant_only:
+            ids = self._tokenizer(self._render(where, row, messages), add_special_tokens=False)["input_ids"]
+            return ids, [True] * len(ids)
+        if not self._tokenizer.is_fast:
+            raise DataError(
+                f"the tokenizer {self._tokenizer.name_or_path!r} is a slow one, which does not know the tokens of the "
+                "assistant's text; use a fast tokenizer, or data.assistant_only_loss: false"
+            )
+        if _MARKER.search(self._template(row)):
+            marked = self._apply(where, row, messages, return_dict=True, return_assistant_tokens_mask=True)
+            if 1 not in marked["assistant_masks"]:
+                raise DataError(
+                    f"{where}: the chat template's {{% generation %}} markers are around none of its text; correct the "
+                    "template, or remove the markers from it"
+                )
+            return marked["input_ids"], [bool(one) for one in marked["assistant_masks"]]
+        text = self._render(where, row, messages)
+        spans = self._assistant_spans(where, row, messages, text)
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        is_learnt = [
+            any(first < end and start < last for start, end in spans) for first, last in encoded["offset_mapping"]
+        ]
+        return encoded["input_ids"], is_learnt
+
+    def _assistant_spans(
+        self, where: str, row: Mapping[str, Any], messages: Messages, text: str
+    ) -> list[tuple[int, int]]:
+        """Where in `text`, the whole conversation, the assistant turns start and end."""
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            turn = f"{where}: the chat template has no {{% generation %}} markers, and messages[{number}]"
+            if number == 0:
+                raise DataError(f"{turn} is an assistant turn with nothing before it; leave it out, or {_REMEDY}")
+            is_last = number + 1 == len(messages)
+            until = text if is_last else self._render(where, row, messages[: number + 1])
+            before = self._render(where, row, messages[:number], add_generation_prompt=True)
+            start = len(before)
+            if not text.startswith(before) or not until.startswith(before):
+                # The generation prompt may go on, as with <think>, in a way that the whole conversation does not have.
+                history = self._render(where, row, messages[:number])
+                start = min(_num_common(before, text), _num_common(before, until))
+                if not text.startswith(history) or start <= len(history):
+                    raise DataError(f"{turn} begins in another way than as the end of a conversation; {_REMEDY}")
+            end = len(text) if is_last else _end(text, start, until, message, self._tokenizer.eos_token)
+            if end is None:
+                raise DataError(f"{turn} ends in another way than as the end of a conversation; {_REMEDY}")
+            spans.append((start, end))
+        return spans
+
+    def _template(self, row: Mapping[str, Any]) -> str:
+        template: str = self._tokenizer.get_chat_template(None, row.get("tools"))
+        return template
+
+    def _render(self, where: str, row: Mapping[str, Any], messages: Messages, **options: Any) -> str:
+        rendered: str = self._apply(where, row, messages, tokenize=False, **options)
+        return rendered
+
+    def _apply(self, where: str, row: Mapping[str, Any], messages: Messages, **options: Any) -> Any:
+        options |= row.get("chat_template_kwargs", {})
+        try:
+            return self._tokenizer.apply_chat_template(list(messages), tools=row.get("tools"), **options)
+        except Exception as error:  # templates raise errors of Jinja, and any of Python's
+            raise DataError(
+                f"{where}: the chat template refuses the conversation: {' '.join(str(error).split())}; correct the "
+                "row, or give another template in data.chat_template"
+            ) from error
+
+
+def _num_common(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """The length of the beginning that both have."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((number for number, (one, other) in pairs if one != other), min(len(first), len(second)))
+
+
+def _end(text: str, start: int, until: str, message: Mapping[str, Any], eos: str | None) -> int | None:
+    """Where a turn ends in `text` that starts there and at the end of `until`; None if it is not found.
+
+    Templates may leave out the beginning of a turn that is not the last, such as its reasoning, and may put an
+    end-of-sequence token after the last one. What is found has the last word of the message.
+    """
+    words = text_of_message(message).split()
+    for ending in dict.fromkeys((until[start:], until[start:].removesuffix(eos or ""))):
+        for cut in range(len(ending)):
+            rest = len(ending) - cut
+            if text.startswith(ending[cut : cut + 20], start) and text.startswith(ending[cut:], start):
+                return start + rest if not words or words[-1] in ending[cut:] else None
+    return None

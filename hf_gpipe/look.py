@@ -1,0 +1,48 @@
+"""How a pipeline shows itself: its stages as text, and in a notebook its table as a picture too."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from hf_gpipe.adapters import Adapter, StageModel
+from hf_gpipe.recipe import DecidedConfig
+from hf_gpipe.recipe.sizes import size_text
+from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.schedule import Costs, Schedule, simulate
+from hf_gpipe.schedule.draw import figure
+
+
+def text_of(
+    adapter: Adapter,
+    config: DecidedConfig,
+    partition: Sequence[Sequence[int]],
+    topology: Topology,
+    models: Mapping[int, StageModel],
+) -> str:
+    """The model and the schedule on one line, and a line for each stage; of this process's own stages also the size."""
+    lines = [
+        f"Pipeline({type(adapter.reference).__name__}, num_stages={config.num_stages}, "
+        f"num_micro_batches={config.num_micro_batches}, schedule={config.schedule!r}, recompute={config.recompute!r})"
+    ]
+    for stage, layers in enumerate(partition):
+        workers = topology.placement.workers[stage]
+        where = f"process{'es' * (len(workers) > 1)} {', '.join(map(str, workers))}"
+        ends = dict.fromkeys(adapter.layers[number].name for number in (layers[0], layers[-1]))
+        words = [f"  stage {stage}", where, f"{len(layers)} layers, {' to '.join(ends)}"]
+        if stage in models:
+            parameters = models[stage].parameters.values()
+            size = size_text(sum(one.numel() * one.element_size() for one in parameters))
+            count = sum(one.numel() for one in parameters)
+            words.append(f"{count:,} parameters, {size} on {topology.stage_devices[stage]}")
+        lines.append("; ".join(words))
+    return "\n".join(lines)
+
+
+def html_of(text: str, table: Schedule) -> str:
+    """The text, and the table's picture, in which a backward takes as long as two forwards."""
+    picture = io.StringIO()
+    timeline = simulate(table, Costs(forward_seconds=1, backward_seconds=2))
+    figure([timeline], ["the table, with a backward as long as two forwards"]).savefig(picture, format="svg")
+    return f"<pre>{escape(text)}</pre>{picture.getvalue()}"

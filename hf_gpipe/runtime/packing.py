@@ -1,0 +1,147 @@
+"""Packing: the rows of a mini-batch as documents of any length, which share a micro-batch without padding.
+
+A collator may have put several documents into one row already (transformers' `DataCollatorWithFlattening`, TRL's
+collator with `padding_free`): such a mini-batch is flattened. Its documents are found as transformers finds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from hf_gpipe.adapters import IGNORED_LABEL
+from hf_gpipe.errors import DataError
+
+Batch = Mapping[str, torch.Tensor]
+Document = dict[str, torch.Tensor]
+"""The tensors (T,) of a document: input_ids, position_ids, labels and what else a mini-batch has for each token."""
+
+#: Entries of flattened mini-batches that say where documents begin, in the forms of kernels.
+BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+
+
+def is_flattened(batch: Batch) -> bool:
+    """Whether the rows of a mini-batch on the CPU are made of documents."""
+    if "attention_mask" in batch:
+        # With a mask transformers does not look for documents.
+        return False
+    positions = batch.get("position_ids")
+    restarts = positions is not None and positions.dim() == 2 and bool((positions.diff(dim=-1) != 1).any())
+    return restarts or any(name in batch for name in BORDERS)
+
+
+def documents_of(batch: Batch) -> list[Document]:
+    """The documents of a mini-batch on the CPU, in order: those of its flattened rows, else its rows without padding.
+
+    Raises:
+        DataError: an entry has no value for each token, or a row is padded between its tokens.
+    """
+    ids = batch["input_ids"]
+    entries = {name: tensor for name, tensor in batch.items() if name not in (*BORDERS, "attention_mask")}
+    if odd := [name for name, tensor in entries.items() if tensor.shape != ids.shape]:
+        raise DataError(
+            f"{odd[0]} has the shape {tuple(entries[odd[0]].shape)} and input_ids {tuple(ids.shape)}; to pack rows, "
+            "each entry needs one value for each token"
+        )
+    pieces = _flattened_pieces(batch) if is_flattened(batch) else _row_pieces(batch)
+    documents = [{name: tensor[row, start:stop] for name, tensor in entries.items()} for row, start, stop in pieces]
+    for one in documents:
+        one.setdefault("position_ids", torch.arange(len(one["input_ids"])))
+    return documents
+
+
+def as_rows(batch: Batch) -> Batch:
+    """A flattened mini-batch with its documents as rows (N, T), padded on the right; another one as it is."""
+    on_cpu = {name: tensor.cpu() for name, tensor in batch.items()}
+    if not is_flattened(on_cpu):
+        return batch
+    documents = documents_of(on_cpu)
+    if all(torch.equal(one["position_ids"], torch.arange(len(one["position_ids"]))) for one in documents):
+        # The model's own.
+        documents = [{name: tensor for name, tensor in one.items() if name != "position_ids"} for one in documents]
+    rows = {
+        name: pad_sequence([one[name] for one in documents], True, IGNORED_LABEL if name == "labels" else 0)
+        for name in documents[0]
+    }
+    lengths = torch.tensor([len(one["input_ids"]) for one in documents])
+    return rows | {"attention_mask": (torch.arange(rows["input_ids"].shape[1]) < lengths[:, None]).long()}
+
+
+def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Share documents out over min(count, N) parts with about equally many tokens; none is empty.
+
+    The longest document that is left goes to the part with the fewest tokens (Graham 1969, LPT): no part has more than
+    4/3 of the tokens of the largest part of the best solution.
+
+    Args:
+        lengths: tokens of each document, at least one.
+        count: number of parts.
+
+    Returns:
+        The documents of each part, by index, in order; the part with the most tokens first.
+    """
+    count = min(count, len(lengths))
+    parts: list[list[int]] = [[] for _ in range(count)]
+    tokens = [0] * count
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        smallest = min(range(count), key=lambda part: (tokens[part], len(parts[part])))
+        parts[smallest].append(index)
+        tokens[smallest] += lengths[index]
+    return [sorted(parts[part]) for part in sorted(range(count), key=lambda part: -tokens[part])]
+
+
+def packed_parts(batch: Batch, num_micro_batches: int) -> list[list[Document]]:
+    """The documents of a mini-batch on the CPU, in min(M, N) parts of about equally many tokens.
+
+    Args:
+        batch: the mini-batch, flattened or padded.
+        num_micro_batches: M.
+
+    Raises:
+        DataError: the mini-batch has no documents, or cannot be packed.
+    """
+    documents = documents_of(batch)
+    lengths = [len(one["input_ids"]) for one in documents]
+    if not sum(lengths):
+        raise DataError("a mini-batch needs at least one token; found none")
+    return [[documents[index] for index in part] for part in balanced(lengths, num_micro_batches)]
+
+
+def _flattened_pieces(batch: Batch) -> list[tuple[int, int, int]]:
+    """(row, start, stop) of each document of a flattened mini-batch."""
+    ids = batch["input_ids"]
+    is_start = torch.zeros(ids.shape, dtype=torch.bool)
+    is_start[:, 0] = True
+    if "position_ids" in batch:
+        is_start[:, 1:] = batch["position_ids"].diff(dim=-1) != 1
+    elif "seq_idx" in batch:
+        is_start[:, 1:] = batch["seq_idx"].diff(dim=-1) != 0
+    else:
+        # Numbers of tokens before each document, over all rows.
+        is_start.view(-1)[batch["cu_seq_lens_q"][:-1].long()] = True
+    starts = is_start.nonzero().tolist()
+    stops = [*(start if start else ids.shape[1] for _, start in starts[1:]), ids.shape[1]]
+    return [(row, start, stop) for (row, start), stop in zip(starts, stops, strict=True)]
+
+
+def _row_pieces(batch: Batch) -> list[tuple[int, int, int]]:
+    """(row, start, stop) of the tokens of each row that are not padding."""
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    if mask is None:
+        return [(row, 0, ids.shape[1]) for row in range(ids.shape[0])]
+    if mask.shape != ids.shape:
+        shapes = tuple(mask.shape), tuple(ids.shape)
+        raise DataError(
+            f"attention_mask has the shape {shapes[0]} and input_ids {shapes[1]}; to pack rows, give both one"
+        )
+    used = mask.bool() | (batch["labels"] != IGNORED_LABEL) if "labels" in batch else mask.bool()
+    columns = torch.arange(ids.shape[1])
+    first = used.int().argmax(dim=1, keepdim=True)
+    last = (used * columns).amax(dim=1, keepdim=True)
+    if len(holes := ((columns >= first) & (columns < last) & (mask == 0)).any(dim=1).nonzero()):
+        raise DataError(
+            f"row {int(holes[0])} of attention_mask has a 0 between two tokens; to pack rows, pad at their ends only"
+        )
+    return [(row, start, stop + 1) for row, (start, stop) in enumerate(torch.cat([first, last], dim=1).tolist())]

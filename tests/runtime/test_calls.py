@@ -1,0 +1,47 @@
+"""A method that a process calls alone is told by its name."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from hf_gpipe.errors import UserError
+from hf_gpipe.runtime import calls
+from tests.gloo import run_gloo
+from tests.training.toy import trainer
+
+
+def refused(folder: str) -> list[str]:
+    made = trainer(Path(folder))
+    made.save_model()
+    with pytest.raises(UserError) as other_call:
+        made.save_model() if made.topology.rank == 0 else made.pipe.save_pretrained(folder)
+    if made.topology.rank == 1:
+        made.topology.barrier()
+        assert calls._calls is not None
+        calls._calls._end()
+        return [str(other_call.value)]
+    made.job.timeout = timedelta(seconds=0.5)
+    with pytest.raises(UserError) as late:
+        made.predict(None)
+    made.topology.barrier()
+    with pytest.raises(UserError) as ended:
+        made.evaluate()
+    return [str(one.value) for one in (other_call, late, ended)]
+
+
+def test_a_call_that_one_process_makes_alone(tmp_path: Path) -> None:
+    """It waited for messages until their time limit, which a script's trainer sets to half an hour."""
+    (first, late, ended), (second,) = run_gloo(refused, 2, str(tmp_path))
+    assert first.startswith(
+        "process 0 called PipelineTrainer.save_model and process 1 called Pipeline.save_pretrained; "
+    )
+    assert second.startswith(
+        "process 1 called Pipeline.save_pretrained and process 0 called PipelineTrainer.save_model; "
+    )
+    assert late.startswith("process 0 called PipelineTrainer.predict and process 1 did not within 0.5 seconds; every ")
+    assert ended.startswith(
+        "process 0 called PipelineTrainer.evaluate and process 1 has ended without that call; every "
+    )

@@ -1,0 +1,40 @@
+"""hf-gpipe and `python -m hf_gpipe`: the commands by their names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from hf_gpipe.__main__ import COMMANDS, main
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_console_command_is_the_module_s() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, function = scripts["hf-gpipe"].partition(":")
+    assert getattr(import_module(module), function) is main
+
+
+def test_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (main(["--help"]), main([])) == (0, 2)
+    assert capsys.readouterr().out.count("  plan     predict") == 2
+    assert main(["trian", "r.yaml"]) == 2
+    assert (
+        "'trian' is not a command; it must be one of train, plan, check; did you mean 'train'?"
+        in capsys.readouterr().err
+    )
+    finished = subprocess.run([sys.executable, "-m", "hf_gpipe"], capture_output=True, text=True, cwd=ROOT)
+    assert (finished.returncode, finished.stderr) == (2, "")
+    assert "usage: hf-gpipe COMMAND" in finished.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_gets_its_arguments(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name]) == 2
+    assert f"hf_gpipe.{name}" in capsys.readouterr().out
