@@ -66,9 +66,9 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     return found
 
 
-def plain_model(directory: Path, kind: str) -> Any:
+def plain_model(directory: Path, kind: str, dtype: torch.dtype = torch.float32) -> Any:
     return AutoModelForCausalLM.from_pretrained(
-        directory, quantization_config=asked(kind), dtype=torch.float32, attn_implementation="eager"
+        directory, quantization_config=asked(kind), dtype=dtype, attn_implementation="eager"
     )
 
 
@@ -89,7 +89,7 @@ def expected_step(model: Any, adapters: dict[str, torch.Tensor], num_micro_batch
         targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100).flatten()
         losses, gradient = TokenLoss().with_gradient(logits.detach().clone().flatten(0, 1), targets, overwrite=True)
         factor = (targets != -100).float().mul_(torch.tensor(1.0) / num_tokens)
-        logits.backward((gradient * factor[:, None]).view_as(logits))
+        logits.backward((gradient * factor[:, None]).view_as(logits).to(logits.dtype))
         total += float(losses.sum() / num_tokens)
     return Result(total, {name: p.grad.clone() for name, p in named.items()})
 
@@ -128,6 +128,7 @@ def assert_bit_equal(found: Result, expected: Result) -> None:
         ("fp4", 3, {"recompute": "block", "schedule": "1f1b"}, False),
         ("fp4+", 2, {"recompute": "none", "schedule": "zb_h1"}, True),
         ("int8", 2, {"recompute": "stage", "schedule": "1f1b"}, False),
+        ("nf4", 3, {"recompute": "stage", "dtype": torch.bfloat16}, True),
     ],
 )
 def test_gradients_are_those_of_plain_peft_to_the_bit(
@@ -136,7 +137,7 @@ def test_gradients_are_those_of_plain_peft_to_the_bit(
     pipe = make(directories[tied], kind, num_stages, **options)
     batch = padded_batch(config())
     found = run_pipeline(pipe, batch)
-    plain = plain_model(directories[tied], kind)
+    plain = plain_model(directories[tied], kind, options.get("dtype", torch.float32))
     own = {name.replace(".base_layer", ""): p for name, p in pipe.named_parameters()}
     assert all(torch.equal(p, own[name]) for name, p in plain.named_parameters() if name in own)
     assert_bit_equal(found, expected_step(plain, adapters_of(pipe)))
