@@ -17,8 +17,10 @@ from hf_gpipe.adapters.peft import make_peft
 from hf_gpipe.errors import UnsupportedModelError, UserError
 from hf_gpipe.planner.layers import LayerTracer, ModelLayers
 from hf_gpipe.planner.workload import Workload
+from hf_gpipe.recipe import parse_recipe
 from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.micro_batch import split_rows
+from hf_gpipe.training.from_recipe import check_model
 from tests.gloo import run_gloo
 from tests.oracle import Result, padded_batch, run_pipeline
 from tests.training.toy import trainer
@@ -265,6 +267,12 @@ def test_what_cannot_be_quantised_is_refused(
         Pipeline(LlamaConfig(quantization_config=asked("nf4")), 2, quantization_config=asked("nf4"))
     with pytest.raises(UserError, match="for weights that are read"):
         Pipeline(plain_model(directory, "nf4"), 2, quantization_config=asked("nf4"))
+    text = "{model: {config: {model_type: llama}}, data: {kind: cldr, languages: [de]}, training: {output_dir: x}}"
+    with pytest.raises(UserError, match="weights of a new model would be lost"):
+        check_model(parse_recipe(text, ["lora.r=4"]))
+    plain_model(directory, "nf4").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"are quantised, and such weights are not trained; set lora\.r"):
+        check_model(parse_recipe(text, [f"model.path={tmp_path}", "model.config={}"]))
     monkeypatch.setattr(quantised, "is_bitsandbytes_available", lambda: False)
     with pytest.raises(UserError, match=r"pip install 'hf_gpipe\[quantised\]'"):
         Pipeline(directory, 2, quantization_config=asked("nf4"))
