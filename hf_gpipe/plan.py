@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hf_gpipe.errors import HfGpipeError, PartitionError, RecipeError, UserError
 from hf_gpipe.recipe import SEQUENCE_KINDS, Recipe, load_recipe
@@ -113,15 +113,19 @@ def _plan(options: argparse.Namespace) -> int:
         if not options.json and not config.is_decided:
             print(f"{'chosen':11} {overrides(best)}", file=sys.stderr if options.table else sys.stdout)
     if options.longest:
+        key = "max_length" if recipe.data.kind == "chat" else "max_target_tokens"
 
-        def fits(target_tokens: int) -> bool:
-            longer = replace(recipe, data=replace(recipe.data, max_target_tokens=target_tokens))
+        def fits(tokens: int) -> bool:
+            changes: dict[str, Any] = {key: tokens}
+            longer = replace(recipe, data=replace(recipe.data, **changes))
             other = _planner(longer, device, planner.memory_bytes, table, is_profiled=False)
             other.cluster, other.speeds = cluster, config.speeds
-            return other.plan(best.settings).fits
+            plan = other.plan(best.settings)
+            # The planner cuts what the model has no positions for.
+            return plan.fits and plan.costs.workload.target_tokens >= other.inputs.mini_batch().target_tokens
 
         is_data = options.json or options.table
-        print(f"{'longest':11} {_longest(fits)}", file=sys.stderr if is_data else sys.stdout)
+        print(f"{'longest':11} {_longest(f'data.{key}', fits)}", file=sys.stderr if is_data else sys.stdout)
     if options.table:
         # The drawing goes elsewhere, so that `--table > mine.txt` is a table and is seen all the same.
         print(best.timeline.schedule.text(), end="")
@@ -133,19 +137,19 @@ def _plan(options: argparse.Namespace) -> int:
     return 0 if best.fits else 1
 
 
-def _longest(fits: Callable[[int], bool]) -> str:
-    """The largest data.max_target_tokens that fits, to within 2%, in words."""
+def _longest(key: str, fits: Callable[[int], bool]) -> str:
+    """The largest value of a key that fits, to within 2%, in words."""
     low, high = 1, 256
     while high < _MOST_TOKENS and fits(high):
         low, high = high, 2 * high
     if high >= _MOST_TOKENS:
-        return f"data.max_target_tokens={low} fits; longer ones were not tried"
+        return f"{key}={low} fits; longer ones were not tried"
     while high - low > max(1, low // 50):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     if low == 1:
         return "no length fits"
-    return f"data.max_target_tokens={low} fits and {high} does not, all else equal"
+    return f"{key}={low} fits and {high} does not, all else equal"
 
 
 def _count(text: str | None) -> int | None:
@@ -359,7 +363,7 @@ def _parser() -> argparse.ArgumentParser:
         "--search", action="store_true", help="try other K, replicas, M, schedules, recomputation and splits"
     )
     parser.add_argument(
-        "--longest", action="store_true", help="find the largest data.max_target_tokens that fits the memory (seconds)"
+        "--longest", action="store_true", help="find the largest data.max_target_tokens (chats: max_length) that fits"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(

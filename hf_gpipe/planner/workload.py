@@ -92,7 +92,15 @@ class Workload:
             recipe: its batch size, in rows or target tokens, and its longest texts are read.
             num_micro_batches: M, since a recipe may leave it open.
             is_encoder_decoder: of the model's configuration.
+
+        Raises:
+            UserError: the recipe packs rows of an encoder-decoder.
         """
+        if recipe.training.packing and is_encoder_decoder:
+            raise UserError(
+                "training.packing is true, and the model has an encoder: only rows of a decoder-only model can be "
+                "packed; leave it out (training.length_bucketing saves padding too)"
+            )
         data = recipe.data
         source, target = data.max_source_tokens, data.max_length if data.kind == "chat" else data.max_target_tokens
         tokens, rows = recipe.training.batch_tokens, recipe.training.batch_size

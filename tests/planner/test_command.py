@@ -40,15 +40,17 @@ def test_a_recipe_that_fits(recipe: str, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("most", [2, 200, 256, 1000, 5000])
 def test_the_longest_texts_that_fit(most: int) -> None:
-    found = re.fullmatch(r"data.max_target_tokens=(\d+) fits and (\d+) does not, all else equal", _longest(most.__ge__))
+    found = re.fullmatch(
+        r"data.max_length=(\d+) fits and (\d+) does not, all else equal", _longest("data.max_length", most.__ge__)
+    )
     assert found is not None
     fits, does_not = map(int, found.groups())
     assert fits <= most < does_not <= max(fits + 1, 1.02 * fits)
 
 
 def test_no_length_and_every_length_fits() -> None:
-    assert _longest(lambda tokens: False) == "no length fits"
-    assert "longer ones were not tried" in _longest(lambda tokens: True)
+    assert _longest("x", lambda tokens: False) == "no length fits"
+    assert "longer ones were not tried" in _longest("x", lambda tokens: True)
 
 
 def test_one_that_does_not_says_what_would(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,6 +67,8 @@ def test_packed_rows_count_by_their_tokens() -> None:
     assert Workload.packed(4, 4, 8).of_rows(1) == replace(Workload.packed(1, 8, 8), source_tokens=4)
     recipe = parse_recipe(RECIPE.replace("batch_size: 10", "batch_size: 10, packing: true"))
     assert Workload.of_recipe(recipe, 4, is_encoder_decoder=False) == Workload.packed(3, 50, 50)
+    with pytest.raises(UserError, match="packing is true, and the model has an encoder"):
+        Workload.of_recipe(recipe, 4, is_encoder_decoder=True)
 
 
 @pytest.mark.parametrize(("attention", "shape"), [("sdpa", (3, 5)), ("eager", (1, 15))])
