@@ -41,9 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(args: Sequence[str]) -> int:
+    import torch
     import transformers
     from transformers import AutoConfig
 
+    from hf_gpipe.adapters.quantised import find_quantisation
     from hf_gpipe.exactness import CloneError, compare
 
     num_stages = 3
@@ -65,6 +67,7 @@ def _check(args: Sequence[str]) -> int:
             raise CheckpointError(f"cannot read a model's configuration at {source!r}: {error}") from error
     print(f"model      {config.model_type}, transformers {transformers.__version__}")
     try:
+        find_quantisation(config, None, torch.float32)
         comparison = compare(config, (num_stages, None), trust_remote_code=trust_remote_code)
     except CloneError:
         raise

@@ -10,6 +10,11 @@ With --digests it measures what checking the digests costs: one process loads al
 parameters, in turn with the digests and without them, and the medians of the seconds are compared.
 
     python scripts/bench_loading.py --digests 7
+
+With --quantised the weights of a Llama of 0.8 billion parameters in bfloat16 are quantised while they are read, and
+then loaded from a checkpoint that is quantised already. The own bytes are those that the planner counts.
+
+    python scripts/bench_loading.py --quantised nf4 --stages 2
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 MEGABYTE = 1e6
 
@@ -49,7 +55,43 @@ def write_model(directory: Path, shard_size: str, num_layers: int = 26) -> None:
     LlamaForCausalLM(config).save_pretrained(directory, max_shard_size=shard_size)
 
 
-def measure(directory: Path, stage: int, num_stages: int) -> dict[str, float]:
+def write_quantised(directory: Path, kind: str) -> tuple[Path, Path]:
+    """A larger Llama in bfloat16, and the same one quantised."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=4000,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        dtype=torch.bfloat16,
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    LlamaForCausalLM(config).save_pretrained(directory / "plain", max_shard_size="300MB")
+    torch.set_default_dtype(torch.float32)
+    model = LlamaForCausalLM.from_pretrained(directory / "plain", quantization_config=quantisation(kind))
+    model.save_pretrained(directory / "quantised", max_shard_size="100MB")
+    return directory / "plain", directory / "quantised"
+
+
+def quantisation(kind: str) -> Any:
+    """nf4, fp4 (with a + for double quantisation) or int8."""
+    import torch
+    from transformers import BitsAndBytesConfig
+
+    if kind == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind.rstrip("+"),
+        bnb_4bit_use_double_quant=kind.endswith("+"),
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+
+
+def measure(directory: Path, stage: int, num_stages: int, kind: str | None) -> dict[str, float]:
     """Load one stage in this process: its own bytes, the peak above the baseline after imports, seconds."""
     import torch
     from transformers import AutoConfig, LlamaForCausalLM
@@ -57,7 +99,17 @@ def measure(directory: Path, stage: int, num_stages: int) -> dict[str, float]:
     from hf_gpipe.adapters import StageModel, adapter_for
     from hf_gpipe.checkpoint import hub
     from hf_gpipe.partition import partition
+    from hf_gpipe.planner.layers import ModelLayers
 
+    given = None
+    if kind is not None:
+        import bitsandbytes
+
+        assert bitsandbytes is not None
+        given = quantisation(kind)
+    config = AutoConfig.from_pretrained(directory)
+    if hasattr(config, "quantization_config"):
+        given = None
     assert LlamaForCausalLM is not None  # importing the model's code belongs to the baseline
     baseline = peak = anonymous_bytes()
     done = threading.Event()
@@ -71,7 +123,7 @@ def measure(directory: Path, stage: int, num_stages: int) -> dict[str, float]:
     watcher = threading.Thread(target=watch)
     watcher.start()
     start = time.perf_counter()
-    adapter = adapter_for(AutoConfig.from_pretrained(directory))
+    adapter = adapter_for(config, config.dtype or torch.float32, quantization_config=given)
     layers = partition(len(adapter.layers), num_stages, "count")[stage]
     model = StageModel(adapter, layers[0], layers[-1] + 1)
     hub.load(model, directory, torch.device("cpu"), seed=0)
@@ -79,7 +131,8 @@ def measure(directory: Path, stage: int, num_stages: int) -> dict[str, float]:
     seconds = time.perf_counter() - start
     done.set()
     watcher.join()
-    own = sum(p.numel() * p.element_size() for p in model.parameters.values())
+    sizes = ModelLayers(adapter).own
+    own = sum(sizes[layer].num_bytes for layer in layers)
     return {"own_bytes": own, "peak_bytes": peak - baseline, "seconds": seconds}
 
 
@@ -115,25 +168,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, default=4, help="K: how many stages the model is cut into")
     parser.add_argument("--digests", type=int, metavar="PAIRS", help="measure the cost of digests with so many pairs")
+    parser.add_argument("--quantised", metavar="KIND", help="nf4, fp4, with + for double quantisation, or int8")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--measure", nargs=2, metavar=("DIRECTORY", "STAGE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
-        print(json.dumps(measure(Path(arguments.measure[0]), int(arguments.measure[1]), arguments.stages)))
+        print(
+            json.dumps(
+                measure(Path(arguments.measure[0]), int(arguments.measure[1]), arguments.stages, arguments.quantised)
+            )
+        )
         return
     if arguments.digests:
         compare(arguments.digests)
         return
     rows = []
     print(f"{'files':>6} {'stage':>5} {'own MB':>8} {'peak MB':>8} {'ratio':>6} {'seconds':>8}")
-    for shard_size in ("100GB", "300MB"):
-        with tempfile.TemporaryDirectory() as folder:
-            write_model(Path(folder), shard_size)
-            files = len(list(Path(folder).glob("*.safetensors")))
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.quantised:
+            directories = write_quantised(Path(folder), arguments.quantised)
+        else:
+            directories = (Path(folder) / "one", Path(folder) / "shards")
+            for directory, shard_size in zip(directories, ("100GB", "300MB"), strict=True):
+                write_model(directory, shard_size)
+        for directory in directories:
+            files = len(list(directory.glob("*.safetensors")))
             for stage in range(arguments.stages):
                 command = [sys.executable, __file__, "--stages", str(arguments.stages)]
+                command += ["--quantised", arguments.quantised] if arguments.quantised else []
                 result = subprocess.run(
-                    [*command, "--measure", folder, str(stage)], capture_output=True, text=True, check=True
+                    [*command, "--measure", str(directory), str(stage)], capture_output=True, text=True, check=True
                 )
                 row = {"files": files, "stage": stage} | json.loads(result.stdout.splitlines()[-1])
                 rows.append(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,15 @@ from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for, quantised
 from hf_gpipe.adapters.peft import make_peft
 from hf_gpipe.errors import UnsupportedModelError, UserError
-from hf_gpipe.planner.layers import LayerTracer
+from hf_gpipe.planner.layers import LayerTracer, ModelLayers
 from hf_gpipe.planner.workload import Workload
+from hf_gpipe.recipe import parse_recipe
 from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.micro_batch import split_rows
+from hf_gpipe.training.from_recipe import check_model
 from tests.gloo import run_gloo
 from tests.oracle import Result, padded_batch, run_pipeline
+from tests.training.toy import trainer
 
 peft = pytest.importorskip("peft")
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -64,9 +68,9 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     return found
 
 
-def plain_model(directory: Path, kind: str) -> Any:
+def plain_model(directory: Path, kind: str, dtype: torch.dtype = torch.float32) -> Any:
     return AutoModelForCausalLM.from_pretrained(
-        directory, quantization_config=asked(kind), dtype=torch.float32, attn_implementation="eager"
+        directory, quantization_config=asked(kind), dtype=dtype, attn_implementation="eager"
     )
 
 
@@ -87,7 +91,7 @@ def expected_step(model: Any, adapters: dict[str, torch.Tensor], num_micro_batch
         targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100).flatten()
         losses, gradient = TokenLoss().with_gradient(logits.detach().clone().flatten(0, 1), targets, overwrite=True)
         factor = (targets != -100).float().mul_(torch.tensor(1.0) / num_tokens)
-        logits.backward((gradient * factor[:, None]).view_as(logits))
+        logits.backward((gradient * factor[:, None]).view_as(logits).to(logits.dtype))
         total += float(losses.sum() / num_tokens)
     return Result(total, {name: p.grad.clone() for name, p in named.items()})
 
@@ -126,6 +130,7 @@ def assert_bit_equal(found: Result, expected: Result) -> None:
         ("fp4", 3, {"recompute": "block", "schedule": "1f1b"}, False),
         ("fp4+", 2, {"recompute": "none", "schedule": "zb_h1"}, True),
         ("int8", 2, {"recompute": "stage", "schedule": "1f1b"}, False),
+        ("nf4", 3, {"recompute": "stage", "dtype": torch.bfloat16}, True),
     ],
 )
 def test_gradients_are_those_of_plain_peft_to_the_bit(
@@ -134,7 +139,7 @@ def test_gradients_are_those_of_plain_peft_to_the_bit(
     pipe = make(directories[tied], kind, num_stages, **options)
     batch = padded_batch(config())
     found = run_pipeline(pipe, batch)
-    plain = plain_model(directories[tied], kind)
+    plain = plain_model(directories[tied], kind, options.get("dtype", torch.float32))
     own = {name.replace(".base_layer", ""): p for name, p in pipe.named_parameters()}
     assert all(torch.equal(p, own[name]) for name, p in plain.named_parameters() if name in own)
     assert_bit_equal(found, expected_step(plain, adapters_of(pipe)))
@@ -207,26 +212,28 @@ def test_adapters_are_saved_for_plain_peft(directories: dict[bool, Path], tmp_pa
 def test_the_planner_counts_quantised_bytes(directories: dict[bool, Path]) -> None:
     for kind in ("nf4", "fp4+", "int8"):
         pipe = make(directories[False], kind, 2)
-        planned = pipe.plan(padded_batch(config()))
-        for stage in planned.stages:
-            held = list(pipe.models[stage.number].model.parameters())
-            sizes = [quantised.size_of_quantised(parameter) for parameter in held]
-            buffers = sum(buffer.nbytes for buffer in pipe.models[stage.number].model.buffers())
-            assert stage.num_parameters == sum(count for count, _ in sizes)
-            assert 0 <= stage.memory.parameters - sum(size for _, size in sizes) <= buffers
-    # 4 bits for each weight, and a float32 scale or a byte for every 64.
-    weights = quantised.size_of_quantised(pipe.models[0].model.model.layers[0].mlp.up_proj.base_layer.weight)
-    assert weights == (64 * 128, 64 * 128 + 128 * 4)
+        planned = ModelLayers(pipe.adapter, pipe.peft).own
+        for number, layers in enumerate(pipe.partition):
+            sizes = [quantised.size_of_quantised(one) for one in pipe.models[number].model.parameters()]
+            assert sum(planned[layer].count for layer in layers) == sum(count for count, _ in sizes)
+            assert sum(planned[layer].num_bytes for layer in layers) == sum(size for _, size in sizes)
+            trained = sum(p.nbytes for p in pipe.models[number].model.parameters() if p.requires_grad)
+            assert sum(planned[layer].trainable_bytes for layer in layers) == trained
+        weight = pipe.models[0].model.model.layers[0].mlp.up_proj.base_layer.weight
+        # A float32 scale for every 64 weights, or a byte and one for 256 of these; or one for every row.
+        scales = {"nf4": 128 * 4, "fp4+": 128 + 4, "int8": 128 * 4}[kind]
+        bits = 8 if kind == "int8" else 4
+        assert quantised.size_of_quantised(weight) == (64 * 128, 64 * 128 * bits // 8 + scales)
 
 
 def test_the_planner_runs_quantised_layers_like_those_that_are_not() -> None:
     costs = []
-    for given in (None, asked("nf4"), asked("int8")):
+    for given in (None, asked("nf4+")):
         adapter = adapter_for(config(), torch.float32, quantization_config=given)
         tracer = LayerTracer(adapter, peft=make_peft(adapter, "default", LORA), as_on_gpu=True)
         costs.append(tracer.costs(Workload(1, 4, 4)).layers[2])
-    plain, four, eight = costs
-    assert four.forward_flops == plain.forward_flops == eight.forward_flops
+    plain, four = costs
+    assert four.forward_flops == plain.forward_flops
     assert four.backward_flops == plain.backward_flops
     assert four.plain.saved_bytes == pytest.approx(plain.plain.saved_bytes, rel=0.01)
     # To multiply, one weight at a time is converted back.
@@ -260,6 +267,47 @@ def test_what_cannot_be_quantised_is_refused(
         Pipeline(LlamaConfig(quantization_config=asked("nf4")), 2, quantization_config=asked("nf4"))
     with pytest.raises(UserError, match="for weights that are read"):
         Pipeline(plain_model(directory, "nf4"), 2, quantization_config=asked("nf4"))
+    text = "{model: {config: {model_type: llama}}, data: {kind: cldr, languages: [de]}, training: {output_dir: x}}"
+    with pytest.raises(UserError, match="weights of a new model would be lost"):
+        check_model(parse_recipe(text, ["lora.r=4"]))
+    plain_model(directory, "nf4").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"are quantised, and such weights are not trained; set lora\.r"):
+        check_model(parse_recipe(text, [f"model.path={tmp_path}", "model.config={}"]))
     monkeypatch.setattr(quantised, "is_bitsandbytes_available", lambda: False)
     with pytest.raises(UserError, match=r"pip install 'hf_gpipe\[quantised\]'"):
         Pipeline(directory, 2, quantization_config=asked("nf4"))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4+", "int8"])
+def test_a_weight_is_quantised_slice_by_slice(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantised, "_SLICE", 1 << 8)
+    weight = torch.randn(37, 72)  # neither blocks nor slices divide it
+    layer = bitsandbytes.nn.Linear8bitLt if kind == "int8" else bitsandbytes.nn.Linear4bit
+    states = []
+    for mode in (contextlib.nullcontext(), quantised.BySlices()):
+        with mode:
+            module = layer(72, 37, bias=False)
+            module.weight.data.copy_(weight)
+            quantised.Quantisation(asked(kind)).quantise(module)
+            states.append(module.state_dict())
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_training_resumes_on_other_stages(directories: dict[bool, Path], tmp_path: Path) -> None:
+    found = []
+    for name, num_stages, resumed in (("whole", 2, False), ("whole", 3, True)):
+        pipe = make(directories[False], "nf4", num_stages)
+        options = {
+            "num_stages": num_stages,
+            "max_steps": 2,
+            "save_strategy": "steps",
+            "save_steps": 1,
+            "logging_steps": 1,
+        }
+        made = trainer(tmp_path / name, model=pipe, family="llama", **options)
+        made.train(resume_from_checkpoint=str(tmp_path / name / "checkpoint-1") if resumed else None)
+        found.append(adapters_of(pipe))
+    assert found[0].keys() == found[1].keys()
+    for name, adapter in found[0].items():
+        torch.testing.assert_close(found[1][name], adapter, msg=name)

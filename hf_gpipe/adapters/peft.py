@@ -28,10 +28,11 @@ class PeftAdapter:
     def inject(self, model: PreTrainedModel) -> None:
         """Put the adapter's layers into a model or a stage of it and freeze everything else."""
         from peft import inject_adapter_in_model
-        from peft.tuners.tuners_utils import check_target_module_exists
+        from peft.tuners.tuners_utils import cast_adapter_dtype, check_target_module_exists
 
         if any(check_target_module_exists(self.config, name) for name, _ in model.named_modules()):
             inject_adapter_in_model(copy.deepcopy(self.config), model, self.name)
+            cast_adapter_dtype(model, self.name)  # to float32, as get_peft_model does
         else:
             for parameter in model.parameters():
                 parameter.requires_grad_(False)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.utils import is_bitsandbytes_available
@@ -28,6 +29,9 @@ _REFUSED = {
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Weights that share a scale and, with double quantisation, scales that share one: the defaults of bitsandbytes.
 _BLOCK, _NESTED_BLOCK = 64, 256
+#: Weights that are quantised at a time on the CPU, a multiple of every number of weights that share a scale.
+_SLICE = 1 << 18
+_QUANTISE_4BIT, _QUANTISE_8BIT = "bitsandbytes::quantize_4bit", "bitsandbytes::int8_vectorwise_quant"
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,37 @@ class Quantisation:
                 quant_storage=self.config.bnb_4bit_quant_storage,
                 module=module,
             ).to(weight.device)
+
+
+class BySlices(TorchDispatchMode):
+    """Quantises a weight on the CPU slice by slice; blocks and rows are independent, so the result is the same.
+
+    There, bitsandbytes needs up to 18 bytes for each weight that it quantises at once.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func._schema.name
+        if name not in (_QUANTISE_4BIT, _QUANTISE_8BIT) or args[0].device.type != "cpu" or args[0].numel() <= _SLICE:
+            return func(*args, **kwargs)
+        weight = args[0].reshape(-1) if name == _QUANTISE_4BIT else args[0]
+        slices = weight.split(_SLICE if weight.dim() == 1 else -(-_SLICE // weight.shape[-1]))
+        whole: list[torch.Tensor | None] = []
+        ends: list[int] = []
+        for one in slices:
+            parts = func(one, *args[1:], **kwargs)
+            if not whole:
+                # As many as for the first slice, for each of its weights or rows.
+                lengths = [0 if part is None else -(-len(part) * len(weight) // len(one)) for part in parts]
+                whole = [
+                    part if part is None else part.new_empty(n, *part.shape[1:])
+                    for part, n in zip(parts, lengths, strict=True)
+                ]
+                ends = [0] * len(parts)
+            for index, (result, part) in enumerate(zip(whole, parts, strict=True)):
+                if result is not None:
+                    result[ends[index] : ends[index] + len(part)] = part
+                    ends[index] += len(part)
+        return tuple(whole)
 
 
 def find_quantisation(config: PreTrainedConfig, given: Any, dtype: torch.dtype) -> Quantisation | None:

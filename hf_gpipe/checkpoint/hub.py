@@ -33,7 +33,7 @@ from transformers.utils import logging as transformers_logging
 from hf_gpipe.adapters.base import StageModel
 from hf_gpipe.adapters.dropout import default_generator, key, mix
 from hf_gpipe.adapters.peft import PeftAdapter
-from hf_gpipe.adapters.quantised import quantised_layers, restore
+from hf_gpipe.adapters.quantised import BySlices, quantised_layers, restore
 from hf_gpipe.checkpoint.copies import on_cpu
 from hf_gpipe.checkpoint.digests import Digests, advising
 from hf_gpipe.errors import CheckpointError
@@ -85,7 +85,8 @@ def initialise(stage: StageModel, device: torch.device, seed: int) -> None:
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
     if quantisation is not None:
-        quantisation.quantise(model)
+        with BySlices():
+            quantisation.quantise(model)
 
 
 def take(stage: StageModel, source: PreTrainedModel, device: torch.device) -> None:
@@ -126,7 +127,10 @@ def load(stage: StageModel, path: str | os.PathLike[str], device: torch.device, 
     _read(stage, path, device, seed)
     if device.type == "cpu":
         # The library maps the files into memory. Weights must not depend on a file that may be replaced.
-        for tensor in {id(t): t for t in stage.model.state_dict(keep_vars=True).values()}.values():
+        quantisation = stage.adapter.quantisation
+        is_new = quantisation is not None and not quantisation.is_done
+        own = {id(layer.weight) for layer in quantised_layers(stage.model)} if is_new else set()
+        for tensor in {id(t): t for t in stage.model.state_dict(keep_vars=True).values() if id(t) not in own}.values():
             tensor.data = tensor.data.clone()
             if hasattr(tensor, "CB"):  # of an 8-bit weight: the same memory
                 tensor.CB = tensor.data
@@ -165,7 +169,7 @@ def _read(stage: StageModel, path: str | os.PathLike[str], device: torch.device,
     )
     state = default_generator(device).get_state()
     try:
-        with _quiet(), _SeededByName(model, seed):
+        with _quiet(), _SeededByName(model, seed), BySlices():
             info, _ = PreTrainedModel._load_pretrained_model(model, None, [str(file) for file in files], config)
             info = PreTrainedModel._finalize_model_loading(model, config, info)
     except (RuntimeError, OSError, SafetensorError) as error:

@@ -47,6 +47,11 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 def check_model(recipe: Recipe) -> None:
     """Raise UserError where the recipe's model cannot be made, or not be cut as the recipe says. Makes no weights."""
+    if recipe.lora.r is not None and recipe.model.path is None:
+        raise RecipeError(
+            f"lora.r is {recipe.lora.r} and model.path is null: adapters alone are saved, so the weights of a new "
+            "model would be lost; give model.path, or leave lora.r out"
+        )
     adapter = checked_adapter(recipe)
     pipeline = recipe.pipeline
     if isinstance(pipeline.num_stages, int):
