@@ -85,9 +85,6 @@ def _alone(rank: int, name: str, other: str) -> str:
     )
 
 
-_calls: _Calls | None = None
-
-
 def by_every_process(
     method: Callable[Concatenate[Self, Parameters], Result],
 ) -> Callable[Concatenate[Self, Parameters], Result]:
@@ -99,11 +96,17 @@ def by_every_process(
 
     @functools.wraps(method)
     def called(self: Self, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        global _calls
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            if _calls is None or _calls.world is not dist.group.WORLD:
-                _calls = _Calls(dist.group.WORLD)
-            _calls.meet(f"{type(self).__name__}.{method.__name__}")
-        return method(self, *args, **kwargs)
+        job = Job.current()
+        # What a method calls in its turn, all processes call.
+        if job.is_in_call or not dist.is_initialized() or dist.get_world_size() == 1:
+            return method(self, *args, **kwargs)
+        if job.calls is None or job.calls.world is not dist.group.WORLD:
+            job.calls = _Calls(dist.group.WORLD)
+        job.calls.meet(f"{type(self).__name__}.{method.__name__}")
+        job.is_in_call = True
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            job.is_in_call = False
 
     return called

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,8 @@ class Job:
         timeout: how long a process waits for another one; None: as long as in the user's own default group.
         work: a short description of this process's current work; empty if nothing was noted.
         in_forked_child: functions that a forked child of this process calls first, such as a data loader's worker.
+        calls: what runtime/calls.py knows of the calls that every process must make; None before the first.
+        is_in_call: whether this process is in such a call.
     """
 
     _current: ClassVar[Job | None] = None
@@ -62,6 +64,8 @@ class Job:
         self.timeout: timedelta | None = None
         self.work = ""
         self.in_forked_child: list[Callable[[], None]] = []
+        self.calls: Any = None
+        self.is_in_call = False
         self._store: dist.Store | None = None
         self._world: dist.ProcessGroup | None = None
         self._common_groups: dict[str, dist.ProcessGroup] = {}

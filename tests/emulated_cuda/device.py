@@ -30,6 +30,8 @@ def load_with_torch() -> None:
     """Load the devices when torch is imported, and let `torch.cuda` find them."""
     assert "torch" not in sys.modules, "the emulated CUDA device must be loaded before torch"
     sys.meta_path.insert(0, _TorchFinder())
+    # Its kernels are for real GPUs, and it looks for them as soon as it is imported.
+    sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
 
 
 class _TorchFinder(importlib.abc.MetaPathFinder):
