@@ -151,7 +151,7 @@ class PipelineConfig:
     def _stages_of_processes(self) -> int:
         """`num_stages` where it is not given: by the lists that have an entry per stage, or by the processes."""
         for of_stages in (self.partition, self.recompute, self.replicas):
-            if isinstance(of_stages, tuple):
+            if isinstance(of_stages, tuple) and of_stages:
                 return len(of_stages)
         if self.replicas == AUTO:
             return 1

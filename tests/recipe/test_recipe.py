@@ -262,6 +262,8 @@ def test_stages_that_are_not_given_follow_the_processes(monkeypatch: pytest.Monk
     assert PipelineConfig().num_stages == parse_recipe(MINIMAL).pipeline.num_stages == 4
     assert (PipelineConfig(replicas=2).num_stages, PipelineConfig(replicas="auto").num_stages) == (2, 1)
     assert PipelineConfig(3).num_stages == 3
+    with pytest.raises(UserError, match=r"recompute \[\] has 0 entries"):
+        PipelineConfig(recompute=[])
 
 
 def test_decided_is_a_type_that_holds_no_auto() -> None:
