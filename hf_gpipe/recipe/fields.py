@@ -100,7 +100,7 @@ class LoraSection:
 
 @section()
 class PreferencesSection:
-    """The loss of preferences: direct preference optimization (DPO). The keys are those of TRL's DPOConfig."""
+    """The loss of preferences (DPO and variants), for that kind of data; keys as in TRL's DPOConfig."""
 
     beta: Annotated[Positive, PREFERENCES] = 0.1
     """How far the model may go from the reference, the model before its training; larger: less far."""
@@ -416,8 +416,7 @@ class TrainingSection:
 
 @section()
 class EvaluationSection:
-    """Evaluation after training: greedy translations, scored per language; of text and chats the loss; of preferences
-    how often the chosen answer is the more likely one."""
+    """Evaluation after training: scores of greedy translations, loss of text, accuracy on preferences."""
 
     max_examples: Count | None = None
     """Number of pairs per language, of blocks of text or of conversations to evaluate; null: the whole split."""

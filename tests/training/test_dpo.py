@@ -118,7 +118,9 @@ def plain_losses(
 )
 def test_all_weights_against_a_plain_loop(num_stages: int, loss_type: str, others: Any, tmp_path: Path) -> None:
     model = plain_model(config())
-    reference, start = copy.deepcopy(model), copy.deepcopy(model)
+    start = copy.deepcopy(model)
+    has_other = num_stages == 1
+    reference = plain_model(config(), seed=3) if has_other else copy.deepcopy(model)
     expected = plain_losses(model, reference, loss_type)
     smoothing = 0.1 if loss_type == "sigmoid" else 0.0
     made, logs = trained(
@@ -127,7 +129,10 @@ def test_all_weights_against_a_plain_loop(num_stages: int, loss_type: str, other
         num_stages=num_stages,
         loss_type=[loss_type],
         label_smoothing=smoothing,
-        options={"eval_dataset": rows(5, seed=1)},
+        options={
+            "eval_dataset": {"some": rows(5, seed=1), "more": rows(2, seed=2)},
+            "ref_model": reference if has_other else None,
+        },
         **others,
     )
     assert [one["loss"] for one in logs if "loss" in one] == pytest.approx(expected, abs=1e-7)
@@ -135,10 +140,13 @@ def test_all_weights_against_a_plain_loop(num_stages: int, loss_type: str, other
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameters[name], parameter, rtol=0, atol=1e-7, msg=name)
     metrics = made.evaluate()
-    assert metrics["eval_rewards/margins"] == pytest.approx(
-        metrics["eval_rewards/chosen"] - metrics["eval_rewards/rejected"]
+    assert {f"eval_{one}_{name}" for one in ("some", "more") for name in METRICS} <= metrics.keys()
+    assert metrics["eval_some_rewards/margins"] == pytest.approx(
+        metrics["eval_some_rewards/chosen"] - metrics["eval_some_rewards/rejected"]
     )
-    assert {f"eval_{name}" for name in METRICS} <= metrics.keys()
+    assert metrics["eval_more_logps/chosen"] == pytest.approx(
+        float(made.pipe.log_probs(PreferenceCollator(0)(list(made.eval_dataset["more"])))[::2].mean())
+    )
     with pytest.raises(UserError, match="the reference is not in memory any more"):
         made.evaluate(rows(4, seed=2))
 
