@@ -84,13 +84,13 @@ class LoraSection:
     """Rank of the matrices; null: no LoRA, and all weights are trained. The keys are those of the package peft."""
 
     lora_alpha: Count = 16
-    """What the matrices add is scaled by lora_alpha / r."""
+    """The product of the matrices is multiplied by lora_alpha / r."""
 
     lora_dropout: Fraction = 0.0
     """Dropout of the input of the matrices."""
 
     target_modules: list[Text] = field(default_factory=list)
-    """Names of the linear layers that get them, such as [q_proj, v_proj]; empty: all linear layers of the blocks."""
+    """Names of linear layers with such matrices, such as [q_proj, v_proj]; empty: all linear layers of the blocks."""
 
 
 @section()

@@ -131,6 +131,17 @@ def test_fake_tensors_keep_what_real_ones_do(family: str) -> None:
         assert fake.saved == pytest.approx(real.saved, rel=0.02)
         assert fake.forward_flops == real.forward_flops
         assert fake.backward_flops == real.backward_flops
+        assert (fake.forward_calls, fake.backward_calls) == (real.forward_calls, real.backward_calls)
+
+
+def test_calls_of_a_block_do_not_depend_on_its_rows() -> None:
+    costs = costs_of_clone("llama")
+    block = costs.layers[1]
+    seven_linears, attention = 7, 1
+    assert seven_linears + attention < block.forward_calls < 60
+    assert 2 * seven_linears + attention < block.backward_calls < 120
+    assert block.stage_calls > 0, "a stage makes its mask and its rotary tables"
+    assert [layer.forward_calls for layer in costs.layers[1:3]] == [block.forward_calls] * 2
 
 
 def test_flops_of_a_block_and_of_the_head() -> None:
