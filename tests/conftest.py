@@ -32,15 +32,15 @@ def undo_the_command_s_settings() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def bare_runs() -> Iterator[None]:
-    """Leave out of runs what takes longer than the run of a tiny model; see `leave_out`."""
+def no_prediction() -> Iterator[None]:
+    """Leave out what a run does at its end and what takes longer than all else of a tiny one; see `leave_out`."""
     with pytest.MonkeyPatch.context() as patch:
         leave_out(patch)
         yield
 
 
 def leave_out(patch: pytest.MonkeyPatch) -> None:
-    """Let a run say nothing of the planner's prediction, and draw no timeline.
+    """Let runs say nothing of the planner's prediction, and draw no timeline.
 
     tests/training/test_cost.py and tests/schedule/test_draw.py have their tests, and the command that tests start as a
     user does has both.

@@ -22,7 +22,7 @@ from scripts import chaos
 from tests import forked_command
 from tests.test_train import ENVIRONMENT, REPOSITORY
 
-pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings", "bare_runs")
+pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings", "no_prediction")
 
 STOPPED = 75
 

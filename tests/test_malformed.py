@@ -24,7 +24,7 @@ from hf_gpipe.train import main
 from scripts import chaos
 from tests.test_train import ENVIRONMENT, REPOSITORY
 
-pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings", "bare_runs")
+pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings", "no_prediction")
 
 KEYS = [(section, key.name) for section, key in all_keys()]
 

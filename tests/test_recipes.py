@@ -193,7 +193,7 @@ def test_it_is_planned(
     assert planned["fits"]
 
 
-@pytest.mark.usefixtures("bare_runs")
+@pytest.mark.usefixtures("no_prediction")
 @every_recipe
 def test_it_trains_once_it_is_small(
     path: Path,

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from hf_gpipe.train import main
 from tests.data import hub_directories
 
-pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings", "bare_runs")
+pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings", "no_prediction")
 
 RECIPE = """
 model:

@@ -23,7 +23,7 @@ from hf_gpipe.schedule import Placement, build
 from hf_gpipe.train import main
 from tests import forked_command
 
-pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings", "bare_runs")
+pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings", "no_prediction")
 
 REPOSITORY = Path(__file__).parents[1]
 # A corpus beside the checkout; where there is none, its test is skipped.

@@ -60,7 +60,7 @@ def test_what_is_auto_is_settled(tmp_path: Path) -> None:
         PipelineTrainer(tiny_config("marian"), args, train_dataset=Stream())
 
 
-@pytest.mark.usefixtures("bare_runs")
+@pytest.mark.usefixtures("no_prediction")
 def test_what_was_chosen_for_micro_batches_stays_on_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout depends on the micro-batch, and the planner's choice on how fast the machine is that day."""
     recipe = parse_recipe(RECIPE.format(folder=tmp_path))

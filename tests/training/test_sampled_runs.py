@@ -10,7 +10,7 @@ import pytest
 from hf_gpipe.train import main
 from tests.test_train import kill_once
 
-pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings", "bare_runs")
+pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings", "no_prediction")
 
 STEPS = 30
 
