@@ -27,13 +27,16 @@ pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings", "no_predicti
 STOPPED = 75
 
 
-def test_a_dozen_faults() -> None:
+def test_a_dozen_faults(tmp_path: Path) -> None:
     """scripts/chaos.py tries all; here each kind and each phase comes once."""
-    result = subprocess.run(
-        [sys.executable, "scripts/chaos.py", "--quick"], cwd=REPOSITORY, capture_output=True, text=True, timeout=280
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert re.search(r"1\d faults: 0 hangs, 0 lost or corrupt checkpoints, 0 with anything wrong", result.stdout)
+    process = forked_command.start_function(tmp_path, chaos.main, ["--quick"])
+    try:
+        process.join(280)
+    finally:
+        process.kill()
+    out, err = ((tmp_path / name).read_text() for name in ("run.out", "run.err"))
+    assert process.exitcode == 0, out + err
+    assert re.search(r"1\d faults: 0 hangs, 0 lost or corrupt checkpoints, 0 with anything wrong", out)
 
 
 # ---------------------------------------------------------------------- stopping

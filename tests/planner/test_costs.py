@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import cache
 from itertools import combinations
 
@@ -51,9 +52,19 @@ def numbers(parameters: dict[str, torch.nn.Parameter]) -> tuple[int, int, int]:
     return sum(p.numel() for p in parameters.values()), sum(p.nbytes for p in parameters.values()), trainable
 
 
+@pytest.fixture
+def without_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs have the layers' parameters, and zeros of what is found by running them."""
+    nothing = Trace(**dict.fromkeys((field.name for field in fields(Trace)), 0))
+    monkeypatch.setattr(planner_layers, "trace_stage", lambda *args, **options: nothing)
+    monkeypatch.setattr(planner_layers, "saved_bytes", lambda *args, **options: (0, 0))
+
+
+@pytest.mark.usefixtures("without_running")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_stage_holds_and_owns_what_a_pipelines_does(family: str) -> None:
-    config, costs = clone(family), costs_of_clone(family)
+    config = clone(family)
+    costs = costs_of(config)
     sums = LayerSums(costs, DEVICE)
     for num_stages in (1, 2, 3):
         pipe = Pipeline(config, num_stages, seed=0, device="cpu")
@@ -173,7 +184,7 @@ def test_boundaries_are_what_crosses() -> None:
     assert all(layer.gradient_input_bytes == layer.input_bytes for layer in costs.layers)
 
 
-@pytest.mark.parametrize("family", ["llama", "t5", "bart"])
+@pytest.mark.parametrize("family", ["llama", "t5"])
 def test_a_short_model_tells_all_of_a_long_one(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = clone(family)
     for name in ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"):
@@ -211,6 +222,7 @@ def test_blocks_of_two_kinds_are_told_apart() -> None:
     assert len(set(blocks)) == 2
 
 
+@pytest.mark.usefixtures("without_running")
 def test_gpipes_largest_transformer_has_its_parameters() -> None:
     """GPipe, Table 1: 1663 layers, 83.9 billion parameters."""
     config = GPT2Config(
