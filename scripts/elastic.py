@@ -37,12 +37,12 @@ TOLERANCE = 1e-9
 class Agent:
     """torchrun's agent on one host, and everything that it starts."""
 
-    def __init__(self, words: list[str], log: Path) -> None:
+    def __init__(self, words: list[str], log: Path, shares_store: bool) -> None:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
-            # Every start gets the address of its own rank 0, which may have been on the host that is lost.
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            # 1: every start has a store in its own rank 0. The shared one is in the first agent, which may be lost.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(not shares_store)),
         }
         self.log = log.open("w")
         self.process = subprocess.Popen(
@@ -84,22 +84,22 @@ def wait_for_step(output: Path, step: int, agents: list[Agent]) -> None:
         time.sleep(0.02)
 
 
-def try_kill(folder: Path, recipe: list[str], num_hosts: int, joins: bool, chance: random.Random) -> float:
+def try_kill(folder: Path, recipe: list[str], options: argparse.Namespace, chance: random.Random) -> float:
     """Kill one host of a run; the seconds from then to the next step that is new."""
     folder.mkdir()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     endpoint = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{store.port}", "--rdzv-id", "elastic"]
     limits = "is_host=0,last_call_timeout=3,join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=3"
-    words = ["--nnodes", f"1:{num_hosts}", "--nproc-per-node", "1", "--max-restarts", "3", *endpoint]
+    words = ["--nnodes", f"1:{options.hosts}", "--nproc-per-node", "1", "--max-restarts", "3", *endpoint]
     words += ["--rdzv-conf", limits, "-m", "hf_gpipe.train", *recipe, f"training.output_dir={folder / 'out'}"]
-    agents = [Agent(words, folder / f"host-{number}.log") for number in range(num_hosts)]
+    agents = [Agent(words, folder / f"host-{number}.log", options.share_store) for number in range(options.hosts)]
     try:
-        step, lost = chance.randrange(3, STEPS // 2), chance.randrange(num_hosts)
+        step, lost = chance.randrange(3, STEPS // 2), chance.randrange(options.hosts)
         wait_for_step(folder / "out", step, agents)
         agents.pop(lost).kill()
         killed, reached = time.monotonic(), steps_done(folder / "out")
-        if joins:
-            agents.append(Agent(words, folder / "joined.log"))
+        if options.join:
+            agents.append(Agent(words, folder / "joined.log", options.share_store))
         wait_for_step(folder / "out", reached, agents)
         seconds = time.monotonic() - killed
         for agent in agents:
@@ -117,6 +117,7 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=3)
     parser.add_argument("--kills", type=int, default=10, help="runs, each with one lost host")
     parser.add_argument("--join", action="store_true", help="let another host join")
+    parser.add_argument("--share-store", action="store_true", help="leave the processes' store in the first agent")
     parser.add_argument("--seed", type=int, default=0, help="of the steps and hosts")
     parser.add_argument("--folder", type=Path, help="an empty folder to keep all runs in")
     options = parser.parse_args()
@@ -136,7 +137,7 @@ def main() -> int:
         expected = weights(folder / "whole")
         for number in range(options.kills):
             run = folder / f"{number:02}"
-            seconds = try_kill(run, recipe, options.hosts, options.join, chance)
+            seconds = try_kill(run, recipe, options, chance)
             found = weights(run / "out")
             error = max(float((found[name] - expected[name]).abs().max()) for name in expected)
             wrong += error > TOLERANCE

@@ -15,7 +15,7 @@ from hf_gpipe.training import cost
 from scripts import chaos
 from tests import gloo  # it says what that process imports
 
-__all__ = ["gloo", "start"]
+__all__ = ["gloo", "start", "start_worker"]
 
 
 def start(folder: Path, *words: str, num_processes: int = 2) -> BaseProcess:
@@ -33,10 +33,28 @@ def start(folder: Path, *words: str, num_processes: int = 2) -> BaseProcess:
     return process
 
 
+def start_worker(folder: Path, *words: str, **environment: str) -> BaseProcess:
+    """Start one process of the command's job, as torchrun does with these variables; its output goes to `folder`."""
+    process = multiprocessing.get_context("forkserver").Process(
+        target=_work, args=(folder, words, {**os.environ, **environment})
+    )
+    process.start()
+    return process
+
+
+def _work(folder: Path, words: tuple[str, ...], environment: dict[str, str]) -> None:
+    _settle(folder, environment)
+    sys.exit(chaos.train(list(words)))
+
+
 def _run(folder: Path, words: tuple[str, ...], num_processes: int, environment: dict[str, str]) -> None:
+    _settle(folder, environment)
+    sys.exit(chaos.train_forked(words, folder, num_processes))
+
+
+def _settle(folder: Path, environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     for descriptor, name in ((1, "run.out"), (2, "run.err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
     cost._predicted = lambda pipe, batches: {}  # see conftest.py
-    sys.exit(chaos.train_forked(words, folder, num_processes))
