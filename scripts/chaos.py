@@ -179,7 +179,7 @@ def some_faults() -> list[Fault]:
     for turn, phase in enumerate(PHASES):
         allowed = PHASES[phase].processes or tuple(range(NUM_PROCESSES))
         faults.append(Fault(allowed[turn % len(allowed)], phase, kinds[turn % len(kinds)]))
-    return [*faults, Fault(1, "weights", "disk full")]
+    return [*faults, Fault(1, "weights", "disk full"), Fault(2, "state", "SIGKILL")]
 
 
 @dataclass(frozen=True)
@@ -383,10 +383,12 @@ def _wrong_end(fault: Fault, exit_code: int | None, told: list[str], stderr: str
     if len(told) != 1 or "Traceback" in stderr:
         problems.append(f"{len(told)} messages{', and a traceback' * ('Traceback' in stderr)}")
     place = fault.place.said.format(process=fault.process)
+    # A thread that writes is waited for by the main thread.
+    stuck = "while saving checkpoint-4" if fault.phase in WRITES else ".*_stuck"
     patterns = {
         "SIGTERM": r"stopped by SIGTERM after step \d of 6; all of it is saved" if is_stopped else "killed by SIGTERM",
         "SIGKILL": rf"process {fault.process} was killed by SIGKILL",
-        "stuck": rf"waited {TIMEOUT_SECONDS} seconds in vain.*process {fault.process} was stuck .*_stuck",
+        "stuck": rf"waited {TIMEOUT_SECONDS} seconds in vain.*process {fault.process} was stuck {stuck}",
         "disk full": rf"process {fault.process}.*No space left on device",
     }
     # Where memory runs out, the planner's advice stands between the two.

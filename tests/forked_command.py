@@ -8,7 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,17 @@ def start(folder: Path, *words: str, num_processes: int = 2) -> BaseProcess:
     return start_function(folder, chaos.train_forked, words, folder, num_processes)
 
 
-def start_function(folder: Path, function: Callable[..., int], *args: Any) -> BaseProcess:
+def start_worker(folder: Path, *words: str, **variables: str) -> BaseProcess:
+    """Start one process of the command's job, as torchrun does, with these environment variables."""
+    return start_function(folder, chaos.train, list(words), variables=variables)
+
+
+def start_function(
+    folder: Path, function: Callable[..., int], *args: Any, variables: Mapping[str, str] | None = None
+) -> BaseProcess:
     """The same for a function that returns an exit code; it must be importable."""
     process = multiprocessing.get_context("forkserver").Process(
-        target=_run, args=(folder, function, args, dict(os.environ))
+        target=_run, args=(folder, function, args, {**os.environ, **(variables or {})})
     )
     process.start()
     return process

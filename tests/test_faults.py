@@ -11,15 +11,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForSeq2SeqLM
 
 from hf_gpipe.train import main
 from scripts import chaos
 from tests import forked_command
+from tests.forked_command import start_worker
 from tests.test_train import ENVIRONMENT, REPOSITORY
 
 pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings", "no_prediction")
@@ -122,6 +125,48 @@ def test_torchrun_passes_the_signal_on(prepared: Path, tmp_path: Path) -> None:
     assert found is not None, err
     assert err.count("stopped by SIGTERM after") == 1
     AutoModelForSeq2SeqLM.from_pretrained(found[2])
+
+
+def test_a_job_that_is_started_again_without_a_lost_machine_goes_on_with_those_left(
+    prepared: Path, tmp_path: Path
+) -> None:
+    """torchrun's agents start processes anew, in a store that still has the addresses of those before."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    output = tmp_path / "out"
+    words = [str(prepared / "recipe.yaml"), f"training.output_dir={output}", "training.save_steps=2"]
+    words += ["pipeline.num_stages=auto", "pipeline.replicas=auto"]
+
+    def start(num_processes: int) -> list[BaseProcess]:
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(num_processes)}
+        variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        folders = [tmp_path / f"{num_processes}-{rank}" for rank in range(num_processes)]
+        for folder in folders:
+            folder.mkdir()
+        return [start_worker(folder, *words, RANK=str(rank), **variables) for rank, folder in enumerate(folders)]
+
+    processes = start(3)
+    try:
+        wait_for_steps(output, processes[0].is_alive)
+        while not list(output.glob("checkpoint-*")):
+            assert processes[0].is_alive()
+            time.sleep(0.01)
+        os.kill(processes[2].pid or 0, signal.SIGKILL)
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == [1, 1, -signal.SIGKILL]
+        processes = start(2)
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == [0, 0], (tmp_path / "2-0" / "run.err").read_text()
+    finally:
+        for process in processes:
+            process.kill()
+    told = (tmp_path / "2-0" / "run.out").read_text()
+    assert "resuming   from" in told
+    assert "in 2 processes" in told or "2 stages of" in told
+    expected, found = chaos.weights(prepared / "whole"), chaos.weights(output)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-5)
 
 
 STUCK = """

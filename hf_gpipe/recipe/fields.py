@@ -376,6 +376,10 @@ class TrainingSection:
     save_total_limit: Annotated[Count | None, MAY_CHANGE] = 2
     """Number of checkpoints to keep, the newest ones; null: all."""
 
+    save_in_background: Annotated[Literal["auto", "always", "never"], MAY_CHANGE] = "auto"
+    """Whether a checkpoint is copied to the memory of the host and written while training goes on. auto: where the
+    copies take at most half of the memory that is available."""
+
     stop_seconds: Annotated[Positive, MAY_CHANGE] = 30.0
     """Seconds that training has after SIGTERM or SIGINT to end its step and save; after that it ends without saving."""
 

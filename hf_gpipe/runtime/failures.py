@@ -163,7 +163,7 @@ def _is_first() -> bool:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         with contextlib.suppress(RuntimeError):
             store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5))
-            return bool(store.add("hf_gpipe/failures", 1) == 1)
+            return bool(store.add(f"hf_gpipe/failures/{Job.current().start}", 1) == 1)
     return os.environ.get("LOCAL_RANK", "0") == "0" or dist.is_initialized()
 
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from hf_gpipe.errors import EXIT_FAILURE
+from hf_gpipe.runtime.meeting import meet
 
 Item = TypeVar("Item")
 
@@ -52,6 +53,7 @@ class Job:
 
     Attributes:
         timeout: how long a process waits for another one; None: as long as in the user's own default group.
+        start: name of this start of the job's processes; empty before they have met.
         work: a short description of this process's current work; empty if nothing was noted.
         in_forked_child: functions that a forked child of this process calls first, such as a data loader's worker.
         calls: what runtime/calls.py knows of the calls that every process must make; None before the first.
@@ -62,13 +64,14 @@ class Job:
 
     def __init__(self) -> None:
         self.timeout: timedelta | None = None
+        self.start = ""
         self.work = ""
         self.in_forked_child: list[Callable[[], None]] = []
         self.calls: Any = None
         self.is_in_call = False
         self._store: dist.Store | None = None
         self._world: dist.ProcessGroup | None = None
-        self._common_groups: dict[str, dist.ProcessGroup] = {}
+        self._common_groups: dict[tuple[str, str], dist.ProcessGroup] = {}
         self._work_files: dict[str, int] = {}
         self._num_waits = 0
         self._abort_file: int | None = None
@@ -112,10 +115,12 @@ class Job:
         _show_stack_on_demand()
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         store, rank, size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=APART_SECONDS))))
-        self._store = store
+        # The store may have what processes wrote that the launcher has started before.
+        self.start = meet(store, rank, size, timedelta(seconds=APART_SECONDS))
+        self._store = dist.PrefixStore(self.start, store)
         # The time limit is that of messages. Processes may start further apart, so they meet here first.
         self._wait_for_all("started", rank, size)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(backend, store=self._store, rank=rank, world_size=size, timeout=timeout)
 
     def new_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
         """Create a group of some processes with the job's time limit; torch's own default is 30 minutes."""
@@ -137,13 +142,19 @@ class Job:
         os.write(self._abort_file, f"{NCCL_LIMIT}{limit.total_seconds():g}\n".encode())
         faulthandler.enable(file=self._abort_file)
 
-    def common_group(self, backend: str) -> dist.ProcessGroup:
-        """Our group of all processes on this backend. The first call, which every process makes, creates it."""
+    def common_group(self, backend: str, thread: str = "") -> dist.ProcessGroup:
+        """Our group of all processes on this backend. The first call, which every process makes, creates it.
+
+        Args:
+            backend: of torch.distributed.
+            thread: whose messages it is for; threads must not send in one group at the same time.
+        """
         if self._world is not dist.group.WORLD:  # the user has ended the one before, and joined another
             self._world, self._common_groups = dist.group.WORLD, {}
-        if backend not in self._common_groups:
-            self._common_groups[backend] = self.new_group(range(dist.get_world_size()), backend)
-        return self._common_groups[backend]
+        key = backend, thread
+        if key not in self._common_groups:
+            self._common_groups[key] = self.new_group(range(dist.get_world_size()), backend)
+        return self._common_groups[key]
 
     def leave(self) -> None:
         """Leave the job at the end, once every process is here."""
@@ -254,7 +265,7 @@ def _show_stack_on_demand() -> None:
     if path := os.environ.get(STACK_VARIABLE):
         # Open for as long as the process runs.
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        faulthandler.register(STACK_SIGNAL, file=file, all_threads=False)
+        faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
 
 
 def _after_fork() -> None:

@@ -29,7 +29,7 @@ from hf_gpipe.checkpoint.directory import (
     written_whole,
 )
 from hf_gpipe.checkpoint.run_state import Position, RunState
-from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE, load_state, read_state, save_state
+from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE, load_state, read_state, unwritten_state
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.runtime.processes import Processes
 from tests.checkpoint.test_digests import make_old
@@ -201,7 +201,7 @@ def test_values_without_a_json_form_are_refused(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(parameters.values(), lr=0.1)
     optimizer.param_groups[0]["callback"] = print
     with pytest.raises(CheckpointError, match="an optimizer's option is a builtin"):
-        save_state(
+        unwritten_state(
             tmp_path, parameters, pipe.ties.owner_stage, optimizer, None, RunState(Position(), 0, {}), pipe.topology
         )
 
@@ -222,7 +222,7 @@ def test_state_round_trip_is_exact(tmp_path: Path) -> None:
     first = next(iter(parameters.values()))
     optimizer.state[first]["scalar"] = 0.1
     run = RunState(Position(1, 2, {"a": [1, None]}), 3, {"b": 0.1}, True, 4, {"scale": 0.5})
-    save_state(tmp_path, parameters, pipe.ties.owner_stage, optimizer, scheduler, run, pipe.topology)
+    unwritten_state(tmp_path, parameters, pipe.ties.owner_stage, optimizer, scheduler, run, pipe.topology).write()
     assert read_state(tmp_path).run == run
     other = make()
     other_scheduler = torch.optim.lr_scheduler.OneCycleLR(other, 0.9, total_steps=20)
