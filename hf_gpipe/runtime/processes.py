@@ -6,6 +6,7 @@ talk over groups of their own: gloo for CPU tensors and Python objects, NCCL for
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -43,6 +44,11 @@ class Processes:
     def device(self) -> torch.device:
         """This process's first device, for computations outside of the stages."""
         return self.devices[0]
+
+    @property
+    def num_on_this_machine(self) -> int:
+        """How many of the processes share this machine; all of them where no launcher says it."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.num_processes))
 
     # ------------------------------------------------------------------ roles
 
