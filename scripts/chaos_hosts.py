@@ -32,7 +32,7 @@ from hf_gpipe.launch import main as launch
 from scripts import chaos
 from scripts.emulated_hosts import Hosts, why_not
 
-STEPS, SAVED, MET = 300, 40, 100
+STEPS, SAVED, MET = 160, 20, 50
 #: How long a process waits for a message; how long all may take to end after a fault, and a run without one.
 TIMEOUT_SECONDS, LIMIT_SECONDS, RUN_SECONDS = 4, 45, 200
 MODULE = "hf_gpipe.train"
@@ -49,14 +49,11 @@ def kill_agent(hosts: Hosts, number: int) -> None:
     os.kill(hosts.processes(number, MODULE)[0], signal.SIGKILL)
 
 
-def stop_process(hosts: Hosts, number: int) -> None:
-    os.kill(hosts.processes(number, MODULE)[-1], signal.SIGSTOP)
-
-
-def pause_process(hosts: Hosts, number: int) -> None:
+def stop_process(hosts: Hosts, number: int, seconds: float = 3.0 * TIMEOUT_SECONDS) -> None:
+    """For longer than the others wait; torchrun itself would wait for it for ever."""
     process = hosts.processes(number, MODULE)[-1]
     os.kill(process, signal.SIGSTOP)
-    time.sleep(TIMEOUT_SECONDS / 2)
+    time.sleep(seconds)
     os.kill(process, signal.SIGCONT)
 
 
@@ -81,8 +78,8 @@ FAULTS = (
     Fault("agent killed", kill_agent),
     Fault("network cut both ways", lambda hosts, number: hosts.cut(number)),
     Fault("network cut one way", lambda hosts, number: hosts.cut(number, both_ways=False)),
-    Fault("process stopped", stop_process),
-    Fault("process stopped and continued", pause_process, None),
+    Fault("process stopped for long", stop_process),
+    Fault("process stopped for a moment", lambda hosts, number: stop_process(hosts, number, TIMEOUT_SECONDS / 2), None),
 )
 
 
@@ -110,8 +107,8 @@ def try_fault(fault: Fault, number: int, recipe: Path, folder: Path, expected: d
             time.sleep(0.02)
         if steps_done(output) < MET:
             return [f"the run did not come to step {MET}: {tail(folder)}"]
-        fault.strike(hosts, number)
         struck = time.monotonic()
+        fault.strike(hosts, number)
         limit = LIMIT_SECONDS if fault.told else RUN_SECONDS
         while (left := hosts.still_running()) and time.monotonic() < struck + limit:
             time.sleep(0.05)
