@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import socket
 import sys
 import time
 import traceback
@@ -63,6 +64,8 @@ def describe(error: BaseException) -> Failure:
         text += f" ({work})" if work else ""
     elif not isinstance(error, HfGpipeError):
         text = f"process {_rank()}{', ' * bool(work)}{work}: {type(error).__name__}: {text}"
+    if not is_user_error and _has_other_machines():
+        text = f"machine {socket.gethostname()}: {text}"
     is_time_limit = _TIMED_OUT.search(text) is not None
     return Failure(
         message=_TIMED_OUT.sub(_waited, text),
