@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hf_gpipe.errors import HfGpipeError, PartitionError, RecipeError, UserError
-from hf_gpipe.recipe import SEQUENCE_KINDS, Recipe, load_recipe
+from hf_gpipe.recipe import MESSAGE_KINDS, SEQUENCE_KINDS, Recipe, load_recipe
 from hf_gpipe.recipe.sizes import read_bytes
 from hf_gpipe.schedule import Schedule, draw_text, recompute_under
 
@@ -154,7 +154,7 @@ def _plan(options: argparse.Namespace) -> int:
         if not options.json and not config.is_decided:
             print(f"{'chosen':11} {overrides(best)}", file=sys.stderr if options.table else sys.stdout)
     if options.longest:
-        key = "max_length" if recipe.data.kind == "chat" else "max_target_tokens"
+        key = "max_length" if recipe.data.kind in MESSAGE_KINDS else "max_target_tokens"
 
         def fits(tokens: int) -> bool:
             changes: dict[str, Any] = {key: tokens}
@@ -304,9 +304,9 @@ def _planner(
     from hf_gpipe.planner.choose import micro_batch_counts
     from hf_gpipe.planner.plan import Planner
     from hf_gpipe.planner.workload import PlanInputs
-    from hf_gpipe.runtime.loss import TokenLoss
     from hf_gpipe.training.from_recipe import (
         checked_adapter,
+        loss_of,
         model_config,
         model_dtype,
         peft_config_of,
@@ -341,7 +341,7 @@ def _planner(
             inputs,
             device,
             peft=None if lora is None else make_peft(adapter, "default", lora),
-            loss=TokenLoss(training.label_smoothing_factor, training.logit_clipping),
+            loss=loss_of(recipe).planned,
             as_on_gpu=True,
             profile_on=here if is_profiled else None,
             memory_bytes=memory_bytes,

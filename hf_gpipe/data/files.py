@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hf_gpipe.data.fields import PLACEHOLDER
 from hf_gpipe.errors import DataError
-from hf_gpipe.recipe import DataSection
+from hf_gpipe.recipe import SEQUENCE_KINDS, DataSection
 
 #: So much of a file's beginning and end is compared between machines.
 _END_BYTES = 1 << 16
@@ -21,7 +21,7 @@ SUFFIXES = {
     "csv": (".csv", ".csv.gz", ".tsv", ".tsv.gz"),
     "parquet": (".parquet",),
     "parallel": (),
-    "chat": (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet"),
+    **dict.fromkeys(("chat", "preferences"), (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")),
     "text": (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet"),
 }
 
@@ -85,7 +85,7 @@ def check_files(data: DataSection) -> None:
     """Raise DataError if the files or the directory of pairs do not exist; reads none of them."""
     if data.chat_template is not None:
         read_template(data.chat_template)
-    if data.kind in ("cldr", "text", "chat"):
+    if data.kind in ("cldr", *SEQUENCE_KINDS):
         return
     path = check_paths(data)
     if data.kind == "hub":

@@ -18,7 +18,7 @@ from hf_gpipe.planner.times import seconds_text
 from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.recipe.sizes import size_text
-from hf_gpipe.runtime.loss import TokenLoss
+from hf_gpipe.runtime.custom_loss import Loss
 from hf_gpipe.runtime.processes import Processes
 
 #: Devices of one kind have as much free memory, up to this factor.
@@ -35,14 +35,14 @@ class Planning:
         inputs: the mini-batch and the optimizer.
         adapter: the model's.
         peft: PEFT layers that alone are trained.
-        loss: of the target tokens.
+        loss: of the micro-batch.
         processes: the processes, and their devices.
     """
 
     inputs: PlanInputs
     adapter: Adapter
     peft: PeftAdapter | None
-    loss: TokenLoss
+    loss: Loss
     processes: Processes
 
     def decide(self, config: PipelineConfig) -> tuple[DecidedConfig, str | None]:

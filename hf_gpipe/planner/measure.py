@@ -28,7 +28,8 @@ from hf_gpipe.planner.devices import LINKS, Device, Link
 from hf_gpipe.planner.layers import LayerTracer, ModelLayers
 from hf_gpipe.planner.tracing import Tracker, context_of
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.runtime.loss import PLAIN, TokenLoss
+from hf_gpipe.runtime.custom_loss import Loss
+from hf_gpipe.runtime.loss import PLAIN
 from hf_gpipe.runtime.stage import Stage
 
 #: Blocks that run in a row, where as many of one kind follow each other.
@@ -49,7 +50,7 @@ def profile_layers(
     device: torch.device,
     *,
     peft: PeftAdapter | None = None,
-    loss: TokenLoss = PLAIN,
+    loss: Loss = PLAIN,
     repeats: int = 5,
     budget_seconds: float = 20.0,
     barrier: Callable[[], None] | None = None,
@@ -62,7 +63,7 @@ def profile_layers(
         workload: the micro-batch.
         device: where to measure.
         peft: PEFT layers that alone are trained.
-        loss: of the target tokens.
+        loss: of the micro-batch.
         repeats: runs of each class of layers.
         budget_seconds: after so long no further run of a class of layers is begun, but two are always made.
         barrier: waits for all processes that measure at the same time, before each class of layers, so that each
@@ -126,7 +127,7 @@ class _Clock:
     model: ModelLayers
     inputs: Mapping[str, torch.Tensor]
     device: torch.device
-    loss: TokenLoss
+    loss: Loss
     repeats: int
     budget_seconds: float
     barrier: Callable[[], None]

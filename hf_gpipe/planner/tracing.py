@@ -29,7 +29,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.checkpoint.hub import initialise
-from hf_gpipe.runtime.loss import PLAIN, TokenLoss
+from hf_gpipe.runtime.custom_loss import Loss
+from hf_gpipe.runtime.loss import PLAIN
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 from hf_gpipe.runtime.stage import Stage
 
@@ -227,7 +228,7 @@ def trace_stage(
     inputs: Mapping[str, torch.Tensor],
     wants_gradient: Callable[[int], Mapping[str, bool]],
     *,
-    loss: TokenLoss = PLAIN,
+    loss: Loss = PLAIN,
     as_on_gpu: bool = False,
     is_real: bool = False,
 ) -> Trace:
@@ -237,7 +238,7 @@ def trace_stage(
         build: makes the stage, without weights.
         inputs: what `Adapter.prepare` made of a micro-batch.
         wants_gradient: boundary -> for each tensor that crosses it, whether its gradient is wanted.
-        loss: of the target tokens.
+        loss: of the micro-batch.
         as_on_gpu: count attention as a GPU's kernels do it.
         is_real: whether to run on real tensors at once.
     """
@@ -255,7 +256,7 @@ def saved_bytes(
     wants_gradient: Callable[[int], Mapping[str, bool]],
     first_layer: int,
     *,
-    loss: TokenLoss = PLAIN,
+    loss: Loss = PLAIN,
     as_on_gpu: bool = False,
 ) -> tuple[int, int]:
     """Run a stage forward only: the graph's `saved`, and of it what was made before a layer was called.

@@ -29,11 +29,13 @@ from hf_gpipe.runtime.processes import Processes
 from hf_gpipe.schedule import Schedule, Timeline, breakdown, draw_png, write_trace
 from hf_gpipe.training import summary
 from hf_gpipe.training.cost import CostMeter
+from hf_gpipe.training.dpo import PipelineDPOConfig, PipelineDPOTrainer
 from hf_gpipe.training.from_recipe import (
     AnyCorpus,
     arguments_of,
     autocast_of,
     check_model,
+    loss_of,
     model_config,
     model_dtype,
     peft_config_of,
@@ -262,8 +264,7 @@ def _pipeline(recipe: Recipe, config: PreTrainedConfig, resumed_num_micro_batche
         attn_implementation=model.attn_implementation,
         trust_remote_code=model.trust_remote_code,
         config_overrides=model.config if model.path else None,
-        label_smoothing=recipe.training.label_smoothing_factor,
-        logit_clipping=recipe.training.logit_clipping,
+        loss=loss_of(recipe),
         depth_scaled_feed_forward=model.depth_scaled_feed_forward,
         autocast=autocast_of(recipe),
         peft_config=peft_config_of(recipe, config),
@@ -294,6 +295,9 @@ def _trainer(recipe: Recipe, task: Task, pipe: Pipeline, prepared: _Prepared | N
     metrics: dict[str, Any] = {}
     if characters is not None:
         metrics = {"compute_metrics": PerCharacter(characters), "preprocess_logits_for_metrics": without_logits}
+    if isinstance(args, PipelineDPOConfig):
+        tokenizer = None if prepared is None else prepared.tokenizer
+        return PipelineDPOTrainer(pipe, args=args, processing_class=tokenizer, **datasets)
     if prepared is None:
         return PipelineTrainer(pipe, args, **metrics)
     collator, tokenizer = PairCollator.for_tokenizer(prepared.tokenizer), prepared.tokenizer
