@@ -25,6 +25,7 @@ from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.advice import advising
 from hf_gpipe.planner.decide import Planning
 from hf_gpipe.planner.plan import Plan
+from hf_gpipe.planner.preflight import compare_with_machines
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import ModelSection, PipelineConfig, TrainingSection
 from hf_gpipe.runtime.batches import share
@@ -106,6 +107,7 @@ class Pipeline(StageParameters):
         config: the `PipelineConfig` without "auto".
         has_new_adapters: whether the model has PEFT adapters that `peft_config` has added.
         planned: the planner's choice and the reason, in one line; None if it had nothing to decide.
+        links: lines about the links between machines, measured and as the planner assumes them; empty on one machine.
         step: optimizer steps begun; dropout depends on it.
         loss_scale: factor of the loss before backward, and so of the gradients, so that small ones are not 0 in float16
             (Micikevicius et al. 2018, section 3.2). Whoever sets it must divide the gradients by it.
@@ -198,6 +200,7 @@ class Pipeline(StageParameters):
         recomputed = Recompute.parse(config.recompute, config.num_stages)
         placement = config.placed(config.schedule) if table is None else table.placement
         self.topology = Topology.of(processes, placement)
+        self.links = compare_with_machines(self._planning, config, self.topology)
         self._table = None if table is None else replace(table, placement=self.topology.placement)
         self._table_recompute = recomputed.of_table
         self.length_bucketing = length_bucketing

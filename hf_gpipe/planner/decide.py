@@ -84,7 +84,7 @@ class Planning:
         return Planner.of(
             self.adapter,
             self.inputs,
-            this_machine(device, self.processes.num_processes),
+            this_machine(device, self.processes.num_on_this_machine),
             peft=self.peft,
             loss=self.loss,
             as_on_gpu=device.type == "cuda",
@@ -95,7 +95,7 @@ class Planning:
 
     def _memory_bytes(self) -> MemoryLimit:
         """The memory of each process's device; one number where all are nearly alike."""
-        mine = device_memory(self.processes.device, self.processes.num_processes)
+        mine = device_memory(self.processes.device, self.processes.num_on_this_machine)
         limits = tuple(self.processes.gather_objects(mine))
         return min(limits) if max(limits) < _ALIKE * min(limits) else limits
 

@@ -167,6 +167,9 @@ class LayerTracer:
                     plain=one.plain,
                     block=one.block,
                     deferred_bytes=one.trace.deferred,
+                    forward_calls=one.trace.forward_calls,
+                    backward_calls=one.trace.backward_calls,
+                    stage_calls=one.trace.stage_calls,
                 )
             )
         compute = adapter.dtype if adapter.autocast is None else adapter.autocast.dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 
@@ -191,6 +192,7 @@ class PlanInputs:
         fp32_master_weights: whether it updates float32 copies of the weights.
         accumulation: mini-batches in a step.
         packing: whether the rows of a mini-batch are packed.
+        copied: what of the model is copied where a checkpoint is saved in the background.
         tables: by the path that names them as a schedule, the tables that were read from files.
     """
 
@@ -199,6 +201,7 @@ class PlanInputs:
     fp32_master_weights: bool = TrainingSection.fp32_master_weights
     accumulation: int = TrainingSection.gradient_accumulation_steps
     packing: bool = False
+    copied: Literal["model", "adapters", "nothing"] = "model"
     tables: Mapping[str, Schedule] = field(default_factory=dict)
 
     @classmethod
@@ -211,6 +214,7 @@ class PlanInputs:
             training.fp32_master_weights,
             training.gradient_accumulation_steps,
             training.packing,
+            "nothing" if training.save_in_background == "never" else "model" if recipe.lora.r is None else "adapters",
         )
 
     def mini_batch(self) -> Workload:

@@ -89,13 +89,13 @@ class LoraSection:
     """Rank of the matrices; null: no LoRA, and all weights are trained. The keys are those of the package peft."""
 
     lora_alpha: Count = 16
-    """What the matrices add is scaled by lora_alpha / r."""
+    """The product of the matrices is multiplied by lora_alpha / r."""
 
     lora_dropout: Fraction = 0.0
     """Dropout of the input of the matrices."""
 
     target_modules: list[Text] = field(default_factory=list)
-    """Names of the linear layers that get them, such as [q_proj, v_proj]; empty: all linear layers of the blocks."""
+    """Names of linear layers with such matrices, such as [q_proj, v_proj]; empty: all linear layers of the blocks."""
 
 
 @section()
@@ -405,6 +405,10 @@ class TrainingSection:
 
     save_total_limit: Annotated[Count | None, MAY_CHANGE] = 2
     """Number of checkpoints to keep, the newest ones; null: all."""
+
+    save_in_background: Annotated[Literal["auto", "always", "never"], MAY_CHANGE] = "auto"
+    """Whether a checkpoint is copied to the memory of the host and written while training goes on. auto: where the
+    copies take at most half of the memory that is available."""
 
     stop_seconds: Annotated[Positive, MAY_CHANGE] = 30.0
     """Seconds that training has after SIGTERM or SIGINT to end its step and save; after that it ends without saving."""

@@ -28,12 +28,14 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler, ExportableState
 from transformers.trainer_utils import PredictionOutput, TrainOutput, speed_metrics
 
+from hf_gpipe.checkpoint.copies import Unwritten
 from hf_gpipe.checkpoint.run_state import Position, RunState
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.runtime.calls import by_every_process
 from hf_gpipe.runtime.custom_loss import LogitsLoss
 from hf_gpipe.runtime.job import Job
+from hf_gpipe.runtime.topology import Topology
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.base import (
     callbacks_of,
@@ -44,7 +46,7 @@ from hf_gpipe.training.base import (
     pipeline_of,
     restore_callbacks,
 )
-from hf_gpipe.training.checkpoints import Checkpoints, write_model
+from hf_gpipe.training.checkpoints import Checkpoints, model_to_save
 from hf_gpipe.training.evaluator import Evaluator
 from hf_gpipe.training.hub import HubUploads
 from hf_gpipe.training.inspection import InspectedTrainer
@@ -450,9 +452,24 @@ class PipelineTrainer(InspectedTrainer):
         """
         directory = Path(output_dir) if output_dir is not None else self._output_dir
         self._check_surface()
-        write_model(directory, self.pipe, self.processing_class or getattr(self.data_collator, "tokenizer", None))
+        self._own_model_to_save(directory, self.topology).write()
         if self.args.push_to_hub and not _internal_call:
             self._push(directory, "Model save", {})
+
+    def model_to_save(self, directory: Path, topology: Topology) -> Unwritten | None:
+        """The model of a checkpoint, to be written into its directory; `topology` is for the messages of the writing.
+
+        A `save_model` that is overridden writes at once, and nothing is left: None.
+        """
+        if getattr(self.save_model, "__func__", None) is PipelineTrainer.save_model:
+            self._check_surface()
+            return self._own_model_to_save(directory, topology)
+        self.save_model(str(directory), _internal_call=True)
+        return None
+
+    def _own_model_to_save(self, directory: Path, topology: Topology) -> Unwritten:
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        return model_to_save(directory, self.pipe, tokenizer, topology)
 
 
 #: What the class itself has under the names that a subclass may not override.
