@@ -44,6 +44,7 @@ from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.micro_batch import Batch, LogitsCallback, MicroBatch, StepOptions, make_micro_batches
 from hf_gpipe.runtime.packing import as_rows
 from hf_gpipe.runtime.recompute import Recompute
+from hf_gpipe.runtime.ties import trained_by_several
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.runtime.topology import Topology
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
@@ -446,20 +447,12 @@ class Pipeline(StageParameters):
 
     def _check_no_tie(self) -> None:
         """Raise UserError, on every process, where stages that update by themselves would train one parameter."""
-        stages: dict[str, list[int]] = {}
-        for of_process in self.topology.gather_objects(
-            {stage: [n for n, p in model.parameters.items() if p.requires_grad] for stage, model in self.models.items()}
-        ):
-            for stage, names in of_process.items():
-                for name in names:
-                    stages.setdefault(name, []).append(stage)
-        for name, own in stages.items():
-            if len(own) > 1:
-                raise UserError(
-                    f"schedule {self.schedule_name!r}: {name} is tied, stages {sorted(own)} train it, and each of them "
-                    "would update it at another time; use a model whose weights are not tied (tie_word_embeddings: "
-                    "false), a partition that puts its layers into one stage, or a synchronous schedule, such as 1f1b"
-                )
+        for name, stages in trained_by_several(self.models, self.topology).items():
+            raise UserError(
+                f"schedule {self.schedule_name!r}: {name} is tied, stages {stages} train it, and each of them would "
+                "update it at another time; use a model whose weights are not tied (tie_word_embeddings: false), a "
+                "partition that puts its layers into one stage, or a synchronous schedule, such as 1f1b"
+            )
 
     @contextmanager
     def _keeping_random_state(self) -> Iterator[None]:

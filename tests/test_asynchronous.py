@@ -14,7 +14,6 @@ from hf_gpipe import Pipeline
 from hf_gpipe.errors import StageError, UserError
 from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.schedule import Action, ActionKind, num_stashes
-from tests.gloo import run_gloo
 from tests.oracle import Batch, padded_batch, plain_model, run_plain, tiny_config
 
 Weights = dict[str, torch.Tensor]
@@ -159,16 +158,6 @@ def check(schedule: str, num_stages: int, size: int, num_steps: int, optimizer: 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_a_window_is_the_papers_rule(case: tuple[Any, ...]) -> None:
     check(*case)
-
-
-def test_it_is_so_in_two_processes() -> None:
-    """With one stage in each, and with two."""
-    run_gloo(_check_all, 2, [CASES[1], CASES[5], CASES[7]])
-
-
-def _check_all(cases: Sequence[tuple[Any, ...]]) -> None:
-    for case in cases:
-        check(*case)
 
 
 def test_dropout_is_that_of_one_stage() -> None:

@@ -133,6 +133,20 @@ def test_the_docstring_draws_the_real_tables() -> None:
     assert doc == drawn
 
 
+def test_the_page_draws_the_real_tables() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "pipedream.md").read_text(encoding="utf-8")
+    tables = [window("pipedream", 4, [1] * 8), window("pipedream_2bw", 3, [4, 4])]
+    for table in (*tables, build("1f1b", 2, 8, replicas=[2, 1], recompute="none")):
+        drawn = draw_text(simulate(table, Costs(forward_seconds=1, backward_seconds=2)), width=200)
+        assert "\n".join(f"    {line}" for line in drawn.splitlines()) in page
+    for name, table, m in (
+        ("pipedream", tables[0], 5),
+        ("pipedream_vertical", window("pipedream_vertical", 4, [1] * 8), 5),
+    ):
+        read = " | ".join(f"{table.version_read[stage, m]} of 5" for stage in range(4))
+        assert f"| `{name}` | {read} |" in page
+
+
 GOOD = """
 table: 4
 schedule: mine

@@ -12,7 +12,9 @@ from transformers import TrainerCallback
 from hf_gpipe import Pipeline, PipelineTrainer
 from hf_gpipe.errors import RecipeError, UserError
 from hf_gpipe.recipe import load_recipe
+from tests.gloo import run_gloo
 from tests.oracle import tiny_config
+from tests.test_asynchronous import CASES, check
 from tests.training.toy import CausalRows, Recorder, trainer, weights
 
 STEPS, RATE, MAX_NORM = 10, 1e-2, 0.5
@@ -95,6 +97,31 @@ def test_every_stage_has_the_rates_and_the_clipping_of_its_own_steps(
     assert [logged[1][f"staleness_stage_{stage}"] for stage in range(3)] == [1 / 2, 1 / 2, 0]
     assert logged[0]["stash_bytes"] > logged[1]["stash_bytes"] > 0
     assert logged[0]["learning_rate"] == pytest.approx(RATE * 7 / STEPS)
+
+
+def _train_and_check(folder: str) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """Only the main process has data. Two windows besides: with one stage in each process, and with two."""
+    recorder = _Windows()
+    made = make(Path(folder), callbacks=[recorder])
+    recorder.pipe = made.pipe
+    if not made.topology.is_reader:
+        made.train_dataset = None
+    made.train()
+    for case in (CASES[1], CASES[7]):
+        check(*case)
+    return weights(made), recorder.logs
+
+
+def test_two_processes_do_the_same(trained: tuple[PipelineTrainer, _Windows, Path], tmp_path: Path) -> None:
+    made, recorder, _ = trained
+    expected = weights(made)
+    for found, logs in run_gloo(_train_and_check, 2, str(tmp_path)):
+        for name, parameter in found.items():
+            torch.testing.assert_close(parameter, expected[name], rtol=0, atol=1e-6, msg=name)
+        for ours, theirs in zip(logs, recorder.logs, strict=True):
+            assert ours.keys() == theirs.keys()
+            for name in ("loss", "grad_norm", "staleness_stage_0", "learning_rate"):
+                assert ours.get(name) == pytest.approx(theirs.get(name), rel=1e-5)
 
 
 def test_a_run_resumes_from_a_window_s_end_bit_for_bit(
