@@ -271,25 +271,36 @@ def run_forked(words: Sequence[str], folder: Path, fault: Fault | None) -> Forke
 
 
 def train_forked(words: Sequence[str], folder: Path, num_processes: int, fault: Fault | None = None) -> int:
-    """Run the command in this process, with its processes forked; the exit code.
+    """Run the command in this process, with its processes forked; the exit code."""
+
+    def worker(rank: int) -> int:
+        if fault is not None and fault.process == rank:
+            fault.inject(folder)
+        return train(list(words))
+
+    fork_ahead(worker, folder, num_processes)
+    return train(list(words))
+
+
+def fork_ahead(worker: Callable[[int], int], folder: Path, num_processes: int) -> None:
+    """Fork the processes that `hf_gpipe.runtime.launch` will start: they call `worker` with their rank.
 
     They are forked before the launcher starts a thread, whose locks they would inherit, and wait for their environment.
+    Their numbers are written to the file `pids` in the folder.
     """
 
-    def worker(pipe: int) -> int:
+    def wait_and_work(pipe: int) -> int:
         with os.fdopen(pipe) as file:
             environment = json.loads(file.readline() or "null")
         if environment is None:
             return 0  # the launcher has ended without it
         os.environ.update(environment)
-        if fault is not None and fault.process == int(environment["RANK"]):
-            fault.inject(folder)
-        return train(list(words))
+        return worker(int(environment["RANK"]))
 
     waiting = []
     for _ in range(num_processes):
         read, write = os.pipe()
-        waiting.append((Forked(partial(worker, read)), write))
+        waiting.append((Forked(partial(wait_and_work, read)), write))
         os.close(read)
     (folder / "pids").write_text("".join(f"{process.pid}\n" for process, _ in waiting))
 
@@ -299,7 +310,6 @@ def train_forked(words: Sequence[str], folder: Path, num_processes: int, fault: 
         return process
 
     launch.start = start  # type: ignore[assignment]
-    return train(list(words))
 
 
 def is_running(process: int) -> bool:
@@ -438,13 +448,13 @@ def undisturbed(recipe: Path, folder: Path) -> dict[str, torch.Tensor]:
     return weights(folder / "out")
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Try every fault; the exit code is 1 where there was a hang, a loss or a wrong message."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="try the faults whose description has this word in it")
     parser.add_argument("--quick", action="store_true", help="try a dozen faults")
     parser.add_argument("--output", type=Path, help="an empty folder to keep all runs in")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     torch.set_num_threads(1)
     # Once, not in every process: what is imported late, and how fast this machine is.
     for module in ("hf_gpipe.training.job", "matplotlib.backends.backend_agg", "matplotlib.font_manager", "sacrebleu"):

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForSeq2SeqLM
 
+from hf_gpipe.launch import main as launch
 from hf_gpipe.train import main
 from scripts import chaos
 from tests import forked_command
@@ -30,13 +31,16 @@ pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings", "no_predicti
 STOPPED = 75
 
 
-def test_a_dozen_faults() -> None:
+def test_a_dozen_faults(tmp_path: Path) -> None:
     """scripts/chaos.py tries all; here each kind and each phase comes once."""
-    result = subprocess.run(
-        [sys.executable, "scripts/chaos.py", "--quick"], cwd=REPOSITORY, capture_output=True, text=True, timeout=280
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert re.search(r"1\d faults: 0 hangs, 0 lost or corrupt checkpoints, 0 with anything wrong", result.stdout)
+    process = forked_command.start_function(tmp_path, chaos.main, ["--quick"])
+    try:
+        process.join(280)
+    finally:
+        process.kill()
+    out, err = ((tmp_path / name).read_text() for name in ("run.out", "run.err"))
+    assert process.exitcode == 0, out + err
+    assert re.search(r"1\d faults: 0 hangs, 0 lost or corrupt checkpoints, 0 with anything wrong", out)
 
 
 # ---------------------------------------------------------------------- stopping
@@ -76,8 +80,9 @@ def stop_forked(words: Sequence[str], folder: Path, num_processes: int, number: 
 
 def stop(command: Sequence[str], output: Path, number: int) -> tuple[int, str]:
     """The same for a command in a process of its own."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     with subprocess.Popen(
-        [sys.executable, "-m", *command], cwd=REPOSITORY, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+        command, cwd=REPOSITORY, env={**ENVIRONMENT, "PATH": path}, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
             wait_for_steps(output, lambda: process.poll() is None)
@@ -114,13 +119,18 @@ def test_a_signal_stops_a_training_after_its_step(
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 61)), "no loss is lost or twice"
 
 
-def test_torchrun_passes_the_signal_on(prepared: Path, tmp_path: Path) -> None:
+def test_the_file_for_torchrun_passes_the_signal_on(
+    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [str(prepared / "recipe.yaml"), f"training.output_dir={tmp_path / 'out'}", "pipeline.num_stages=2"]
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    _, err = stop([*torchrun, "-m", "hf_gpipe.train", *words], tmp_path / "out", signal.SIGTERM)
+    assert launch(["torchrun", *words, "--nodes", "1", "--no-plan"]) == 0
+    (tmp_path / "job.sh").write_text(capsys.readouterr().out)
+    code, err = stop(["bash", str(tmp_path / "job.sh")], tmp_path / "out", signal.SIGTERM)
+    assert code == STOPPED, err
     found = re.search(r"stopped by SIGTERM after step (\d+) of 60; all of it is saved in (\S+):", err)
     assert found is not None, err
     assert err.count("stopped by SIGTERM after") == 1
+    assert (tmp_path / "out/stopped").read_text() == f"after step {found[1]}: {found[2]}\n"
     AutoModelForSeq2SeqLM.from_pretrained(found[2])
 
 

@@ -6,6 +6,7 @@ talk over groups of their own: gloo for CPU tensors and Python objects, NCCL for
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
@@ -49,6 +50,11 @@ class Processes:
     def for_thread(self, name: str) -> Self:
         """The same processes, for messages that a thread of this name sends while the main thread sends others."""
         return replace(self, thread=name)
+
+    @property
+    def num_on_this_machine(self) -> int:
+        """How many of the processes share this machine; all of them where no launcher says it."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.num_processes))
 
     # ------------------------------------------------------------------ roles
 

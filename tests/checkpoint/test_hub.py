@@ -73,8 +73,9 @@ def test_initial_weights_follow_the_family_and_leave_the_generator_alone() -> No
     assert torch.equal(found[table], plain.get_parameter(table))
 
 
-@pytest.mark.parametrize(("family", "tied"), FAMILIES)
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("marian", False), ("bart", False)])
 def test_round_trip_is_bit_equal(family: str, tied: bool, tmp_path: Path) -> None:
+    """Of other families, and of these tied the other way, in test_round_trips.py."""
     plain = plain_model(tiny_config(family, tied=tied), dtype=torch.float32)
     source = tmp_path / "source"
     plain.save_pretrained(source)

@@ -142,10 +142,17 @@ def test_a_checkpoint_holds_no_pickle_and_is_in_hub_format(tmp_path: Path) -> No
 # ---------------------------------------------------------------------- what does not fit
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    trainer(folder, **SAVE).train()
+    return folder / "checkpoint-8"
+
+
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    trainer(tmp_path / "run", **SAVE).train()
-    return tmp_path / "run" / "checkpoint-8"
+def checkpoint(trained: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(trained, tmp_path / "run" / trained.name))
 
 
 def test_another_place_in_the_data_is_refused(checkpoint: Path, tmp_path: Path) -> None:

@@ -422,7 +422,6 @@ def test_a_loss_that_is_not_a_number_is_filtered_as_in_the_plain_trainer(tmp_pat
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"compute_loss_func": lambda *_: None}, "compute_loss_func"),
         ({"model": None}, "model or model_init"),
         ({"args": TrainingArguments(output_dir="out", use_cpu=True)}, "PipelineTrainingArguments"),
     ],
