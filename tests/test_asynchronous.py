@@ -20,8 +20,11 @@ Weights = dict[str, torch.Tensor]
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 ROWS, MAX_NORM = 4, 0.01
 
+#: Near 0 an adaptive step is lr / eps times the gradient, so a small eps makes numbers of the rounding of its zeros.
+#: Adafactor's is so small; it is for one micro-batch, whose gradients are rounded as the plain model's.
 OPTIMIZERS: dict[str, Optimizer] = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4, weight_decay=0.1),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3, eps=1e-3),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
     "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
 }
@@ -120,12 +123,12 @@ def close(found: Weights, wanted: Weights) -> None:
 CASES = [
     # schedule, K, micro-batches per step, steps, optimizer, recompute
     ("pipedream", 1, 2, 2, "adamw", "none"),
-    ("pipedream", 2, 1, 4, "momentum", "block"),
+    ("pipedream", 2, 1, 4, "adafactor", "block"),
     ("pipedream", 4, 1, 7, "adamw", "stage"),
-    ("pipedream", 3, 2, 4, "adafactor", (1, "none", 1)),
+    ("pipedream", 3, 2, 4, "momentum", (1, "none", 1)),
     ("pipedream_vertical", 3, 1, 5, "momentum", "none"),
     ("pipedream_vertical", 4, 2, 4, "adamw", "block"),
-    ("pipedream_2bw", 2, 2, 4, "adafactor", "stage"),
+    ("pipedream_2bw", 2, 2, 4, "rmsprop", "stage"),
     ("pipedream_2bw", 4, 4, 3, "adamw", "none"),
     ("pipedream_2bw", 4, 1, 5, "momentum", "none"),
 ]
