@@ -13,25 +13,35 @@ if TYPE_CHECKING:
     from hf_gpipe.adapters.transformer_size import transformer_config
     from hf_gpipe.pipeline import Pipeline
     from hf_gpipe.recipe import PipelineConfig
+    from hf_gpipe.runtime.custom_loss import LogitsLoss, RowLoss
     from hf_gpipe.training.arguments import PipelineTrainingArguments
+    from hf_gpipe.training.dpo import PipelineDPOConfig, PipelineDPOTrainer
     from hf_gpipe.training.trainer import PipelineTrainer
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "LogitsLoss",
     "Pipeline",
     "PipelineConfig",
+    "PipelineDPOConfig",
+    "PipelineDPOTrainer",
     "PipelineTrainer",
     "PipelineTrainingArguments",
+    "RowLoss",
     "__version__",
     "transformer_config",
 ]
 
 _MODULE_OF = {
+    "LogitsLoss": "hf_gpipe.runtime.custom_loss",
     "Pipeline": "hf_gpipe.pipeline",
     "PipelineConfig": "hf_gpipe.recipe",
+    "PipelineDPOConfig": "hf_gpipe.training.dpo",
+    "PipelineDPOTrainer": "hf_gpipe.training.dpo",
     "PipelineTrainer": "hf_gpipe.training.trainer",
     "PipelineTrainingArguments": "hf_gpipe.training.arguments",
+    "RowLoss": "hf_gpipe.runtime.custom_loss",
     "transformer_config": "hf_gpipe.adapters.transformer_size",
 }
 

@@ -21,7 +21,7 @@ from hf_gpipe.checkpoint import hub
 from hf_gpipe.checkpoint.digests import check_model_files
 from hf_gpipe.errors import CheckpointError, UserError
 from hf_gpipe.exactness import verify
-from hf_gpipe.runtime.loss import TokenLoss
+from hf_gpipe.runtime.custom_loss import Loss
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.topology import Topology
 
@@ -153,7 +153,7 @@ class Source:
 
 
 def make_stages(
-    models: Mapping[int, StageModel], adapter: Adapter, is_trained: Sequence[bool], loss: TokenLoss
+    models: Mapping[int, StageModel], adapter: Adapter, is_trained: Sequence[bool], loss: Loss
 ) -> dict[int, Stage]:
     """Make this process's stages; `is_trained`, of each layer, decides which gradients are sent."""
     return {

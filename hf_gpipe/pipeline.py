@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from hf_gpipe.adapters import is_known_exact
 from hf_gpipe.adapters.autocast import Autocast, keeping_weights
 from hf_gpipe.adapters.dropout import default_generator
+from hf_gpipe.adapters.peft import without_adapters
 from hf_gpipe.adapters.whole import refresh, whole_model
 from hf_gpipe.building import ModelSource, Source, Trained, boundary_dtype, make_stages
 from hf_gpipe.errors import UserError
@@ -24,10 +25,12 @@ from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.advice import advising
 from hf_gpipe.planner.decide import Planning
 from hf_gpipe.planner.plan import Plan
+from hf_gpipe.planner.preflight import compare_with_machines
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import ModelSection, PipelineConfig, TrainingSection
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.calls import by_every_process
+from hf_gpipe.runtime.custom_loss import Loss, RowLoss, check_loss, whole_logits
 from hf_gpipe.runtime.device_choice import DeviceChoice, processes_for
 from hf_gpipe.runtime.edges import connect
 from hf_gpipe.runtime.evaluation import Evaluation
@@ -91,6 +94,7 @@ class Pipeline(StageParameters):
         label_smoothing: share of the target's probability that is spread over the vocabulary.
         logit_clipping: the loss of training is that of logits.clamp(-c, c), with c this number; evaluation, generation
             and the saved model do not clip. None: no clipping.
+        loss: in place of the cross-entropy of the target tokens: a `LogitsLoss` or a `RowLoss`.
         depth_scaled_feed_forward: whether the last projection of each feed-forward block starts 1/L times as large, L
             being the layers of its stack; for a configuration only, whose weights are new.
         device: where this process computes, in place of the config's `device` and `devices`. A list, such as
@@ -112,7 +116,9 @@ class Pipeline(StageParameters):
 
     Attributes:
         config: the `PipelineConfig` without "auto".
+        has_new_adapters: whether the model has PEFT adapters that `peft_config` has added.
         planned: the planner's choice and the reason, in one line; None if it had nothing to decide.
+        links: lines about the links between machines, measured and as the planner assumes them; empty on one machine.
         step: optimizer steps begun; dropout depends on it.
         window: the table of the last window that has run under an asynchronous schedule.
         stash_bytes: the most that old versions of weights have held in this process in that window.
@@ -141,6 +147,7 @@ class Pipeline(StageParameters):
         config_overrides: Mapping[str, Any] | None = None,
         label_smoothing: float = TrainingSection.label_smoothing_factor,
         logit_clipping: float | None = TrainingSection.logit_clipping,
+        loss: Loss | None = None,
         depth_scaled_feed_forward: bool = ModelSection.depth_scaled_feed_forward,
         device: DeviceChoice = None,
         peft_config: Any = None,
@@ -165,7 +172,10 @@ class Pipeline(StageParameters):
         self._plan_inputs = plan_inputs or PlanInputs(**of_inputs)
         if packing:
             self._plan_inputs = replace(self._plan_inputs, packing=True)
-        self._loss = TokenLoss(label_smoothing, logit_clipping)
+        self._loss: Loss = TokenLoss(label_smoothing, logit_clipping)
+        if loss is not None:
+            check_loss(loss, label_smoothing, logit_clipping, packing=packing)
+            self._loss = loss
         Job.join()
         processes = processes_for(given, device)
         # Read before any weight is made: a table that cannot be run costs no time.
@@ -186,10 +196,11 @@ class Pipeline(StageParameters):
             quantization_config=quantization_config,
         )
         self.adapter, self.peft = self._source.adapter, self._source.peft
+        self.has_new_adapters = self.peft is not None and not self._source.has_peft_layers
         if packing:
             verify_packing(self.adapter)
         self._is_packing_verified = packing
-        self._planning = Planning(self._plan_inputs, self.adapter, self.peft, self._loss, processes)
+        self._planning = Planning(self._plan_inputs, self.adapter, self.peft, self._loss.planned, processes)
         self.config, self.planned = self._planning.decide(given)
         config = self.config
         config.check_micro_batches(accumulation)
@@ -202,6 +213,7 @@ class Pipeline(StageParameters):
         recomputed = Recompute.parse(config.recompute, config.num_stages)
         placement = config.placed(config.schedule) if table is None else table.placement
         self.topology = Topology.of(processes, placement)
+        self.links = compare_with_machines(self._planning, config, self.topology)
         self._table = None if table is None else replace(table, placement=self.topology.placement)
         self._table_recompute = recomputed.of_table
         self.length_bucketing = length_bucketing
@@ -229,8 +241,7 @@ class Pipeline(StageParameters):
             self._check_no_tie()
         self._trained = Trained.of(self.models, self.adapter, self.topology)
         self.stages = make_stages(self.models, self.adapter, self._trained.layers, self._loss)
-        if self.num_stages - 1 in self.models and self.adapter.projection.name is None:
-            reason = self.adapter.projection.reason
+        if self.num_stages - 1 in self.models and (reason := whole_logits(self.adapter, self._loss)):
             logger.warning(f"training makes the logits of a micro-batch whole: {reason}")
         self._edges = connect(
             self.topology, lambda stage, name: self.adapter.carry_dtype(self.partition[stage][0], name), sent
@@ -431,7 +442,7 @@ class Pipeline(StageParameters):
         self.ties.refresh_copies()
         micro_batches = make_micro_batches(
             self.adapter,
-            batches,
+            [self._with_reference(batch) for batch in batches],
             self.num_micro_batches,
             self.seed,
             step,
@@ -439,6 +450,7 @@ class Pipeline(StageParameters):
             length_bucketing=self.length_bucketing,
             packing=self.packing,
             is_compiled=self.config.torch_compile,
+            loss=self._loss,
         )
         if not self._is_packing_verified and any(one.is_packed for one in micro_batches):
             verify_packing(self.adapter)
@@ -478,10 +490,46 @@ class Pipeline(StageParameters):
             on_logits: called in the process that has the micro-batch on the last stage, in order, with its logits
                 (B, T, V) and its inputs; columns of padding are cut off from both.
         """
+        return self._evaluate(self._with_reference(as_rows(rows)), StepOptions(on_logits=on_logits))
+
+    def log_probs(self, rows: Batch, *, with_adapters: bool = True) -> torch.Tensor:
+        """The log-probability of each row of a mini-batch that every process already has: the sum over its targets.
+
+        Every process calls it and gets the same result. There is no dropout.
+
+        Args:
+            rows: the mini-batch.
+            with_adapters: whether the PEFT adapters add to their layers; without them it is the base model's.
+
+        Returns:
+            (N,) in float64, on the CPU.
+        """
+        options = StepOptions(is_likelihood_only=True)
+        with ExitStack() as disabled:
+            if self.peft is not None and not with_adapters:
+                for stage in self.models.values():
+                    disabled.enter_context(without_adapters(stage.model))
+            return self._evaluate(as_rows(rows), options).row_nll.neg()
+
+    def _with_reference(self, batch: Batch) -> Batch:
+        """The mini-batch with the entry "ref_logps", if the loss needs it."""
+        if not isinstance(self._loss, RowLoss) or not self._loss.needs_reference or "ref_logps" in batch:
+            return batch
+        if not self.has_new_adapters:
+            raise UserError(
+                "the loss needs the log-probabilities of the model before its training, and without new PEFT adapters, "
+                "which could be turned off, that model is gone; compute them first, by Pipeline.log_probs, and give "
+                "them as the entry 'ref_logps' of each mini-batch"
+            )
+        return {**batch, "ref_logps": self.log_probs(batch, with_adapters=False)}
+
+    def _evaluate(self, rows: Batch, options: StepOptions) -> Evaluation:
         self.ties.refresh_copies()
-        micro_batches = make_micro_batches(self.adapter, [as_rows(rows)], self.num_micro_batches, self.seed, self.step)
+        micro_batches = make_micro_batches(
+            self.adapter, [rows], self.num_micro_batches, self.seed, self.step, loss=self._loss
+        )
         with self._in_evaluation():
-            table, options = self.schedule(len(micro_batches), "forward_only"), StepOptions(on_logits=on_logits)
+            table = self.schedule(len(micro_batches), "forward_only")
             outputs = self._executor.run(table, micro_batches, options).outputs
         return Evaluation.gathered(outputs, [one.num_rows for one in micro_batches], self.topology)
 
@@ -573,6 +621,11 @@ class Pipeline(StageParameters):
     @cached_property
     def _whole(self) -> PreTrainedModel:
         return whole_model(self, self._trained.parameters)
+
+    @property
+    def loss(self) -> Loss:
+        """The loss of training."""
+        return self._loss
 
     @property
     def is_in_one_place(self) -> bool:

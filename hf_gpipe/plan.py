@@ -8,15 +8,16 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hf_gpipe.errors import HfGpipeError, PartitionError, RecipeError, UserError
-from hf_gpipe.recipe import SEQUENCE_KINDS, Recipe, load_recipe
+from hf_gpipe.recipe import MESSAGE_KINDS, SEQUENCE_KINDS, Recipe, load_recipe
 from hf_gpipe.recipe.sizes import read_bytes
 from hf_gpipe.schedule import Schedule, draw_text, recompute_under
 
 if TYPE_CHECKING:
+    from hf_gpipe.partition.cluster import Cluster
     from hf_gpipe.planner.devices import Device
     from hf_gpipe.planner.limits import MemoryLimit
     from hf_gpipe.planner.plan import Plan, Planner
@@ -57,44 +58,81 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _plan(options: argparse.Namespace) -> int:
-    # What the options get wrong is said before anything that takes seconds.
-    num_devices, cluster = _count(options.devices), None
-    if options.table and options.json:
-        raise UserError("--table and --json exclude each other: both say what is printed; leave one of them out.")
-    limits = tuple((options.memory or "").split(","))
-    for limit in limits if options.memory else ():
-        read_bytes(limit, "--memory")
-    from hf_gpipe.planner.network import read_cluster
+@dataclass(frozen=True)
+class Question:
+    """What is to be planned.
 
-    device = _device(options)
-    if options.devices is not None and num_devices is None:
-        cluster = read_cluster(options.devices, device)
-        num_devices = cluster.num_devices
-    recipe = load_recipe(options.recipe, options.overrides)
-    if options.search and num_devices is not None:
-        recipe = replace(recipe, pipeline=recipe.pipeline.opened(num_devices))
-    else:
-        recipe = _on_devices(recipe, options.overrides, num_devices)
-    config = recipe.pipeline
-    if options.memory is not None:
-        config = replace(config, memory=limits if len(limits) > 1 else options.memory)
-    if config.is_mesh_open and config.num_processes is None:
-        raise UserError(
-            "pipeline.num_stages or pipeline.replicas is auto: they are chosen for a number of processes; give "
-            "--devices, or pipeline.num_processes."
-        )
+    Attributes:
+        recipe: on the devices that the options name.
+        config: its pipeline, with the limit of memory.
+        device: of each process.
+        cluster: the links between the processes; None: every pair has the device's link.
+        table: the schedule, where it is a file.
+        planner: of all this.
+    """
+
+    recipe: Recipe
+    config: PipelineConfig
+    device: Device
+    cluster: Cluster | None
+    table: Schedule | None
+    planner: Planner
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Question:
+        """The question that the command's options ask. Raises UserError for what they get wrong."""
+        # What the options get wrong is said before anything that takes seconds.
+        num_devices, cluster = _count(options.devices), None
+        if options.table and options.json:
+            raise UserError("--table and --json exclude each other: both say what is printed; leave one of them out.")
+        limits = tuple((options.memory or "").split(","))
+        for limit in limits if options.memory else ():
+            read_bytes(limit, "--memory")
+        from hf_gpipe.planner.network import read_cluster
+
+        device = _device(options)
+        if options.devices is not None and num_devices is None:
+            cluster = read_cluster(options.devices, device)
+            num_devices = cluster.num_devices
+        recipe = load_recipe(options.recipe, options.overrides)
+        if options.search and num_devices is not None:
+            recipe = replace(recipe, pipeline=recipe.pipeline.opened(num_devices))
+        else:
+            recipe = _on_devices(recipe, options.overrides, num_devices)
+        config = recipe.pipeline
+        if options.memory is not None:
+            config = replace(config, memory=limits if len(limits) > 1 else options.memory)
+        if config.is_mesh_open and config.num_processes is None:
+            raise UserError(
+                "pipeline.num_stages or pipeline.replicas is auto: they are chosen for a number of processes; give "
+                "--devices, or pipeline.num_processes."
+            )
+        table = config.table(recipe.training.gradient_accumulation_steps, config.processes)
+        if table is not None:
+            config = replace(config, recompute=recompute_under(table, config.recompute))
+        recipe = _with_vocabulary(recipe)
+        planner = _planner(recipe, device, config.memory_bytes, table, is_profiled=options.profile)
+        planner.cluster, planner.speeds = cluster, config.speeds
+        return cls(recipe, config, device, cluster, table, planner)
+
+    @classmethod
+    def read(cls, args: Sequence[str]) -> Question:
+        """The question of the command's arguments, for another command. Raises UserError for what they get wrong."""
+        return cls.of(_parser().parse_intermixed_args(args))
+
+    def best(self) -> Plan:
+        """The plan, with what is left open chosen. Raises UserError where nothing that is allowed fits."""
+        return _best(self.planner, self.config)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    question = Question.of(options)
+    recipe, config, planner = question.recipe, question.config, question.planner
 
     from hf_gpipe.planner.listed import listed_plan
     from hf_gpipe.planner.report import as_dict, draw_plan, overrides, report, search_report
     from hf_gpipe.planner.search import search
 
-    table = config.table(recipe.training.gradient_accumulation_steps, config.processes)
-    if table is not None:
-        config = replace(config, recompute=recompute_under(table, config.recompute))
-    recipe = _with_vocabulary(recipe)
-    planner = _planner(recipe, device, config.memory_bytes, table, is_profiled=options.profile)
-    planner.cluster, planner.speeds = cluster, config.speeds
     if options.longest and planner.memory_bytes is None:
         raise UserError("--longest: no limit of memory is known; give --memory or --device.")
     if options.search:
@@ -107,7 +145,7 @@ def _plan(options: argparse.Namespace) -> int:
         else:
             print(search_report(found), file=sys.stderr if options.table else sys.stdout)
     else:
-        best = _best(planner, config)
+        best = question.best()
         best = listed_plan(best) if options.listed else best
         if options.json:
             print(json.dumps(as_dict(best), indent=2))
@@ -116,13 +154,13 @@ def _plan(options: argparse.Namespace) -> int:
         if not options.json and not config.is_decided:
             print(f"{'chosen':11} {overrides(best)}", file=sys.stderr if options.table else sys.stdout)
     if options.longest:
-        key = "max_length" if recipe.data.kind == "chat" else "max_target_tokens"
+        key = "max_length" if recipe.data.kind in MESSAGE_KINDS else "max_target_tokens"
 
         def fits(tokens: int) -> bool:
             changes: dict[str, Any] = {key: tokens}
             longer = replace(recipe, data=replace(recipe.data, **changes))
-            other = _planner(longer, device, planner.memory_bytes, table, is_profiled=False)
-            other.cluster, other.speeds = cluster, config.speeds
+            other = _planner(longer, question.device, planner.memory_bytes, question.table, is_profiled=False)
+            other.cluster, other.speeds = question.cluster, config.speeds
             plan = other.plan(best.settings)
             # The planner cuts what the model has no positions for.
             return plan.fits and plan.costs.workload.target_tokens >= other.inputs.mini_batch().target_tokens
@@ -266,9 +304,9 @@ def _planner(
     from hf_gpipe.planner.choose import micro_batch_counts
     from hf_gpipe.planner.plan import Planner
     from hf_gpipe.planner.workload import PlanInputs
-    from hf_gpipe.runtime.loss import TokenLoss
     from hf_gpipe.training.from_recipe import (
         checked_adapter,
+        loss_of,
         model_config,
         model_dtype,
         peft_config_of,
@@ -303,7 +341,7 @@ def _planner(
             inputs,
             device,
             peft=None if lora is None else make_peft(adapter, "default", lora),
-            loss=TokenLoss(training.label_smoothing_factor, training.logit_clipping),
+            loss=loss_of(recipe).planned,
             as_on_gpu=True,
             profile_on=here if is_profiled else None,
             memory_bytes=memory_bytes,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,8 +13,9 @@ import torch
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.checkpoint import hub
-from hf_gpipe.checkpoint.peft import load_adapters, save_adapters
-from hf_gpipe.checkpoint.save import save_model
+from hf_gpipe.checkpoint.copies import Unwritten
+from hf_gpipe.checkpoint.peft import load_adapters, unwritten_adapters
+from hf_gpipe.checkpoint.save import unwritten_model
 from hf_gpipe.errors import UserError
 from hf_gpipe.runtime.calls import by_every_process
 from hf_gpipe.runtime.gradient_norm import clip, gradient_norm
@@ -150,12 +152,24 @@ class StageParameters:
         Every process must call it and writes its own stages, one shard per stage. An interrupted save leaves the old
         checkpoint or none, never a part. With PEFT adapters only those are written, in PEFT's format.
         """
+        self.unwritten(Path(directory), self.topology).write()
+
+    def unwritten(
+        self, directory: Path, topology: Topology, write_more: Callable[[Path], Any] | None = None
+    ) -> Unwritten:
+        """The model, to be written by `save_pretrained`, or later. Every process must call it.
+
+        Args:
+            directory: where to.
+            topology: whose messages the writing uses.
+            write_more: that of `checkpoint.save.unwritten_model`.
+        """
         self.ties.refresh_copies()
+        owner_stage = self.ties.owner_stage
         if self.peft is not None:
-            save_adapters(Path(directory), self.models, self.ties.owner_stage, self.topology, self.peft)
-            return
+            return unwritten_adapters(directory, self.models, owner_stage, topology, self.peft, write_more)
         self._check_not_quantised("save_pretrained")
-        save_model(Path(directory), self.models, self.ties.owner_stage, self.topology)
+        return unwritten_model(directory, self.models, owner_stage, topology, write_more)
 
     def _check_not_quantised(self, what: str) -> None:
         """Raise UserError where the weights are quantised: they never change, and their files are the source's."""

@@ -13,15 +13,22 @@ from pathlib import Path
 
 from hf_gpipe.errors import EXIT_STOPPED, RecipeError, UserError
 from hf_gpipe.recipe import Recipe, load_recipe, recipe_help, section_help
+from hf_gpipe.runtime.started import has_group, note_launcher
+
+#: In the output directory of a run that a signal has stopped: start it again to go on. torchrun hides exit codes.
+STOPPED_FILE = "stopped"
+#: Keys that may have another value on each machine.
+_OF_EACH_PROCESS = ("pipeline.device", "pipeline.devices", "pipeline.threads_per_process")
 
 USAGE = """\
 usage: python -m hf_gpipe.train recipe.yaml [key=value ...]
        python -m hf_gpipe.train --help [section]
 
 Trains the model of a recipe as a pipeline, evaluates it, and saves a checkpoint that plain transformers loads. It
-starts the pipeline's processes on this machine; under torchrun or `accelerate launch` it joins their job. Run again
-with the same output directory, it resumes from the last checkpoint. On SIGTERM or SIGINT it finishes its step, saves,
-and exits with code 75; on a second signal it exits at once.
+starts the pipeline's processes on this machine; under torchrun, `accelerate launch` or srun, and in a process group
+that is there already, it joins their job. Run again with the same output directory, it resumes from the last
+checkpoint. On SIGTERM or SIGINT it finishes its step, saves, and exits with code 75; on a second signal it exits at
+once.
 
   recipe.yaml     a YAML file; with `extends: base.yaml` at its top, that file beside it has all other values
   key=value       replaces a value of the recipe; the key starts with its section, the value is YAML
@@ -35,8 +42,9 @@ examples:
   python -m hf_gpipe.train recipes/causal/pretrain.yaml data.path='my/text/*.txt' data.subset=null
   torchrun --nproc-per-node 4 -m hf_gpipe.train recipes/quickstart.yaml pipeline.num_stages=4
 
-docs/recipes.md explains recipes and lists those that are shipped, docs/data.md the kinds of data.
-`python -m hf_gpipe.plan` says what a recipe needs, `python -m hf_gpipe.check` whether its model is exact in stages.
+docs/recipes.md explains recipes and lists those that are shipped, docs/data.md the kinds of data, docs/clusters.md
+several machines. `python -m hf_gpipe.plan` says what a recipe needs, `python -m hf_gpipe.check` whether its model is
+exact in stages, and `python -m hf_gpipe.launch` prints the file that starts it on several machines.
 """
 
 
@@ -55,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if asked := [place for place, arg in enumerate(args) if arg in ("-h", "--help")]:
         return _print_help(args[asked[0] + 1 :])
     _be_quiet()
+    note_launcher()
     try:
         recipe = load_recipe(args[0], args[1:])
         if _is_launched_here():
@@ -99,23 +108,27 @@ def _work(recipe: Recipe) -> int:
     from hf_gpipe.runtime import failures
     from hf_gpipe.runtime.job import Job, in_job
 
+    is_guest = has_group()
     try:
         from hf_gpipe.training.job import run
         from hf_gpipe.training.stopping import TrainingStopped
 
-        job = Job.join(recipe.pipeline.timeout_seconds, recipe.pipeline.threads_per_process)
+        job = Job.join(recipe.pipeline.timeout_seconds, recipe.pipeline.threads_per_process, _settings(recipe))
         code = 0
         try:
             run(recipe, job)
-        except TrainingStopped:
+        except TrainingStopped as stopped:
             code = EXIT_STOPPED
-        job.leave()
+            if os.environ.get("RANK", "0") == "0":
+                _stopped_file(recipe).write_text(f"after step {stopped.step}: {stopped.checkpoint}\n")
+        if not is_guest:
+            job.leave()
     except KeyboardInterrupt:
         print("stopped by SIGINT", file=sys.stderr)
         return 130
     except Exception as error:
         code = failures.report(error, _traceback_file(recipe))
-        if in_job():
+        if in_job() and not is_guest:
             # The end of the interpreter would wait for messages that no one answers any more.
             sys.stdout.flush()
             os._exit(code)
@@ -126,9 +139,10 @@ def _check(recipe: Recipe) -> None:
     """Find what is wrong and can be told without transformers, whose import takes seconds. Raises UserError."""
     import torch
 
-    # It may be left from an earlier run. A name that no file can have is told with the other files.
-    with suppress(OSError, ValueError):
-        _traceback_file(recipe).unlink()
+    # They may be left from an earlier run. A name that no file can have is told with the other files.
+    for file in (_traceback_file(recipe), _stopped_file(recipe)):
+        with suppress(OSError, ValueError):
+            file.unlink()
     if recipe.pipeline.device == "cuda" and not torch.cuda.is_available():
         raise RecipeError("pipeline.device is cuda and torch finds no GPU; use auto or cpu")
     if "RANK" not in os.environ:
@@ -185,6 +199,16 @@ def _fail(error: UserError) -> int:
 
 def _traceback_file(recipe: Recipe) -> Path:
     return Path(recipe.training.output_dir) / "error.txt"
+
+
+def _stopped_file(recipe: Recipe) -> Path:
+    return Path(recipe.training.output_dir) / STOPPED_FILE
+
+
+def _settings(recipe: Recipe) -> dict[str, str]:
+    """The recipe's values that must be the same in every process, by their keys. Devices may differ."""
+    values = {".".join(key): value for key, value in recipe.values().items()}
+    return {key: repr(value) for key, value in values.items() if key not in _OF_EACH_PROCESS}
 
 
 def _is_launched_here() -> bool:

@@ -76,18 +76,17 @@ def write_quantised(directory: Path, kind: str) -> tuple[Path, Path]:
     return directory / "plain", directory / "quantised"
 
 
-def quantisation(kind: str) -> Any:
+def quantisation(kind: str, compute_dtype: str = "bfloat16") -> Any:
     """nf4, fp4 (with a + for double quantisation) or int8."""
-    import torch
     from transformers import BitsAndBytesConfig
 
     if kind == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
         load_in_4bit=True,
-        bnb_4bit_quant_type=kind.rstrip("+"),
+        bnb_4bit_quant_type=kind.removesuffix("+"),
         bnb_4bit_use_double_quant=kind.endswith("+"),
-        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_compute_dtype=compute_dtype,
     )
 
 

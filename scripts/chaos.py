@@ -179,7 +179,7 @@ def some_faults() -> list[Fault]:
     for turn, phase in enumerate(PHASES):
         allowed = PHASES[phase].processes or tuple(range(NUM_PROCESSES))
         faults.append(Fault(allowed[turn % len(allowed)], phase, kinds[turn % len(kinds)]))
-    return [*faults, Fault(1, "weights", "disk full")]
+    return [*faults, Fault(1, "weights", "disk full"), Fault(2, "state", "SIGKILL")]
 
 
 @dataclass(frozen=True)
@@ -264,25 +264,36 @@ def run_forked(words: Sequence[str], folder: Path, fault: Fault | None) -> Forke
 
 
 def train_forked(words: Sequence[str], folder: Path, num_processes: int, fault: Fault | None = None) -> int:
-    """Run the command in this process, with its processes forked; the exit code.
+    """Run the command in this process, with its processes forked; the exit code."""
+
+    def worker(rank: int) -> int:
+        if fault is not None and fault.process == rank:
+            fault.inject(folder)
+        return train(list(words))
+
+    fork_ahead(worker, folder, num_processes)
+    return train(list(words))
+
+
+def fork_ahead(worker: Callable[[int], int], folder: Path, num_processes: int) -> None:
+    """Fork the processes that `hf_gpipe.runtime.launch` will start: they call `worker` with their rank.
 
     They are forked before the launcher starts a thread, whose locks they would inherit, and wait for their environment.
+    Their numbers are written to the file `pids` in the folder.
     """
 
-    def worker(pipe: int) -> int:
+    def wait_and_work(pipe: int) -> int:
         with os.fdopen(pipe) as file:
             environment = json.loads(file.readline() or "null")
         if environment is None:
             return 0  # the launcher has ended without it
         os.environ.update(environment)
-        if fault is not None and fault.process == int(environment["RANK"]):
-            fault.inject(folder)
-        return train(list(words))
+        return worker(int(environment["RANK"]))
 
     waiting = []
     for _ in range(num_processes):
         read, write = os.pipe()
-        waiting.append((Forked(partial(worker, read)), write))
+        waiting.append((Forked(partial(wait_and_work, read)), write))
         os.close(read)
     (folder / "pids").write_text("".join(f"{process.pid}\n" for process, _ in waiting))
 
@@ -292,7 +303,6 @@ def train_forked(words: Sequence[str], folder: Path, num_processes: int, fault: 
         return process
 
     launch.start = start  # type: ignore[assignment]
-    return train(list(words))
 
 
 def is_running(process: int) -> bool:
@@ -373,10 +383,12 @@ def _wrong_end(fault: Fault, exit_code: int | None, told: list[str], stderr: str
     if len(told) != 1 or "Traceback" in stderr:
         problems.append(f"{len(told)} messages{', and a traceback' * ('Traceback' in stderr)}")
     place = fault.place.said.format(process=fault.process)
+    # A thread that writes is waited for by the main thread.
+    stuck = "while saving checkpoint-4" if fault.phase in WRITES else ".*_stuck"
     patterns = {
         "SIGTERM": r"stopped by SIGTERM after step \d of 6; all of it is saved" if is_stopped else "killed by SIGTERM",
         "SIGKILL": rf"process {fault.process} was killed by SIGKILL",
-        "stuck": rf"waited {TIMEOUT_SECONDS} seconds in vain.*process {fault.process} was stuck .*_stuck",
+        "stuck": rf"waited {TIMEOUT_SECONDS} seconds in vain.*process {fault.process} was stuck {stuck}",
         "disk full": rf"process {fault.process}.*No space left on device",
     }
     # Where memory runs out, the planner's advice stands between the two.
@@ -429,13 +441,13 @@ def undisturbed(recipe: Path, folder: Path) -> dict[str, torch.Tensor]:
     return weights(folder / "out")
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Try every fault; the exit code is 1 where there was a hang, a loss or a wrong message."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="try the faults whose description has this word in it")
     parser.add_argument("--quick", action="store_true", help="try a dozen faults")
     parser.add_argument("--output", type=Path, help="an empty folder to keep all runs in")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     torch.set_num_threads(1)
     # Once, not in every process: what is imported late, and how fast this machine is.
     for module in ("hf_gpipe.training.job", "matplotlib.backends.backend_agg", "matplotlib.font_manager", "sacrebleu"):

@@ -187,16 +187,17 @@ def profile(case: Case) -> ModelCosts:
 
 def train(case: Case, num_steps: int) -> Measured:
     """Some steps of a case."""
-    _train(tiny(case), 3)
+    train_pipeline(tiny(case), 3)
     gc.collect()
     baseline = _resident_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    pipe, seconds = _train(case, num_steps)
+    pipe, seconds = train_pipeline(case, num_steps)
     held = {p.data_ptr(): p.nbytes for stage in pipe.models.values() for p in stage.parameters.values()}
     return Measured(sum(held.values()), _resident_bytes("VmHWM") - baseline, seconds)
 
 
-def _train(case: Case, num_steps: int) -> tuple[Pipeline, tuple[float, ...]]:
+def train_pipeline(case: Case, num_steps: int) -> tuple[Pipeline, tuple[float, ...]]:
+    """Some steps of a case, and the seconds of each but the first."""
     pipe = Pipeline(
         case.config,
         case.num_stages,

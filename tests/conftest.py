@@ -33,12 +33,19 @@ def undo_the_command_s_settings() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def no_prediction() -> Iterator[None]:
-    """Leave out what a run says at its end of the planner's prediction: for a tiny model it takes longer than the run.
-
-    tests/training/test_cost.py has its test, and the command that tests start as a user does has it.
-    """
-    from hf_gpipe.training import cost
-
+    """Leave out what a run does at its end and what takes longer than all else of a tiny one; see `leave_out`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cost, "_predicted", lambda pipe, batches: {})
+        leave_out(patch)
         yield
+
+
+def leave_out(patch: pytest.MonkeyPatch) -> None:
+    """Let runs say nothing of the planner's prediction, and draw no timeline.
+
+    tests/training/test_cost.py and tests/schedule/test_draw.py have their tests, and the command that tests start as a
+    user does has both.
+    """
+    from hf_gpipe.training import cost, job
+
+    patch.setattr(cost, "_predicted", lambda pipe, batches: {})
+    patch.setattr(job, "draw_png", lambda *timelines, titles: None)

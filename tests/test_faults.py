@@ -11,15 +11,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForSeq2SeqLM
 
+from hf_gpipe.launch import main as launch
 from hf_gpipe.train import main
 from scripts import chaos
 from tests import forked_command
+from tests.forked_command import start_worker
 from tests.test_train import ENVIRONMENT, REPOSITORY
 
 pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings", "no_prediction")
@@ -27,13 +31,16 @@ pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings", "no_predicti
 STOPPED = 75
 
 
-def test_a_dozen_faults() -> None:
+def test_a_dozen_faults(tmp_path: Path) -> None:
     """scripts/chaos.py tries all; here each kind and each phase comes once."""
-    result = subprocess.run(
-        [sys.executable, "scripts/chaos.py", "--quick"], cwd=REPOSITORY, capture_output=True, text=True, timeout=280
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert re.search(r"1\d faults: 0 hangs, 0 lost or corrupt checkpoints, 0 with anything wrong", result.stdout)
+    process = forked_command.start_function(tmp_path, chaos.main, ["--quick"])
+    try:
+        process.join(280)
+    finally:
+        process.kill()
+    out, err = ((tmp_path / name).read_text() for name in ("run.out", "run.err"))
+    assert process.exitcode == 0, out + err
+    assert re.search(r"1\d faults: 0 hangs, 0 lost or corrupt checkpoints, 0 with anything wrong", out)
 
 
 # ---------------------------------------------------------------------- stopping
@@ -73,8 +80,9 @@ def stop_forked(words: Sequence[str], folder: Path, num_processes: int, number: 
 
 def stop(command: Sequence[str], output: Path, number: int) -> tuple[int, str]:
     """The same for a command in a process of its own."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     with subprocess.Popen(
-        [sys.executable, "-m", *command], cwd=REPOSITORY, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+        command, cwd=REPOSITORY, env={**ENVIRONMENT, "PATH": path}, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
             wait_for_steps(output, lambda: process.poll() is None)
@@ -111,14 +119,61 @@ def test_a_signal_stops_a_training_after_its_step(
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 61)), "no loss is lost or twice"
 
 
-def test_torchrun_passes_the_signal_on(prepared: Path, tmp_path: Path) -> None:
+def test_the_file_for_torchrun_passes_the_signal_on(
+    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [str(prepared / "recipe.yaml"), f"training.output_dir={tmp_path / 'out'}", "pipeline.num_stages=2"]
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    _, err = stop([*torchrun, "-m", "hf_gpipe.train", *words], tmp_path / "out", signal.SIGTERM)
+    assert launch(["torchrun", *words, "--nodes", "1", "--no-plan"]) == 0
+    (tmp_path / "job.sh").write_text(capsys.readouterr().out)
+    code, err = stop(["bash", str(tmp_path / "job.sh")], tmp_path / "out", signal.SIGTERM)
+    assert code == STOPPED, err
     found = re.search(r"stopped by SIGTERM after step (\d+) of 60; all of it is saved in (\S+):", err)
     assert found is not None, err
     assert err.count("stopped by SIGTERM after") == 1
+    assert (tmp_path / "out/stopped").read_text() == f"after step {found[1]}: {found[2]}\n"
     AutoModelForSeq2SeqLM.from_pretrained(found[2])
+
+
+def test_a_job_that_is_started_again_without_a_lost_machine_goes_on_with_those_left(
+    prepared: Path, tmp_path: Path
+) -> None:
+    """torchrun's agents start processes anew, in a store that still has the addresses of those before."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    output = tmp_path / "out"
+    words = [str(prepared / "recipe.yaml"), f"training.output_dir={output}", "training.save_steps=2"]
+    words += ["pipeline.num_stages=auto", "pipeline.replicas=auto"]
+
+    def start(num_processes: int) -> list[BaseProcess]:
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(num_processes)}
+        variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        folders = [tmp_path / f"{num_processes}-{rank}" for rank in range(num_processes)]
+        for folder in folders:
+            folder.mkdir()
+        return [start_worker(folder, *words, RANK=str(rank), **variables) for rank, folder in enumerate(folders)]
+
+    processes = start(3)
+    try:
+        wait_for_steps(output, processes[0].is_alive)
+        while not list(output.glob("checkpoint-*")):
+            assert processes[0].is_alive()
+            time.sleep(0.01)
+        os.kill(processes[2].pid or 0, signal.SIGKILL)
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == [1, 1, -signal.SIGKILL]
+        processes = start(2)
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == [0, 0], (tmp_path / "2-0" / "run.err").read_text()
+    finally:
+        for process in processes:
+            process.kill()
+    told = (tmp_path / "2-0" / "run.out").read_text()
+    assert "resuming   from" in told
+    assert "in 2 processes" in told or "2 stages of" in told
+    expected, found = chaos.weights(prepared / "whole"), chaos.weights(output)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-5)
 
 
 STUCK = """

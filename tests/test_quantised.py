@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hf_gpipe.recipe import parse_recipe
 from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.micro_batch import split_rows
 from hf_gpipe.training.from_recipe import check_model
+from scripts.bench_loading import quantisation
 from tests.gloo import run_gloo
 from tests.oracle import Result, padded_batch, run_pipeline
 from tests.training.toy import trainer
@@ -31,16 +33,7 @@ bitsandbytes = pytest.importorskip("bitsandbytes")
 LORA = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
 
 
-def asked(kind: str) -> BitsAndBytesConfig:
-    """nf4, fp4 or int8; with a + for double quantisation."""
-    if kind == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=kind.removesuffix("+"),
-        bnb_4bit_use_double_quant=kind.endswith("+"),
-        bnb_4bit_compute_dtype=torch.float32,
-    )
+asked = partial(quantisation, compute_dtype="float32")
 
 
 def config(*, tied: bool = False) -> LlamaConfig:

@@ -25,6 +25,8 @@ from tests.data import hub_directories
 REPOSITORY = Path(__file__).parents[1]
 RECIPES = sorted((REPOSITORY / "recipes").glob("**/*.yaml"))
 NAMES = [str(path.relative_to(REPOSITORY / "recipes")) for path in RECIPES]
+#: Those that tests/planner/test_plans.py plans.
+PLANNED = ("quickstart.yaml", "translation/laptop-deep.yaml", "causal/pretrain.yaml")
 every_recipe = pytest.mark.parametrize("path", RECIPES, ids=NAMES)
 
 #: What makes a model of each family tiny; T(L, H, A) comes from the dial.
@@ -86,6 +88,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             # The tokenizer knows these characters.
             turns = [{"role": "user", "content": f"de {number}"}, {"role": "assistant", "content": f"en {number}"}]
             lines.write(json.dumps({"messages": turns}) + "\n")
+    with (folder / "preferences.jsonl").open("w", encoding="utf-8") as lines:
+        for number in range(40):
+            lines.write(json.dumps({"prompt": f"de {number}:", "chosen": f" en {number}", "rejected": " of"}) + "\n")
     text = folder / "wikitext"
     text.mkdir()
     for split, count in splits.items():
@@ -124,6 +129,8 @@ def tiny(path: Path, data: Path, models: Path) -> list[str]:
             "data.test_fraction=0.2",
             "data.validation_fraction=0.2",
         ]
+    if recipe.data.kind == "preferences":
+        return [*overrides, f"data.path={data / 'preferences.jsonl'}"]
     if recipe.data.kind == "chat":
         template = REPOSITORY / "examples/chatml.jinja"
         return [*overrides, f"data.path={data / 'chats.jsonl'}", f"data.chat_template={template}"]
@@ -166,16 +173,16 @@ def traced() -> dict[str, Any]:
     return {}
 
 
-@every_recipe
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in PLANNED])
 def test_it_is_planned(
-    path: Path,
+    name: str,
     models: Path,
     traced: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The paper's models fit the paper's devices, as their recipes say."""
-    trace = LayerTracer.costs
+    path, trace = REPOSITORY / "recipes" / name, LayerTracer.costs
 
     def costs_once(tracer: LayerTracer, workload: Workload) -> Any:
         # Recipes of the same model and micro-batch: one of them is traced.
@@ -206,7 +213,12 @@ def test_it_trains_once_it_is_small(
     caplog.set_level(logging.ERROR, logger="hf_gpipe")
     job.run(recipe, Job.current())
     metrics = json.loads((out / "metrics.json").read_text())
-    if recipe.data.kind in SEQUENCE_KINDS:
+    if recipe.data.kind == "preferences":
+        assert metrics["task"] == "preferences"
+        assert 0 <= metrics["accuracy"] <= 1
+        logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        assert "rewards/accuracies" in logged[0]
+    elif recipe.data.kind in SEQUENCE_KINDS:
         assert metrics["task"] == "language modelling"
         assert metrics["perplexity"] > 1
     else:

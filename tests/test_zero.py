@@ -54,7 +54,7 @@ ALL = HONOURED | GIVEN
 TWO = "Muon and AdamW"
 
 
-def train(pipe: Pipeline, name: str, zero: int, start: Weights, num_steps: int = 5) -> tuple[Weights, int]:
+def train(pipe: Pipeline, name: str, zero: int, start: Weights, num_steps: int = 3) -> tuple[Weights, int]:
     """Train from `start`, clipped. Returns this process's weights, and the elements of the optimizers' state."""
     with torch.no_grad():
         for path, parameter in pipe.named_parameters():

@@ -57,7 +57,7 @@ def adapter_for(
         quantisation=quantisation,
     )
     head = adapter.layers[-1].name
-    if any(True for _ in quantised_layers(adapter.reference.get_submodule(head))):
+    if quantisation is not None and any(quantised_layers(adapter.reference.get_submodule(head))):
         raise UserError(
             f"quantization_config would quantise the head {head!r}, whose logits a pipeline computes in chunks; add it "
             "to llm_int8_skip_modules, or leave that out"

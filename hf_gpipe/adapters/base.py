@@ -55,7 +55,7 @@ class Adapter(ABC):
     """
 
     #: Keys of a mini-batch that only the loss reads.
-    loss_keys = ("labels",)
+    loss_keys = ("labels", "ref_logps")
 
     def __init__(
         self,

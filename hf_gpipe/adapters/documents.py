@@ -59,7 +59,7 @@ def attends_by_document(model: PreTrainedModel) -> bool:
 
 def is_flash(attn_implementation: str) -> bool:
     """Whether attention is a kernel that takes the borders of documents."""
-    return "flash" in attn_implementation and not attn_implementation.startswith("flex")
+    return "flash" in attn_implementation
 
 
 class MaskOfDocuments(torch.Tensor):

@@ -7,6 +7,8 @@ PEFT itself puts its layers into each stage's model and decides their names, wha
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +58,25 @@ class PeftAdapter:
             return {}
         state = get_peft_model_state_dict(model, state_dict=owned, adapter_name=self.name, save_embedding_layers=False)
         return {f"base_model.model.{name}": tensor for name, tensor in state.items()}
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Context manager in which a model, or a stage of it, computes without its adapters."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    # PEFT freezes adapters that it turns off, and unfreezes all of them afterwards.
+    trained = {parameter: parameter.requires_grad for layer in layers for parameter in layer.parameters()}
+    try:
+        for layer in layers:
+            layer.enable_adapters(False)
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+        for parameter, is_trained in trained.items():
+            parameter.requires_grad_(is_trained)
 
 
 def find_peft(model: Any, given: Any) -> tuple[Any, tuple[str, Any] | None]:

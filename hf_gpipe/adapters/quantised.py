@@ -8,7 +8,6 @@ where weights are quantised.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -206,10 +205,8 @@ def need_bitsandbytes() -> None:
 
 def quantised_layers(model: nn.Module) -> Iterator[Any]:
     """The layers of bitsandbytes in a model."""
-    # It takes time to import, and a model has its layers only where it was.
-    bnb = sys.modules.get("bitsandbytes")
-    if bnb is None:
-        return
+    import bitsandbytes as bnb
+
     kinds = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
     yield from (module for module in model.modules() if isinstance(module, kinds))
 

@@ -224,7 +224,8 @@ def check_shared(output_dir: Path, processes: Processes) -> None:
 
     try:
         write_together(output_dir, processes, write)
-        unseen = [rank for rank, file in enumerate(files) if not _appears(file)]
+        deadline = time.monotonic() + _APPEARS_SECONDS
+        unseen = [rank for rank, file in enumerate(files) if not _appears(file, deadline)]
         places = processes.gather_objects((socket.gethostname(), str(output_dir.resolve()), unseen))
     finally:
         files[processes.rank].unlink(missing_ok=True)
@@ -237,9 +238,8 @@ def check_shared(output_dir: Path, processes: Processes) -> None:
             )
 
 
-def _appears(file: Path) -> bool:
-    """Whether a file exists; waits for a network file system to show it."""
-    deadline = time.monotonic() + _APPEARS_SECONDS
+def _appears(file: Path, deadline: float) -> bool:
+    """Whether a file exists; waits until then for a network file system to show it."""
     while not file.exists():
         if time.monotonic() > deadline:
             return False

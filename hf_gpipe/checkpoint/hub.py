@@ -255,13 +255,16 @@ def _own_keys(model: PreTrainedModel, quantizer: Any = None) -> Callable[[str], 
     return is_own
 
 
-def shard_tensors(stage: StageModel, owned: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The tensors that a stage writes, those it owns, with the names and in the form of the Hub format."""
-    model = stage.model
-    ignored = set(model._keys_to_ignore_on_save or ())
+def saved_tensors(stage: StageModel, owned: Sequence[str]) -> dict[str, torch.Tensor]:
+    """The tensors that a stage writes, those it owns, under the model's own names."""
+    ignored = set(stage.model._keys_to_ignore_on_save or ())
     tensors = {**stage.parameters, **stage.buffers}
-    state = {name: tensors[name].detach() for name in owned if name not in ignored}
-    return on_cpu(revert_weight_conversion(model, state))
+    return {name: tensors[name].detach() for name in owned if name not in ignored}
+
+
+def in_hub_form(stage: StageModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a stage, or copies of them, with the names and in the form of the Hub format, on the CPU."""
+    return on_cpu(revert_weight_conversion(stage.model, tensors))
 
 
 def _forget_initialisation(model: PreTrainedModel) -> None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.checkpoint import digests
-from hf_gpipe.checkpoint.copies import on_cpu
-from hf_gpipe.checkpoint.digests import Digests
-from hf_gpipe.checkpoint.save import make_directory, write_files
+from hf_gpipe.checkpoint.copies import Files, Unwritten, on_cpu
+from hf_gpipe.checkpoint.digests import Digests, Entry
+from hf_gpipe.checkpoint.save import make_directory, prepare_files, publish_files
 from hf_gpipe.checkpoint.together import write_once
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.runtime.topology import Topology
@@ -23,40 +23,52 @@ from hf_gpipe.runtime.topology import Topology
 WEIGHTS_NAME = "adapter_model.safetensors"
 
 
-def save_adapters(
+def unwritten_adapters(
     directory: Path,
     models: Mapping[int, StageModel],
     owner_stage: Mapping[str, int],
     topology: Topology,
     peft: PeftAdapter,
-) -> None:
-    """Write the adapters of all stages into one file, and digests. Every process must call it; the main one writes.
+    write_more: Callable[[Path], Any] | None = None,
+) -> Unwritten:
+    """The adapters of all stages, to be written into one file, with digests. Every process must call it.
 
-    The tensors are gathered, because PEFT has no sharded adapters; they are small.
+    The tensors are gathered in the main process, which writes, because PEFT has no sharded adapters; they are small.
+    The configuration is read now, the tensors by `Unwritten.write`. `write_more` is that of `save.unwritten_model`.
 
     Raises CheckpointError, on every process, if the main one cannot write into the directory.
     """
     topology.from_writer(lambda: make_directory(directory))
-    mine: dict[str, torch.Tensor] = {}
-    for stage, model in models.items():
-        owned = {name: p.detach() for name, p in model.parameters.items() if owner_stage[name] == stage}
-        if topology.leads(stage):
-            mine |= on_cpu(peft.tensors(model.model, owned))
-    parts = topology.gather_objects(mine)
 
-    def write() -> None:
-        tensors = {name: tensor.contiguous() for part in parts for name, tensor in part.items()}
+    def write_configuration(folder: Path) -> None:
         config = copy.deepcopy(peft.config)
         config.inference_mode = True
         config.base_model_name_or_path = next(iter(models.values())).adapter.config.name_or_path or None
-        temporary = directory / f".{WEIGHTS_NAME}.tmp"
-        save_file(tensors, temporary, metadata={"format": "pt"})
-        with digests.updated(directory) as entries:
-            entries[WEIGHTS_NAME] = digests.entry_of_tensors(temporary, tensors)
-            entries |= write_files(directory, config.save_pretrained)
-            temporary.replace(directory / WEIGHTS_NAME)
+        config.save_pretrained(folder)
 
-    write_once(directory, topology, write)
+    write_once(directory, topology, lambda: prepare_files(directory, write_configuration, write_more))
+    files: Files = {}
+    for stage, model in models.items():
+        owned = {name: p.detach() for name, p in model.parameters.items() if owner_stage[name] == stage}
+        if topology.leads(stage):
+            files[stage] = peft.tensors(model.model, owned)
+
+    def write(files: Files) -> dict[str, Entry]:
+        parts = topology.gather_objects({name: t for own in files.values() for name, t in on_cpu(own).items()})
+
+        def write_file() -> None:
+            tensors = {name: tensor.contiguous() for part in parts for name, tensor in part.items()}
+            temporary = directory / f".{WEIGHTS_NAME}.tmp"
+            save_file(tensors, temporary, metadata={"format": "pt"})
+            with digests.updated(directory) as entries:
+                entries[WEIGHTS_NAME] = digests.entry_of_tensors(temporary, tensors)
+                entries |= publish_files(directory)
+                temporary.replace(directory / WEIGHTS_NAME)
+
+        write_once(directory, topology, write_file)
+        return {}
+
+    return Unwritten(files, write)
 
 
 def load_adapters(directory: Path, models: Mapping[int, StageModel], peft: PeftAdapter) -> None:

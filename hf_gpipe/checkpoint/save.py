@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -17,6 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.checkpoint import digests, hub
+from hf_gpipe.checkpoint.copies import Files, Unwritten
 from hf_gpipe.checkpoint.digests import Entry
 from hf_gpipe.checkpoint.together import write_once, write_together
 from hf_gpipe.errors import CheckpointError
@@ -24,6 +26,8 @@ from hf_gpipe.runtime.topology import Topology
 
 #: File names of shards, written by transformers or by this module. Other files named model-... belong to the user.
 _SHARD = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
+#: Where small files wait in a directory until everything else is written.
+_PREPARED = ".config.tmp"
 
 
 class _Shard(NamedTuple):
@@ -34,19 +38,25 @@ class _Shard(NamedTuple):
     entry: Entry
 
 
-def save_model(
-    directory: Path, models: Mapping[int, StageModel], owner_stage: Mapping[str, int], topology: Topology
-) -> None:
-    """Write one safetensors shard per stage, the index, the configurations, and the digests of all of these.
+def unwritten_model(
+    directory: Path,
+    models: Mapping[int, StageModel],
+    owner_stage: Mapping[str, int],
+    topology: Topology,
+    write_more: Callable[[Path], Any] | None = None,
+) -> Unwritten:
+    """A model that is to be written: one safetensors shard per stage, the index, configurations, digests of all these.
 
     The shards get new names. The file that makes them the checkpoint, the index or the single `model.safetensors`, is
-    written last, and then older shards are deleted.
+    written last, and then older shards are deleted. The configurations are read now, the tensors by `Unwritten.write`.
 
     Args:
         directory: where to write; created if needed, other files in it stay.
         models: the stages of this process, by number.
         owner_stage: for each parameter of the whole model, the stage that writes it.
         topology: the processes; every one must call this function.
+        write_more: writes other small files that belong to the model, such as the tokenizer's, into the directory that
+            it gets; called in the writer.
 
     Raises:
         CheckpointError: on every process, if one of them cannot write into the directory.
@@ -55,15 +65,18 @@ def save_model(
     topology.from_writer(lambda: make_directory(directory))
     taken = topology.is_writer and any(_SHARD.fullmatch(path.name) for path in directory.iterdir())
     tag = topology.gather_objects(f"-{uuid4().hex[:8]}" if taken else "")[topology.writer]
-    shards: dict[str, _Shard] = {}
-
-    def write() -> dict[str, _Shard]:
-        written = {}
-        for stage, model in models.items():
-            if not topology.leads(stage):  # each file is written once
-                continue
+    write_configuration = partial(_write_configuration, next(iter(models.values())))
+    write_once(directory, topology, lambda: prepare_files(directory, write_configuration, write_more))
+    files: Files = {}
+    for stage, model in models.items():
+        if topology.leads(stage):  # each file is written once
             names = [n for n in (*model.parameters, *model.buffers) if owner_stage.get(n, stage) == stage]
-            tensors = hub.shard_tensors(model, names)
+            files[stage] = hub.saved_tensors(model, names)
+
+    def write_shards(files: Files) -> dict[str, _Shard]:
+        written = {}
+        for stage in sorted(files):
+            tensors = hub.in_hub_form(models[stage], files.pop(stage))
             if not tensors:
                 continue
             file = _shard_name(stage, num_stages, str(tag))
@@ -76,32 +89,38 @@ def save_model(
             written[file] = _Shard(sizes, digests.entry_of_tensors(directory / file, tensors))
         return written
 
-    for part in write_together(directory, topology, write):
-        shards.update(part)
+    def write(files: Files) -> dict[str, Entry]:
+        shards: dict[str, _Shard] = {}
+        for part in write_together(directory, topology, lambda: write_shards(files)):
+            shards.update(part)
 
-    def publish() -> None:
-        with digests.updated(directory) as entries:
-            _publish(directory, shards, next(iter(models.values())), entries)
+        def publish() -> None:
+            with digests.updated(directory) as entries:
+                _publish(directory, shards, entries)
 
-    write_once(directory, topology, publish)
+        write_once(directory, topology, publish)
+        return {}
+
+    return Unwritten(files, write)
 
 
-def write_files(directory: Path, write: Callable[[Path], Any]) -> dict[str, Entry]:
-    """Write small files into a temporary directory, and then move each of them into `directory`.
+def prepare_files(directory: Path, *writes: Callable[[Path], Any] | None) -> None:
+    """Write small files beside the directory's own, until `publish_files` makes them its own."""
+    temporary = directory / _PREPARED
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    for write in writes:
+        if write is not None:
+            write(temporary)
 
-    After a crash no file is incomplete.
 
-    Args:
-        directory: where the files go.
-        write: writes the files into the directory that it gets.
+def publish_files(directory: Path) -> dict[str, Entry]:
+    """Move the prepared files into `directory` one by one, so that after a crash none is incomplete.
 
     Returns:
         The entry of each file, by its name relative to `directory`.
     """
-    temporary = directory / ".config.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    write(temporary)
+    temporary = directory / _PREPARED
     entries = {}
     for path in sorted(path for path in temporary.rglob("*") if path.is_file()):
         name = path.relative_to(temporary)
@@ -146,21 +165,22 @@ def _shard_name(stage: int, num_stages: int, tag: str) -> str:
     return f"model{tag}-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
 
 
-def _publish(directory: Path, shards: Mapping[str, _Shard], model: StageModel, entries: dict[str, Entry]) -> None:
-    """Make the written shards the directory's checkpoint and add their digests. Runs in the main process."""
+def _write_configuration(model: StageModel, folder: Path) -> None:
+    """Write the configurations of the whole model, and its code if that is not of the library."""
     reference = model.adapter.reference
     reference.config.architectures = [type(reference).__name__]
     reference.config.dtype = str(model.adapter.dtype).removeprefix("torch.")
+    if reference.is_remote_code():
+        # The model's own Python code is saved with it, as save_pretrained does.
+        custom_object_save(reference, folder, config=reference.config)
+    reference.config.save_pretrained(folder)
+    if reference.can_generate():
+        reference.generation_config.save_pretrained(folder)
 
-    def write_configuration(folder: Path) -> None:
-        if reference.is_remote_code():
-            # The model's own Python code is saved with it, as save_pretrained does.
-            custom_object_save(reference, folder, config=reference.config)
-        reference.config.save_pretrained(folder)
-        if reference.can_generate():
-            reference.generation_config.save_pretrained(folder)
 
-    entries |= write_files(directory, write_configuration)
+def _publish(directory: Path, shards: Mapping[str, _Shard], entries: dict[str, Entry]) -> None:
+    """Make the written shards the directory's checkpoint and add their digests. Runs in the main process."""
+    entries |= publish_files(directory)
     weights = {p for p in directory.iterdir() if p.name == SAFE_WEIGHTS_NAME or _SHARD.fullmatch(p.name)}
     outdated = {p for p in weights if p.name not in shards}
     index = directory / SAFE_WEIGHTS_INDEX_NAME

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hf_gpipe.checkpoint import digests
-from hf_gpipe.checkpoint.copies import on_cpu
+from hf_gpipe.checkpoint.copies import Files, Unwritten, on_cpu
 from hf_gpipe.checkpoint.digests import Digests, Entry
 from hf_gpipe.checkpoint.run_state import RunState
 from hf_gpipe.checkpoint.together import write_once, write_together
@@ -60,7 +60,7 @@ def has_state(checkpoint: Path) -> bool:
     return (checkpoint / FOLDER / STATE_FILE).is_file()
 
 
-def save_state(
+def unwritten_state(
     checkpoint: Path,
     parameters: Parameters,
     stage_of: Mapping[str, int],
@@ -69,8 +69,11 @@ def save_state(
     run: RunState,
     topology: Topology,
     shards: Shards | None = None,
-) -> dict[str, Entry]:
-    """Write the state of a training into a checkpoint's directory. Every process must call it.
+) -> Unwritten:
+    """The state of a training, to be written into a checkpoint's directory. Every process must call it.
+
+    What is not a tensor is read now, the tensors by `Unwritten.write`. That returns the digests of the files that all
+    processes have written; that of state.json is valid in the main process only.
 
     Args:
         checkpoint: an existing directory, the same for all processes.
@@ -82,16 +85,13 @@ def save_state(
         topology: the processes.
         shards: whose state the optimizer of each replica has; the file has that of whole parameters. None: it has all.
 
-    Returns:
-        The digests of the files that all processes have written; that of state.json is valid in the main process only.
-
     Raises:
         CheckpointError: a value of the optimizer or the scheduler has no JSON form; or, on every process, one of them
             cannot write.
     """
     folder = checkpoint / FOLDER
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
-    tensors: dict[int, dict[str, torch.Tensor]] = {stage: {} for stage in topology.local_stages}
+    tensors: Files = {stage: {} for stage in topology.local_stages}
     values: dict[str, dict[str, Any]] = {}
     states = {names[parameter]: slots for parameter, slots in optimizer.state.items()}
     for name, slots in (states if shards is None else shards.gathered(states)).items():
@@ -102,44 +102,44 @@ def save_state(
                 tensors[stage_of[name]][f"{name}/{slot}"] = value
             else:
                 values.setdefault(name, {})[slot] = _json(value, f"optimizer state {slot!r} of {name}")
+    options = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
+    groups = _json(options, "an optimizer's option")
+    schedule = None if scheduler is None else _json(scheduler.state_dict(), "the scheduler's state")
+    progress = _json({"has_digests": True, **asdict(run)}, "progress")
 
-    def write() -> tuple[dict[str, Entry], dict[str, dict[str, Any]]]:
+    def write_slots(tensors: Files) -> tuple[dict[str, Entry], dict[str, dict[str, Any]]]:
         folder.mkdir(exist_ok=True)
         files = {}
-        for stage, on_device in tensors.items():
-            if on_device:
-                shard = on_cpu(on_device)
+        for stage in sorted(tensors):
+            if shard := on_cpu(tensors.pop(stage)):
                 file = f"optimizer-{stage + 1:05d}-of-{topology.placement.num_stages:05d}.safetensors"
                 save_file(shard, folder / file)
                 files[file] = digests.entry_of_tensors(folder / file, shard)
         return files, values
 
-    parts = write_together(checkpoint, topology, write)
-    files = {file: entry for part_files, _ in parts for file, entry in part_files.items()}
-    options = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
-    content = {
-        "format": FORMAT,
-        "optimizer": {
+    def write(tensors: Files) -> dict[str, Entry]:
+        parts = write_together(checkpoint, topology, lambda: write_slots(tensors))
+        files = {file: entry for part_files, _ in parts for file, entry in part_files.items()}
+        saved = {
             "class": _class_name(optimizer),
-            "groups": _json(options, "an optimizer's option"),
+            "groups": groups,
             "files": sorted(files),
             "values": {name: scalars for _, part_values in parts for name, scalars in part_values.items()},
-        },
-        "scheduler": None if scheduler is None else _json(scheduler.state_dict(), "the scheduler's state"),
-        "progress": _json({"has_digests": True, **asdict(run)}, "progress"),
-    }
+        }
+        content = {"format": FORMAT, "optimizer": saved, "scheduler": schedule, "progress": progress}
+        text = json.dumps(content, indent=1) + "\n"
 
-    text = json.dumps(content, indent=1) + "\n"
+        def publish() -> None:
+            temporary = folder / f".{STATE_FILE}.tmp"
+            temporary.write_text(text)
+            temporary.replace(folder / STATE_FILE)
 
-    def publish() -> None:
-        temporary = folder / f".{STATE_FILE}.tmp"
-        temporary.write_text(text)
-        temporary.replace(folder / STATE_FILE)
+        # Written last: a directory with this file is complete.
+        write_once(checkpoint, topology, publish)
+        files[STATE_FILE] = digests.digest(text.encode())
+        return {f"{FOLDER}/{file}": entry for file, entry in files.items()}
 
-    # Written last: a directory with this file is complete.
-    write_once(checkpoint, topology, publish)
-    files[STATE_FILE] = digests.digest(text.encode())
-    return {f"{FOLDER}/{file}": entry for file, entry in files.items()}
+    return Unwritten(tensors, write)
 
 
 def load_state(
@@ -152,7 +152,7 @@ def load_state(
     """Load the state of a checkpoint, written with any number of stages, into an optimizer and its scheduler.
 
     Args:
-        checkpoint: a directory that `save_state` wrote into.
+        checkpoint: a directory that `unwritten_state` was for.
         parameters: this process's, by name; only their state is read.
         optimizer: of these parameters, of the class that was saved.
         scheduler: of this optimizer, if any.

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import numpy as np
-import pyarrow  # type: ignore[import-untyped]
-import pyarrow.compute  # type: ignore[import-untyped]
 from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.data.chat_labels import ChatEncoder
 from hf_gpipe.data.chats import Conversation
-from hf_gpipe.data.progress import progress
-from hf_gpipe.data.store import BATCH_ROWS, cached, fingerprint, in_blocks, read_table, write_table
+from hf_gpipe.data.encoded import EncodedConversations, conversations_of
 from hf_gpipe.data.tokenized import IGNORE_INDEX
-from hf_gpipe.data.tokenizer import identity_of_tokenizer
 from hf_gpipe.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-_SCHEMA = pyarrow.schema([(name, pyarrow.list_(pyarrow.int32())) for name in ("input_ids", "labels")])
 
-
-class ChatExamples:
+class ChatExamples(EncodedConversations):
     """A dataset of {"input_ids": [...], "labels": [...]}, one for each conversation that has a target.
 
     The labels are the ids of what the assistant says, its end of turn included, and -100 elsewhere. They are those of
@@ -49,6 +40,8 @@ class ChatExamples:
             example with a target.
     """
 
+    _name, _columns = "chats", ("input_ids", "labels")
+
     def __init__(
         self,
         rows: Iterable[Conversation | Mapping[str, Any]],
@@ -61,29 +54,13 @@ class ChatExamples:
     ) -> None:
         if max_length is not None and max_length < 2:
             raise DataError(f"max_length is {max_length}; it must be at least 2, to learn the second token")
-        conversations = [
-            row if isinstance(row, Conversation) else Conversation.of(f"row {number}", row)
-            for number, row in enumerate(rows)
-        ]
-        has_messages = any('"role"' in conversation.text for conversation in conversations)
-        if has_messages and not getattr(tokenizer, "chat_template", None):
-            raise DataError(
-                f"the tokenizer {tokenizer.name_or_path!r} has no chat template; give a file with one in "
-                "data.chat_template, or the tokenizer of a chat model in tokenizer.path"
-            )
+        conversations = conversations_of(rows, tokenizer)
         self._encoder = ChatEncoder(
             tokenizer, assistant_only_loss=assistant_only_loss, completion_only_loss=completion_only_loss
         )
         self._kept = slice(max_length) if truncation_mode == "keep_start" else slice(-(max_length or 0), None)
         self._max_length = max_length
-        digest = hashlib.blake2b(digest_size=16)
-        for conversation in conversations:
-            digest.update(f"{conversation.text}\n".encode())
-        options = [max_length, truncation_mode, assistant_only_loss, completion_only_loss]
-        key = fingerprint("chats", digest.hexdigest(), identity_of_tokenizer(tokenizer), options)
-        folder = cached("chats", key, lambda folder: self._write(folder, conversations))
-        self._table = read_table(folder / "tokens.arrow")
-        self.num_truncated, self.num_dropped = json.loads((folder / "counts.json").read_text())
+        self._encode(conversations, tokenizer, [max_length, truncation_mode, assistant_only_loss, completion_only_loss])
         if self.num_truncated or self.num_dropped:
             logger.warning(
                 "of %d conversations, %d were cut to %s tokens, and %d were dropped because they then had no target",
@@ -98,20 +75,6 @@ class ChatExamples:
                 f"max_length of {max_length} tokens; raise max_length, or give other rows"
             )
 
-    def _write(self, folder: Path, conversations: list[Conversation]) -> None:
-        self.num_truncated = self.num_dropped = 0
-        write_table(folder / "tokens.arrow", _SCHEMA, self._batches(conversations))
-        (folder / "counts.json").write_text(json.dumps([self.num_truncated, self.num_dropped]))
-
-    def _batches(self, conversations: list[Conversation]) -> Iterator[pyarrow.RecordBatch]:
-        with progress(None, "tokenising", "conversations", len(conversations)) as shown:
-            for block in in_blocks(conversations, BATCH_ROWS):
-                rows = [row for row in map(self._example, block) if row is not None]
-                columns = [pyarrow.array(column, pyarrow.list_(pyarrow.int32())) for column in zip(*rows, strict=True)]
-                if rows:
-                    yield pyarrow.record_batch(columns, schema=_SCHEMA)
-                shown.update(len(block))
-
     def _example(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray] | None:
         """The ids and labels of a conversation; None if no target is left."""
         ids, is_learnt = map(np.asarray, self._encoder.encode(conversation.where, conversation.row))
@@ -124,17 +87,7 @@ class ChatExamples:
             return None
         return ids, labels
 
-    def __len__(self) -> int:
-        return int(self._table.num_rows)
-
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        ids, labels = (column[index].as_py() for column in self._table.columns)
-        return {"input_ids": ids, "labels": labels}
-
     @property
     def lengths(self) -> list[int]:
         """The number of tokens of each example, for length bucketing."""
-        counts: list[int] = pyarrow.compute.list_value_length(self._table.column("input_ids")).to_pylist()
-        return counts
+        return list(map(int, self._lengths_of("input_ids")))

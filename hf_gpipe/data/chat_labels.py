@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_gpipe.data.chats import text_of_message
+from hf_gpipe.data.chats import num_common, text_of_message
 from hf_gpipe.errors import DataError
 
 Messages = Sequence[Mapping[str, Any]]
@@ -54,7 +54,7 @@ class ChatEncoder:
             prompt = self._tokenizer(rendered, add_special_tokens=False)["input_ids"]
         if self._completion_only:
             # Tokens may merge across the border, and templates may end the prompt in another way without a completion.
-            start = _num_common(prompt, ids)
+            start = num_common(prompt, ids)
             is_learnt = [place >= start and one for place, one in enumerate(is_learnt)]
         return ids, is_learnt
 
@@ -108,7 +108,7 @@ class ChatEncoder:
             if not text.startswith(before) or not until.startswith(before):
                 # The generation prompt may go on, as with <think>, in a way that the whole conversation does not have.
                 history = self._render(where, row, messages[:number])
-                start = min(_num_common(before, text), _num_common(before, until))
+                start = min(num_common(before, text), num_common(before, until))
                 if not text.startswith(history) or start <= len(history):
                     raise DataError(f"{turn} begins in another way than as the end of a conversation; {_REMEDY}")
             end = len(text) if is_last else _end(text, start, until, message, self._tokenizer.eos_token)
@@ -134,12 +134,6 @@ class ChatEncoder:
                 f"{where}: the chat template refuses the conversation: {' '.join(str(error).split())}; correct the "
                 "row, or give another template in data.chat_template"
             ) from error
-
-
-def _num_common(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """The length of the beginning that both have."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((number for number, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
 def _end(text: str, start: int, until: str, message: Mapping[str, Any], eos: str | None) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +21,14 @@ from hf_gpipe.recipe import DataSection
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
 #: ShareGPT's names of roles.
 _SHAREGPT = {"human": "user", "gpt": "assistant"}
+#: Columns with text or messages.
+_TEXTS = ("messages", "prompt", "completion", "chosen", "rejected")
 #: What is kept of a row.
 _COLUMNS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
+
+
+Read = Callable[[str, Mapping[str, Any]], dict[str, Any]]
+"""(a row's name in messages, the row) -> what is kept of it. Raises DataError for a row of an unknown form."""
 
 
 class Conversation(NamedTuple):
@@ -32,13 +38,13 @@ class Conversation(NamedTuple):
     text: str
 
     @classmethod
-    def of(cls, where: str, row: Mapping[str, Any]) -> Conversation:
-        """A row of any form that `conversation_of` knows. Raises DataError."""
-        return cls(where, json.dumps(conversation_of(where, row), ensure_ascii=False))
+    def of(cls, where: str, row: Mapping[str, Any], read: Read | None = None) -> Conversation:
+        """A row of any form that `read` knows; None: `conversation_of`. Raises DataError."""
+        return cls(where, json.dumps((read or conversation_of)(where, row), ensure_ascii=False))
 
     @property
     def row(self) -> dict[str, Any]:
-        """What `conversation_of` returned."""
+        """What `read` returned."""
         found: dict[str, Any] = json.loads(self.text)
         return found
 
@@ -62,41 +68,45 @@ class ChatCorpus:
         most = max_conversations or MAX_TOKENIZER_EXAMPLES
         for conversation in drawn(self.train, most, "texts", most):
             row = conversation.row
-            for part in (row["messages"],) if "messages" in row else (row["prompt"], row["completion"]):
+            for part in (row[name] for name in _TEXTS if name in row):
                 yield from [part] if isinstance(part, str) else filter(None, map(text_of_message, part))
 
 
-def chat_corpus(data: DataSection) -> ChatCorpus:
+def chat_corpus(data: DataSection, read: Read | None = None) -> ChatCorpus:
     """The conversations of local files, or of a data set of the Hub.
 
     `data.path` is a file, wildcards, or a directory with files whose names end in .jsonl, .json or .parquet, the first
     two perhaps in .gz; otherwise the Hub id of a data set, or a directory in its form, whose own splits "validation"
     and "test" are kept. A split that is not there is cut off from the training rows by a hash of each.
 
+    Args:
+        data: the section, of the kind "chat" or "preferences".
+        read: of a row what is kept; None: `conversation_of`.
+
     Raises:
         DataError: no such files or data set, a row that is not a conversation, or none to train on.
     """
     path = data.path or ""
     own: dict[str, list[Conversation]] = {}
-    if is_local(path, "chat"):
+    if is_local(path, data.kind):
         if data.subset is not None or data.revision is not None:
             key = "subset" if data.subset is not None else "revision"
             raise DataError(f"data.{key} is for data sets of the Hub, and {path} are local files; leave it out")
-        rows: Iterable[Row] = (row for file in files_of(path, "chat") for row in _rows(file))
+        rows: Iterable[Row] = (row for file in files_of(path, data.kind) for row in _rows(file))
     else:
         from hf_gpipe.data.hub import hub_parts  # its library takes a second to import
 
         (part,) = hub_parts(data, PairFields.of(data))
         rows = part.train()
         held_out = {"validation": part.validation, "test": part.test}
-        own = {name: _read(opened(), name) for name, opened in held_out.items() if opened}
-    read = drawn(_read(rows, path), data.max_examples, "max_examples", data.seed)
+        own = {name: _read(opened(), name, read) for name, opened in held_out.items() if opened}
+    conversations = drawn(_read(rows, path, read), data.max_examples, "max_examples", data.seed)
     splits: dict[str, list[Conversation]] = {split: [] for split in SPLITS}
     fractions = [
         0.0 if name in own else share
         for name, share in (("validation", data.validation_fraction), ("test", data.test_fraction))
     ]
-    for one in read:
+    for one in conversations:
         splits[split_of(one.text, *fractions)].append(one)
     if not splits["train"]:
         raise DataError(
@@ -107,8 +117,8 @@ def chat_corpus(data: DataSection) -> ChatCorpus:
     return ChatCorpus(splits["train"], splits["validation"], splits["test"])
 
 
-def _read(rows: Iterable[Row], name: str) -> list[Conversation]:
-    return [Conversation.of(*row) for row in progress(rows, f"reading {name}", "conversations")]
+def _read(rows: Iterable[Row], name: str, read: Read | None) -> list[Conversation]:
+    return [Conversation.of(where, row, read) for where, row in progress(rows, f"reading {name}", "conversations")]
 
 
 def _rows(path: Path) -> Iterator[Row]:
@@ -163,6 +173,59 @@ def conversation_of(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
         raise DataError(
             f"{where}: {name} has no assistant turn (only {roles}), so nothing is learnt; leave the row out"
         )
+    _read_tools(where, given)
+    return {name: given[name] for name in _COLUMNS if name in given}
+
+
+def preference_of(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of preferences as TRL knows it: "prompt", "chosen" and "rejected", with "tools" if there are any.
+
+    Args:
+        where: the row's name in messages.
+        row: has `chosen` and `rejected`, and perhaps `prompt`, all of them text or all lists of messages. Without a
+            prompt, what both begin with is the prompt. `tools` may be JSON text.
+
+    Raises:
+        DataError: another form, an unknown role, or content that is not text; names the row and the column.
+    """
+    given = {name: value for name, value in row.items() if value is not None}
+    if missing := [name for name in ("chosen", "rejected") if name not in given]:
+        raise DataError(
+            f"{where}: {missing[0]!r} is not there; a row of preferences has 'chosen' and 'rejected', and perhaps "
+            f"'prompt'; the columns found are {listed(list(map(str, row)))}"
+        )
+    columns = [name for name in ("prompt", "chosen", "rejected") if name in given]
+    is_text = {name: isinstance(given[name], str) for name in columns}
+    if len(set(is_text.values())) > 1:
+        forms = ", ".join(f"{name!r} is {'text' if is_text[name] else 'not'}" for name in columns)
+        raise DataError(
+            f"{where}: {forms}; give all of them as text, or all as lists of messages (leave 'prompt' out where "
+            "'chosen' and 'rejected' begin with it)"
+        )
+    for name in columns:
+        if is_text[name]:
+            check_characters(given[name], name, where)
+        else:
+            given[name] = _messages(where, name, given[name])
+    if "prompt" not in given:
+        chosen, rejected = given["chosen"], given["rejected"]
+        shared = num_common(chosen, rejected)
+        if shared == min(len(chosen), len(rejected)):
+            shared = max(shared - 1, 0)  # something is left of both
+        elif shared and chosen[shared - 1] == " ":
+            shared -= 1
+        given |= {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
+    for name in ("chosen", "rejected"):
+        if not given[name]:
+            raise DataError(f"{where}: {name!r} is empty; leave the row out")
+    if not given["prompt"]:
+        raise DataError(f"{where}: there is no prompt, or it is empty; give 'prompt', or begin both answers with it")
+    _read_tools(where, given)
+    kept = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs")
+    return {name: given[name] for name in kept if name in given}
+
+
+def _read_tools(where: str, given: dict[str, Any]) -> None:
     if isinstance(tools := given.get("tools"), str):
         try:
             given["tools"] = json.loads(tools)
@@ -170,7 +233,12 @@ def conversation_of(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
             raise DataError(
                 f"{where}: tools is text that is not JSON ({error}); give a list of JSON schemas"
             ) from error
-    return {name: given[name] for name in _COLUMNS if name in given}
+
+
+def num_common(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """The length of the beginning that both have."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((number for number, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
 def text_of_message(message: Mapping[str, Any]) -> str:

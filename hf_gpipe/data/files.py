@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import glob
+import hashlib
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from hf_gpipe.data.fields import PLACEHOLDER
 from hf_gpipe.errors import DataError
-from hf_gpipe.recipe import DataSection
+from hf_gpipe.recipe import SEQUENCE_KINDS, DataSection
 
+#: So much of a file's beginning and end is compared between machines.
+_END_BYTES = 1 << 16
 #: Suffixes of files, for each kind of local corpus.
 SUFFIXES = {
     "jsonl": (".jsonl", ".jsonl.gz"),
     "csv": (".csv", ".csv.gz", ".tsv", ".tsv.gz"),
     "parquet": (".parquet",),
     "parallel": (),
-    "chat": (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet"),
+    **dict.fromkeys(("chat", "preferences"), (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")),
     "text": (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet"),
 }
 
@@ -81,7 +85,7 @@ def check_files(data: DataSection) -> None:
     """Raise DataError if the files or the directory of pairs do not exist; reads none of them."""
     if data.chat_template is not None:
         read_template(data.chat_template)
-    if data.kind in ("cldr", "text", "chat"):
+    if data.kind in ("cldr", *SEQUENCE_KINDS):
         return
     path = check_paths(data)
     if data.kind == "hub":
@@ -94,6 +98,31 @@ def check_files(data: DataSection) -> None:
         for language in data.languages if name and PLACEHOLDER in name else [""]:
             if name:
                 _check_file(name.replace(PLACEHOLDER, language), data, key)
+
+
+def digest_of_files(data: DataSection) -> str:
+    """A hash of the names and sizes of a corpus's files, and of the beginning and end of each; empty if there are none.
+
+    It reads little, so that two machines can compare their copies of a large corpus.
+    """
+    digest, is_empty = hashlib.blake2b(digest_size=8), True
+    for key, name in (("data.path", data.path), ("data.target_path", data.target_path)):
+        if name is None or data.kind not in SUFFIXES:
+            continue
+        for language in data.languages if PLACEHOLDER in name else [""]:
+            try:
+                files = files_of(name.replace(PLACEHOLDER, language), data.kind, key)
+            except DataError:
+                continue
+            for path in files:
+                is_empty = False
+                with path.open("rb") as file:
+                    size = file.seek(0, os.SEEK_END)
+                    digest.update(f"{path.name} {size}".encode())
+                    for place in (0, max(0, size - _END_BYTES)):
+                        file.seek(place)
+                        digest.update(file.read(_END_BYTES))
+    return "" if is_empty else digest.hexdigest()
 
 
 def read_template(path: str) -> str:

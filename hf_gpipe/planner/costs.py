@@ -141,6 +141,8 @@ class LayerCost:
         block: its graph where each block is recomputed.
         seconds: measured; None where nothing was.
         deferred_bytes: what I keeps for W where the backward is split.
+        forward_calls, backward_calls: operations, each of which takes time however small it is.
+        stage_calls: operations of a stage before its layers, for masks and positions.
     """
 
     name: str
@@ -160,6 +162,9 @@ class LayerCost:
     weight_flops: int = 0
     seconds: Seconds | None = None
     deferred_bytes: int = 0
+    forward_calls: int = 0
+    backward_calls: int = 0
+    stage_calls: int = 0
 
     def graph(self, inner: InnerRecompute) -> GraphCost:
         """The layer's part of a live graph."""

@@ -18,7 +18,7 @@ from hf_gpipe.planner.times import seconds_text
 from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.recipe.sizes import size_text
-from hf_gpipe.runtime.loss import TokenLoss
+from hf_gpipe.runtime.custom_loss import Loss
 from hf_gpipe.runtime.processes import Processes
 
 #: Devices of one kind have as much free memory, up to this factor.
@@ -35,14 +35,14 @@ class Planning:
         inputs: the mini-batch and the optimizer.
         adapter: the model's.
         peft: PEFT layers that alone are trained.
-        loss: of the target tokens.
+        loss: of the micro-batch.
         processes: the processes, and their devices.
     """
 
     inputs: PlanInputs
     adapter: Adapter
     peft: PeftAdapter | None
-    loss: TokenLoss
+    loss: Loss
     processes: Processes
 
     def decide(self, config: PipelineConfig) -> tuple[DecidedConfig, str | None]:
@@ -84,7 +84,7 @@ class Planning:
         return Planner.of(
             self.adapter,
             self.inputs,
-            this_machine(device, self.processes.num_processes),
+            this_machine(device, self.processes.num_on_this_machine),
             peft=self.peft,
             loss=self.loss,
             as_on_gpu=device.type == "cuda",
@@ -95,7 +95,7 @@ class Planning:
 
     def _memory_bytes(self) -> MemoryLimit:
         """The memory of each process's device; one number where all are nearly alike."""
-        mine = device_memory(self.processes.device, self.processes.num_processes)
+        mine = device_memory(self.processes.device, self.processes.num_on_this_machine)
         limits = tuple(self.processes.gather_objects(mine))
         return min(limits) if max(limits) < _ALIKE * min(limits) else limits
 

@@ -16,6 +16,8 @@ from hf_gpipe.errors import UserError, nearest
 
 Entry = TypeVar("Entry")
 _GIB = 1 << 30
+#: What PyTorch takes to start a kernel, autograd and the modules' own code included; it differs with the host.
+_CALL_SECONDS = 1e-5
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Device:
         reserved_share: what the allocator holds without using it, as a share of all that comes and goes in a step:
             freed blocks that fit nothing. PyTorch's allocator of GPUs wastes little; glibc's on a CPU keeps freed
             memory below what is still alive (measured: see docs/planner.md).
+        call_seconds: the host's time for one operation, however small.
+        is_asynchronous: whether the host is free while an operation runs, so that the longer of both times counts.
     """
 
     name: str
@@ -58,6 +62,13 @@ class Device:
     bytes_per_second: float
     link: Link
     reserved_share: float = 0.05
+    call_seconds: float = 0.0
+    is_asynchronous: bool = True
+
+    def seconds(self, busy_seconds: float, calls: int) -> float:
+        """The time of some operations that keep the device busy for so long."""
+        host = calls * self.call_seconds
+        return max(busy_seconds, host) if self.is_asynchronous else busy_seconds + host
 
     def flops_for(self, dtype: str) -> float:
         """Peak rate of matrix products; of a type that is not listed as of float32, in float64 half of it."""
@@ -93,7 +104,7 @@ def _gpu(
     rates = {"float32": fp32 * 1e12, "float16": fp16 * 1e12}
     if bf16 is not None:
         rates["bfloat16"] = bf16 * 1e12
-    return Device(name, memory_gib * _GIB, rates, terabytes * 1e12, LINKS[link])
+    return Device(name, memory_gib * _GIB, rates, terabytes * 1e12, LINKS[link], call_seconds=_CALL_SECONDS)
 
 
 DEVICES: dict[str, Device] = {
@@ -143,9 +154,8 @@ def link_between(name: str) -> Link:
 
 def custom(memory_bytes: int | None, flops_per_second: float, bytes_per_second: float, link: Link) -> Device:
     """A device that is in no table, with one rate for all types."""
-    return Device(
-        "given", memory_bytes, {"float32": flops_per_second, "float64": flops_per_second}, bytes_per_second, link
-    )
+    rates = {"float32": flops_per_second, "float64": flops_per_second}
+    return Device("given", memory_bytes, rates, bytes_per_second, link, call_seconds=_CALL_SECONDS)
 
 
 def read_flops(text: str, name: str) -> float:

@@ -26,7 +26,8 @@ from hf_gpipe.adapters.quantised import size_of_quantised
 from hf_gpipe.planner.costs import GraphCost, LayerCost, ModelCosts, Parameters, SharedParameter
 from hf_gpipe.planner.tracing import Trace, saved_bytes, trace_stage
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.runtime.loss import PLAIN, TokenLoss
+from hf_gpipe.runtime.custom_loss import Loss, whole_logits
+from hf_gpipe.runtime.loss import PLAIN
 
 Inputs = Mapping[str, torch.Tensor]
 
@@ -106,14 +107,14 @@ class LayerTracer:
     Args:
         adapter: the model's.
         peft: PEFT layers that alone are trained.
-        loss: of the target tokens.
+        loss: of the micro-batch.
         as_on_gpu: whether the stages will run on GPUs, whose attention keeps less.
 
     Attributes:
         layers: of the model.
         run: the model whose layers are run for it.
         like: for each layer of the model, the number of the one that is run for it.
-        loss: of the target tokens.
+        loss: of the micro-batch.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class LayerTracer:
         adapter: Adapter,
         *,
         peft: PeftAdapter | None = None,
-        loss: TokenLoss = PLAIN,
+        loss: Loss = PLAIN,
         as_on_gpu: bool = False,
     ) -> None:
         self.layers = ModelLayers(adapter, peft)
@@ -166,6 +167,9 @@ class LayerTracer:
                     plain=one.plain,
                     block=one.block,
                     deferred_bytes=one.trace.deferred,
+                    forward_calls=one.trace.forward_calls,
+                    backward_calls=one.trace.backward_calls,
+                    stage_calls=one.trace.stage_calls,
                 )
             )
         compute = adapter.dtype if adapter.autocast is None else adapter.autocast.dtype
@@ -175,7 +179,7 @@ class LayerTracer:
             micro_batch_bytes=sum(tensor.nbytes for tensor in inputs.values()),
             dtype=_name(adapter.dtype),
             compute_dtype=_name(compute),
-            whole_logits=adapter.projection.reason,
+            whole_logits=whole_logits(adapter, self.loss),
         )
 
     def _traced(self, index: int, inputs: Inputs) -> _Traced:

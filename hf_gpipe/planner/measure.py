@@ -17,6 +17,7 @@ from functools import cache
 from statistics import median
 
 import torch
+from torch import nn
 
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.dropout import default_generator
@@ -25,9 +26,10 @@ from hf_gpipe.checkpoint import hub
 from hf_gpipe.planner.costs import ModelCosts, Seconds
 from hf_gpipe.planner.devices import LINKS, Device, Link
 from hf_gpipe.planner.layers import LayerTracer, ModelLayers
-from hf_gpipe.planner.tracing import context_of
+from hf_gpipe.planner.tracing import Tracker, context_of
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.runtime.loss import PLAIN, TokenLoss
+from hf_gpipe.runtime.custom_loss import Loss
+from hf_gpipe.runtime.loss import PLAIN
 from hf_gpipe.runtime.stage import Stage
 
 #: Blocks that run in a row, where as many of one kind follow each other.
@@ -39,7 +41,7 @@ _REPEATS = 3
 #: What glibc's allocator keeps of what comes and goes: from a third to a half in eight runs.
 _RESERVED_SHARE = 0.45
 
-MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def profile_layers(
@@ -48,7 +50,7 @@ def profile_layers(
     device: torch.device,
     *,
     peft: PeftAdapter | None = None,
-    loss: TokenLoss = PLAIN,
+    loss: Loss = PLAIN,
     repeats: int = 5,
     budget_seconds: float = 20.0,
     barrier: Callable[[], None] | None = None,
@@ -61,7 +63,7 @@ def profile_layers(
         workload: the micro-batch.
         device: where to measure.
         peft: PEFT layers that alone are trained.
-        loss: of the target tokens.
+        loss: of the micro-batch.
         repeats: runs of each class of layers.
         budget_seconds: after so long no further run of a class of layers is begun, but two are always made.
         barrier: waits for all processes that measure at the same time, before each class of layers, so that each
@@ -125,7 +127,7 @@ class _Clock:
     model: ModelLayers
     inputs: Mapping[str, torch.Tensor]
     device: torch.device
-    loss: TokenLoss
+    loss: Loss
     repeats: int
     budget_seconds: float
     barrier: Callable[[], None]
@@ -176,8 +178,8 @@ class _Clock:
         self.barrier()
         for _ in range(self.repeats + 1):
             start = _now(self.device)
-            norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-            torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
+            norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
             optimizer.step()
             runs.append(_now(self.device) - start)
         return median(runs[1:]) / sum(p.numel() for p in parameters)
@@ -201,8 +203,19 @@ def this_machine(device: torch.device, num_processes: int = 1) -> Device:
     rates = {dtype: _matrix_rate(getattr(torch, dtype), device) for dtype in _DTYPES}
     memory = device_memory(device, num_processes)
     if device.type == "cuda":
-        return Device(torch.cuda.get_device_name(device), memory, rates, _memory_rate(device), LINKS["pcie4"])
-    return Device("this machine", memory, rates, _memory_rate(device), _loopback(), _RESERVED_SHARE)
+        name, link, reserved_share = torch.cuda.get_device_name(device), LINKS["pcie4"], Device.reserved_share
+    else:
+        name, link, reserved_share = "this machine", _loopback(), _RESERVED_SHARE
+    return Device(
+        name,
+        memory,
+        rates,
+        _memory_rate(device),
+        link,
+        reserved_share,
+        call_seconds=_call_seconds(device),
+        is_asynchronous=device.type == "cuda",
+    )
 
 
 def device_memory(device: torch.device, num_processes: int = 1) -> int:
@@ -225,6 +238,19 @@ def _memory_rate(device: torch.device) -> float:
     source = torch.ones(1 << 24, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _seconds(lambda: target.copy_(source), device)
+
+
+def _call_seconds(device: torch.device) -> float:
+    """Seconds of an operation that computes next to nothing, with its part of autograd's and the modules' code."""
+    layers = [layer for _ in range(10) for layer in (nn.Linear(8, 8, device=device), nn.GELU())]
+    model, given = nn.Sequential(*layers), torch.ones(8, 8, device=device)
+
+    def step() -> None:
+        model(given).sum().backward()
+
+    with Tracker() as tracker, tracker.phase() as phase:
+        step()
+    return _seconds(step, device) / phase.calls
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:

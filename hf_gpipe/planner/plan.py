@@ -27,7 +27,8 @@ from hf_gpipe.planner.times import TimeEstimate, seconds_text, time_of
 from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch, sent_share
 from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.recipe.sizes import size_text
-from hf_gpipe.runtime.loss import PLAIN, TokenLoss
+from hf_gpipe.runtime.custom_loss import Loss
+from hf_gpipe.runtime.loss import PLAIN
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.schedule import (
     ASYNCHRONOUS_SCHEDULES,
@@ -184,7 +185,7 @@ class Planner:
         device: Device,
         *,
         peft: PeftAdapter | None = None,
-        loss: TokenLoss = PLAIN,
+        loss: Loss = PLAIN,
         as_on_gpu: bool = False,
         measured: Mapping[int, ModelCosts] | None = None,
         profile_on: torch.device | None = None,
@@ -199,7 +200,7 @@ class Planner:
             inputs: the mini-batch and the optimizer.
             device: what a process computes on.
             peft: PEFT layers that alone are trained.
-            loss: of the target tokens.
+            loss: of the micro-batch.
             as_on_gpu: whether the stages will run on GPUs, whose attention keeps less.
             measured: costs with seconds, by the rows of the micro-batch.
             profile_on: where to measure the other layers' seconds; None: they are estimated.

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from hf_gpipe.planner.advice import smallest_fix
 from hf_gpipe.planner.limits import limit_of, limit_text
 from hf_gpipe.planner.memory import MemoryEstimate
 from hf_gpipe.planner.plan import Plan, Planner, StagePlan
+from hf_gpipe.planner.saving import copy_bytes, saving_text
 from hf_gpipe.planner.search import Found
 from hf_gpipe.planner.times import seconds_text
 from hf_gpipe.planner.traffic import bytes_text, is_mesh, mesh_dict, mesh_lines, traffic
@@ -91,11 +93,12 @@ def report(plan: Plan) -> str:
     lines_after = [
         ("step", _step(plan)),
         ("memory", memory_why(plan)),
+        ("saving", saving_text(plan)),
         ("time", time_why(plan)),
         *asynchronous_lines(plan),
         ("verdict", verdict(plan)),
     ]
-    return "\n".join([*map(_line, lines), "", rows, "", *map(_line, lines_after)])
+    return "\n".join([*map(_line, lines), "", rows, "", *map(_line, filter(itemgetter(1), lines_after))])
 
 
 def asynchronous_lines(plan: Plan) -> list[tuple[str, str]]:
@@ -243,9 +246,11 @@ def _as_dict(plan: Plan) -> dict[str, Any]:
                 # Of NCCL, between stages; their memory is not known, and not in the plan.
                 "communicators": num_communicators(plan.timeline.schedule.placement, process.number),
                 "memory_bytes": {**_items(process.memory), "total": process.memory.total},
+                # In the memory of its host, while a checkpoint is saved in the background.
+                "copy_bytes": copied,
                 "seconds": asdict(process.time),
             }
-            for process in plan.processes
+            for process, copied in zip(plan.processes, copy_bytes(plan), strict=True)
         ],
     }
 

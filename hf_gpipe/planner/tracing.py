@@ -29,7 +29,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.checkpoint.hub import initialise
-from hf_gpipe.runtime.loss import PLAIN, TokenLoss
+from hf_gpipe.runtime.custom_loss import Loss
+from hf_gpipe.runtime.loss import PLAIN
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 from hf_gpipe.runtime.stage import Stage
 
@@ -55,6 +56,8 @@ class Trace:
         deferred: of blocks that are not recomputed, what I keeps for W where the backward is split.
         forward_flops, backward_flops: of matrix products, numbers.
         weight_flops: of the backward's matrix products those for the weights of linear layers.
+        stage_calls, forward_calls, backward_calls: numbers of operations: of the forward those before the first own
+            layer was called, the others, and the backward's. Views are not counted.
     """
 
     saved: int
@@ -67,6 +70,9 @@ class Trace:
     forward_flops: int
     backward_flops: int
     weight_flops: int
+    stage_calls: int
+    forward_calls: int
+    backward_calls: int
 
 
 @dataclass
@@ -78,6 +84,8 @@ class Phase:
         peak_bytes: the most that was alive beyond that.
         flops: of its matrix products, 2 for a multiplication and its addition.
         linear_flops: the part of them that has the form of a linear layer.
+        calls: operations, views apart.
+        calls_before: those of them before the first own layer was called.
         is_inside: whether an own layer was called, so that what is made from now on is the layers'.
     """
 
@@ -85,11 +93,14 @@ class Phase:
     peak_bytes: int = 0
     flops: int = 0
     linear_flops: int = 0
+    calls: int = 0
+    calls_before: int = 0
     is_inside: bool = False
 
     def enter_layers(self, *_: Any) -> None:
         """As a hook of the first own layer."""
-        self.is_inside = True
+        if not self.is_inside:
+            self.is_inside, self.calls_before = True, self.calls
 
 
 class Tracker(TorchDispatchMode):
@@ -127,6 +138,8 @@ class Tracker(TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # more than half of all calls
         kwargs = kwargs or {}
+        if self._phase is not None and not func.is_view:
+            self._phase.calls += 1
         # A product by 4-bit weights converts them back first, as its backward does.
         is_quantised = func.name() == _QUANTISED
         weights = args[0].new_empty(args[2]) if is_quantised else None
@@ -215,7 +228,7 @@ def trace_stage(
     inputs: Mapping[str, torch.Tensor],
     wants_gradient: Callable[[int], Mapping[str, bool]],
     *,
-    loss: TokenLoss = PLAIN,
+    loss: Loss = PLAIN,
     as_on_gpu: bool = False,
     is_real: bool = False,
 ) -> Trace:
@@ -225,7 +238,7 @@ def trace_stage(
         build: makes the stage, without weights.
         inputs: what `Adapter.prepare` made of a micro-batch.
         wants_gradient: boundary -> for each tensor that crosses it, whether its gradient is wanted.
-        loss: of the target tokens.
+        loss: of the micro-batch.
         as_on_gpu: count attention as a GPU's kernels do it.
         is_real: whether to run on real tensors at once.
     """
@@ -243,7 +256,7 @@ def saved_bytes(
     wants_gradient: Callable[[int], Mapping[str, bool]],
     first_layer: int,
     *,
-    loss: TokenLoss = PLAIN,
+    loss: Loss = PLAIN,
     as_on_gpu: bool = False,
 ) -> tuple[int, int]:
     """Run a stage forward only: the graph's `saved`, and of it what was made before a layer was called.
@@ -306,7 +319,7 @@ def _trace(stage: Stage, inputs: Mapping[str, torch.Tensor], *, as_on_gpu: bool)
         deferred = _deferred_bytes(stage, context, forward.gradients)
     return Trace(
         saved=forward.saved,
-        saved_outside=min(forward.outside, forward.saved),
+        saved_outside=forward.outside,
         saves_hidden=forward.saves_hidden,
         forward_peak=forward.phase.peak_bytes,
         forward_only_peak=forward_only.peak_bytes,
@@ -316,6 +329,9 @@ def _trace(stage: Stage, inputs: Mapping[str, torch.Tensor], *, as_on_gpu: bool)
         backward_flops=backward.flops,
         # A linear layer's gradient of its input takes as many operations as its forward; the rest is for the weights.
         weight_flops=max(backward.linear_flops - forward.phase.linear_flops, 0),
+        stage_calls=forward.phase.calls_before,
+        forward_calls=forward.phase.calls - forward.phase.calls_before,
+        backward_calls=backward.calls,
     )
 
 
@@ -368,12 +384,13 @@ def _forward(stage: Stage, context: Context, tracker: Tracker, first_layer: int)
     incoming = sum(gradient.untyped_storage().nbytes() for gradient in gradients.values())
     del outputs
     hidden = context.carry.get("hidden")
+    saved = tracker.live_bytes - phase.start_bytes - incoming
     return _Forward(
         phase,
         gradients,
         incoming,
-        saved=tracker.live_bytes - phase.start_bytes - incoming,
-        outside=tracker.bytes_outside(phase),
+        saved=saved,
+        outside=min(tracker.bytes_outside(phase), saved),
         saves_hidden=hidden is not None and hidden.untyped_storage()._cdata in saved_storages,
     )
 
@@ -418,8 +435,10 @@ def context_of(stage_model: StageModel, inputs: Mapping[str, torch.Tensor]) -> C
     adapter = stage_model.adapter
     carry = {}
     if not stage_model.is_first:
+        # T5's head has weights of N(0, 1). With inputs of N(0, 1) its probabilities would be subnormal numbers, with
+        # which a CPU computes ten times more slowly.
         carry = {
-            name: torch.randn(shape, dtype=adapter.carry_dtype(stage_model.start, name))
+            name: torch.randn(shape, dtype=adapter.carry_dtype(stage_model.start, name)).mul_(shape[-1] ** -0.5)
             for name, shape in adapter.carry_shapes(stage_model.start, inputs).items()
         }
     num_targets = inputs["labels"].numel() if "labels" in inputs else 1

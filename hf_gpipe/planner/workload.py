@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 
@@ -12,7 +13,7 @@ from hf_gpipe.adapters.base import IGNORED_LABEL, Tensors
 from hf_gpipe.adapters.documents import attends_by_document
 from hf_gpipe.adapters.layers import StackName
 from hf_gpipe.errors import UserError, nearest
-from hf_gpipe.recipe import SEQUENCE_KINDS, Recipe, TrainingSection
+from hf_gpipe.recipe import MESSAGE_KINDS, SEQUENCE_KINDS, Recipe, TrainingSection
 from hf_gpipe.runtime.batches import tensors_of
 from hf_gpipe.runtime.packing import is_flattened, packed_parts
 from hf_gpipe.schedule import Schedule
@@ -86,7 +87,8 @@ class Workload:
         which need more only if their sources are long all the same, or if they are padded to a long one, as without
         `length_bucketing`.
 
-        A decoder-only model reads source and target in one sequence, or a block of text, or a conversation.
+        A decoder-only model reads source and target in one sequence, or a block of text, or a conversation; of
+        preferences each example is two rows.
 
         Args:
             recipe: its batch size, in rows or target tokens, and its longest texts are read.
@@ -102,7 +104,10 @@ class Workload:
                 "packed; leave it out (training.length_bucketing saves padding too)"
             )
         data = recipe.data
-        source, target = data.max_source_tokens, data.max_length if data.kind == "chat" else data.max_target_tokens
+        source, target = (
+            data.max_source_tokens,
+            data.max_length if data.kind in MESSAGE_KINDS else data.max_target_tokens,
+        )
         tokens, rows = recipe.training.batch_tokens, recipe.training.batch_size
         if tokens is not None:
             rows = rows_of_tokens(tokens, target)
@@ -111,7 +116,8 @@ class Workload:
             source = target = target if data.kind in SEQUENCE_KINDS else source + target
             if recipe.training.packing:
                 return cls.packed(largest_micro_batch(rows, num_micro_batches), target, target)
-        return cls(largest_micro_batch(rows, num_micro_batches), source, target)
+        rows = largest_micro_batch(rows, num_micro_batches)
+        return cls(2 * rows if data.kind == "preferences" else rows, source, target)
 
     @classmethod
     def packed(cls, rows: int, tokens: int, longest: int) -> Workload:
@@ -186,6 +192,7 @@ class PlanInputs:
         fp32_master_weights: whether it updates float32 copies of the weights.
         accumulation: mini-batches in a step.
         packing: whether the rows of a mini-batch are packed.
+        copied: what of the model is copied where a checkpoint is saved in the background.
         tables: by the path that names them as a schedule, the tables that were read from files.
     """
 
@@ -194,6 +201,7 @@ class PlanInputs:
     fp32_master_weights: bool = TrainingSection.fp32_master_weights
     accumulation: int = TrainingSection.gradient_accumulation_steps
     packing: bool = False
+    copied: Literal["model", "adapters", "nothing"] = "model"
     tables: Mapping[str, Schedule] = field(default_factory=dict)
 
     @classmethod
@@ -206,6 +214,7 @@ class PlanInputs:
             training.fp32_master_weights,
             training.gradient_accumulation_steps,
             training.packing,
+            "nothing" if training.save_in_background == "never" else "model" if recipe.lora.r is None else "adapters",
         )
 
     def mini_batch(self) -> Workload:

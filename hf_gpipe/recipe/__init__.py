@@ -10,11 +10,13 @@ from hf_gpipe.recipe.build import apply_overrides, build, drop_unused, kind_of
 from hf_gpipe.recipe.check import check
 from hf_gpipe.recipe.extends import read_with_bases, refuse_extends
 from hf_gpipe.recipe.fields import (
+    MESSAGE_KINDS,
     SEQUENCE_KINDS,
     DataSection,
     EvaluationSection,
     LoraSection,
     ModelSection,
+    PreferencesSection,
     Recipe,
     TokenizerSection,
     TrainingSection,
@@ -27,6 +29,7 @@ from hf_gpipe.recipe.strict_yaml import Locations, read_mapping
 
 __all__ = [
     "AUTO",
+    "MESSAGE_KINDS",
     "SEQUENCE_KINDS",
     "DataSection",
     "DecidedConfig",
@@ -34,6 +37,7 @@ __all__ = [
     "LoraSection",
     "ModelSection",
     "PipelineConfig",
+    "PreferencesSection",
     "Recipe",
     "RecomputeChoice",
     "TokenizerSection",

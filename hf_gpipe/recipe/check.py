@@ -20,7 +20,10 @@ _PATHS = {
     "hub": "the id of a data set of the Hub, or a directory of that form",
 }
 #: Kinds that need files of these names, or a data set of the Hub.
-_FILES = {"text": ".txt, .jsonl or .parquet", "chat": ".jsonl, .json or .parquet"}
+_FILES = {
+    "text": ".txt, .jsonl or .parquet",
+    **dict.fromkeys(("chat", "preferences"), ".jsonl, .json or .parquet"),
+}
 
 
 def check(recipe: Recipe, locations: Locations | None = None) -> None:
@@ -59,6 +62,7 @@ def _check_fields(recipe: Recipe) -> None:
     _check_data(recipe.data)
     _check_rows(recipe.data)
     _check_streaming(recipe)
+    _check_preferences(recipe)
     _check_precision(recipe)
     _check_quantization(recipe)
     training = recipe.training
@@ -198,6 +202,21 @@ def _check_streaming(recipe: Recipe) -> None:
             f"data.max_examples is {data.max_examples} and data.streaming is true; a stream has no end to draw "
             "from: leave one of them out."
         )
+
+
+def _check_preferences(recipe: Recipe) -> None:
+    loss, training = recipe.preferences, recipe.training
+    if loss.label_smoothing and loss.loss_type not in ("sigmoid", "robust"):
+        raise RecipeError(
+            f"preferences.label_smoothing is {loss.label_smoothing} and preferences.loss_type is {loss.loss_type}, "
+            "which does not use it; it is for sigmoid and robust: leave it out."
+        )
+    for name in ("batch_tokens", "packing", "label_smoothing_factor", "logit_clipping"):
+        if recipe.data.kind == "preferences" and (value := getattr(training, name)):
+            raise RecipeError(
+                f"training.{name} is {show(value)} and data.kind is preferences, whose mini-batches and loss are of "
+                "pairs; leave it out."
+            )
 
 
 def _check_devices(pipeline: PipelineConfig) -> None:

@@ -26,14 +26,19 @@ from hf_gpipe.recipe.strict_yaml import write
 LOCAL_KINDS = ("jsonl", "csv", "parquet", "parallel")
 ROW_KINDS = (*LOCAL_KINDS, "hub")
 
+#: Kinds whose rows are messages, or text in their place.
+MESSAGE_KINDS = ("chat", "preferences")
+
 #: Kinds whose rows are one sequence, which decoder-only models learn.
-SEQUENCE_KINDS = ("text", "chat")
+SEQUENCE_KINDS = ("text", *MESSAGE_KINDS)
 
 CLDR = Kinds(("cldr",))
 ROWS = Kinds(ROW_KINDS)
 FIELDS = Kinds(("jsonl", "csv", "parquet", "hub"))
 TEXT = Kinds(("text",))
 CHAT = Kinds(("chat",))
+PREFERENCES = Kinds(("preferences",))
+MESSAGES = Kinds(MESSAGE_KINDS)
 PAIRS = Kinds((*CLDR.names, *ROWS.names))
 BY_TARGETS = Kinds((*PAIRS.names, *TEXT.names))
 READ = Kinds((*ROWS.names, *SEQUENCE_KINDS))
@@ -84,25 +89,50 @@ class LoraSection:
     """Rank of the matrices; null: no LoRA, and all weights are trained. The keys are those of the package peft."""
 
     lora_alpha: Count = 16
-    """What the matrices add is scaled by lora_alpha / r."""
+    """The product of the matrices is multiplied by lora_alpha / r."""
 
     lora_dropout: Fraction = 0.0
     """Dropout of the input of the matrices."""
 
     target_modules: list[Text] = field(default_factory=list)
-    """Names of the linear layers that get them, such as [q_proj, v_proj]; empty: all linear layers of the blocks."""
+    """Names of linear layers with such matrices, such as [q_proj, v_proj]; empty: all linear layers of the blocks."""
+
+
+@section()
+class PreferencesSection:
+    """The loss of preferences: direct preference optimization (DPO). The keys are those of TRL's DPOConfig."""
+
+    beta: Annotated[Positive, PREFERENCES] = 0.1
+    """How far the model may go from the reference, the model before its training; larger: less far."""
+
+    loss_type: Annotated[Literal["sigmoid", "robust", "hinge", "ipo", "sigmoid_norm"], PREFERENCES] = "sigmoid"
+    """Loss of a pair. sigmoid: DPO; robust, hinge, ipo and sigmoid_norm: its variants of these names."""
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), PREFERENCES] = 0.0
+    """Probability that the two answers of a pair are exchanged, for sigmoid (conservative DPO) and robust."""
+
+    reference_free: Annotated[bool, PREFERENCES] = False
+    """Whether the reference is left out."""
+
+    precompute_ref_log_probs: Annotated[bool, PREFERENCES] = False
+    """Whether the reference's log-probabilities are computed once before the training, instead of in each step with the
+    adapters turned off. Without `lora.r` they always are."""
+
+    disable_dropout: Annotated[bool, PREFERENCES] = True
+    """Whether the model has no dropout in training."""
 
 
 @section()
 class DataSection:
     """The corpus. A key that its kind does not use is an error."""
 
-    kind: Literal["cldr", "jsonl", "csv", "parquet", "parallel", "hub", "text", "chat"]
+    kind: Literal["cldr", "jsonl", "csv", "parquet", "parallel", "hub", "text", "chat", "preferences"]
     """Where the data come from. cldr: dates, units, prices and names generated offline from Unicode CLDR. Pairs from
     local files: jsonl, one JSON object per line; csv, also with tabs; parquet; parallel, two text files whose lines
     translate each other. hub: pairs of a data set of the Hugging Face Hub, or of a directory of the same form. text:
     documents for a decoder-only model, cut into blocks of `max_target_tokens`. chat: conversations for a decoder-only
-    model, or prompts and completions."""
+    model, or prompts and completions. preferences: prompts with a chosen and a rejected answer, for a decoder-only
+    model and the loss of the section `preferences`."""
 
     seed: int = 0
     """Seed for generating and sampling the corpus; `training.seed` decides the order of training examples."""
@@ -158,7 +188,7 @@ class DataSection:
 
     path: Annotated[Text | None, READ] = None
     """A file, a directory of files, or a wildcard such as data/*.jsonl.gz; jsonl, csv, text and chat files may be
-    gzipped. hub, text, chat: id or directory of a data set. Required."""
+    gzipped. hub, text, chat, preferences: id or directory of a data set. Required."""
 
     made_by: Annotated[Annotated[Text | None, MAY_CHANGE], ROWS] = None
     """Command that makes the file at `path`; the error says it if the file is not there."""
@@ -193,14 +223,14 @@ class DataSection:
     text_field: Annotated[Text, TEXT] = "text"
     """Field that holds a document; in a .txt file each paragraph is a document."""
 
-    max_length: Annotated[int, Field(ge=2), CHAT] = 1024
-    """Maximum length of a conversation in tokens; longer ones are truncated. Those that have no target left are dropped
-    and counted."""
+    max_length: Annotated[int, Field(ge=2), MESSAGES] = 1024
+    """Maximum length of a conversation, or of a prompt with its answer, in tokens; longer ones are truncated. Those
+    that have no target left are dropped and counted."""
 
     truncation_mode: Annotated[Literal["keep_start", "keep_end"], CHAT] = "keep_start"
     """Which end of a conversation that is too long is kept."""
 
-    chat_template: Annotated[Text | None, CHAT] = None
+    chat_template: Annotated[Text | None, MESSAGES] = None
     """File with a Jinja chat template, used and saved in place of the tokenizer's own; null: its own is used."""
 
     assistant_only_loss: Annotated[bool, CHAT] = True
@@ -376,6 +406,10 @@ class TrainingSection:
     save_total_limit: Annotated[Count | None, MAY_CHANGE] = 2
     """Number of checkpoints to keep, the newest ones; null: all."""
 
+    save_in_background: Annotated[Literal["auto", "always", "never"], MAY_CHANGE] = "auto"
+    """Whether a checkpoint is copied to the memory of the host and written while training goes on. auto: where the
+    copies take at most half of the memory that is available."""
+
     stop_seconds: Annotated[Positive, MAY_CHANGE] = 30.0
     """Seconds that training has after SIGTERM or SIGINT to end its step and save; after that it ends without saving."""
 
@@ -386,7 +420,8 @@ class TrainingSection:
 
 @section()
 class EvaluationSection:
-    """Evaluation after training: greedy translations, scored per language; of text and chats the loss."""
+    """Evaluation after training: greedy translations, scored per language; of text and chats the loss; of preferences
+    how often the chosen answer is the more likely one."""
 
     max_examples: Count | None = None
     """Number of pairs per language, of blocks of text or of conversations to evaluate; null: the whole split."""
@@ -410,6 +445,7 @@ class Recipe:
 
     model: ModelSection
     lora: LoraSection = field(default_factory=LoraSection)
+    preferences: PreferencesSection = field(default_factory=PreferencesSection)
     data: DataSection
     tokenizer: TokenizerSection = field(default_factory=TokenizerSection)
     pipeline: Annotated[PipelineConfig, MAY_CHANGE] = field(default_factory=PipelineConfig)
@@ -421,9 +457,9 @@ class Recipe:
 
         `load_recipe` reads it back as an equal recipe.
         """
-        values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+        values: dict[str, dict[str, Any]] = {}
         for (name, key), value in self.values().items():
-            values[name][key] = value
+            values.setdefault(name, {})[key] = value
         return write(values)
 
     def values(self) -> dict[tuple[str, str], Any]:

@@ -122,6 +122,10 @@ class PipelineConfig:
     timeout_seconds: Positive = 600.0
     """How many seconds a process waits for another one before the run fails."""
 
+    measure_links: bool = False
+    """Whether the links between the processes are measured before the model is made, also where all are on one machine.
+    Between machines they always are."""
+
     threads_per_process: Count | None = None
     """CPU threads per process; null: OMP_NUM_THREADS, or the machine's cores divided evenly."""
 

@@ -20,8 +20,9 @@ class Evaluation:
 
     Attributes:
         row_nll: negative log-likelihood summed over each row's target tokens, (N,), natural logarithm.
-        row_losses: the same with labels smoothed as in training, (N,); logits are never clipped here.
-        row_tokens: number of target tokens of each row, (N,).
+        row_losses: what each row adds to the loss before the division by the number of units, (N,); labels are smoothed
+            as in training, and logits are never clipped.
+        row_tokens: number of target tokens of each row, or of units that begin in it, (N,).
         auxiliary_loss: of a mixture of experts, the mean over micro-batches, times its coefficient; else 0.
     """
 
@@ -32,7 +33,7 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        """Mean loss per target token plus auxiliary loss, as `train_step` returns without dropout and clipping."""
+        """Mean loss per unit plus auxiliary loss, as `train_step` returns without dropout and clipping."""
         return float(self.row_losses.sum() / self.row_tokens.sum().clamp(min=1)) + self.auxiliary_loss
 
     @classmethod

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import socket
 import sys
 import time
 import traceback
@@ -21,6 +22,10 @@ import torch.distributed as dist
 
 from hf_gpipe.errors import EXIT_FAILURE, EXIT_USER_ERROR, HfGpipeError, PeerError, StageError, UserError
 from hf_gpipe.runtime.job import LAUNCHER_PID, Job
+
+#: How long a process on another machine has to tell its own failure, which is the cause of this one's.
+_CAUSE_SECONDS = 3.0
+_LOST = "no other process has told a failure: look at the other machines, one of which may be lost, or its network"
 
 _TIMED_OUT = re.compile(
     r"\[\S*gloo\S*\] Timed out waiting (?P<gloo_ms>\d+)ms for (?P<gloo>\w+) operation to complete"
@@ -59,6 +64,8 @@ def describe(error: BaseException) -> Failure:
         text += f" ({work})" if work else ""
     elif not isinstance(error, HfGpipeError):
         text = f"process {_rank()}{', ' * bool(work)}{work}: {type(error).__name__}: {text}"
+    if not is_user_error and _has_other_machines():
+        text = f"machine {socket.gethostname()}: {text}"
     is_time_limit = _TIMED_OUT.search(text) is not None
     return Failure(
         message=_TIMED_OUT.sub(_waited, text),
@@ -94,8 +101,16 @@ def tell(failure: Failure, traceback_file: Path | None = None) -> int:
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         earlier = read_error_file(Path(path))
         _write_error_file(Path(path), replace(failure, time=earlier.time) if earlier else failure)
-    if LAUNCHER_PID not in os.environ and not failure.is_consequence and _is_first():
-        show(failure, traceback_file)
+    if LAUNCHER_PID in os.environ:
+        return failure.exit_code
+    if not failure.is_consequence:
+        if _is_first():
+            show(failure, traceback_file)
+    elif _has_other_machines():
+        # The cause may be a machine that is gone, and then nobody else tells it.
+        time.sleep(_CAUSE_SECONDS)
+        if _is_first():
+            show(replace(failure, message=f"{failure.message} ({_LOST})"), traceback_file)
     return failure.exit_code
 
 
@@ -158,13 +173,21 @@ def _is_consequence(error: BaseException) -> bool:
 
 
 def _is_first() -> bool:
-    """Whether no other process of a job that torchrun or accelerate started has reported a failure before."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    """Whether no other process of a job that torchrun, accelerate or srun started has reported a failure before."""
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if has_agent or Job.current().has_met:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        with contextlib.suppress(RuntimeError):
+        try:
             store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5))
-            return bool(store.add("hf_gpipe/failures", 1) == 1)
+            return bool(store.add(f"hf_gpipe/failures/{Job.current().start}", 1) == 1)
+        except RuntimeError:
+            if not has_agent:
+                return _rank() == 0  # process 0, which held the store, has told its own failure and is gone
     return os.environ.get("LOCAL_RANK", "0") == "0" or dist.is_initialized()
+
+
+def _has_other_machines() -> bool:
+    return os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ.get("WORLD_SIZE", "1")
 
 
 def _rank() -> int:

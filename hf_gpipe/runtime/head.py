@@ -5,10 +5,15 @@ the head. Backward makes the logits of a chunk of positions, turns them into the
 part to the gradients of the projection and of the hidden states, and goes on in the same memory. So no micro-batch
 keeps more than its hidden states between F and B, a recomputation does not run the head again, and F of a recomputed
 stage does not run it at all. The value of the loss is there after backward.
+
+A loss of rows (runtime/custom_loss.py) needs the losses of all tokens before the gradient of any. Backward then goes
+over the chunks twice.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -38,6 +43,7 @@ def deferred_loss(
     num_units: int,
     added: torch.Tensor | None = None,
     positions: int | None = None,
+    of_rows: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """The loss of a micro-batch, (): the sum over its units, divided by `num_units`, and `added`.
 
@@ -51,12 +57,11 @@ def deferred_loss(
         num_units: units of the loss in the mini-batch.
         added: (), an auxiliary loss.
         positions: in a chunk; None: as many as `chunk_positions` says.
+        of_rows: of the rows' log-probabilities (B,) the loss of the micro-batch, (), in place of the sum over tokens.
     """
     linear = deferred.projection
     hidden = deferred.take_hidden().flatten(0, -2)
-    if positions is None:
-        positions = chunk_positions(linear.in_features, linear.out_features)
-    chunks = _Chunks(deferred, targets.flatten(), loss, num_units, positions)
+    chunks = _Chunks(deferred, targets, loss, num_units, positions, of_rows)
     tensors = (hidden, linear.weight, linear.bias, added)
     if not any(tensor is not None and tensor.requires_grad for tensor in tensors):
         value = chunks.first_value(added)
@@ -66,6 +71,24 @@ def deferred_loss(
         return value
     loss_value: torch.Tensor = _DeferredLoss.apply(*tensors, chunks)
     return loss_value
+
+
+@torch.no_grad()
+def deferred_token_losses(
+    deferred: DeferredLogits, targets: torch.Tensor, losses: Sequence[TokenLoss]
+) -> list[torch.Tensor]:
+    """The value of each of several losses at every position, (B, T), without gradients.
+
+    Args:
+        deferred: the logits; its forward has ended.
+        targets: (B, T).
+        losses: of each position.
+    """
+    linear = deferred.projection
+    hidden = deferred.take_hidden().flatten(0, -2)
+    # One after the other: evaluation has a second loss only where labels are smoothed.
+    chunks = [_Chunks(deferred, targets, loss) for loss in losses]
+    return [one.token_losses(hidden, linear.weight, linear.bias).view(targets.shape) for one in chunks]
 
 
 class _DeferredLoss(torch.autograd.Function):
@@ -92,20 +115,64 @@ class _DeferredLoss(torch.autograd.Function):
 
 
 class _Chunks:
-    """Everything that the loss is computed from, apart from what has a gradient."""
+    """Everything that the loss is computed from, apart from what has a gradient; see `deferred_loss`."""
 
     def __init__(
-        self, deferred: DeferredLogits, targets: torch.Tensor, loss: TokenLoss, num_units: int, positions: int
+        self,
+        deferred: DeferredLogits,
+        targets: torch.Tensor,
+        loss: TokenLoss,
+        num_units: int = 1,
+        positions: int | None = None,
+        of_rows: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
+        linear = deferred.projection
         self._finish, self._is_finished = deferred.finish, deferred.is_projection_alone
         self._dtype, self._autocast_dtype = deferred.dtype, deferred.autocast_dtype
-        self._targets, self._loss, self._num_units, self._positions = targets, loss, num_units, positions
+        self._shape, self._targets, self._loss = targets.shape, targets.flatten(), loss
+        self._num_units, self._of_rows = num_units, of_rows
+        self._positions = positions or chunk_positions(linear.in_features, linear.out_features)
 
     def first_value(self, added: torch.Tensor | None) -> torch.Tensor:
         """A new tensor for the loss, of the type in which it is computed, with what is added to it."""
         dtype = torch.promote_types(self._dtype, torch.float32)
         value = torch.zeros((), dtype=dtype, device=self._targets.device)
         return value if added is None else value + added
+
+    @property
+    def _without_autocast(self) -> AbstractContextManager[object]:
+        return torch.autocast(self._targets.device.type, enabled=False)
+
+    def token_losses(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The loss of each position, (N,), without gradients; the arguments are those of `run`."""
+        with self._without_autocast:
+            matrix = weight.to(self._autocast_dtype or hidden.dtype)
+            parts = [
+                self._loss_of(projected, self._targets[rows], None)[0]
+                for rows, _, projected in self._projected(hidden, matrix, bias)
+            ]
+        return torch.cat(parts)
+
+    def _projected(
+        self, hidden: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """For each chunk its positions, the projection's input and its output; the next chunk takes their memory.
+
+        Args:
+            hidden: (N, D).
+            matrix: the weight (V, D) in the type of the product.
+            bias: (V,).
+        """
+        logits = hidden.new_empty((min(self._positions, len(hidden)), len(matrix)), dtype=matrix.dtype)
+        for start in range(0, len(hidden), self._positions):
+            rows = slice(start, start + self._positions)
+            inputs = hidden[rows].to(matrix.dtype)
+            projected = logits[: len(inputs)]
+            if bias is None:
+                torch.mm(inputs, matrix.t(), out=projected)
+            else:
+                torch.addmm(bias.to(matrix.dtype), inputs, matrix.t(), out=projected)
+            yield rows, inputs, projected
 
     def run(
         self,
@@ -129,26 +196,24 @@ class _Chunks:
         Returns:
             The gradients; None for a weight's that was added to its `.grad` already.
         """
-        dtype = self._autocast_dtype or hidden.dtype
-        factor = self._loss.units(self._targets).to(outer.dtype).mul_(outer / self._num_units)
+        factor = self._loss.units(self._targets).to(outer.dtype).mul_(outer)
+        if self._of_rows is None:
+            factor /= self._num_units
+        else:
+            factor *= self._through_rows(self.token_losses(hidden, weight, bias), value)
+            if not any(wanted):
+                return (None,) * 3
         of_hidden = torch.empty_like(hidden) if wanted[0] else None
         # Hooks need to be called by autograd; replicas have some in a step's last backward.
         has_hooks = bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
         of_weight = torch.zeros_like(weight) if wanted[1] and (has_hooks or not weight.is_leaf) else None
         of_bias = torch.zeros_like(bias) if bias is not None and wanted[2] else None
-        matrix = weight.to(dtype)
-        with torch.autocast(hidden.device.type, enabled=False):
-            logits = hidden.new_empty((min(self._positions, len(hidden)), len(weight)), dtype=dtype)
-            for start in range(0, len(hidden), self._positions):
-                rows = slice(start, start + self._positions)
-                inputs = hidden[rows].to(dtype)
-                projected = logits[: len(inputs)]
-                if bias is None:
-                    torch.mm(inputs, matrix.t(), out=projected)
-                else:
-                    torch.addmm(bias.to(dtype), inputs, matrix.t(), out=projected)
-                losses, gradient = self._loss_of(projected, self._targets[rows], factor[rows], any(wanted))
-                value += losses.sum() / self._num_units
+        with self._without_autocast:
+            matrix = weight.to(self._autocast_dtype or hidden.dtype)
+            for rows, inputs, projected in self._projected(hidden, matrix, bias):
+                losses, gradient = self._loss_of(projected, self._targets[rows], factor[rows] if any(wanted) else None)
+                if self._of_rows is None:
+                    value += losses.sum() / self._num_units
                 if gradient is None:
                     continue
                 if of_hidden is not None:
@@ -161,18 +226,39 @@ class _Chunks:
                     of_bias += gradient.sum(0)
         return of_hidden, of_weight, of_bias
 
+    def _through_rows(self, losses: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Add the loss of the rows to `value`; returns its derivative by the loss of each position, (N,).
+
+        Args:
+            losses: the negative log-likelihood of each position, (N,), 0 where there is no target.
+            value: ().
+        """
+        assert self._of_rows is not None
+        with self._without_autocast, torch.enable_grad():
+            log_probs = losses.view(self._shape).sum(dim=1).neg().requires_grad_()
+            of_rows = self._of_rows(log_probs)
+        value += of_rows.detach()
+        (gradient,) = torch.autograd.grad(of_rows, log_probs)
+        return gradient.neg()[:, None].expand(self._shape).flatten()
+
     def _loss_of(
-        self, projected: torch.Tensor, targets: torch.Tensor, factor: torch.Tensor, with_gradient: bool
+        self, projected: torch.Tensor, targets: torch.Tensor, factor: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Losses (N,) and the gradient (N, V) of the projection's output, in its type; its memory may be reused."""
+        """Losses (N,) and the gradient (N, V) of the projection's output, in its type; its memory may be reused.
+
+        Args:
+            projected: (N, V).
+            targets: (N,).
+            factor: of the gradient of each position, (N,); None: no gradient is wanted.
+        """
         if self._is_finished:
             losses, gradient = self._loss.with_gradient(projected, targets, overwrite=True)
-            return losses, torch.mul(gradient, factor[:, None], out=projected) if with_gradient else None
-        leaf = projected.detach().requires_grad_(with_gradient)
-        with torch.set_grad_enabled(with_gradient):
+            return losses, None if factor is None else torch.mul(gradient, factor[:, None], out=projected)
+        leaf = projected.detach().requires_grad_(factor is not None)
+        with torch.set_grad_enabled(factor is not None):
             logits = self._finish(leaf[None])[0]
         losses, gradient = self._loss.with_gradient(logits.detach(), targets)
-        if not with_gradient:
+        if factor is None:
             return losses, None
         (gradient,) = torch.autograd.grad(logits, leaf, gradient.mul_(factor[:, None]).to(logits.dtype))
         return losses, gradient

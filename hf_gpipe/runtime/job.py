@@ -10,9 +10,10 @@ import contextlib
 import faulthandler
 import os
 import signal
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -20,8 +21,12 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from hf_gpipe.errors import EXIT_FAILURE
+from hf_gpipe.errors import EXIT_FAILURE, UserError
+from hf_gpipe.runtime import preflight
+from hf_gpipe.runtime.meeting import meet
+from hf_gpipe.runtime.started import note_launcher
 
 Item = TypeVar("Item")
 
@@ -52,23 +57,27 @@ class Job:
 
     Attributes:
         timeout: how long a process waits for another one; None: as long as in the user's own default group.
+        start: name of this start of the job's processes; empty before they have met.
         work: a short description of this process's current work; empty if nothing was noted.
         in_forked_child: functions that a forked child of this process calls first, such as a data loader's worker.
         calls: what runtime/calls.py knows of the calls that every process must make; None before the first.
         is_in_call: whether this process is in such a call.
+        machines: of several machines a line about each; empty otherwise.
     """
 
     _current: ClassVar[Job | None] = None
 
     def __init__(self) -> None:
         self.timeout: timedelta | None = None
+        self.start = ""
         self.work = ""
         self.in_forked_child: list[Callable[[], None]] = []
         self.calls: Any = None
         self.is_in_call = False
+        self.machines: list[str] = []
         self._store: dist.Store | None = None
         self._world: dist.ProcessGroup | None = None
-        self._common_groups: dict[str, dist.ProcessGroup] = {}
+        self._common_groups: dict[tuple[str, str], dist.ProcessGroup] = {}
         self._work_files: dict[str, int] = {}
         self._num_waits = 0
         self._abort_file: int | None = None
@@ -81,17 +90,28 @@ class Job:
         return cls._current
 
     @classmethod
-    def join(cls, timeout_seconds: float = 600.0, threads: int | None = None) -> Job:
+    def join(
+        cls,
+        timeout_seconds: float = 600.0,
+        threads: int | None = None,
+        settings: Mapping[str, str] | None = None,
+    ) -> Job:
         """Join the job that a launcher started this process for. Without one, or a second time, nothing is joined.
 
-        It works the same in the processes of `hf_gpipe.runtime.launch` and in those of torchrun and
-        `accelerate launch`. The process ends at once when its launcher is gone, and on SIGINT, even while it waits for
+        It works the same in the processes of `hf_gpipe.runtime.launch` and in those of torchrun, `accelerate launch`
+        and srun. The process ends at once when its launcher is gone, and on SIGINT, even while it waits for
         a message.
 
         Args:
             timeout_seconds: how long a process waits for another one, once all have started, before the run fails.
             threads: CPU threads of this process; None: OMP_NUM_THREADS, or its share of this machine's cores.
+            settings: values that must be the same in every process, by their names. They are also compared in a
+                process group that was there before; None: there nothing is checked.
+
+        Raises:
+            UserError: on every process: they differ, or their machines do not reach each other (runtime/preflight.py).
         """
+        note_launcher()
         job = cls.current()
         is_new = in_job() and not dist.is_initialized()
         if is_new and threads is None and "OMP_NUM_THREADS" not in os.environ:
@@ -99,10 +119,20 @@ class Job:
         if threads is not None:
             torch.set_num_threads(threads)
         if is_new:
-            job._meet_the_others(timedelta(seconds=timeout_seconds))
+            job._meet_the_others(timedelta(seconds=timeout_seconds), settings or {})
+        elif settings is not None and dist.is_initialized() and dist.get_world_size() > 1:
+            job._num_waits += 1
+            store, rank, size = distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+            limit = timedelta(seconds=APART_SECONDS)
+            job.machines = preflight.check(store, rank, size, settings, limit, f"hf_gpipe/started/{job._num_waits}")
         return job
 
-    def _meet_the_others(self, timeout: timedelta) -> None:
+    @property
+    def has_met(self) -> bool:
+        """Whether this process has found the others by its launcher's word."""
+        return self._store is not None
+
+    def _meet_the_others(self, timeout: timedelta, settings: Mapping[str, str]) -> None:
         in_main_thread = threading.current_thread() is threading.main_thread()
         if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             # Python's handler runs between two of its own instructions, so never while gloo or NCCL waits.
@@ -111,11 +141,18 @@ class Job:
         _end_with(int(os.environ.get(LAUNCHER_PID) or os.getppid()))
         _show_stack_on_demand()
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-        store, rank, size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=APART_SECONDS))))
-        self._store = store
+        preflight.check_main_address(int(os.environ["RANK"]))
+        apart = timedelta(seconds=APART_SECONDS)
+        try:
+            store, rank, size = next(iter(dist.rendezvous("env://", timeout=apart)))
+        except dist.DistError as error:
+            raise UserError(_no_store(error)) from None
+        # The store may have what processes wrote that the launcher has started before.
+        self.start = meet(store, rank, size, apart)
+        self._store = dist.PrefixStore(self.start, store)
         # The time limit is that of messages. Processes may start further apart, so they meet here first.
-        self._wait_for_all("started", rank, size)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        self.machines = preflight.check(self._store, rank, size, settings, max(apart, timeout))
+        dist.init_process_group(backend, store=self._store, rank=rank, world_size=size, timeout=timeout)
 
     def new_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
         """Create a group of some processes with the job's time limit; torch's own default is 30 minutes."""
@@ -137,13 +174,19 @@ class Job:
         os.write(self._abort_file, f"{NCCL_LIMIT}{limit.total_seconds():g}\n".encode())
         faulthandler.enable(file=self._abort_file)
 
-    def common_group(self, backend: str) -> dist.ProcessGroup:
-        """Our group of all processes on this backend. The first call, which every process makes, creates it."""
+    def common_group(self, backend: str, thread: str = "") -> dist.ProcessGroup:
+        """Our group of all processes on this backend. The first call, which every process makes, creates it.
+
+        Args:
+            backend: of torch.distributed.
+            thread: whose messages it is for; threads must not send in one group at the same time.
+        """
         if self._world is not dist.group.WORLD:  # the user has ended the one before, and joined another
             self._world, self._common_groups = dist.group.WORLD, {}
-        if backend not in self._common_groups:
-            self._common_groups[backend] = self.new_group(range(dist.get_world_size()), backend)
-        return self._common_groups[backend]
+        key = backend, thread
+        if key not in self._common_groups:
+            self._common_groups[key] = self.new_group(range(dist.get_world_size()), backend)
+        return self._common_groups[key]
 
     def leave(self) -> None:
         """Leave the job at the end, once every process is here."""
@@ -152,17 +195,17 @@ class Job:
         if self._store is None:
             dist.barrier(group=self.common_group("gloo"))
         else:
-            self._wait_for_all("ended", dist.get_rank(), dist.get_world_size())
+            self._wait_for_end()
             self._store = None
         self._world, self._common_groups = None, {}
         dist.destroy_process_group()
 
-    def _wait_for_all(self, moment: str, rank: int, size: int) -> None:
-        """Wait until every process is here, which may take longer than a message."""
+    def _wait_for_end(self) -> None:
+        """Wait until every process has come to its end, which may take longer than a message."""
         assert self._store is not None
-        self._store.set(f"hf_gpipe/{moment}/{rank}", "")
+        self._store.set(f"hf_gpipe/ended/{dist.get_rank()}", "")
         limit = max(timedelta(seconds=APART_SECONDS), self.timeout or timedelta())
-        self._store.wait([f"hf_gpipe/{moment}/{other}" for other in range(size)], limit)
+        self._store.wait([f"hf_gpipe/ended/{other}" for other in range(dist.get_world_size())], limit)
 
     def wait_for_one(self, is_mine: bool) -> None:
         """Wait for the work of one process, however long it takes: a launcher ends the others if that process dies.
@@ -210,6 +253,15 @@ class Job:
             yield cast(Item, item)
 
 
+def _no_store(error: dist.DistError) -> str:
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    return (
+        f"process {os.environ['RANK']} on machine {socket.gethostname()} cannot meet the others at {address}: "
+        f"{' '.join(str(error).split())}; see whether the first machine's processes run, whether that port is free "
+        "there, and whether its firewall lets it through"
+    )
+
+
 def _timeout_of_default_group() -> timedelta:
     """The time limit of the default group, which torch does not give to later groups; torch's own if it has none."""
     world = dist.group.WORLD
@@ -254,7 +306,7 @@ def _show_stack_on_demand() -> None:
     if path := os.environ.get(STACK_VARIABLE):
         # Open for as long as the process runs.
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        faulthandler.register(STACK_SIGNAL, file=file, all_threads=False)
+        faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
 
 
 def _after_fork() -> None:

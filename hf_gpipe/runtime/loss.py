@@ -1,7 +1,8 @@
 """The loss: cross-entropy of every target token, in little memory.
 
 A loss is a sum over units and their number, which is known from the targets alone, before any forward: each micro-batch
-adds its sum, divided by the number of units of the whole mini-batch. The units of this loss are target tokens.
+adds its sum, divided by the number of units of the whole mini-batch. The units of this loss are target tokens; other
+losses are in runtime/custom_loss.py.
 
 At a large vocabulary the loss is the peak of the last stage's memory.
 `torch.nn.functional.cross_entropy` keeps the logarithms of all probabilities for backward and makes two more tensors of
@@ -38,6 +39,9 @@ class TokenLoss:
     label_smoothing: float = 0.0
     logit_clipping: float | None = None
 
+    #: Rows of a mini-batch that must stay in one micro-batch.
+    rows_per_unit = 1
+
     def __post_init__(self) -> None:
         if not 0 <= self.label_smoothing < 1:
             raise UserError(f"label_smoothing={self.label_smoothing!r}: expected at least 0 and below 1")
@@ -49,6 +53,16 @@ class TokenLoss:
     def units(targets: torch.Tensor) -> torch.Tensor:
         """Mask (B, T) of the targets (B, T) that are units of the loss."""
         return targets != IGNORED_LABEL
+
+    @staticmethod
+    def row_units(targets: torch.Tensor) -> torch.Tensor:
+        """The number of units in each row of targets (B, T), (B,)."""
+        return TokenLoss.units(targets).sum(dim=1)
+
+    @property
+    def planned(self) -> TokenLoss:
+        """The loss that the planner traces."""
+        return self
 
     @property
     def unclipped(self) -> TokenLoss:

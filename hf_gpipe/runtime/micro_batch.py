@@ -9,8 +9,9 @@ import torch
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.dropout import mix
-from hf_gpipe.errors import DataError
-from hf_gpipe.runtime.loss import TokenLoss
+from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.runtime.custom_loss import NOT_PACKED, Loss
+from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 from hf_gpipe.runtime.packing import is_flattened, packed_parts
 
 Batch = Mapping[str, torch.Tensor]
@@ -55,10 +56,12 @@ class StepOptions:
     Attributes:
         loss_scale: factor of the loss before backward, and so of the gradients.
         on_logits: called on the last stage in evaluation, for each micro-batch.
+        is_likelihood_only: whether an evaluation gives the rows' negative log-likelihood alone, whatever the loss is.
     """
 
     loss_scale: float = 1.0
     on_logits: LogitsCallback | None = None
+    is_likelihood_only: bool = False
 
 
 PLAIN_STEP = StepOptions()
@@ -79,31 +82,41 @@ class Context:
     options: StepOptions = PLAIN_STEP
 
 
-def split_rows(batch: Batch, num_micro_batches: int) -> list[dict[str, torch.Tensor]]:
-    """Cut a mini-batch of n rows into min(M, n) parts whose sizes differ by at most one (GPipe, section 2.3).
+def split_rows(batch: Batch, num_micro_batches: int, rows_per_unit: int = 1) -> list[dict[str, torch.Tensor]]:
+    """Cut a mini-batch of n units into min(M, n) parts whose sizes differ by at most one (GPipe, section 2.3).
 
     Args:
         batch: tensors whose first dimension is the row.
         num_micro_batches: M.
+        rows_per_unit: rows next to each other that stay together.
 
     Raises:
-        DataError: there are no tensors or no rows, or the tensors differ in their number of rows.
+        DataError: there are no tensors or no rows, the tensors differ in their number of rows, or a unit is not whole.
     """
-    count = _num_parts(batch, num_micro_batches)
-    parts = {name: torch.tensor_split(tensor, count) for name, tensor in batch.items()}
+    num_units = _num_units(batch, rows_per_unit)
+    count = min(num_micro_batches, num_units)
+    sizes = [(num_units // count + (part < num_units % count)) * rows_per_unit for part in range(count)]
+    parts = {name: tensor.split(sizes) for name, tensor in batch.items()}
     return [{name: pieces[i] for name, pieces in parts.items()} for i in range(count)]
 
 
-def _num_parts(batch: Batch, num_micro_batches: int) -> int:
-    """min(M, n) for a mini-batch of n rows. Raises DataError like `split_rows`."""
+def _num_units(batch: Batch, rows_per_unit: int) -> int:
+    """Units of a mini-batch. Raises DataError like `split_rows`."""
     rows = {name: tensor.shape[0] if tensor.dim() else 0 for name, tensor in batch.items()}
     if len(set(rows.values())) != 1 or not all(rows.values()):
         raise DataError(f"a mini-batch needs tensors with the same number of rows, at least one; found {rows}")
-    return min(num_micro_batches, next(iter(rows.values())))
+    num_rows = next(iter(rows.values()))
+    if num_rows % rows_per_unit:
+        raise DataError(
+            f"a mini-batch has {num_rows} rows, and the loss needs them in groups of {rows_per_unit}; give whole groups"
+        )
+    return num_rows // rows_per_unit
 
 
-def split_tokens(batch: Batch, num_micro_batches: int, adapter: Adapter) -> list[dict[str, torch.Tensor]]:
-    """Cut a mini-batch as `split_rows` does, but by tokens: rows of similar length together, the longest first.
+def split_tokens(
+    batch: Batch, num_micro_batches: int, adapter: Adapter, rows_per_unit: int = 1
+) -> list[dict[str, torch.Tensor]]:
+    """Cut a mini-batch as `split_rows` does, but by tokens: units of similar length together, the longest first.
 
     Each of the min(M, n) parts is as long as its longest row. The sizes minimise the number of tokens, padding
     included, of the largest part, so that no micro-batch slows the pipeline down.
@@ -112,11 +125,13 @@ def split_tokens(batch: Batch, num_micro_batches: int, adapter: Adapter) -> list
         batch: tensors whose first dimension is the row.
         num_micro_batches: M.
         adapter: gives the length of a row.
+        rows_per_unit: rows next to each other that stay together; the longest counts.
     """
-    count = _num_parts(batch, num_micro_batches)
-    lengths = adapter.row_lengths(batch)
-    order = lengths.argsort(descending=True, stable=True)
-    sizes = _even_cut(lengths[order].tolist(), count)
+    count = min(num_micro_batches, _num_units(batch, rows_per_unit))
+    lengths = adapter.row_lengths(batch).view(-1, rows_per_unit).amax(dim=1)
+    units = lengths.argsort(descending=True, stable=True)
+    order = (units[:, None] * rows_per_unit + torch.arange(rows_per_unit)).flatten()
+    sizes = [size * rows_per_unit for size in _even_cut(lengths[units].tolist(), count)]
     pieces = {name: tensor[order.to(tensor.device)].split(sizes) for name, tensor in batch.items()}
     return [{name: parts[i] for name, parts in pieces.items()} for i in range(count)]
 
@@ -155,6 +170,7 @@ def make_micro_batches(
     length_bucketing: bool = False,
     packing: bool = False,
     is_compiled: bool = False,
+    loss: Loss = PLAIN,
 ) -> list[MicroBatch]:
     """The micro-batches of one step: of one mini-batch, or of several whose gradients are accumulated.
 
@@ -168,10 +184,11 @@ def make_micro_batches(
         length_bucketing: whether a mini-batch is cut by tokens, after its rows have been sorted by length.
         packing: whether the rows of a mini-batch are packed, shared out by tokens. Those of a flattened one always are.
         is_compiled: whether the blocks are compiled by torch.compile.
+        loss: says how many units there are, and which rows stay together.
 
     Raises:
         DataError: a mini-batch cannot be cut, a row is too long for the model, or an id is not in its vocabulary.
-        UserError: the model's rows cannot be packed.
+        UserError: the rows cannot be packed, because of the model or the loss.
     """
     if not batches:
         raise DataError("there is no mini-batch to run on")
@@ -183,19 +200,21 @@ def make_micro_batches(
     inputs: list[Mapping[str, torch.Tensor]] = []
     for batch in on_cpu:
         if packing or is_flattened(batch):
+            if not isinstance(loss, TokenLoss):
+                raise UserError(NOT_PACKED.format(type(loss).__name__))
             parts = packed_parts(batch, num_micro_batches)
             inputs += [adapter.packed(documents, is_compiled=is_compiled) for documents in parts]
         else:
             rows = (
-                split_tokens(batch, num_micro_batches, adapter)
+                split_tokens(batch, num_micro_batches, adapter, loss.rows_per_unit)
                 if length_bucketing
-                else split_rows(batch, num_micro_batches)
+                else split_rows(batch, num_micro_batches, loss.rows_per_unit)
             )
             inputs += [adapter.with_known_masks(adapter.prepare(one)) for one in rows]
     for one in inputs:
         adapter.check_lengths(one)
         adapter.check_ids(one)
-    count = sum(int(TokenLoss.units(adapter.targets(one)).sum()) for one in inputs)
+    count = sum(int(loss.row_units(adapter.targets(one)).sum()) for one in inputs)
     return [MicroBatch(first + i, one, mix(seed, step, i), max(count, 1), len(inputs)) for i, one in enumerate(inputs)]
 
 

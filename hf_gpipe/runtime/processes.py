@@ -6,9 +6,10 @@ talk over groups of their own: gloo for CPU tensors and Python objects, NCCL for
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,8 @@ class Processes:
     num_processes: int
     devices: tuple[torch.device, ...]
     """The devices of this process, in order."""
+    thread: str = field(default="", kw_only=True)
+    """Name of the thread that sends messages here, if it is not the main one: each thread needs groups of its own."""
 
     @classmethod
     def of_job(cls) -> Processes:
@@ -43,6 +46,15 @@ class Processes:
     def device(self) -> torch.device:
         """This process's first device, for computations outside of the stages."""
         return self.devices[0]
+
+    def for_thread(self, name: str) -> Self:
+        """The same processes, for messages that a thread of this name sends while the main thread sends others."""
+        return replace(self, thread=name)
+
+    @property
+    def num_on_this_machine(self) -> int:
+        """How many of the processes share this machine; all of them where no launcher says it."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.num_processes))
 
     # ------------------------------------------------------------------ roles
 
@@ -183,7 +195,7 @@ class Processes:
 
     def group_on(self, device: torch.device) -> dist.ProcessGroup:
         """The group of all processes for tensors on a kind of device. The first call, by every process, creates it."""
-        return Job.current().common_group(_backend(device))
+        return Job.current().common_group(_backend(device), self.thread)
 
     def new_group(self, ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
         """Create a group of some processes for tensors on a kind of device. Every process must call it."""

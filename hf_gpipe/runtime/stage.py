@@ -10,9 +10,11 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hf_gpipe.adapters import StageModel
+from hf_gpipe.adapters.head import DeferredLogits
 from hf_gpipe.adapters.weight_gradients import Product, kept_bytes
 from hf_gpipe.runtime.channel import Shapes
-from hf_gpipe.runtime.head import deferred_loss
+from hf_gpipe.runtime.custom_loss import LogitsLoss, Loss, RowLoss
+from hf_gpipe.runtime.head import deferred_loss, deferred_token_losses
 from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 
@@ -49,7 +51,7 @@ class Stage:
     Args:
         model: the stage's layers.
         wants_gradient: boundary -> for each tensor that crosses it, whether an earlier stage needs its gradient.
-        loss: the loss of the target tokens in training; evaluation does not clip logits.
+        loss: in training; evaluation does not clip logits.
 
     Attributes:
         trainable_inputs: for each carried tensor that the stage receives, whether an earlier stage needs its gradient.
@@ -57,7 +59,7 @@ class Stage:
     """
 
     def __init__(
-        self, model: StageModel, wants_gradient: Callable[[int], Mapping[str, bool]], loss: TokenLoss = PLAIN
+        self, model: StageModel, wants_gradient: Callable[[int], Mapping[str, bool]], loss: Loss = PLAIN
     ) -> None:
         self.model = model
         self.trainable_inputs = {} if model.is_first else wants_gradient(model.start)
@@ -163,23 +165,41 @@ class Stage:
         """F of a table without backwards: the tensors for the next stage, on the last stage the losses of the rows.
 
         Returns:
-            On the last stage for each row the sums over its targets, "nll" (B,), the negative log-likelihood, and
-            "loss" (B,), which differs where labels are smoothed; their number "num_units" (B,); and, if
-            there is one, the "auxiliary_loss" () of all rows.
+            On the last stage for each row "nll" (B,), the negative log-likelihood summed over its targets; "loss" (B,),
+            what it adds to the loss before this is divided by the number of units; the number of its units, "num_units"
+            (B,); and, if there is one, the "auxiliary_loss" () of all rows.
         """
+        options, micro_batch = context.options, context.micro_batch
+        of_logits = None if options.is_likelihood_only or not isinstance(self.loss, LogitsLoss) else self.loss
         with torch.no_grad():
-            inputs = context.micro_batch.inputs
-            outputs = self.model(inputs, context.carry)
+            inputs = micro_batch.inputs
+            needs_logits = options.on_logits is not None or of_logits is not None
+            deferred = None if needs_logits else self.model.deferred_logits()
+            outputs = self.model(inputs, context.carry, deferred=deferred)
             if not self.is_last:
                 return outputs
-            logits = outputs.pop("logits")
-            if context.options.on_logits is not None:
-                context.options.on_logits(logits, inputs)
             targets = self.model.adapter.targets(inputs)
-            nll = loss = PLAIN(logits, targets).view(targets.shape).sum(dim=1)
-            if self.loss.label_smoothing:
-                loss = self.loss.unclipped(logits, targets).view(targets.shape).sum(dim=1)
-            return {"nll": nll, "loss": loss, "num_units": self.loss.units(targets).sum(dim=1), **outputs}
+            losses = [PLAIN]
+            if isinstance(self.loss, TokenLoss) and self.loss.label_smoothing:
+                losses.append(self.loss.unclipped)
+            logits = outputs.pop("logits", None)
+            if deferred is not None:
+                of_tokens = deferred_token_losses(deferred, targets, losses)
+            else:
+                assert logits is not None
+                of_tokens = [one(logits, targets).view(targets.shape) for one in losses]
+                if options.on_logits is not None:
+                    options.on_logits(logits, inputs)
+            nll, loss = of_tokens[0].sum(dim=1), of_tokens[-1].sum(dim=1)
+            if of_logits is not None:
+                assert logits is not None
+                # The number of units, by which it is divided later.
+                loss = of_logits.of_rows(logits, inputs["labels"], micro_batch.num_units) * micro_batch.num_units
+                outputs.pop("auxiliary_loss", None)
+            elif isinstance(self.loss, RowLoss) and not options.is_likelihood_only:
+                loss = torch.zeros_like(nll)
+                loss[:: self.loss.rows_per_unit] = self.loss(-nll, inputs).to(loss.dtype)
+            return {"nll": nll, "loss": loss, "num_units": self.loss.row_units(targets), **outputs}
 
     def input_shapes(self, micro_batch: MicroBatch) -> Shapes:
         """Names and shapes of the tensors that F receives."""
@@ -227,15 +247,51 @@ class Stage:
         received = {
             name: tensor.detach().requires_grad_(self.trainable_inputs[name]) for name, tensor in context.carry.items()
         }
-        micro_batch = context.micro_batch
-        deferred = self.model.deferred_logits()
+        micro_batch, loss = context.micro_batch, self.loss
+        deferred = None if isinstance(loss, LogitsLoss) else self.model.deferred_logits()
         outputs = self.model(micro_batch.inputs, received, micro_batch.seed, deferred)
         if self.is_last:
-            targets = self.model.adapter.targets(micro_batch.inputs)
-            auxiliary = outputs.get("auxiliary_loss")
+            auxiliary = outputs.pop("auxiliary_loss", None)
             added = None if auxiliary is None else auxiliary / micro_batch.num_micro_batches
-            if deferred is not None:
-                return received, {"loss": deferred_loss(deferred, targets, self.loss, micro_batch.num_units, added)}
-            loss = self.loss(outputs["logits"], targets).sum() / micro_batch.num_units
-            outputs = {"loss": loss if added is None else loss + added}
+            outputs = {"loss": self._loss_of(outputs.get("logits"), deferred, added, micro_batch)}
         return received, outputs
+
+    def _loss_of(
+        self,
+        logits: torch.Tensor | None,
+        deferred: DeferredLogits | None,
+        added: torch.Tensor | None,
+        micro_batch: MicroBatch,
+    ) -> torch.Tensor:
+        """The loss of a micro-batch, (). Without gradients its value has no meaning.
+
+        Args:
+            logits: (B, T, V).
+            deferred: in place of them.
+            added: (), an auxiliary loss.
+            micro_batch: the micro-batch.
+        """
+        loss, inputs, num_units = self.loss, micro_batch.inputs, micro_batch.num_units
+        targets = self.model.adapter.targets(inputs)
+
+        def of_rows(log_probs: torch.Tensor) -> torch.Tensor:
+            assert isinstance(loss, RowLoss)
+            return loss(log_probs, inputs).sum() / num_units
+
+        of_tokens = loss if isinstance(loss, TokenLoss) else PLAIN
+        if deferred is not None:
+            through = of_rows if isinstance(loss, RowLoss) else None
+            return deferred_loss(deferred, targets, of_tokens, num_units, added, of_rows=through)
+        assert logits is not None
+        if not torch.is_grad_enabled():
+            # Another forward follows; functions of the user's are called in that one alone.
+            return logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32))
+        if isinstance(loss, LogitsLoss):
+            # Not the auxiliary loss: as in transformers' Trainer, the function's value is all of it.
+            return loss(logits, inputs["labels"], num_units)
+        losses = of_tokens(logits, targets)
+        if isinstance(loss, RowLoss):
+            value = of_rows(-losses.view(targets.shape).sum(dim=1))
+        else:
+            value = losses.sum() / num_units
+        return value if added is None else value + added

@@ -53,41 +53,53 @@ def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> lis
     num_stages = placement.num_stages
     split = {(a.stage, a.micro_batch) for queue in queues for a in queue if a.kind == ActionKind.INPUT}
     next_index = [0] * len(queues)
+    of_process: dict[int, list[int]] = {}
+    for number, queue in enumerate(queues):
+        of_process.setdefault(placement.process_of(queue[0]), []).append(number)
     free_at: dict[tuple[int, str | None], int] = {}
     finished_at: dict[Action, int] = {}
+    #: By queue, its next action where that can start: (start, fills idle time, rank, action, queue).
+    choices: dict[int, tuple[int, bool, int, Action, int]] = {}
+    #: By action, the queues whose next action depends on when it ends.
+    watching: dict[Action, list[int]] = {}
 
-    def choices() -> list[tuple[int, bool, int, Action, int]]:
-        """The next action of each queue that can start: (start, fills idle time, rank, action, queue)."""
-        found = []
-        for number, queue in enumerate(queues):
-            if next_index[number] == len(queue):
-                continue
-            action = queue[next_index[number]]
-            source = action.source(num_stages, split)
-            if source is not None and source not in finished_at:
-                continue
-            place = placement.place_of(placement.process_of(action), action)
-            start = max(free_at.get(place, 0), finished_at[source] if source else 0)
-            fills, rank = False, -way(action, num_stages)
-            if action.kind == ActionKind.RECOMPUTE:
-                gradient = gradient_action(action.stage, action.micro_batch, split).source(num_stages, split)
-                fills = gradient is not None and (gradient not in finished_at or finished_at[gradient] > start)
-                rank = -action.stage if fills else rank
-            found.append((start, fills, rank, action, number))
-        return found
+    def look_at(number: int) -> None:
+        """Find out anew whether the next action of a queue can start, and when."""
+        choices.pop(number, None)
+        if next_index[number] == len(queues[number]):
+            return
+        action = queues[number][next_index[number]]
+        source = action.source(num_stages, split)
+        if source is not None and source not in finished_at:
+            watching.setdefault(source, []).append(number)
+            return
+        place = placement.place_of(placement.process_of(action), action)
+        start = max(free_at.get(place, 0), finished_at[source] if source else 0)
+        fills, rank = False, -way(action, num_stages)
+        if action.kind == ActionKind.RECOMPUTE:
+            gradient = gradient_action(action.stage, action.micro_batch, split).source(num_stages, split)
+            if gradient is not None and gradient not in finished_at:
+                watching.setdefault(gradient, []).append(number)
+            fills = gradient is not None and (gradient not in finished_at or finished_at[gradient] > start)
+            rank = -action.stage if fills else rank
+        choices[number] = (start, fills, rank, action, number)
 
+    for number in range(len(queues)):
+        look_at(number)
     for _ in range(sum(map(len, queues))):
-        startable = choices()
-        if not startable:
+        if not choices:
             waiting = next(queue[index] for queue, index in zip(queues, next_index, strict=True) if index < len(queue))
             raise ScheduleError(
                 f"deadlock: {waiting} waits for {waiting.source(num_stages, split)}, and no stage can go on."
             )
-        start, _, _, action, number = min(startable)
+        start, _, _, action, number = min(choices.values())
         process = placement.process_of(action)
         free_at[placement.place_of(process, action)] = finished_at[action] = start + TICKS[action.kind]
         next_index[number] += 1
         process_orders[process].append(action)
+        # Nothing else has changed for the other queues.
+        for other in {*of_process[process], *watching.pop(action, ())}:
+            look_at(other)
     return process_orders
 
 

@@ -81,6 +81,9 @@ class PipelineTrainingArguments(TrainingArguments):
             "and save, before it ends without."
         },
     )
+    save_in_background: str = field(
+        default=TrainingSection.save_in_background, metadata=_TRAINING["save_in_background"]
+    )
     on_nonfinite_loss: str = field(
         default="ignore",
         metadata={
@@ -134,6 +137,7 @@ class PipelineTrainingArguments(TrainingArguments):
                 f"{', '.join(OPTIMIZERS)}"
             )
         _choose("train_sampling_strategy", self.train_sampling_strategy, SAMPLING)
+        _choose("save_in_background", self.save_in_background, ("auto", "always", "never"))
         _choose("on_nonfinite_loss", self.on_nonfinite_loss, ("ignore", "skip", "stop"))
         TokenLoss(logit_clipping=self.logit_clipping)
         self._check_sampling()

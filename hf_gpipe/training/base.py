@@ -21,6 +21,8 @@ from transformers.trainer_callback import ExportableState
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.planner.workload import PlanInputs, Workload
+from hf_gpipe.runtime.custom_loss import Loss
+from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.generating import generation_config_of
 from hf_gpipe.training.loader import Batch
@@ -30,9 +32,26 @@ from hf_gpipe.training.optim import check_optimizer
 from hf_gpipe.training.progress import MetricsFile, ProgressBar
 
 
-def pipeline_of(model: Pipeline | ModelSource | None, args: PipelineTrainingArguments, dataset: Any) -> Pipeline:
-    """The pipeline to train. Raises UserError where the arguments ask for something else than a given one is."""
-    pipe = _pipeline(model, args, dataset)
+def pipeline_of(
+    model: Pipeline | ModelSource | None,
+    args: PipelineTrainingArguments,
+    example: Callable[[], Workload | None],
+    loss: Loss | None = None,
+    **options: Any,
+) -> Pipeline:
+    """The pipeline to train.
+
+    Args:
+        model: the model, or the pipeline itself.
+        args: the trainer's arguments.
+        example: the shape of the longest mini-batch to come, for the planner.
+        loss: in place of the cross-entropy.
+        options: others of `Pipeline`; a value None is not given.
+
+    Raises:
+        UserError: the arguments ask for something else than a given pipeline is.
+    """
+    pipe = _pipeline(model, args, example, {"loss": loss, **options})
     if args.generation_config is not None:
         pipe.adapter.reference.generation_config = generation_config_of(args.generation_config)
     return pipe
@@ -74,9 +93,19 @@ def restore_callbacks(callbacks: list[TrainerCallback], saved: Mapping[str, Any]
             callbacks[index] = type(callback).from_state(states.pop(0))
 
 
-def _pipeline(model: Pipeline | ModelSource | None, args: PipelineTrainingArguments, dataset: Any) -> Pipeline:
+def _pipeline(
+    model: Pipeline | ModelSource | None,
+    args: PipelineTrainingArguments,
+    example: Callable[[], Workload | None],
+    options: dict[str, Any],
+) -> Pipeline:
     """The pipeline that the arguments ask for, or the one given, if it is not another one."""
     if isinstance(model, Pipeline):
+        if given := [name for name, value in options.items() if value is not None]:
+            raise UserError(
+                f"{given[0]} is given, and the model is a Pipeline, which has its own; set it when the Pipeline is "
+                "made (a compute_loss_func as loss=LogitsLoss(compute_loss_func))"
+            )
         _check_given(model, args)
         return model
     assert model is not None
@@ -85,7 +114,7 @@ def _pipeline(model: Pipeline | ModelSource | None, args: PipelineTrainingArgume
         model,
         config=config,
         plan_inputs=PlanInputs(
-            None if config.is_decided else _example(dataset, args),
+            None if config.is_decided else example(),
             str(getattr(args.optim, "value", args.optim)),
             args.fp32_master_weights,
             args.gradient_accumulation_steps,
@@ -96,10 +125,11 @@ def _pipeline(model: Pipeline | ModelSource | None, args: PipelineTrainingArgume
         autocast=args.autocast,
         length_bucketing=args.train_sampling_strategy == "group_by_length",
         packing=args.packing,
+        **options,
     )
 
 
-def _example(dataset: Any, args: PipelineTrainingArguments) -> Workload | None:
+def example_of(dataset: Any, args: PipelineTrainingArguments) -> Workload | None:
     """The shape of the longest mini-batch to come, for the planner."""
     by_length = args.train_sampling_strategy == "group_by_length"
     return longest_mini_batch(
@@ -117,14 +147,15 @@ def _check_given(pipe: Pipeline, args: PipelineTrainingArguments) -> None:
         )
     if args.packing and not pipe.packing:
         raise UserError("packing=True, but the given Pipeline does not pack; set it when the Pipeline is made")
-    config, loss = args.config, next(iter(pipe.stages.values())).loss
+    config, loss = args.config, pipe.loss
+    tokens = loss if isinstance(loss, TokenLoss) else PLAIN
     # What has its default is not asked for; the device is a guess.
     compared = {one.name: (getattr(pipe.config, one.name), one.default) for one in fields(config)}
     del compared["device"]
     if vars(args)["num_stages"] is None:
         del compared["num_stages"]
     asked = {name: getattr(config, name) for name in compared}
-    for name, found in (("label_smoothing_factor", loss.label_smoothing), ("logit_clipping", loss.logit_clipping)):
+    for name, found in (("label_smoothing_factor", tokens.label_smoothing), ("logit_clipping", tokens.logit_clipping)):
         asked[name], compared[name] = getattr(args, name), (found, args.__dataclass_fields__[name].default)
     for name, known in compared.items():
         if asked[name] not in known:

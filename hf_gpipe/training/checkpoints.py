@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from transformers import TrainerState
 
 from hf_gpipe.checkpoint import digests
+from hf_gpipe.checkpoint.copies import Unwritten
 from hf_gpipe.checkpoint.directory import (
     check_shared,
     check_whole,
@@ -24,14 +28,17 @@ from hf_gpipe.checkpoint.directory import (
     written_whole,
 )
 from hf_gpipe.checkpoint.run_state import Position, RunState
-from hf_gpipe.checkpoint.save import write_files
-from hf_gpipe.checkpoint.state import load_state, read_state, save_state
+from hf_gpipe.checkpoint.state import load_state, read_state, unwritten_state
 from hf_gpipe.checkpoint.together import write_once
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import AUTO
+from hf_gpipe.recipe.sizes import size_text
+from hf_gpipe.runtime import failures
 from hf_gpipe.runtime.job import Job
+from hf_gpipe.runtime.topology import Topology
 from hf_gpipe.training.arguments import PipelineTrainingArguments
+from hf_gpipe.training.background import begun, has_memory_for
 from hf_gpipe.training.loss_scaling import LossScaler
 from hf_gpipe.training.master_weights import MasterWeights
 from hf_gpipe.training.optim import set_rates, updated_parameters
@@ -44,6 +51,22 @@ STATE_NAME = "trainer_state.json"
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 
 
+class Saving(NamedTuple):
+    """A checkpoint that was begun.
+
+    Attributes:
+        path: of its directory, once it is written.
+        step: updates that had been made.
+        epoch: at that step.
+        outcome: of the thread that writes it; None: it is written.
+    """
+
+    path: Path
+    step: int
+    epoch: float | None
+    outcome: Future[None] | None
+
+
 class Checkpoints:
     """The checkpoints in an output directory. Every process has one and calls it in step with the others.
 
@@ -54,7 +77,7 @@ class Checkpoints:
         scaler: of the loss, if any.
 
     Attributes:
-        saved_step: the step that was saved last; None: none so far.
+        saved_step: the step whose checkpoint was begun last; None: none so far.
     """
 
     def __init__(
@@ -65,8 +88,10 @@ class Checkpoints:
         scaler: LossScaler | None,
     ) -> None:
         self._args, self._pipe, self._master_weights, self._scaler = args, pipe, master_weights, scaler
-        self._topology = pipe.topology
+        self._topology, self._for_saving = pipe.topology, pipe.topology.for_thread("saving")
         self._output_dir = Path(args.output_dir)
+        self._saving: Saving | None = None
+        self._has_warned = False
         self.saved_step: int | None = None
 
     def path(self, step: int) -> Path:
@@ -132,63 +157,135 @@ class Checkpoints:
         position = Position(saved.position.epoch) if self._args.ignore_data_skip else saved.position
         return replace(saved, position=position, data=new.data, num_micro_batches=now), state
 
-    def write(
+    def begin(
         self,
         run: RunState,
         state: TrainerState,
         optimizer: torch.optim.Optimizer,
         scheduler: Scheduler | None,
-        save_model: Callable[[str], None],
-    ) -> Path:
-        """Write the checkpoint of this step; with `save_only_model` without what a training needs to resume.
+        model_to_save: Callable[[Path, Topology], Unwritten | None],
+    ) -> None:
+        """Write the checkpoint of this step, or copy it and write it in the background; then rotate. `end` follows.
+
+        With `save_only_model` it has nothing that a training needs to resume.
 
         Args:
             run: how far the run has come; what the pipeline and the loss's scale are at is noted in it.
             state: transformers' state.
             optimizer: of the parameters of this process.
             scheduler: of the optimizer.
-            save_model: writes model and tokenizer into a directory.
+            model_to_save: model and tokenizer, to be written into a directory; None: they are already written.
         """
+        assert self._saving is None, "at most one checkpoint is being written"
         run.pipeline_step = self._pipe.step
         run.loss_scale = None if self._scaler is None else self._scaler.state_dict()
         final = self.path(state.global_step)
-        with Job.current().during(f"saving {final.name}"), written_whole(final, self._topology) as directory:
-            save_model(str(directory))
-            written: dict[str, digests.Entry] = {}
+        with Job.current().during(f"saving {final.name}"), ExitStack() as stack:
+            directory = stack.enter_context(written_whole(final, self._for_saving))
+            parts = [model_to_save(directory, self._for_saving)]
             if not self._args.save_only_model:
-                masters = self._master_weights
-                updated, stage_of = updated_parameters(self._pipe, masters), self._pipe.ties.owner_stage
-                shards = self._pipe.shards_of(optimizer)
-                with masters.in_state_of(optimizer) if masters is not None else nullcontext():
-                    written = save_state(
-                        directory, updated, stage_of, optimizer, scheduler, run, self._topology, shards
-                    )
+                parts.append(self._state_to_save(directory, run, optimizer, scheduler))
+            unwritten = [part for part in parts if part is not None]
+            is_in_background = self._may_copy(unwritten)
+            for part in unwritten if is_in_background else []:
+                part.copy()
+            # The state changes, and other checkpoints become the best one, while this one is written.
+            snapshot = copy.deepcopy(state) if self._topology.is_writer else state
+            # One with a higher number may lie there since an earlier run, and be damaged.
+            keep = final, Path(state.best_model_checkpoint or final)
+            write = partial(self._write, stack.pop_all(), directory, unwritten, snapshot, keep)
+            self.saved_step = state.global_step
+            if is_in_background:
+                self._saving = Saving(final, state.global_step, state.epoch, begun(write, "hf_gpipe-saving"))
+            else:
+                write()
+                self._saving = Saving(final, state.global_step, state.epoch, None)
+
+    @property
+    def is_in_background(self) -> bool:
+        """Whether a checkpoint is being written in the background, or its end was not noted yet."""
+        return self._saving is not None and self._saving.outcome is not None
+
+    @property
+    def is_written(self) -> bool:
+        """Whether a checkpoint that was begun is written, or failed, in this process: all may call `end`."""
+        return self._saving is not None and (self._saving.outcome is None or self._saving.outcome.done())
+
+    def end(self) -> Saving | None:
+        """Wait until the checkpoint that was begun is written, and return it. None: there is none.
+
+        Raises:
+            CheckpointError: on every process, if one of them could not write.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None and saving.outcome is not None:
+            with Job.current().during(f"saving {saving.path.name}"):
+                saving.outcome.result()
+        return saving
+
+    def give_up(self, error: BaseException) -> None:
+        """Before the training ends by an error, let a checkpoint be written that all processes have copied."""
+        if self._saving is None or self._saving.outcome is None:
+            return
+        if isinstance(error, Exception):
+            # Other processes may fail because this one does, while it waits.
+            failures.note(error)
+        alone = self._topology.num_processes == 1
+        with Job.current().during(f"saving {self._saving.path.name}"):
+            wait([self._saving.outcome], None if alone else self._args.stop_seconds)
+
+    def _state_to_save(
+        self, directory: Path, run: RunState, optimizer: torch.optim.Optimizer, scheduler: Scheduler | None
+    ) -> Unwritten:
+        masters = self._master_weights
+        updated, stage_of = updated_parameters(self._pipe, masters), self._pipe.ties.owner_stage
+        shards = self._pipe.shards_of(optimizer)
+        with masters.in_state_of(optimizer) if masters is not None else nullcontext():
+            return unwritten_state(directory, updated, stage_of, optimizer, scheduler, run, self._for_saving, shards)
+
+    def _may_copy(self, parts: Sequence[Unwritten]) -> bool:
+        """Whether the parts of a checkpoint are copied, and written in the background. The same in every process."""
+        asked = self._args.save_in_background
+        if asked != "auto":
+            return asked == "always"
+        num_bytes = sum(part.num_bytes for part in parts)
+        may = has_memory_for(num_bytes, self._topology)
+        if not may and not self._has_warned and self._topology.is_reporter:
+            self._has_warned = True
+            logger.warning(
+                f"the training waits while a checkpoint is written: for copies of {size_text(num_bytes)} in this "
+                'process, and those of the others, too little memory is available (save_in_background="auto")'
+            )
+        return may
+
+    def _write(
+        self, stack: ExitStack, directory: Path, parts: Sequence[Unwritten], state: TrainerState, keep: Sequence[Path]
+    ) -> None:
+        """Write a checkpoint's parts, give it its name by leaving the context managers of `stack`, and rotate."""
+        processes, written = self._for_saving, dict[str, digests.Entry]()
+        with stack:
+            for part in parts:
+                written |= part.write()
 
             def complete() -> None:
                 with digests.updated(directory, state.global_step) as entries:
                     state.save_to_json(directory / STATE_NAME)
                     entries |= written | {STATE_NAME: digests.entry_of_file(directory / STATE_NAME)}
 
-            write_once(directory, self._topology, complete)
-        self.saved_step = state.global_step
-        return final
-
-    def rotate(self, *keep: str | os.PathLike[str]) -> None:
-        """Delete the oldest checkpoints but `save_total_limit`; those in `keep` stay."""
-        limit, paths = self._args.save_total_limit, [Path(path) for path in keep]
-        write_once(self._output_dir, self._topology, lambda: rotate(self._output_dir, limit, paths))
+            write_once(directory, processes, complete)
+        write_once(self._output_dir, processes, lambda: rotate(self._output_dir, self._args.save_total_limit, keep))
 
 
-def write_model(directory: Path, pipe: Pipeline, tokenizer: Any) -> None:
-    """Write a model and its tokenizer, if any, in Hub format. Every process calls it."""
-    pipe.save_pretrained(directory)
+def model_to_save(directory: Path, pipe: Pipeline, tokenizer: Any, topology: Topology) -> Unwritten:
+    """A model and its tokenizer, if any, to be written in Hub format. Every process calls it.
 
-    def write() -> None:
-        if tokenizer is not None:
-            with digests.updated(directory) as entries:
-                entries |= write_files(directory, tokenizer.save_pretrained)
-
-    write_once(directory, pipe.topology, write)
+    Args:
+        directory: where to.
+        pipe: the model.
+        tokenizer: the main process's is written.
+        topology: whose messages the writing uses.
+    """
+    return pipe.unwritten(directory, topology, None if tokenizer is None else tokenizer.save_pretrained)
 
 
 def _check_data(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -21,15 +21,18 @@ from hf_gpipe.adapters.feed_forward import feed_forward_outputs
 from hf_gpipe.adapters.peft import make_peft, need_peft
 from hf_gpipe.adapters.quantised import need_bitsandbytes
 from hf_gpipe.data import Corpus, StreamedCorpus, build_corpus
-from hf_gpipe.data.chats import ChatCorpus, chat_corpus
+from hf_gpipe.data.chats import ChatCorpus, chat_corpus, preference_of
 from hf_gpipe.data.files import read_template
 from hf_gpipe.data.text import TextCorpus, text_corpus
 from hf_gpipe.data.tokenizer import trained_tokenizer
 from hf_gpipe.errors import DataError, RecipeError, UnsupportedModelError, UserError, nearest
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.recipe import SEQUENCE_KINDS, Recipe
+from hf_gpipe.recipe import MESSAGE_KINDS, SEQUENCE_KINDS, Recipe
 from hf_gpipe.recipe.transformer import with_transformer
+from hf_gpipe.runtime.custom_loss import Loss
+from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.training.arguments import PipelineTrainingArguments
+from hf_gpipe.training.preference_loss import PreferenceLoss
 
 AnyCorpus = Corpus | StreamedCorpus | TextCorpus | ChatCorpus
 
@@ -90,7 +93,9 @@ def checked_adapter(recipe: Recipe) -> Adapter:
         raise RecipeError(f"model: transformers cannot make a {config.model_type} model of this: {error}") from error
     if model.depth_scaled_feed_forward:
         feed_forward_outputs(adapter)
-    key, what = ("max_length", "a conversation") if data.kind == "chat" else ("max_target_tokens", "a block of text")
+    key, what = (
+        ("max_length", "a conversation") if data.kind in MESSAGE_KINDS else ("max_target_tokens", "a block of text")
+    )
     longest, most = getattr(data, key), adapter.num_positions.get("decoder")
     if data.kind in SEQUENCE_KINDS and most is not None and longest > most:
         raise RecipeError(
@@ -115,9 +120,9 @@ def text_corpus_of(recipe: Recipe) -> TextCorpus:
 
 
 def chat_corpus_of(recipe: Recipe) -> ChatCorpus:
-    """The conversations, with some to evaluate on. Raises DataError."""
-    corpus = chat_corpus(recipe.data)
-    _check_held_out(recipe, corpus, "conversations")
+    """The conversations or preferences, with some to evaluate on. Raises DataError."""
+    corpus = chat_corpus(recipe.data, preference_of if recipe.data.kind == "preferences" else None)
+    _check_held_out(recipe, corpus, "conversations" if recipe.data.kind == "chat" else "preferences")
     return corpus
 
 
@@ -192,6 +197,15 @@ def peft_config_of(recipe: Recipe, config: PreTrainedConfig) -> Any:
         target_modules=lora.target_modules or "all-linear",
         task_type="SEQ_2_SEQ_LM" if config.is_encoder_decoder else "CAUSAL_LM",
     )
+
+
+def loss_of(recipe: Recipe) -> Loss:
+    """The loss of training."""
+    if recipe.data.kind != "preferences":
+        return TokenLoss(recipe.training.label_smoothing_factor, recipe.training.logit_clipping)
+    given = recipe.preferences
+    loss = PreferenceLoss(given.beta, given.loss_type, given.label_smoothing, reference_free=given.reference_free)
+    return loss.of_rows
 
 
 def autocast_of(recipe: Recipe) -> torch.dtype | None:
@@ -282,14 +296,19 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
         *("output_dir", "seed", "num_train_epochs", "gradient_accumulation_steps", "learning_rate"),
         *("lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
         *("bf16", "fp16", "fp32_master_weights", "on_nonfinite_loss", "timeline_steps"),
-        *("max_grad_norm", "logging_steps", "save_total_limit"),
+        *("max_grad_norm", "logging_steps", "save_total_limit", "save_in_background"),
         *("run_name", "push_to_hub", "hub_model_id", "hub_private_repo"),
     )
-    schedule: dict[str, Any] = {}
+    made_as: type[PipelineTrainingArguments] = PipelineTrainingArguments
+    others: dict[str, Any] = {}
+    if recipe.data.kind == "preferences":
+        from hf_gpipe.training.dpo import PipelineDPOConfig  # the planner's command needs no trainer
+
+        made_as, others = PipelineDPOConfig, {**vars(recipe.preferences), "max_length": recipe.data.max_length}
     if training.lr_scheduler_type == "warmup_stable_decay":
-        schedule = {"lr_scheduler_kwargs": {"num_decay_steps": training.decay_steps}}
-    return PipelineTrainingArguments(
-        **schedule,
+        others |= {"lr_scheduler_kwargs": {"num_decay_steps": training.decay_steps}}
+    return made_as(
+        **others,
         **{name: getattr(training, name) for name in same_name},
         max_steps=training.max_steps or -1,
         per_device_train_batch_size=training.batch_size,

@@ -16,6 +16,7 @@ from hf_gpipe.checkpoint.save import make_directory
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.calls import by_every_process
+from hf_gpipe.runtime.custom_loss import LogitsLoss
 from hf_gpipe.runtime.topology import Topology
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.hub import HubUploads
@@ -42,6 +43,9 @@ class InspectedTrainer:
     data_collator: Any
     fire: Callable[..., None]
     save_model: Callable[..., None]
+
+    #: Columns of rows that the collator reads beside those of the model.
+    _collated_columns: tuple[str, ...] = ()
 
     #: No other engine is used, which scripts ask for.
     deepspeed = None
@@ -83,6 +87,12 @@ class InspectedTrainer:
     def label_names(self) -> list[str]:
         """The entries of a mini-batch that the loss is computed against."""
         return ["labels"]
+
+    @property
+    def compute_loss_func(self) -> Callable[..., Any] | None:
+        """The loss that the constructor was given; None: the target tokens' cross-entropy."""
+        loss = self.pipe.loss
+        return loss.function if isinstance(loss, LogitsLoss) else None
 
     @property
     def hub_model_id(self) -> str | None:
@@ -193,6 +203,7 @@ class InspectedTrainer:
                 "label",
                 "label_ids",
                 "labels",
+                *self._collated_columns,
             }
             if getattr(self.data_collator, "padding_free", False):
                 # TRL's collator reads the lengths of packed documents from it.

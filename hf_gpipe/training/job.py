@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from hf_gpipe.checkpoint.directory import checkpoints, last_checkpoint, remove, tidy
+from hf_gpipe.checkpoint.directory import check_shared, checkpoints, last_checkpoint, remove, tidy
 from hf_gpipe.checkpoint.save import make_directory
 from hf_gpipe.checkpoint.state import read_state
 from hf_gpipe.data import PairCollator
-from hf_gpipe.data.files import check_files
-from hf_gpipe.errors import RecipeError
+from hf_gpipe.data.files import check_files, digest_of_files
+from hf_gpipe.errors import DataError, RecipeError
 from hf_gpipe.pipeline import Pipeline, Update, UpdateStage
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import AUTO, Recipe, load_saved, may_change
@@ -27,11 +29,13 @@ from hf_gpipe.runtime.processes import Processes
 from hf_gpipe.schedule import Schedule, Timeline, breakdown, draw_png, write_trace
 from hf_gpipe.training import summary
 from hf_gpipe.training.cost import CostMeter
+from hf_gpipe.training.dpo import PipelineDPOConfig, PipelineDPOTrainer
 from hf_gpipe.training.from_recipe import (
     AnyCorpus,
     arguments_of,
     autocast_of,
     check_model,
+    loss_of,
     model_config,
     model_dtype,
     peft_config_of,
@@ -214,7 +218,27 @@ def _checkpoint_of(recipe: Recipe, output_dir: Path, processes: Processes, job: 
 
     job.note("checking the checkpoint")
     processes.from_writer(prepare)
+    hosts = processes.gather_objects(socket.gethostname())
+    if len(set(hosts)) > 1:
+        check_shared(output_dir, processes)
+        _check_same_data(recipe, hosts, processes)
     return None if recipe.training.resume == "never" else last_checkpoint(output_dir, processes)
+
+
+def _check_same_data(recipe: Recipe, hosts: Sequence[str], processes: Processes) -> None:
+    """Raise DataError, on every process, where machines have different copies of the data.
+
+    Only the main process reads them, and a machine may be without; but after a restart it may be another's turn.
+    """
+    is_first = hosts.index(hosts[processes.rank]) == processes.rank
+    digests = processes.gather_objects(digest_of_files(recipe.data) if is_first else "")
+    found = {host: digest for host, digest in zip(hosts, digests, strict=True) if digest}
+    if len(set(found.values())) > 1:
+        copies = ", ".join(f"{digest} on {host}" for host, digest in found.items())
+        raise DataError(
+            f"data.path {recipe.data.path}: the files differ between the machines (hashes: {copies}); copy them from "
+            f"{hosts[processes.reader]}, or put them where all machines see them"
+        )
 
 
 def _num_micro_batches_of(checkpoint: Path | None) -> int | None:
@@ -252,8 +276,7 @@ def _pipeline(recipe: Recipe, config: PreTrainedConfig, resumed_num_micro_batche
         attn_implementation=model.attn_implementation,
         trust_remote_code=model.trust_remote_code,
         config_overrides=model.config if model.path else None,
-        label_smoothing=recipe.training.label_smoothing_factor,
-        logit_clipping=recipe.training.logit_clipping,
+        loss=loss_of(recipe),
         depth_scaled_feed_forward=model.depth_scaled_feed_forward,
         autocast=autocast_of(recipe),
         peft_config=peft_config_of(recipe, config),
@@ -284,6 +307,9 @@ def _trainer(recipe: Recipe, task: Task, pipe: Pipeline, prepared: _Prepared | N
     metrics: dict[str, Any] = {}
     if characters is not None:
         metrics = {"compute_metrics": PerCharacter(characters), "preprocess_logits_for_metrics": without_logits}
+    if isinstance(args, PipelineDPOConfig):
+        tokenizer = None if prepared is None else prepared.tokenizer
+        return PipelineDPOTrainer(pipe, args=args, processing_class=tokenizer, **datasets)
     if prepared is None:
         return PipelineTrainer(pipe, args, **metrics)
     collator, tokenizer = PairCollator.for_tokenizer(prepared.tokenizer), prepared.tokenizer

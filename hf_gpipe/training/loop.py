@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 import transformers
@@ -19,47 +18,25 @@ from transformers.trainer_utils import TrainOutput
 
 from hf_gpipe.checkpoint.run_state import Position, RunState
 from hf_gpipe.errors import NonFiniteError
-from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.batches import shared_stream
 from hf_gpipe.runtime.gradient_norm import LossAndNorm
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.training.agreeing import Agreement
-from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.checkpoints import Checkpoints
 from hf_gpipe.training.evaluator import metric_of, note_best
-from hf_gpipe.training.hub import HubUploads
 from hf_gpipe.training.loader import Batch, MiniBatches, in_groups
 from hf_gpipe.training.logs import Logs
-from hf_gpipe.training.loss_scaling import LossScaler
 from hf_gpipe.training.optim import learning_rate, takes_metric
 from hf_gpipe.training.steps import Plan
 from hf_gpipe.training.stopping import StopRequest, TrainingStopped
+from hf_gpipe.training.trained import Trained
 from hf_gpipe.training.windows import StageUpdates, windows
 
 logger = transformers.logging.get_logger(__name__)
 
 #: The decisions that callbacks take.
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
-
-
-class Trained(Protocol):
-    """A trainer, as the loop sees it; scripts and callbacks may set or override most of this."""
-
-    args: PipelineTrainingArguments
-    pipe: Pipeline
-    uploads: HubUploads
-    state: TrainerState
-    control: TrainerControl
-    optimizer: torch.optim.Optimizer | None
-    lr_scheduler: Any
-    scaler: LossScaler | None
-
-    def fire(self, event: str, **kwargs: Any) -> None: ...
-    def new_state(self) -> TrainerState: ...
-    def log(self, logs: dict[str, Any]) -> None: ...
-    def evaluate(self, *, ignore_keys: list[str] | None = ...) -> dict[str, float]: ...
-    def save_model(self, output_dir: str | os.PathLike[str] | None, _internal_call: bool) -> None: ...
 
 
 class TrainingLoop:
@@ -110,18 +87,14 @@ class TrainingLoop:
         Raises:
             TrainingStopped: a signal came, and the last step is saved.
         """
-        with self._stop_request or nullcontext(), self._pipe.advising_on_memory():
-            with self._logs.meter.paused():
-                self._trainer.fire("on_train_begin")
-                if self._args.eval_on_start:
-                    self._evaluate_now()
-            if self._run.evaluation_is_due:
-                self._make_up_for_evaluation()
-            for epoch in range(self._run.position.epoch, self._plan.num_epochs):
-                if self._control.should_training_stop or self._state.global_step >= self._plan.max_steps:
-                    break
-                self._run_epoch(epoch)
-        return self._finish()
+        try:
+            with self._stop_request or nullcontext(), self._pipe.advising_on_memory():
+                self._run_epochs()
+                self._end_save()
+            return self._finish()
+        except BaseException as error:
+            self._checkpoints.give_up(error)
+            raise
 
     @property
     def _state(self) -> TrainerState:
@@ -132,6 +105,18 @@ class TrainingLoop:
         return self._trainer.control
 
     # ------------------------------------------------------------------ steps
+
+    def _run_epochs(self) -> None:
+        with self._logs.meter.paused():
+            self._trainer.fire("on_train_begin")
+            if self._args.eval_on_start:
+                self._evaluate_now()
+        if self._run.evaluation_is_due:
+            self._make_up_for_evaluation()
+        for epoch in range(self._run.position.epoch, self._plan.num_epochs):
+            if self._control.should_training_stop or self._state.global_step >= self._plan.max_steps:
+                break
+            self._run_epoch(epoch)
 
     def _run_epoch(self, epoch: int) -> None:
         self._trainer.fire("on_epoch_begin")
@@ -300,13 +285,14 @@ class TrainingLoop:
 
     def _log_evaluate_save(self, *, waits: bool) -> None:
         """Do what callbacks have asked for, in every process; `waits` is that of `Agreement.reach`."""
-        if stop_signal := self._agree(waits=waits):
+        is_written, stop_signal = self._agree(waits=waits)
+        if waits or is_written or stop_signal or any(getattr(self._control, flag) for flag in _FLAGS):
             self._read_late_numbers()
+        if stop_signal:
             self._log()
             self._stop(stop_signal)
-        if waits or any(getattr(self._control, flag) for flag in _FLAGS):
-            self._read_late_numbers()
-        if not (self._control.should_log or self._control.should_evaluate or self._control.should_save):
+        control = self._control
+        if not (is_written or control.should_log or control.should_evaluate or control.should_save):
             return
         if self._control.should_log:
             self._log()
@@ -314,22 +300,27 @@ class TrainingLoop:
             self._evaluate()
         if self._control.should_save:
             self._save()
+        elif is_written:
+            self._end_save()
         # What was just called may have asked to stop.
-        if stop_signal := self._agree(waits=True):
+        _, stop_signal = self._agree(waits=True)
+        if stop_signal:
             self._stop(stop_signal)
 
-    def _agree(self, *, waits: bool) -> int:
+    def _agree(self, *, waits: bool) -> tuple[bool, int]:
         """Agree on what callbacks or a signal asked for in any process: see `Agreement.reach`.
 
         Returns:
-            The signal on which the training stops; 0: none.
+            Whether a checkpoint that was begun is written, and the signal on which the training stops; 0: none.
         """
         asked = [int(getattr(self._control, flag)) for flag in _FLAGS]
+        # When the first process has seen it, all are done or have failed.
+        asked.append(int(self._checkpoints.is_written))
         asked.append(self._stop_request.signal if self._stop_request is not None else 0)
         agreed = self._agreement.reach(asked, waits=waits)
         for flag, value in zip(_FLAGS, agreed, strict=False):
             setattr(self._control, flag, bool(value))
-        return agreed[-1]
+        return bool(agreed[-2]), agreed[-1]
 
     def _log(self) -> None:
         logs = self._logs.read(self._state.global_step, self._norm, self._rate)
@@ -361,28 +352,42 @@ class TrainingLoop:
             self._save()
 
     def _save(self) -> None:
-        with self._logs.meter.paused():
-            self._save_checkpoint()
-        self._trainer.fire("on_save")
-
-    def _save_checkpoint(self) -> None:
+        """Write a checkpoint, or begin to write it in the background, once the one before is written."""
+        self._end_save()
         trainer, state = self._trainer, self._state
         assert trainer.optimizer is not None
-        if state.best_global_step == state.global_step:
-            state.best_model_checkpoint = str(self._checkpoints.path(state.global_step))
-        # A new state has the present state of callbacks that keep one.
-        state.stateful_callbacks = trainer.new_state().stateful_callbacks
-        save_model = partial(trainer.save_model, _internal_call=True)
-        written = self._checkpoints.write(self._run, state, trainer.optimizer, trainer.lr_scheduler, save_model)
-        if self._args.push_to_hub:
-            trainer.fire("on_push_begin")
-            if self._topology.is_writer:
-                trainer.uploads.push_checkpoint(written, f"Training in progress, step {state.global_step}")
+        self._control.should_save = False
+        with self._logs.meter.paused():
             if self._args.save_total_limit is not None:
                 # What is being uploaded must not be deleted.
                 trainer.uploads.finish()
-        # One with a higher number may lie there since an earlier run, and be damaged.
-        self._checkpoints.rotate(written, state.best_model_checkpoint or written)
+            if state.best_global_step == state.global_step:
+                state.best_model_checkpoint = str(self._checkpoints.path(state.global_step))
+            # A new state has the present state of callbacks that keep one.
+            state.stateful_callbacks = trainer.new_state().stateful_callbacks
+            self._checkpoints.begin(self._run, state, trainer.optimizer, trainer.lr_scheduler, trainer.model_to_save)
+        if not self._checkpoints.is_in_background:
+            self._end_save()
+
+    def _end_save(self) -> None:
+        """Wait until the checkpoint that was begun, if any, is written; upload it, and tell the callbacks."""
+        trainer, state = self._trainer, self._state
+        with self._logs.meter.paused():
+            saved = self._checkpoints.end()
+            if saved is not None and self._args.push_to_hub:
+                trainer.fire("on_push_begin")
+                if self._topology.is_writer:
+                    trainer.uploads.push_checkpoint(saved.path, f"Training in progress, step {saved.step}")
+        if saved is None:
+            return
+        # The callbacks find the checkpoint by the state's step.
+        now, asks_again = (state.global_step, state.epoch), self._control.should_save
+        state.global_step, state.epoch = saved.step, saved.epoch
+        try:
+            trainer.fire("on_save")
+        finally:
+            state.global_step, state.epoch = now
+        self._control.should_save |= asks_again
 
     # ------------------------------------------------------------------ the end
 
@@ -393,6 +398,7 @@ class TrainingLoop:
         self._run.evaluation_is_due = self._control.should_evaluate
         if self._checkpoints.saved_step != step:
             self._save()
+        self._end_save()
         self._trainer.fire("on_train_end")
         assert self._stop_request is not None
         self._stop_request.forget_peers()

@@ -76,7 +76,7 @@ class ProgressBar(ProgressCallback):
 
 
 def _words(logs: dict[str, Any]) -> dict[str, str]:
-    """What is shown of some metrics."""
+    """The texts of the metrics that are shown, by name."""
     known = {name: format(logs[name], spec) for name, spec in _SHOWN.items() if name in logs}
     own = {
         name: value

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import Recipe
+from hf_gpipe.runtime.job import Job
 from hf_gpipe.schedule import Breakdown
 
 
@@ -29,6 +30,8 @@ def start_text(recipe: Recipe, pipe: Pipeline, corpus: str, checkpoint: Path | N
     ]
     if pipe.planned is not None:
         lines.append(f"planner    {pipe.planned.removeprefix('planner: ')}")
+    lines += [f"machine    {line}" for line in Job.current().machines]
+    lines += [f"link       {line}" for line in pipe.links]
     if checkpoint is not None:
         lines.append(f"resuming   from {checkpoint}")
     return "\n".join(lines)

@@ -77,6 +77,7 @@ ATTRIBUTES = {
 READ_ONLY = {
     "model": "the Hugging Face model over the trained tensors, `Pipeline.model`; other processes' are on meta",
     "model_wrapped": "the same as `model`: nothing is wrapped around it",
+    "compute_loss_func": "give it to the constructor",
     "hub_model_id": "set `hub_model_id` of the arguments",
     "is_in_train": "",
     "label_names": "the labels of a mini-batch are its entry 'labels'",
@@ -88,7 +89,7 @@ READ_ONLY = {
     "is_fsdp_xla_v2_enabled": "False",
 }
 
-_LOSS = "the last stage computes the loss over the target tokens; set label_smoothing_factor or logit_clipping"
+_LOSS = "give the constructor a compute_loss_func, or set label_smoothing_factor or logit_clipping"
 _STEP = "a step is a pass over stages and micro-batches; use a callback, such as on_step_end or on_pre_optimizer_step"
 _EVALUATION = "use compute_metrics, preprocess_logits_for_metrics, or override evaluate or predict"
 _PRECISION = "use bf16 or fp16"
@@ -107,7 +108,6 @@ _UPLOADS = "use push_to_hub; set hub_strategy"
 #: overridden most; the others get `_PRIVATE`.
 REFUSED = {
     "compute_loss": _LOSS,
-    "compute_loss_func": _LOSS,
     "compute_loss_context_manager": _PRECISION,
     "autocast_smart_context_manager": _PRECISION,
     "label_smoother": _LOSS,

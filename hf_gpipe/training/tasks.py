@@ -1,4 +1,4 @@
-"""Tasks: to translate, to predict text, or to answer in conversations. `data.kind` decides which one a run has.
+"""Tasks: to translate, to predict text, to answer in conversations, or to answer as is preferred; see `data.kind`.
 
 A task knows which corpus there is, what the rows of a mini-batch are, how the model is evaluated, what is said of it.
 """
@@ -14,10 +14,12 @@ from hf_gpipe.data import Corpus, PairStream, StreamedCorpus, StreamedExamples, 
 from hf_gpipe.data.buckets import training_pairs
 from hf_gpipe.data.chat_examples import ChatExamples
 from hf_gpipe.data.chats import ChatCorpus
+from hf_gpipe.data.preferences import PreferenceExamples
 from hf_gpipe.data.text import TokenBlocks
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import Recipe
-from hf_gpipe.training.evaluate_text import TextReport, evaluate_text
+from hf_gpipe.training.evaluate_preferences import PreferenceReport, evaluate_preferences
+from hf_gpipe.training.evaluate_text import evaluate_text
 from hf_gpipe.training.evaluate_translation import TranslationReport, characters_of, evaluate_translation
 from hf_gpipe.training.from_recipe import AnyCorpus, chat_corpus_of, corpus_of, text_corpus_of
 
@@ -50,7 +52,11 @@ class Task(Protocol):
 
 def task_of(recipe: Recipe) -> Task:
     """The task that the kind of a recipe's data decides."""
-    kinds: dict[str, type[Translation] | type[LanguageModelling]] = {"text": LanguageModelling, "chat": Chat}
+    kinds: dict[str, type[Translation] | type[LanguageModelling]] = {
+        "text": LanguageModelling,
+        "chat": Chat,
+        "preferences": Preferences,
+    }
     return kinds.get(recipe.data.kind, Translation)(recipe)
 
 
@@ -160,7 +166,7 @@ class LanguageModelling:
         """Text has no references."""
         return None
 
-    def evaluate(self, pipe: Pipeline, tokenizer: PreTrainedTokenizerBase | None, corpus: Any) -> TextReport:
+    def evaluate(self, pipe: Pipeline, tokenizer: PreTrainedTokenizerBase | None, corpus: Any) -> Any:
         """The loss on held-out blocks."""
 
         def rows() -> Any:
@@ -170,7 +176,7 @@ class LanguageModelling:
         evaluation = self.recipe.evaluation
         return evaluate_text(pipe, rows, evaluation.batch_size, max_rows=evaluation.max_examples)
 
-    def report_text(self, report: TextReport) -> str:
+    def report_text(self, report: Any) -> str:
         """Loss and perplexity."""
         split = self.recipe.evaluation.split
         return f"Quality on held-out text ({split} split, {report.num_tokens} tokens)\n\n{report.text()}"
@@ -204,6 +210,43 @@ class Chat(LanguageModelling):
             assistant_only_loss=data.assistant_only_loss,
             completion_only_loss=data.completion_only_loss,
         )
+
+
+@dataclass(frozen=True)
+class Preferences(LanguageModelling):
+    """Prompts with a chosen and a rejected answer, for a decoder-only model."""
+
+    @property
+    def evaluating(self) -> str:
+        """A description of the evaluation at the end."""
+        return f"comparing the answers of the {self.recipe.evaluation.split} split"
+
+    def corpus(self) -> ChatCorpus:
+        """The preferences."""
+        return chat_corpus_of(self.recipe)
+
+    def corpus_text(self, corpus: ChatCorpus) -> str:
+        """Pairs and their longest length."""
+        return f"{len(corpus.train)} training pairs of answers of up to {self.recipe.data.max_length} tokens"
+
+    def rows(self, split: Any, tokenizer: PreTrainedTokenizerBase, *, decoder_only: bool) -> PreferenceExamples:
+        """The tokens of prompts and answers."""
+        return PreferenceExamples(split, tokenizer, max_length=self.recipe.data.max_length)
+
+    def evaluate(self, pipe: Pipeline, tokenizer: PreTrainedTokenizerBase | None, corpus: Any) -> PreferenceReport:
+        """How often the chosen answer is the more likely one."""
+
+        def rows() -> PreferenceExamples:
+            assert tokenizer is not None, "the reader has prepared the data"
+            return self.rows(_evaluated(self.recipe, corpus), tokenizer, decoder_only=True)
+
+        evaluation = self.recipe.evaluation
+        return evaluate_preferences(pipe, rows, evaluation.batch_size, max_pairs=evaluation.max_examples)
+
+    def report_text(self, report: PreferenceReport) -> str:
+        """The shares and the mean log-probabilities."""
+        split = self.recipe.evaluation.split
+        return f"Quality on held-out preferences ({split} split, {report.num_pairs} pairs)\n\n{report.text()}"
 
 
 def _evaluated(recipe: Recipe, corpus: AnyCorpus | None) -> Any:

@@ -28,21 +28,25 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler, ExportableState
 from transformers.trainer_utils import PredictionOutput, TrainOutput, speed_metrics
 
+from hf_gpipe.checkpoint.copies import Unwritten
 from hf_gpipe.checkpoint.run_state import Position, RunState
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.runtime.calls import by_every_process
+from hf_gpipe.runtime.custom_loss import LogitsLoss
 from hf_gpipe.runtime.job import Job
+from hf_gpipe.runtime.topology import Topology
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.base import (
     callbacks_of,
     check_optimizers,
     default_collator,
+    example_of,
     loss_scaler,
     pipeline_of,
     restore_callbacks,
 )
-from hf_gpipe.training.checkpoints import Checkpoints, write_model
+from hf_gpipe.training.checkpoints import Checkpoints, model_to_save
 from hf_gpipe.training.evaluator import Evaluator
 from hf_gpipe.training.hub import HubUploads
 from hf_gpipe.training.inspection import InspectedTrainer
@@ -71,7 +75,9 @@ class PipelineTrainer(InspectedTrainer):
         eval_dataset: the same, or a dict of several by name.
         processing_class: the tokenizer; it is saved with the model.
         model_init: makes the model, where `model` is None.
-        compute_loss_func: refused; the loss is cross-entropy over all target tokens of the mini-batch.
+        compute_loss_func: (outputs, labels, num_items_in_batch=...) -> the loss, in place of the cross-entropy: a sum
+            over tokens or rows, for it is called for each micro-batch. `num_items_in_batch` is the number of target
+            tokens of the whole step. Of the outputs there are the logits, which are made whole.
         compute_metrics: metrics of an EvalPrediction; it is called in the process of the last stage, or of its first
             replica, which gets the predictions of all rows.
         callbacks: called in every process, with `Pipeline.model` as `model`.
@@ -106,15 +112,18 @@ class PipelineTrainer(InspectedTrainer):
         # They may have been changed since, by args.set_training(...) and the like.
         self.args.check()
         transformers.logging.set_verbosity(self.args.get_process_log_level())
-        if compute_loss_func is not None:
-            raise UserError("compute_loss_func is not supported: the loss is computed in the last stage, over tokens")
         if (model is None) == (model_init is None):
             raise UserError("give either model or model_init")
         seed = enable_full_determinism if self.args.full_determinism else set_seed
         seed(self.args.seed)
         self.job = Job.join(self.args.ddp_timeout)
         self.model_init = model_init
-        self.pipe = pipeline_of(self.call_model_init() if model is None else model, self.args, train_dataset)
+        self.pipe = pipeline_of(
+            self.call_model_init() if model is None else model,
+            self.args,
+            lambda: example_of(train_dataset, self.args),
+            loss=None if compute_loss_func is None else LogitsLoss(compute_loss_func),
+        )
         self.topology = self.pipe.topology
         self.scaler = loss_scaler(self.pipe)
         self.master_weights = (
@@ -445,9 +454,24 @@ class PipelineTrainer(InspectedTrainer):
         """
         directory = Path(output_dir) if output_dir is not None else self._output_dir
         self._check_surface()
-        write_model(directory, self.pipe, self.processing_class or getattr(self.data_collator, "tokenizer", None))
+        self._own_model_to_save(directory, self.topology).write()
         if self.args.push_to_hub and not _internal_call:
             self._push(directory, "Model save", {})
+
+    def model_to_save(self, directory: Path, topology: Topology) -> Unwritten | None:
+        """The model of a checkpoint, to be written into its directory; `topology` is for the messages of the writing.
+
+        A `save_model` that is overridden writes at once, and nothing is left: None.
+        """
+        if getattr(self.save_model, "__func__", None) is PipelineTrainer.save_model:
+            self._check_surface()
+            return self._own_model_to_save(directory, topology)
+        self.save_model(str(directory), _internal_call=True)
+        return None
+
+    def _own_model_to_save(self, directory: Path, topology: Topology) -> Unwritten:
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        return model_to_save(directory, self.pipe, tokenizer, topology)
 
 
 #: What the class itself has under the names that a subclass may not override.

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from hf_gpipe import Pipeline
+from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.families import EXACT, REFUSED
 from hf_gpipe.exactness import MICRO_BATCHES, Batch, Step, exact_clone, padded_batch, plain_step
 from scripts.families import architectures, default_config
@@ -57,10 +58,8 @@ def clone(case: str) -> PreTrainedModel:
     return exact_clone(config, torch.float64)
 
 
-def in_stages(model: PreTrainedModel, num_stages: int | None, recompute: str, batch: Batch | None) -> Step:
-    """One step of a pipeline; returns the gradients of all processes. None: one stage per layer."""
-    num_stages = num_stages or len(Pipeline(model, 1).adapter.layers)
-    pipe = Pipeline(model, num_stages, MICRO_BATCHES, recompute=recompute)
+def in_stages(pipe: Pipeline, batch: Batch) -> Step:
+    """One step of a pipeline, with the gradients of all processes."""
     loss = float(pipe.train_step(batch))
     mine = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
     gradients: dict[str, torch.Tensor] = {}
@@ -70,23 +69,18 @@ def in_stages(model: PreTrainedModel, num_stages: int | None, recompute: str, ba
     return Step(loss, gradients, torch.float64)
 
 
-def expected_of(model: PreTrainedModel) -> Step:
-    """The plain model's step."""
-    expected = plain_step(model, padded_batch(model), Pipeline(model, 1).adapter.prepare)
-    model.zero_grad()
-    return expected
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_every_gradient(case: str) -> None:
     """Several micro-batches are in flight while blocks are recomputed, which must not see each other's tensors."""
     model = clone(case)
-    expected = expected_of(model)
+    batch = padded_batch(model)
     blocks = "block" if model.supports_gradient_checkpointing else "none"
-    for num_stages, recompute in ((3, blocks), (None, "stage")):
-        model.zero_grad()
-        found = in_stages(model, num_stages, recompute, padded_batch(model))
-        assert found.difference(expected) <= TOLERANCE, (num_stages, recompute)
+    three = Pipeline(model, 3, MICRO_BATCHES, recompute=blocks)
+    each = Pipeline(model, len(three.adapter.layers), MICRO_BATCHES, recompute="stage")
+    expected = plain_step(model, batch, three.adapter.prepare)
+    for pipe in (three, each):
+        pipe.zero_grad()
+        assert in_stages(pipe, batch).difference(expected) <= TOLERANCE, (pipe.num_stages, pipe.recompute)
 
 
 @pytest.mark.parametrize("case", [*DECODER_ONLY, *ENCODER_DECODER])
@@ -112,17 +106,15 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def _on_processes() -> list[Step]:
-    steps = []
-    for case in PROCESSES:
-        model = clone(case)
-        steps.append(in_stages(model, 3, "stage", padded_batch(model)))
-    return steps
+    models = [clone(case) for case in PROCESSES]
+    return [in_stages(Pipeline(one, 3, MICRO_BATCHES, recompute="stage"), padded_batch(one)) for one in models]
 
 
 def test_three_gloo_processes() -> None:
     results = run_gloo(_on_processes, 3)
     for i, case in enumerate(PROCESSES):
-        expected = expected_of(clone(case))
+        model = clone(case)
+        expected = plain_step(model, padded_batch(model), adapter_for(model.config, model.dtype).prepare)
         for steps in results:
             assert steps[i].difference(expected) <= TOLERANCE, case
 

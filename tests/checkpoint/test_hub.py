@@ -20,7 +20,7 @@ from hf_gpipe import Pipeline
 from hf_gpipe.adapters import StageModel, adapter_for
 from hf_gpipe.checkpoint import hub, save
 from hf_gpipe.checkpoint.directory import written_whole
-from hf_gpipe.checkpoint.peft import save_adapters
+from hf_gpipe.checkpoint.peft import unwritten_adapters
 from hf_gpipe.errors import CheckpointError
 from tests.gloo import run_gloo
 from tests.oracle import plain_model, tiny_config
@@ -73,8 +73,9 @@ def test_initial_weights_follow_the_family_and_leave_the_generator_alone() -> No
     assert torch.equal(found[table], plain.get_parameter(table))
 
 
-@pytest.mark.parametrize(("family", "tied"), FAMILIES)
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("marian", False), ("bart", False)])
 def test_round_trip_is_bit_equal(family: str, tied: bool, tmp_path: Path) -> None:
+    """Of other families, and of these tied the other way, in test_round_trips.py."""
     plain = plain_model(tiny_config(family, tied=tied), dtype=torch.float32)
     source = tmp_path / "source"
     plain.save_pretrained(source)
@@ -282,7 +283,7 @@ def _fail_then_save(blocked: str, directory: str) -> list[str]:
         pass
     told.append(str(error.value))
     with pytest.raises(CheckpointError) as error:
-        save_adapters(Path(blocked), pipe.models, pipe.ties.owner_stage, pipe.topology, peft=None)
+        unwritten_adapters(Path(blocked), pipe.models, pipe.ties.owner_stage, pipe.topology, peft=None)
     told.append(str(error.value))
     pipe.save_pretrained(directory)
     return told

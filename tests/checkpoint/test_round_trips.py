@@ -46,7 +46,9 @@ def test_round_trip(family: str, num_files: int, tmp_path: Path) -> None:
     files = len(list(source.glob("*.safetensors")))
     assert files == 1 if num_files == 1 else files >= num_files
     expected = saved(source)
-    for num_stages in (1, 2, 3, 4):
+    # Each family goes through all numbers of stages, two with either number of files, and the next one the other way.
+    others = (list(FAMILIES).index(family) + (num_files == 5)) % 2
+    for num_stages in (1 + others, 3 + others):
         target = tmp_path / f"k{num_stages}"
         Pipeline(source, num_stages).save_pretrained(target)
         assert_equal(saved(target), expected)

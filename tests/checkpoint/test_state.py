@@ -29,7 +29,7 @@ from hf_gpipe.checkpoint.directory import (
     written_whole,
 )
 from hf_gpipe.checkpoint.run_state import Position, RunState
-from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE, load_state, read_state, save_state
+from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE, load_state, read_state, unwritten_state
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.runtime.processes import Processes
 from tests.checkpoint.test_digests import make_old
@@ -142,10 +142,17 @@ def test_a_checkpoint_holds_no_pickle_and_is_in_hub_format(tmp_path: Path) -> No
 # ---------------------------------------------------------------------- what does not fit
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    trainer(folder, **SAVE).train()
+    return folder / "checkpoint-8"
+
+
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    trainer(tmp_path / "run", **SAVE).train()
-    return tmp_path / "run" / "checkpoint-8"
+def checkpoint(trained: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(trained, tmp_path / "run" / trained.name))
 
 
 def test_another_place_in_the_data_is_refused(checkpoint: Path, tmp_path: Path) -> None:
@@ -194,7 +201,7 @@ def test_values_without_a_json_form_are_refused(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(parameters.values(), lr=0.1)
     optimizer.param_groups[0]["callback"] = print
     with pytest.raises(CheckpointError, match="an optimizer's option is a builtin"):
-        save_state(
+        unwritten_state(
             tmp_path, parameters, pipe.ties.owner_stage, optimizer, None, RunState(Position(), 0, {}), pipe.topology
         )
 
@@ -215,7 +222,7 @@ def test_state_round_trip_is_exact(tmp_path: Path) -> None:
     first = next(iter(parameters.values()))
     optimizer.state[first]["scalar"] = 0.1
     run = RunState(Position(1, 2, {"a": [1, None]}), 3, {"b": 0.1}, True, 4, {"scale": 0.5})
-    save_state(tmp_path, parameters, pipe.ties.owner_stage, optimizer, scheduler, run, pipe.topology)
+    unwritten_state(tmp_path, parameters, pipe.ties.owner_stage, optimizer, scheduler, run, pipe.topology).write()
     assert read_state(tmp_path).run == run
     other = make()
     other_scheduler = torch.optim.lr_scheduler.OneCycleLR(other, 0.9, total_steps=20)

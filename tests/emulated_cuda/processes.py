@@ -35,7 +35,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 #: Seconds after which the processes of a test are ended, and of them the seconds in which none has computed.
 TIMEOUT, STALL = 300.0, 100.0
 #: What the tests import. A forked process has it at once.
-PRELOADED = ("hf_gpipe.training.job", "hf_gpipe.training.trainer", "hf_gpipe.planner.decide", "tests.oracle", "peft")
+PRELOADED = (
+    *("hf_gpipe.training.job", "hf_gpipe.training.trainer", "hf_gpipe.planner.decide", "tests.oracle", "pytest"),
+    *("peft", *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "marian", "t5"))),
+)
 
 
 @dataclass(frozen=True)

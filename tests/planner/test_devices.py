@@ -84,7 +84,7 @@ def test_this_machine() -> None:
 
 
 def test_the_memory_of_a_gpu_is_what_is_free_and_what_this_process_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_matrix_rate", "_memory_rate"):
+    for name in ("_matrix_rate", "_memory_rate", "_call_seconds"):
         monkeypatch.setattr(measure, name, lambda *_: 1e9)
     gpu = torch.device("cuda", 7)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")

@@ -8,6 +8,7 @@ import pytest
 
 from hf_gpipe.planner.costs import Parameters, SharedParameter
 from hf_gpipe.planner.plan import Plan
+from hf_gpipe.planner.saving import copy_bytes, saving_text
 from tests.planner.models import MIB, blocks, layer, model, planner, settings
 
 
@@ -98,3 +99,20 @@ def test_several_stages_of_a_process_add_up() -> None:
         assert process.memory.parameters == 20 * MIB
         alone = [plan.stages[stage].memory.total for stage in process.stages]
         assert max(alone) < process.memory.total <= sum(alone)
+
+
+def test_copies_for_saving_are_of_what_is_saved_in_the_process_that_writes_it() -> None:
+    asked = settings((2, 2), num_processes=3, replicas=(2, 1))
+    for inputs, stage in (
+        ({"optim": "adamw_torch"}, 20 + 2 * 20),
+        ({"optim": "adamw_torch", "fp32_master_weights": True}, 20 + 3 * 20),
+        ({"optim": "adamw_torch", "copied": "adapters"}, 20 + 2 * 20),
+        ({"optim": "adamw_torch", "copied": "nothing"}, 0),
+    ):
+        plan = planner(blocks(4), **inputs).plan(asked)
+        assert copy_bytes(plan) == [stage * MIB, 0, stage * MIB], inputs
+        assert bool(saving_text(plan)) == bool(stage)
+    frozen = replace(blocks(1).layers[0], parameters=Parameters(10 * MIB, 40 * MIB, MIB, 4 * MIB))
+    alone = settings((1,))
+    assert copy_bytes(planner(model(frozen)).plan(alone)) == [40 * MIB]
+    assert copy_bytes(planner(model(frozen), copied="adapters").plan(alone)) == [4 * MIB]

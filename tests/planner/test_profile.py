@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, T5Config
 
-from hf_gpipe.adapters import adapter_for
+from hf_gpipe.adapters import StageModel, adapter_for
 from hf_gpipe.adapters.tiny import tiny_config
+from hf_gpipe.checkpoint.hub import initialise
 from hf_gpipe.planner.costs import ModelCosts, Seconds
 from hf_gpipe.planner.layers import LayerTracer
 from hf_gpipe.planner.measure import profile_layers
+from hf_gpipe.planner.tracing import context_of
 from hf_gpipe.planner.workload import Workload
 from scripts.families import default_config
 from tests.gloo import run_gloo
@@ -93,3 +95,13 @@ def test_processes_measure_at_the_same_time() -> None:
 
 def test_a_difference_of_measurements_is_never_negative() -> None:
     assert Seconds(1.0, 2.0, 3.0).less(Seconds(2.0, 1.0, 1.0)) == Seconds(0.0, 1.0, 2.0)
+
+
+def test_received_tensors_are_not_too_large_for_a_head_whose_weights_are() -> None:
+    """With hidden states of N(0, 1), T5's logits would exceed 100: subnormal probabilities, slow to compute with."""
+    narrow = {"d_kv": 8, "d_ff": 8, "num_heads": 2, "num_layers": 1, "vocab_size": 100}
+    adapter = adapter_for(T5Config(d_model=512, decoder_start_token_id=0, **narrow))
+    head = StageModel(adapter, len(adapter.layers) - 1, len(adapter.layers))
+    initialise(head, CPU, seed=0)
+    carry = context_of(head, WORKLOAD.inputs(adapter)).carry
+    assert (carry["hidden"] @ head.model.lm_head.weight.T).abs().max() < 10

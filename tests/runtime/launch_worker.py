@@ -67,11 +67,15 @@ def abort_in_a_thread_outside_of_python() -> None:
     libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, ctypes.cast(libc.abort, ctypes.c_void_p), None)
 
 
-def main() -> int:
-    if sys.argv[1] == "launch":
-        return launch.launch("tests.runtime.launch_worker", sys.argv[2:], 2, Path(sys.argv[3]) / "error.txt")
+def start(what: str, folder: Path) -> int:
+    """Start two processes that do it, and wait for their end."""
+    return launch.launch("tests.runtime.launch_worker", [what, str(folder)], 2, folder / "error.txt")
+
+
+def work(what: str, folder: Path) -> int:
+    """Do it in one of the two."""
     try:
-        body(sys.argv[1], Path(sys.argv[2]))
+        body(what, folder)
     except Exception as error:
         code = failures.report(error)
         sys.stdout.flush()
@@ -80,4 +84,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    words = sys.argv[1:]
+    sys.exit(start(words[1], Path(words[2])) if words[0] == "launch" else work(words[0], Path(words[1])))

@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -18,29 +18,48 @@ from torch.distributed import DistBackendError
 from hf_gpipe.errors import EXIT_STOPPED, PeerError, StageError, UserError
 from hf_gpipe.runtime import failures
 from hf_gpipe.runtime.supervise import Child, first_failure, work_file
+from scripts import chaos
+from tests import forked_command
 from tests.runtime import launch_worker
 
 REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-WORKER = "tests.runtime.launch_worker"
 
 
-def command(what: str, folder: Path) -> list[str]:
-    return [sys.executable, "-m", WORKER, "launch", what, str(folder)]
+def forked(what: str, folder: Path) -> BaseProcess:
+    """The launcher in a process that is forked, as are those that it starts."""
+    return forked_command.start_function(folder, start_forked, what, folder)
 
 
-def run(what: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(what, folder), cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=200
-    )
+def start_forked(what: str, folder: Path) -> int:
+    chaos.fork_ahead(lambda rank: launch_worker.work(what, folder), folder, 2)
+    return launch_worker.start(what, folder)
+
+
+def texts(folder: Path) -> tuple[str, str]:
+    """What the launcher and its processes have written to stdout and stderr."""
+    return (folder / "run.out").read_text(), (folder / "run.err").read_text()
+
+
+JOINED = ["process 0 of 2, 1 threads", "process 1 of 2, 1 threads"]
+
+
+def test_processes_join_one_job(tmp_path: Path) -> None:
+    """As a user starts them. In the other tests they are forked."""
+    command = [sys.executable, "-m", "tests.runtime.launch_worker", "launch", "fine", str(tmp_path)]
+    result = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert sorted(result.stdout.splitlines()) == JOINED
 
 
 # late: one ends later than a message may; preparing: the others wait as long for its data
-@pytest.mark.parametrize("what", ["fine", "late", "preparing"])
-def test_processes_join_one_job(what: str, tmp_path: Path) -> None:
-    result = run(what, tmp_path)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert sorted(result.stdout.splitlines()) == ["process 0 of 2, 1 threads", "process 1 of 2, 1 threads"]
+@pytest.mark.parametrize("what", ["late", "preparing"])
+def test_processes_wait_longer_than_for_a_message(what: str, tmp_path: Path) -> None:
+    process = forked(what, tmp_path)
+    process.join(200)
+    out, err = texts(tmp_path)
+    assert (process.exitcode, err) == (0, "")
+    assert sorted(out.splitlines()) == JOINED
 
 
 @pytest.mark.parametrize(
@@ -72,14 +91,16 @@ def test_processes_join_one_job(what: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_failure_is_told_once(what: str, exit_code: int, message: str, tmp_path: Path) -> None:
-    result = run(what, tmp_path)
+    process = forked(what, tmp_path)
+    process.join(200)
     ended = time.time()
+    out, err = texts(tmp_path)
     line = next(
         n for n, text in enumerate(Path(launch_worker.__file__).read_text().splitlines(), 1) if "sleep(600" in text
     )
-    found = re.sub(r"(distributed_c10d.py, line )\d+", r"\1{torch}", result.stderr)
+    found = re.sub(r"(distributed_c10d.py, line )\d+", r"\1{torch}", err)
     assert found == message.format(error=tmp_path / "error.txt", line=line, torch="{torch}") + "\n"
-    assert (result.returncode, result.stdout) == (exit_code, "")
+    assert (process.exitcode, out) == (exit_code, "")
     # Since both were there: starting them takes as long as the machine needs.
     assert ended - max(file.stat().st_mtime for file in tmp_path.glob("*.pid")) < 30
     assert_ended(tmp_path)
@@ -96,29 +117,26 @@ def test_a_failure_is_told_once(what: str, exit_code: int, message: str, tmp_pat
     ],
 )
 def test_no_process_outlives_its_launcher(number: int, exit_code: int, message: str, tmp_path: Path) -> None:
-    with waiting_job(tmp_path) as launcher:
-        launcher.send_signal(number)
-        _, stderr = launcher.communicate(timeout=60)
-        assert (launcher.returncode, stderr) == (exit_code, message)
+    launcher = forked("wait", tmp_path)
+    assert launcher.pid is not None
+    try:
+        wait_for_both(tmp_path, launcher)
+        os.kill(launcher.pid, number)
+        launcher.join(60)
+        assert (launcher.exitcode, texts(tmp_path)[1]) == (exit_code, message)
         assert_ended(tmp_path)
+    finally:
+        launcher.kill()
 
 
-@contextmanager
-def waiting_job(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """A job whose process 0 waits in gloo for process 1, which sleeps."""
-    with subprocess.Popen(
-        command("wait", folder), cwd=REPOSITORY, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
-    ) as launcher:
-        try:
-            deadline = time.monotonic() + 200
-            while len(process_ids(folder)) < 2:
-                assert launcher.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
-            time.sleep(0.5)
-            yield launcher
-        finally:
-            launcher.kill()
+def wait_for_both(folder: Path, launcher: BaseProcess) -> None:
+    """Until process 0 waits in gloo for process 1, which sleeps."""
+    deadline = time.monotonic() + 200
+    while len(process_ids(folder)) < 2:
+        assert launcher.is_alive()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(0.5)
 
 
 def process_ids(folder: Path) -> list[int]:

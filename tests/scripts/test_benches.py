@@ -1,54 +1,57 @@
 """The benchmarks run, on models and waits that take no time, and what they count is right.
 
-One process imports the libraries once and runs all of them; figures of speed mean nothing here.
+One forked process runs all of them; figures of speed mean nothing here.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import math
 from pathlib import Path
 from typing import Any
 
+import bench_emulated
+import bench_head
+import bench_memory
+import bench_peers
+import bench_table2
 import pytest
+import torch
+from bench.measure import Measured
+from bench.report import paired, table
+from bench.saved_bytes import SavedBytes
+from bench.settings import SETTINGS
 
 from hf_gpipe.schedule import SCHEDULES
+from tests import forked_command
 
-ROOT = Path(__file__).parents[2]
-SCRIPTS = ROOT / "scripts"
-
-RUN_ALL = """
-import sys
-import bench_emulated, bench_head, bench_memory, bench_peers, bench_table2
-folder = sys.argv[1]
-cases = ["single", "torch Schedule1F1B", "ours 1f1b stage", "ours auto 770 MB", "ours 1f1b none bucketed"]
-cases += ["torch DDP x Schedule1F1B", "ours 2 x 2 zero 1", "torch ScheduleZBVZeroBubble", "ours zb_v none"]
-settings = ["on", "lengths", "zero_bubble", "mesh"]
-codes = [
-    bench_emulated.main(["--quick", "--json", f"{folder}/emulated.json"]),
-    bench_head.main(["--quick", "--json", f"{folder}/head.json"]),
-    bench_memory.main(["--quick", "--json", f"{folder}/memory.json"]),
-    bench_peers.main(["--quick", "--settings", *settings, "--only", *cases, "--json", f"{folder}/peers.json"]),
-    bench_table2.main(["--quick", "--json", f"{folder}/table2.json"]),
+#: Of the comparison with other trainers.
+PEERS = [
+    *("--settings", "on", "lengths", "zero_bubble", "mesh"),
+    *("--only", "single", "torch Schedule1F1B", "ours 1f1b stage", "ours auto 770 MB", "ours 1f1b none bucketed"),
+    *("torch DDP x Schedule1F1B", "ours 2 x 2 zero 1", "torch ScheduleZBVZeroBubble", "ours zb_v none"),
 ]
-sys.exit(max(codes))
-"""
 
 
-def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPTS), str(ROOT)]), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *arguments], env=environment, cwd=folder, capture_output=True, text=True)
+def run_all(folder: Path) -> int:
+    """The largest exit code: 1 is also that of a case that ended at another loss."""
+    commands = {
+        "emulated": (bench_emulated.main, []),
+        "head": (bench_head.main, []),
+        "memory": (bench_memory.main, []),
+        "peers": (bench_peers.main, PEERS),
+        "table2": (bench_table2.main, []),
+    }
+    return max(main(["--quick", "--json", f"{folder}/{name}.json", *words]) for name, (main, words) in commands.items())
 
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each benchmark wrote, by its name."""
     folder = tmp_path_factory.mktemp("benches")
-    result = run(["-c", RUN_ALL, str(folder)], folder)
-    # 1 is also the exit code where a case ended at another loss.
-    assert result.returncode == 0, result.stdout + result.stderr
+    process = forked_command.start_function(folder, run_all, folder)
+    process.join(280)
+    assert process.exitcode == 0, (folder / "run.out").read_text() + (folder / "run.err").read_text()
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 
@@ -90,45 +93,36 @@ def test_table2_has_every_cell(figures: dict[str, Any]) -> None:
     assert {one["case"] for one in figures["table2"]["measured"]} == {"single", "twin", "ours gpipe", "ours 1f1b"}
 
 
-UNITS = """
-import torch
-from bench.report import paired, table
-from bench.saved_bytes import SavedBytes
-
-# Paired: each repetition was twice as slow as the one before, and the ratio is the same in all.
-spread = paired([2.0, 4.0, 8.0], [1.0, 2.0, 4.0])
-assert (spread.median, spread.low, spread.high) == (2.0, 2.0, 2.0)
-assert table(["a", "K"], [["x", "16"]]) == "| a   |   K |\\n| --- | --: |\\n| x   |  16 |"
-
-weight = torch.ones(4, requires_grad=True)
-saved = SavedBytes([weight])
-x = torch.ones(4)
-with saved.counting():
-    first = (weight * x) * x  # x twice, 16 bytes; the weight does not count
-    assert saved.peak_bytes == 16, saved.peak_bytes
-    first.exp().sum().backward()  # exp saves its output of 16 bytes
-    assert saved.peak_bytes == 32, saved.peak_bytes
-    del first
-    y = torch.ones(4)
-    (weight * y).sum().backward()  # all of the above has gone
-assert saved.peak_bytes == 32, saved.peak_bytes
-"""
+# ---------------------------------------------------------------------- what they count with
 
 
-DIFFERING = """
-from bench.measure import Measured
-from bench.settings import SETTINGS
-from bench_peers import differing
-setting = SETTINGS[0]
-runs = {case.name: [Measured(1.0, 5.0, 4.0, [1])] for case in setting.cases}
-assert not differing(setting, runs)
-runs["DDP"] = [Measured(1.0, 5.0, 4.001, [1])]
-assert [line.split()[1] for line in differing(setting, runs)] == ["DDP"]
-runs["DDP"] = [Measured(1.0, 5.0, float("nan"), [1])]
-assert differing(setting, runs)
-"""
+def test_ratios_are_paired() -> None:
+    """Each repetition was twice as slow as the one before, and the ratio is the same in all."""
+    spread = paired([2.0, 4.0, 8.0], [1.0, 2.0, 4.0])
+    assert (spread.median, spread.low, spread.high) == (2.0, 2.0, 2.0)
+    assert table(["a", "K"], [["x", "16"]]) == "| a   |   K |\n| --- | --: |\n| x   |  16 |"
 
 
-def test_what_the_benchmarks_count_with_and_a_case_that_trains_otherwise_is_found(tmp_path: Path) -> None:
-    result = run(["-c", UNITS + DIFFERING], tmp_path)
-    assert result.returncode == 0, result.stderr
+def test_saved_bytes_are_those_that_are_alive_at_once() -> None:
+    weight = torch.ones(4, requires_grad=True)
+    saved = SavedBytes([weight])
+    x = torch.ones(4)
+    with saved.counting():
+        first = (weight * x) * x  # x twice, 16 bytes; the weight does not count
+        assert saved.peak_bytes == 16
+        first.exp().sum().backward()  # exp saves its output of 16 bytes
+        assert saved.peak_bytes == 32
+        del first
+        y = torch.ones(4)
+        (weight * y).sum().backward()  # all of the above has gone
+    assert saved.peak_bytes == 32
+
+
+def test_a_case_that_trains_otherwise_is_found() -> None:
+    setting = SETTINGS[0]
+    runs = {case.name: [Measured(1.0, 5.0, 4.0, [1])] for case in setting.cases}
+    assert not bench_peers.differing(setting, runs)
+    runs["DDP"] = [Measured(1.0, 5.0, 4.001, [1])]
+    assert [line.split()[1] for line in bench_peers.differing(setting, runs)] == ["DDP"]
+    runs["DDP"] = [Measured(1.0, 5.0, math.nan, [1])]
+    assert bench_peers.differing(setting, runs)

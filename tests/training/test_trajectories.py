@@ -23,11 +23,12 @@ from tests.training.toy import CausalRows, Recorder, Rows, trainer
 STEPS, TOLERANCE = 30, 1e-4
 #: Encoder-decoders of transformers average over mini-batches what they accumulate, not over tokens.
 ACCUMULATION = {"llama": 2, "marian": 1}
+#: Of the twelve pipelines each family has half, so that every pair of values meets in both.
 PIPELINES = [
-    (num_stages, num_micro_batches, schedule)
-    for num_stages in (1, 2, 3)
-    for num_micro_batches in (1, 4)
-    for schedule in ("gpipe", "1f1b")
+    *(("llama", 1, 1, "gpipe"), ("llama", 1, 4, "1f1b"), ("llama", 2, 1, "1f1b")),
+    *(("llama", 2, 4, "gpipe"), ("llama", 3, 1, "gpipe"), ("llama", 3, 4, "1f1b")),
+    *(("marian", 1, 1, "1f1b"), ("marian", 1, 4, "gpipe"), ("marian", 2, 1, "gpipe")),
+    *(("marian", 2, 4, "1f1b"), ("marian", 3, 1, "1f1b"), ("marian", 3, 4, "gpipe")),
 ]
 
 
@@ -88,8 +89,7 @@ def reference(family: str) -> tuple[list[dict[str, Any]], Any]:
     return recorder.logs, plain.predict(dataset(family, 8, 2)).predictions
 
 
-@pytest.mark.parametrize(("num_stages", "num_micro_batches", "schedule"), PIPELINES)
-@pytest.mark.parametrize("family", ["llama", "marian"])
+@pytest.mark.parametrize(("family", "num_stages", "num_micro_batches", "schedule"), PIPELINES)
 def test_the_plain_trainer_s_trajectory(
     family: str, num_stages: int, num_micro_batches: int, schedule: str, tmp_path: Path
 ) -> None:

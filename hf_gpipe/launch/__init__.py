@@ -1,0 +1,178 @@
+"""python -m hf_gpipe.launch ENGINE recipe.yaml --nodes N: prints the file that starts a run on several machines."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from hf_gpipe.errors import UserError, nearest
+from hf_gpipe.launch.file import ENGINES, JobFile
+from hf_gpipe.recipe import Recipe, load_recipe
+
+if TYPE_CHECKING:
+    from hf_gpipe.plan import Question
+    from hf_gpipe.planner.plan import Plan
+
+DESCRIPTION = """\
+Prints a file that starts the training of a recipe on several machines, and submits nothing. It stops the training in
+time to save (training.stop_seconds) and starts it again, and has the planner's estimate as comments.
+
+  python -m hf_gpipe.launch slurm recipe.yaml --nodes 2 --nproc-per-node 4 > job.sh
+
+docs/clusters.md says what to do with it.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    if not args:
+        parser.print_help()
+        return 2
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    warnings.filterwarnings("ignore")
+    try:
+        print(_text(parser.parse_intermixed_args(args), args), end="")
+        return 0
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _text(options: argparse.Namespace, args: Sequence[str]) -> str:
+    if options.engine not in ENGINES:
+        hint = nearest(options.engine, ENGINES)
+        raise UserError(f"{options.engine!r} is not an engine; it must be one of {', '.join(ENGINES)}{hint}")
+    recipe = load_recipe(options.recipe, options.overrides)
+    per_node = _per_node(recipe, options.nodes, options.nproc_per_node)
+    arguments = [options.recipe, *options.overrides]
+    comments = [f"Printed by: python -m hf_gpipe.launch {' '.join(args)}", ""]
+    if options.no_plan:
+        comments.append("Nothing is planned (--no-plan).")
+    else:
+        changed, estimate = _planned(options, per_node)
+        keys = {argument.partition("=")[0] for argument in changed}
+        arguments = [one for one in arguments if one.partition("=")[0].strip() not in keys] + changed
+        comments += estimate
+    file = JobFile(
+        load_recipe(options.recipe, arguments[1:]),
+        arguments,
+        options.nodes,
+        per_node,
+        comments,
+        options.device,
+        options.image,
+        options.claim,
+        Path.cwd(),
+    )
+    return file.text(options.engine)
+
+
+def _per_node(recipe: Recipe, nodes: int, asked: int | None) -> int:
+    """Processes of each machine. Raises UserError where neither the recipe nor the option says how many."""
+    if nodes < 1 or (asked is not None and asked < 1):
+        raise UserError(f"--nodes is {nodes} and --nproc-per-node {asked}; both are at least 1")
+    pipeline = recipe.pipeline
+    if pipeline.is_mesh_open and pipeline.num_processes is None:
+        if asked is None:
+            raise UserError(
+                "the planner is to choose stages or replicas, for a number of processes that is not given; add "
+                "--nproc-per-node P, the processes (GPUs) of each machine"
+            )
+        return asked
+    total = pipeline.processes
+    if asked is None and total % nodes:
+        raise UserError(
+            f"the recipe has {total} processes, and --nodes is {nodes}; each machine has as many as the others: give "
+            "--nproc-per-node, other numbers of stages or replicas, or pipeline.num_processes"
+        )
+    return asked or total // nodes
+
+
+def _planned(options: argparse.Namespace, per_node: int) -> tuple[list[str], list[str]]:
+    """The key=value arguments that the plan adds to the recipe's, and the plan in words."""
+    from hf_gpipe.plan import Question
+    from hf_gpipe.planner.report import overrides, report
+
+    links = f"@{options.links}" if options.links else ""
+    words = [options.recipe, *options.overrides, "--devices", f"{options.nodes}x{per_node}{links}"]
+    for name in ("device", "memory"):
+        if value := getattr(options, name):
+            words += [f"--{name}", value]
+    question = Question.read(words)
+    plan = _in_the_best_order(question)
+    given = load_recipe(options.recipe, options.overrides).pipeline
+    changed = []
+    if given.is_mesh_open or given.mesh != (plan.settings.num_stages, plan.settings.replicas):
+        changed = shlex.split(overrides(plan))
+    elif plan.settings.placement != given.placement:
+        values = {"placement": plan.settings.placement, "num_processes": plan.settings.num_processes}
+        changed = [f"pipeline.{key}={value}" for key, value in values.items()]
+    if not plan.fits:
+        print("the plan does not fit; see the comments of the file", file=sys.stderr)
+    lines = ["The planner's estimate:", *(f"  {line}" for line in report(plan).splitlines())]
+    return changed, [*lines, "", _ranks(plan, per_node)]
+
+
+def _in_the_best_order(question: Question) -> Plan:
+    """The plan; where it has equal replicas, with the order of ranks that is faster: each pipeline's together, or the
+    replicas of each stage together."""
+    from hf_gpipe.schedule import Placement
+
+    plan = question.best()
+    config, placement = plan.settings, plan.timeline.schedule.placement
+    counts = set(placement.replicas)
+    is_given = config.placement is not None or len(counts) > 1 or question.table is not None
+    if is_given or counts == {1} or config.num_processes != placement.num_stages * placement.replicas[0]:
+        return plan
+    count = placement.replicas[0]
+    beside = Placement([range(stage * count, (stage + 1) * count) for stage in range(placement.num_stages)])
+    other = question.planner.plan(replace(config, placement=str(beside)))
+    return other if other.step_seconds < plan.step_seconds else plan
+
+
+def _ranks(plan: Plan, per_node: int) -> str:
+    """Which machines have the processes of each stage."""
+    workers = plan.timeline.schedule.placement.workers
+    machines = [sorted({worker // per_node for worker in own}) for own in workers]
+    stages = "; ".join(f"stage {stage}: {', '.join(map(str, own))}" for stage, own in enumerate(machines))
+    return f"Ranks 0 to {per_node - 1} are on machine 0, the next {per_node} on machine 1. Machines of {stages}"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line and exit code 2, as every other error here."""
+        raise UserError(f"{message}; python -m hf_gpipe.launch --help lists the options")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m hf_gpipe.launch", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("engine", help=", ".join(ENGINES))
+    parser.add_argument("recipe", help="the recipe; every machine has it under this path")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a value of the recipe")
+    parser.add_argument("--nodes", type=int, required=True, metavar="N", help="number of machines")
+    parser.add_argument(
+        "--nproc-per-node", type=int, metavar="P", help="processes of each machine, one per GPU (default: the recipe's)"
+    )
+    parser.add_argument("--device", help="the planner's name of the GPUs, such as a100-80")
+    parser.add_argument("--memory", help="memory limit of a process for the planner, such as 80GiB")
+    parser.add_argument(
+        "--links",
+        metavar="25Gbit/s+50us,150GB/s",
+        help="links between machines and between the devices of one, for the planner (default: 100 Gbit/s, and the "
+        "device's)",
+    )
+    parser.add_argument("--no-plan", action="store_true", help="print the file without planning")
+    parser.add_argument("--image", help="kubernetes: a container image with hf_gpipe")
+    parser.add_argument("--claim", help="kubernetes: the PersistentVolumeClaim with recipe, data and output")
+    return parser

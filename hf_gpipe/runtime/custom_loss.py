@@ -1,0 +1,152 @@
+"""Losses in place of the target tokens' cross-entropy: functions of rows' log-probabilities, or of logits.
+
+Each is a sum over units, as `TokenLoss` is: the values of the micro-batches are added up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch.nn import functional as F
+from transformers.modeling_outputs import CausalLMOutput
+
+from hf_gpipe.adapters import IGNORED_LABEL, Adapter
+from hf_gpipe.errors import UserError
+from hf_gpipe.runtime.loss import TokenLoss
+
+NOT_PACKED = "a {} is computed from rows, and packed rows are one; leave packing out, and use a collator that pads"
+
+#: How far the loss of a row given twice may be from twice the row's, where a mean would be half of it.
+_ROUNDING = 0.05
+
+
+@dataclass(frozen=True)
+class RowLoss:
+    """A loss of the log-probabilities of rows, such as DPO's, whose units are pairs of rows.
+
+    The log-probabilities are computed some positions at a time, so no micro-batch has all its logits.
+
+    Attributes:
+        function: (log-probabilities (B,), each the sum over the targets of a row; the micro-batch's inputs) -> the loss
+            of each unit, (B / rows_per_unit,). It is called once for each micro-batch, in training with gradients, in
+            evaluation without.
+        rows_per_unit: rows next to each other that belong to one unit; they are never in different micro-batches.
+        needs_reference: whether the function reads the entry "ref_logps" (B,), the log-probabilities under the model
+            before its training. Where a mini-batch has none, they are computed without the PEFT adapters.
+    """
+
+    function: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
+    rows_per_unit: int = 1
+    needs_reference: bool = False
+
+    def row_units(self, targets: torch.Tensor) -> torch.Tensor:
+        """The number of units that begin in each row of targets (B, T), (B,)."""
+        is_first = torch.zeros(len(targets), dtype=torch.long, device=targets.device)
+        is_first[:: self.rows_per_unit] = 1
+        return is_first
+
+    def __call__(self, log_probs: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The loss of each unit. Raises UserError where the function gives something else."""
+        losses = self.function(log_probs, inputs)
+        shape = (len(log_probs) // self.rows_per_unit,)
+        if not isinstance(losses, torch.Tensor) or losses.shape != shape:
+            found = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+            raise UserError(f"the function of a RowLoss gave {found}; it must give a tensor {shape}, one loss per unit")
+        return losses
+
+    @property
+    def planned(self) -> RowLoss:
+        """A loss of the same cost, for the planner, whose tensors have no values."""
+        return RowLoss(lambda log_probs, inputs: -log_probs)
+
+
+@dataclass(frozen=True)
+class LogitsLoss:
+    """A loss of logits, like transformers' `compute_loss_func`; the logits of a micro-batch are made whole.
+
+    Attributes:
+        function: (outputs, labels, num_items_in_batch=...) -> (). `outputs.logits` are those (B, T, V) of a
+            micro-batch, `labels` (B, T') as the collator made them, and `num_items_in_batch` the number of target
+            tokens of the whole step. Its values are added up over micro-batches: it must be a sum over tokens or rows.
+    """
+
+    function: Callable[..., Any]
+    _is_checked: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    rows_per_unit = 1
+
+    @staticmethod
+    def row_units(targets: torch.Tensor) -> torch.Tensor:
+        """The number of target tokens of each row of targets (B, T), (B,)."""
+        return TokenLoss.row_units(targets)
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor, num_units: int) -> torch.Tensor:
+        """The loss of a micro-batch, (). Raises UserError where the function is no sum over rows."""
+        value = self._value(logits, labels, num_units)
+        if not self._is_checked:
+            self._check(logits[:1].detach(), labels[:1], num_units)
+        return value
+
+    def of_rows(self, logits: torch.Tensor, labels: torch.Tensor, num_units: int) -> torch.Tensor:
+        """What each row of a micro-batch adds to the loss, (B,)."""
+        rows = zip(logits.split(1), labels.split(1), strict=True)
+        return torch.stack([self._value(*row, num_units) for row in rows])
+
+    def _value(self, logits: torch.Tensor, labels: torch.Tensor, num_units: int) -> torch.Tensor:
+        # Some functions change the labels in place.
+        value = self.function(CausalLMOutput(logits=logits), labels.clone(), num_items_in_batch=torch.tensor(num_units))
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise UserError(f"compute_loss_func returned {found}; it must return the loss, a tensor with one number")
+        return value.reshape(())
+
+    @torch.no_grad()
+    def _check(self, logits: torch.Tensor, labels: torch.Tensor, num_units: int) -> None:
+        """Compare the loss of a row with that of the row given twice, as long as it is a number other than 0."""
+        once = float(self._value(logits, labels, num_units))
+        if once == 0 or not math.isfinite(once):
+            return
+        self._is_checked.append(True)
+        twice = float(self._value(logits.repeat(2, 1, 1), labels.repeat(2, *[1] * (labels.dim() - 1)), num_units))
+        if abs(twice - 2 * once) > _ROUNDING * abs(once):
+            raise UserError(
+                f"compute_loss_func gave {once:.6g} for a row and {twice:.6g} for the row given twice. It is called "
+                "for each micro-batch, and the results are added up; so it must be a sum over tokens or rows, such as "
+                "cross_entropy(..., reduction='sum') / num_items_in_batch"
+            )
+
+    @property
+    def planned(self) -> LogitsLoss:
+        """A loss of about the same cost, for the planner, whose tensors have no values."""
+        return LogitsLoss(_cross_entropy)
+
+
+def _cross_entropy(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+    logits = outputs.logits.float()
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+
+
+Loss: TypeAlias = TokenLoss | RowLoss | LogitsLoss
+"""Any loss: `row_units` gives the number of units of each row, and `rows_per_unit` the rows of each unit."""
+
+
+def check_loss(loss: Loss, label_smoothing: float, logit_clipping: float | None, *, packing: bool) -> None:
+    """Raise UserError where a given loss is none, or options ask for what it would not do."""
+    if not isinstance(loss, TokenLoss | RowLoss | LogitsLoss):
+        raise UserError(f"loss is a {type(loss).__name__}; give a LogitsLoss or a RowLoss with your function")
+    for name, value in (("label_smoothing", label_smoothing), ("logit_clipping", logit_clipping)):
+        if value:
+            raise UserError(
+                f"{name}={value!r} is of the cross-entropy, and the loss is another one; leave one of them out"
+            )
+    if packing and not isinstance(loss, TokenLoss):
+        raise UserError(f"packing=True: {NOT_PACKED.format(type(loss).__name__)}")
+
+
+def whole_logits(adapter: Adapter, loss: Loss) -> str:
+    """The reason why training makes the logits of a micro-batch whole; empty where it does not."""
+    return "the loss is a function of them" if isinstance(loss, LogitsLoss) else adapter.projection.reason

@@ -1,0 +1,126 @@
+"""The loss of preferences: direct preference optimization (DPO) and its variants, and their metrics.
+
+DPO (Rafailov et al. 2023, arXiv 2305.18290, equation 7) makes chosen answers more likely than rejected ones, beside a
+reference, the model before its training. Names are those of TRL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.nn import functional as F
+
+from hf_gpipe.adapters import IGNORED_LABEL
+from hf_gpipe.errors import UserError, nearest
+from hf_gpipe.runtime.custom_loss import RowLoss
+
+#: Names of the metrics, in the order in which `PreferenceLoss` sums them up.
+METRICS = (
+    *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
+    *("logps/chosen", "logps/rejected"),
+)
+LOSS_TYPES = ("sigmoid", "robust", "hinge", "ipo", "sigmoid_norm")
+#: Those that `label_smoothing` changes.
+_SMOOTHED = ("sigmoid", "robust")
+
+
+class PreferenceLoss:
+    """The loss of pairs of a chosen row and the rejected row after it.
+
+    m is the difference of the two log-ratios log p(y|x) - log p_ref(y|x), and e is `label_smoothing`.
+
+    Args:
+        beta: how far the model may go from the reference; larger: less far.
+        loss_type: "sigmoid": -(1 - e) log s(beta m) - e log s(-beta m), which is DPO for e = 0 and conservative DPO
+            otherwise; "robust": the same with + e, divided by 1 - 2 e (arXiv 2403.00409); "hinge": max(0, 1 - beta m)
+            (arXiv 2305.10425); "ipo": (m - 1 / (2 beta)) ** 2 with log-ratios per token (arXiv 2310.12036);
+            "sigmoid_norm": -log s(beta m) with log-ratios per token.
+        label_smoothing: the probability that the two answers of a pair are exchanged, at least 0 and below 0.5.
+        reference_free: whether the reference is left out, as if all its log-probabilities were 0.
+
+    Raises:
+        UserError: a value that is not allowed.
+    """
+
+    def __init__(
+        self,
+        beta: float = 0.1,
+        loss_type: str = "sigmoid",
+        label_smoothing: float = 0.0,
+        *,
+        reference_free: bool = False,
+    ) -> None:
+        if not beta > 0:
+            raise UserError(f"beta={beta!r}: expected a number above 0")
+        if loss_type not in LOSS_TYPES:
+            raise UserError(
+                f"loss_type={loss_type!r} is not supported; choose one of {', '.join(LOSS_TYPES)}"
+                f"{nearest(str(loss_type), LOSS_TYPES)}"
+            )
+        if not 0 <= label_smoothing < 0.5:
+            raise UserError(f"label_smoothing={label_smoothing!r}: expected at least 0 and below 0.5")
+        if label_smoothing and loss_type not in _SMOOTHED:
+            raise UserError(
+                f"label_smoothing={label_smoothing!r} has no meaning with loss_type={loss_type!r}, only with "
+                f"{' and '.join(_SMOOTHED)}; leave it out"
+            )
+        self.beta, self.loss_type, self.label_smoothing = beta, loss_type, label_smoothing
+        self.reference_free = reference_free
+        #: In training and in evaluation: the sums of the metrics, and the number of pairs.
+        self._sums: dict[bool, torch.Tensor] = {}
+
+    @property
+    def settings(self) -> tuple[float, str, float, bool]:
+        """beta, loss_type, label_smoothing and reference_free."""
+        return self.beta, self.loss_type, self.label_smoothing, self.reference_free
+
+    @property
+    def of_rows(self) -> RowLoss:
+        """The loss for a `Pipeline`."""
+        return RowLoss(self, rows_per_unit=2, needs_reference=not self.reference_free)
+
+    def __call__(self, log_probs: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The loss of each pair, (B / 2,).
+
+        Args:
+            log_probs: of the rows, (B,).
+            inputs: the labels (B, T), and unless `reference_free` "ref_logps" (B,).
+        """
+        policy = log_probs.view(-1, 2)
+        ratios = policy if self.reference_free else policy - inputs["ref_logps"].to(policy).view(-1, 2)
+        self._note(policy.detach(), ratios.detach())
+        if self.loss_type in ("ipo", "sigmoid_norm"):
+            lengths = (inputs["labels"] != IGNORED_LABEL).sum(dim=1).clamp(min=1)
+            ratios = ratios / lengths.view(-1, 2)
+        margin = ratios[:, 0] - ratios[:, 1]
+        smoothing, scaled = self.label_smoothing, self.beta * margin
+        if self.loss_type == "ipo":
+            return (margin - 1 / (2 * self.beta)) ** 2
+        if self.loss_type == "hinge":
+            return torch.relu(1 - scaled)
+        if self.loss_type == "robust":
+            losses = -(1 - smoothing) * F.logsigmoid(scaled) + smoothing * F.logsigmoid(-scaled)
+            return losses / (1 - 2 * smoothing)
+        return -(1 - smoothing) * F.logsigmoid(scaled) - smoothing * F.logsigmoid(-scaled)
+
+    def _note(self, policy: torch.Tensor, ratios: torch.Tensor) -> None:
+        """Add the metrics of pairs (B / 2, 2) to the sums; nothing is read from the device."""
+        rewards = self.beta * ratios.double()
+        chosen, rejected = rewards.unbind(dim=1)
+        metrics = [chosen, rejected, (chosen > rejected).double(), chosen - rejected, *policy.double().unbind(dim=1)]
+        sums = torch.stack([*metrics, torch.ones_like(chosen)]).sum(dim=1)
+        is_training = torch.is_grad_enabled()
+        self._sums[is_training] = self._sums.get(is_training, 0.0) + sums
+
+    def take(self, *, is_training: bool) -> torch.Tensor:
+        """The sums of `METRICS` and the number of pairs since the last call, in this process; then they begin anew.
+
+        Args:
+            is_training: whether of training or of evaluation.
+
+        Returns:
+            (len(METRICS) + 1,) in float64, on the CPU.
+        """
+        sums = self._sums.pop(is_training, None)
+        return torch.zeros(len(METRICS) + 1, dtype=torch.float64) if sums is None else sums.cpu()

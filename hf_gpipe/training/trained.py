@@ -1,0 +1,35 @@
+"""A trainer, as the loop of its training sees it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import TrainerControl, TrainerState
+
+from hf_gpipe.checkpoint.copies import Unwritten
+from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.training.arguments import PipelineTrainingArguments
+from hf_gpipe.training.hub import HubUploads
+from hf_gpipe.training.loss_scaling import LossScaler
+
+
+class Trained(Protocol):
+    """What the loop uses of a trainer; scripts and callbacks may set or override most of this."""
+
+    args: PipelineTrainingArguments
+    pipe: Pipeline
+    uploads: HubUploads
+    state: TrainerState
+    control: TrainerControl
+    optimizer: torch.optim.Optimizer | None
+    lr_scheduler: Any
+    scaler: LossScaler | None
+
+    def fire(self, event: str, **kwargs: Any) -> None: ...
+    def new_state(self) -> TrainerState: ...
+    def log(self, logs: dict[str, Any]) -> None: ...
+    def evaluate(self, *, ignore_keys: list[str] | None = ...) -> dict[str, float]: ...
+    def model_to_save(self, directory: Path, topology: Topology) -> Unwritten | None: ...

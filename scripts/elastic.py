@@ -1,0 +1,153 @@
+"""Lose a host under torchrun, or let one join, and see that the training ends with the weights that it would have had.
+
+    python scripts/elastic.py [--hosts 3] [--kills 10] [--join] [--folder FOLDER]
+
+Agents of torchrun on this machine stand for hosts with one process each; the store of their rendezvous is in this
+program. At a random step one of them is killed with its process. torchrun starts the others anew, the planner chooses
+stages and replicas for as many as there are, and the run resumes from its last checkpoint. With --join another agent
+is started in place of the killed one. All runs compute in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import contextlib
+
+from scripts.chaos import prepare, weights
+
+STEPS, LIMIT_SECONDS = 60, 180
+TOLERANCE = 1e-9
+
+
+class Agent:
+    """torchrun's agent on one host, and everything that it starts."""
+
+    def __init__(self, words: list[str], log: Path, shares_store: bool) -> None:
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            # 1: every start has a store in its own rank 0. The shared one is in the first agent, which may be lost.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(not shares_store)),
+        }
+        self.log = log.open("w")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *words],
+            env=environment,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def kill(self) -> None:
+        """End all of it at once, as when the host loses power."""
+        try:
+            agent = psutil.Process(self.process.pid)
+            own = [agent, *agent.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            own = []
+        for one in own:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+def steps_done(output: Path) -> int:
+    """The last step that the run has logged."""
+    try:
+        lines = (output / "metrics.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return 0
+    return max((json.loads(line).get("step", 0) for line in lines if line.endswith("}")), default=0)
+
+
+def wait_for_step(output: Path, step: int, agents: list[Agent]) -> None:
+    """Wait until the run has made more than `step` steps."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while steps_done(output) <= step:
+        if time.monotonic() > deadline or all(agent.process.poll() is not None for agent in agents):
+            raise RuntimeError(f"the run does not come to step {step + 1}: see {[agent.log.name for agent in agents]}")
+        time.sleep(0.02)
+
+
+def try_kill(folder: Path, recipe: list[str], options: argparse.Namespace, chance: random.Random) -> float:
+    """Kill one host of a run; the seconds from then to the next step that is new."""
+    folder.mkdir()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    endpoint = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{store.port}", "--rdzv-id", "elastic"]
+    limits = "is_host=0,last_call_timeout=3,join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=3"
+    words = ["--nnodes", f"1:{options.hosts}", "--nproc-per-node", "1", "--max-restarts", "3", *endpoint]
+    words += ["--rdzv-conf", limits, "-m", "hf_gpipe.train", *recipe, f"training.output_dir={folder / 'out'}"]
+    agents = [Agent(words, folder / f"host-{number}.log", options.share_store) for number in range(options.hosts)]
+    try:
+        step, lost = chance.randrange(3, STEPS // 2), chance.randrange(options.hosts)
+        wait_for_step(folder / "out", step, agents)
+        agents.pop(lost).kill()
+        killed, reached = time.monotonic(), steps_done(folder / "out")
+        if options.join:
+            agents.append(Agent(words, folder / "joined.log", options.share_store))
+        wait_for_step(folder / "out", reached, agents)
+        seconds = time.monotonic() - killed
+        for agent in agents:
+            if agent.process.wait(LIMIT_SECONDS) != 0:
+                raise RuntimeError(f"a host that was left has failed: see {agent.log.name}")
+        return seconds
+    finally:
+        for agent in agents:
+            agent.kill()
+
+
+def main() -> int:
+    """Kill hosts; the exit code is 1 where a run ends with other weights."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=3)
+    parser.add_argument("--kills", type=int, default=10, help="runs, each with one lost host")
+    parser.add_argument("--join", action="store_true", help="let another host join")
+    parser.add_argument("--share-store", action="store_true", help="leave the processes' store in the first agent")
+    parser.add_argument("--seed", type=int, default=0, help="of the steps and hosts")
+    parser.add_argument("--folder", type=Path, help="an empty folder to keep all runs in")
+    options = parser.parse_args()
+    chance, wrong = random.Random(options.seed), 0
+    with tempfile.TemporaryDirectory(prefix="hf_gpipe-elastic-") as temporary:
+        folder = options.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        text = prepare(folder).read_text().replace("num_stages: 3,", "num_stages: auto, replicas: auto,")
+        text = text.replace("max_steps: 6", f"max_steps: {STEPS}").replace("eval_steps: 3", "eval_steps: null")
+        text = text.replace("model:\n", "model:\n  dtype: float64\n").replace(
+            "num_micro_batches: 2", "num_micro_batches: 4"
+        )
+        (folder / "recipe.yaml").write_text(text.replace("timeout_seconds: 4", "timeout_seconds: 60"))
+        recipe = [str(folder / "recipe.yaml")]
+        whole = [sys.executable, "-m", "hf_gpipe.train", *recipe, "pipeline.num_stages=1", "pipeline.replicas=1"]
+        subprocess.run([*whole, f"training.output_dir={folder / 'whole'}"], check=True, stdout=subprocess.DEVNULL)
+        expected = weights(folder / "whole")
+        for number in range(options.kills):
+            run = folder / f"{number:02}"
+            seconds = try_kill(run, recipe, options, chance)
+            found = weights(run / "out")
+            error = max(float((found[name] - expected[name]).abs().max()) for name in expected)
+            wrong += error > TOLERANCE
+            print(
+                f"run {number}: {seconds:.1f} s from the kill to the next step; weights differ by {error:.1e}",
+                flush=True,
+            )
+    print(f"{options.kills} lost hosts: {wrong} runs ended with other weights")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

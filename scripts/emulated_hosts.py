@@ -1,0 +1,227 @@
+"""Emulated machines on this one: network namespaces with their own interface, name, /etc/hosts and shared memory.
+
+    python scripts/emulated_hosts.py --count 2 -- hostname -I
+
+runs a command on each. They are joined by a bridge in a namespace of its own, and share the file system. It needs root,
+`ip`, `tc`, `bridge` and `unshare`, and takes everything away again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+#: Inside of the new namespaces, before the command.
+_ENTER = 'hostname "$1"; mount --bind "$2" /etc/hosts; mount -t tmpfs tmpfs /dev/shm; shift 2; exec "$@"'
+
+
+def _run(*command: str) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {result.stderr.strip()}")
+
+
+def why_not() -> str:
+    """Why there can be no emulated machines here; empty where there can."""
+    try:
+        with Hosts(2) as hosts:
+            hosts.start(0, ["true"]).wait()
+    except (OSError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+class Hosts:
+    """Context manager that makes emulated machines, named a, b, c and so on, and ends all that runs on them.
+
+    Args:
+        count: of machines.
+        loopback_names: whether a machine's own name resolves to 127.0.1.1 on it, as on many desktops.
+
+    Raises:
+        RuntimeError: they cannot be made here.
+    """
+
+    def __init__(self, count: int, *, loopback_names: bool = False) -> None:
+        self.names = [chr(ord("a") + number) for number in range(count)]
+        self.addresses = [f"10.77.0.{number + 1}" for number in range(count)]
+        self._loopback_names = loopback_names
+        self._prefix = f"hfg{os.getpid()}"
+        self._running: dict[int, list[subprocess.Popen[str]]] = {number: [] for number in range(count)}
+        self._folder = tempfile.TemporaryDirectory(prefix="hf_gpipe-hosts-")
+
+    def __enter__(self) -> Hosts:
+        try:
+            _run("ip", "netns", "add", self._switch)
+            self._in_switch("ip", "link", "add", "br0", "type", "bridge")
+            self._in_switch("ip", "link", "set", "br0", "up")
+            for number in range(len(self.names)):
+                self._make(number)
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    @property
+    def _switch(self) -> str:
+        return f"{self._prefix}-switch"
+
+    def _space(self, number: int) -> str:
+        return f"{self._prefix}-{self.names[number]}"
+
+    def _port(self, number: int) -> str:
+        return f"port-{self.names[number]}"
+
+    def _in_switch(self, *command: str) -> None:
+        _run("ip", "netns", "exec", self._switch, *command)
+
+    def _make(self, number: int) -> None:
+        space, port = self._space(number), self._port(number)
+        _run("ip", "netns", "add", space)
+        self._in_switch("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
+        self._in_switch("ip", "link", "set", port, "master", "br0", "up")
+        for words in (["addr", "add", f"{self.addresses[number]}/24", "dev", "eth0"], ["link", "set", "eth0", "up"]):
+            _run("ip", "-n", space, *words)
+        _run("ip", "-n", space, "link", "set", "lo", "up")
+        lines = ["127.0.0.1 localhost"]
+        for other, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
+            lines.append(f"{'127.0.1.1' if other == number and self._loopback_names else address} {name}")
+        self._hosts_file(number).write_text("\n".join(lines) + "\n")
+
+    def _hosts_file(self, number: int) -> Path:
+        return Path(self._folder.name) / f"hosts-{self.names[number]}"
+
+    def _remove(self) -> None:
+        for number in self._running:
+            self.end_processes(number)
+        for space in (*map(self._space, range(len(self.names))), self._switch):
+            with suppress(RuntimeError):  # it was not made
+                _run("ip", "netns", "del", space)
+        self._folder.cleanup()
+
+    # ------------------------------------------------------------------ processes
+
+    def start(
+        self,
+        number: int,
+        command: Sequence[str],
+        *,
+        log: IO[str] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> subprocess.Popen[str]:
+        """Start a command on a machine.
+
+        Args:
+            number: of the machine.
+            command: and its arguments.
+            log: for its stdout and stderr; None: this process's.
+            environment: more variables.
+        """
+        space = ["ip", "netns", "exec", self._space(number)]
+        own = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        enter = ["sh", "-c", _ENTER, "sh", self.names[number], str(self._hosts_file(number))]
+        process = subprocess.Popen(
+            [*space, *own, *enter, *command],
+            env={**os.environ, **(environment or {})},
+            stdout=log,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+        )
+        self._running[number].append(process)
+        return process
+
+    def still_running(self) -> list[str]:
+        """The machines on which something that was started has not ended."""
+        return [self.names[n] for n, own in self._running.items() if any(one.poll() is None for one in own)]
+
+    def exit_codes(self) -> list[int | None]:
+        """Of the last command of each machine; None while it runs."""
+        return [own[-1].poll() if own else None for own in self._running.values()]
+
+    def end_processes(self, number: int) -> None:
+        """Kill all that runs on a machine."""
+        for process in self._running[number]:
+            process.kill()  # the first process of its namespace dies with it, and all others with that
+            process.wait()
+
+    def processes(self, number: int, word: str) -> list[int]:
+        """The processes of a machine, by this machine's numbers, whose command line has an argument."""
+        roots = {process.pid for process in self._running[number]}
+        parents, found = {}, []
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                if word in (path / "cmdline").read_text().split("\0"):
+                    found.append(int(path.name))
+        return sorted(process for process in found if roots & _ancestors(process, parents))
+
+    # ------------------------------------------------------------------ the network
+
+    def cut(self, number: int, *, both_ways: bool = True) -> None:
+        """Lose everything between a machine and the others, without a word; or only what the others send to it."""
+        port = self._port(number)
+        if both_ways:
+            self._in_switch("bridge", "link", "set", "dev", port, "state", "0")
+            return
+        # The bridge forgets where the machine is, and does not try this port.
+        for flag in ("learning", "flood", "bcast_flood", "mcast_flood"):
+            self._in_switch("bridge", "link", "set", "dev", port, flag, "off")
+        self._in_switch("ip", "link", "set", port, "type", "bridge_slave", "fdb_flush")
+
+    def limit_rate(self, rate: str) -> None:
+        """Limit every machine's link, in both directions, to a rate such as 100mbit."""
+        words = ["root", "tbf", "rate", rate, "burst", "64kb", "latency", "400ms"]
+        for number in range(len(self.names)):
+            self._in_switch("tc", "qdisc", "replace", "dev", self._port(number), *words)
+            _run("tc", "-n", self._space(number), "qdisc", "replace", "dev", "eth0", *words)
+
+
+def _ancestors(process: int, parents: Mapping[int, int]) -> set[int]:
+    found = set()
+    while process in parents:
+        process = parents[process]
+        found.add(process)
+    return found
+
+
+def main() -> int:
+    """Run a command on each machine at once; the largest of their exit codes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=2, help="number of machines")
+    parser.add_argument("--rate", help="of every link, such as 100mbit")
+    parser.add_argument("--loopback-names", action="store_true", help="let each name resolve to 127.0.1.1 on its own")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="NUMBER in it is the machine's number, from 0")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    command = [word for word in options.command if word != "--"]
+    with Hosts(options.count, loopback_names=options.loopback_names) as hosts:
+        if options.rate:
+            hosts.limit_rate(options.rate)
+        begin = time.monotonic()
+        running = [
+            hosts.start(number, [word.replace("NUMBER", str(number)) for word in command])
+            for number in range(options.count)
+        ]
+        codes = [process.wait() for process in running]
+        print(f"exit codes {codes} after {time.monotonic() - begin:.1f} s")
+    return max(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

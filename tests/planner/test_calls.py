@@ -1,0 +1,40 @@
+"""The time of operations that compute next to nothing: micro-batches that are too small are not chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hf_gpipe.planner.choose import best_plan
+from hf_gpipe.planner.costs import ModelCosts
+from hf_gpipe.planner.plan import Planner
+from hf_gpipe.planner.prefix_sums import estimated_seconds
+from hf_gpipe.planner.workload import PlanInputs, Workload
+from tests.planner.models import DEVICE, layer, model, settings
+
+
+@pytest.mark.parametrize(("is_asynchronous", "forward", "backward"), [(True, 3.0, 8.0), (False, 4.0, 10.0)])
+def test_operations_take_time_however_small(is_asynchronous: bool, forward: float, backward: float) -> None:
+    """A GPU computes while its host calls the next operation; a CPU does one after the other."""
+    one = replace(layer("h.0", flops=1), forward_calls=6, backward_calls=16)
+    device = replace(DEVICE, call_seconds=0.5, is_asynchronous=is_asynchronous)
+    seconds = estimated_seconds(one, "float32", device)
+    assert (seconds.forward, seconds.backward) == (forward, backward)
+
+
+def test_many_tiny_micro_batches_are_chosen_only_where_operations_cost_nothing() -> None:
+    rows = 8
+
+    def costs_of(count: int) -> ModelCosts:
+        one = [replace(layer(f"h.{i}", flops=count, boundary=0), forward_calls=1, backward_calls=2) for i in range(4)]
+        return model(*one)
+
+    chosen = {}
+    for call_seconds in (0.0, 4.0):
+        device = replace(DEVICE, call_seconds=call_seconds, is_asynchronous=False)
+        planner = Planner(costs_of, PlanInputs(Workload(rows, 1, 1), "sgd"), device)
+        config = settings((2, 2)).reopened(num_micro_batches="auto")
+        chosen[call_seconds] = best_plan(planner, config).settings.num_micro_batches
+    assert chosen[0.0] == rows
+    assert chosen[4.0] < rows

@@ -1,0 +1,180 @@
+"""What is wrong with a job's machines is found before anything is made, and told once with their names."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from transformers import LlamaConfig
+
+from hf_gpipe.errors import UserError
+from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.planner import preflight as plan_preflight
+from hf_gpipe.planner.preflight import memory_problems, pairs_to_measure
+from hf_gpipe.recipe import parse_recipe
+from hf_gpipe.runtime import preflight
+from hf_gpipe.runtime.preflight import Facts, check_main_address, complaints, unreached
+from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.schedule import Placement
+from hf_gpipe.training.job import _check_same_data
+from tests.gloo import run_gloo
+
+GIB = 1 << 30
+
+
+def facts(host: str, **values: Any) -> Facts:
+    common = {"boot": host, "versions": {"torch": "2.13"}, "settings": {"a": "1", "b": "2"}, "address": "10.0.0.1"}
+    return Facts(**{"host": host, **common, **values})
+
+
+@pytest.mark.parametrize(
+    ("everyone", "told"),
+    [
+        ([facts("n", address=""), facts("n", address="")], []),
+        ([facts("n"), facts("m")], []),
+        ([facts("n"), facts("m", versions={"torch": "2.11"}), facts("m", versions={"torch": "2.11"})],
+         ["torch is 2.13 on n, 2.11 on m; install the same on all machines"]),
+        ([facts("n"), facts("m", settings={"a": "3", "b": "2"})],
+         ["a is 1 on n, 3 on m", "give all processes the same recipe and the same key=value arguments"]),
+        ([facts("n"), facts("m", address="127.0.1.1", interfaces=["eth0", "ib0"])],
+         ["machine m: its name resolves to 127.0.1.1, where no other machine reaches gloo; set "
+          "GLOO_SOCKET_IFNAME=eth0 or GLOO_SOCKET_IFNAME=ib0 there (with GPUs also NCCL_SOCKET_IFNAME), or correct its "
+          "/etc/hosts"]),
+        ([facts("n"), facts("m", address="", problem="GLOO_SOCKET_IFNAME is 'x'")],
+         ["machine m: GLOO_SOCKET_IFNAME is 'x'"]),
+        ([facts("n"), facts("n", boot="other")],
+         ["2 machines have the name n; give each its own (hostnamectl set-hostname NAME)"]),
+    ],
+)  # fmt: skip
+def test_each_thing_that_is_wrong_is_named(everyone: list[Facts], told: list[str]) -> None:
+    assert complaints(everyone) == told
+
+
+def test_a_machine_that_cannot_be_reached_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        there = facts("m", address="127.0.0.1", interface="eth1", port=door.getsockname()[1])
+        here = facts("n", address="127.0.0.1")
+        assert unreached(here, [here, there]) == []
+    (problem,) = unreached(here, [here, there])
+    assert "machine n, at 127.0.0.1, cannot reach machine m at 127.0.0.1 (eth1): Connection refused; allow" in problem
+
+
+@pytest.mark.parametrize(
+    ("address", "rank", "message"),
+    [
+        ("127.0.0.1", 1, None),
+        (
+            "127.0.1.1",
+            2,
+            "on machine here the first machine's name '127.0.1.1' .* resolves to 127.0.1.1, which is here",
+        ),
+        ("no.such.name.invalid", 2, "machine here finds no address for 'no.such.name.invalid'"),
+        ("10.1.2.3", 2, None),
+    ],
+)
+def test_the_main_process_is_not_looked_for_in_vain(
+    address: str, rank: int, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"MASTER_ADDR": address, "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+    if message is None:
+        check_main_address(rank)
+    else:
+        with pytest.raises(UserError, match=message):
+            check_main_address(rank)
+
+
+def test_gloo_listens_where_its_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    assert preflight.gloo_address({"lo": "127.0.0.1", "ib0": "10.9.9.9"}) == "10.9.9.9"
+    with pytest.raises(UserError, match="GLOO_SOCKET_IFNAME is 'ib0'; the interfaces with an address are lo, eth0"):
+        preflight.gloo_address({"lo": "127.0.0.1", "eth0": "10.9.9.9"})
+
+
+def test_memory_is_counted_per_machine_on_the_cpu_and_per_process_on_gpus() -> None:
+    hosts, peaks = ["n", "n", "m"], [2 * GIB, 3 * GIB, 4 * GIB]
+    assert memory_problems(hosts, [[5 * GIB], [5 * GIB], [4 * GIB]], peaks, is_shared=True) == []
+    (found,) = memory_problems(hosts, [[5 * GIB], [4 * GIB], [4 * GIB]], peaks, is_shared=True)
+    assert "machine n: its processes (0, 1) need 5 GiB by the plan and 4 GiB are free" in found.replace(".0", "")
+    assert memory_problems(hosts, [[GIB, GIB], [3 * GIB], [4 * GIB]], peaks, is_shared=False) == []
+    (found,) = memory_problems(hosts, [[2 * GIB], [3 * GIB], [3 * GIB]], peaks, is_shared=False)
+    assert found.startswith("machine m: process 2 needs 4")
+
+
+def test_one_pair_of_processes_measures_each_link_of_the_plan() -> None:
+    two_pipelines = Placement([[0, 2], [1, 3]])
+    assert pairs_to_measure(two_pipelines, ["n", "n", "m", "m"]) == [(0, 2)], "the reduction over replicas"
+    assert pairs_to_measure(two_pipelines, ["n", "m", "n", "m"]) == [(0, 1)], "the boundary"
+    assert pairs_to_measure(Placement([[0], [1], [2]]), ["n", "m", "o"]) == [(0, 1), (1, 2)]
+    assert pairs_to_measure(two_pipelines, ["n"] * 4) == [(0, 1)]
+
+
+def _error(call: Any, *args: Any, **values: Any) -> str:
+    try:
+        call(*args, **values)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def _on_two_machines(folder: Path) -> list[Any]:
+    """Everything that two processes find which take each other for another machine's."""
+    rank = dist.get_rank()
+    host = "nm"[rank]
+    socket.gethostname = lambda: host
+    os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    preflight.addresses = lambda: {"eth0": "10.0.0.1", "lo": "127.0.0.1"}
+    preflight.is_loopback = lambda address: address == "127.0.1.1"
+    store, limit = distributed_c10d._get_default_store(), timedelta(seconds=30)
+
+    def check(case: str, address: str, **settings: str) -> str:
+        preflight.gloo_address = lambda found: address
+        return _error(preflight.check, store, rank, 2, settings, limit, case)
+
+    found: list[Any] = [
+        check("fine", "127.0.0.1", key="1"),
+        check("recipe", "127.0.0.1", key=str(rank)),
+        check("name", "127.0.0.1" if rank else "127.0.1.1"),
+    ]
+    config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=1)
+    example = {"input_ids": torch.ones(2, 4, dtype=torch.int64), "labels": torch.ones(2, 4, dtype=torch.int64)}
+    found.append(Pipeline(config, 2, 2, example=example).links)
+    plan_preflight.free_bytes = lambda device: 1000 if rank else 1 << 40
+    found.append(_error(Pipeline, config, 2, 2, example=example))
+    found.append(Pipeline(config, 2, 2, example=example, memory="1GiB").links != [])
+    (folder / host).mkdir()
+    os.chdir(folder / host)
+    Path("pairs.jsonl").write_text(f'{{"source": "{host}", "target": "b"}}\n')
+    Processes.of_job().barrier()
+    text = (
+        "model: {{path: x}}\ndata: {{kind: jsonl, path: {}}}\ntraining: {{output_dir: o, max_steps: 1, batch_size: 1}}"
+    )
+    for path in ("pairs.jsonl", "../n/pairs.jsonl"):
+        recipe = parse_recipe(text.format(path))
+        found.append(_error(_check_same_data, recipe, ["n", "m"], Processes.of_job()))
+    return found
+
+
+def test_two_machines(tmp_path: Path) -> None:
+    outcomes = run_gloo(_on_two_machines, 2, tmp_path)
+    assert outcomes[0] == outcomes[1], "every process tells the same"
+    fine, recipe, name, links, memory, believes, other_data, same_data = outcomes[0]
+    assert fine == ""
+    assert recipe == "key is 0 on n, 1 on m; give all processes the same recipe and the same key=value arguments"
+    assert name.startswith("machine n: its name resolves to 127.0.1.1,")
+    assert len(links) == 1
+    assert links[0].startswith("n - m, processes 0 and 1: ")
+    assert "; the planner assumes " in links[0]
+    assert memory.startswith("machine m: its processes (1) need ")
+    assert believes
+    assert other_data.startswith("data.path ")
+    assert " on n, " in other_data
+    assert same_data == ""

@@ -1,0 +1,275 @@
+"""Training on preferences: the losses, metrics and weights of TRL's DPOTrainer, and of a plain loop."""
+
+from __future__ import annotations
+
+import copy
+import random
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import LlamaConfig, PreTrainedModel
+
+from hf_gpipe import Pipeline, PipelineDPOConfig, PipelineDPOTrainer
+from hf_gpipe.adapters.peft import without_adapters
+from hf_gpipe.data import PreferenceCollator, PreferenceExamples
+from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.training.preference_loss import METRICS, PreferenceLoss
+from tests.data.chat_templates import tokenizer
+from tests.gloo import run_gloo
+from tests.oracle import plain_model, tiny_config
+from tests.training.toy import Recorder, weights
+
+
+def rows(count: int = 24, seed: int = 0) -> list[dict[str, str]]:
+    rng = random.Random(seed)
+
+    def text() -> str:
+        return "".join(rng.choices("abcdef ", k=rng.randint(2, 9)))
+
+    return [{"prompt": f"{text()}:", "chosen": text(), "rejected": text()} for _ in range(count)]
+
+
+def config() -> LlamaConfig:
+    made: Any = tiny_config("llama", tied=False)
+    made.vocab_size = 320
+    return made
+
+
+def arguments(folder: Path | str, **values: Any) -> PipelineDPOConfig:
+    common: dict[str, Any] = {
+        "num_stages": 2,
+        "num_micro_batches": 2,
+        "max_steps": 4,
+        "per_device_train_batch_size": 3,
+        "learning_rate": 0.05,
+        # Adam would make much of rounding where a gradient is next to nothing.
+        "optim": "sgd",
+        "max_grad_norm": 0,
+        "beta": 0.5,
+        "logging_steps": 1,
+        "train_sampling_strategy": "sequential",
+        "save_strategy": "no",
+        "use_cpu": True,
+    }
+    return PipelineDPOConfig(output_dir=str(folder), **common | values)
+
+
+def trained(
+    folder: Path | str, model: Any, dataset: Any = None, options: dict[str, Any] | None = None, **values: Any
+) -> tuple[PipelineDPOTrainer, list[dict[str, Any]]]:
+    """A trainer at the end of its training, and what it has logged."""
+    recorder = Recorder()
+    made = PipelineDPOTrainer(
+        model,
+        args=arguments(folder, **values),
+        train_dataset=rows() if dataset is None else dataset,
+        processing_class=tokenizer(),
+        callbacks=[recorder],
+        **options or {},
+    )
+    made.train()
+    return made, recorder.logs
+
+
+def log_probs_of(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Of the rows of a mini-batch."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+    labels = batch["labels"][:, 1:]
+    return -F.cross_entropy(logits[:, :-1].transpose(1, 2), labels, reduction="none").sum(1)
+
+
+def plain_losses(
+    model: PreTrainedModel, reference: PreTrainedModel | None, loss_type: str, rate: float = 0.05
+) -> list[float]:
+    """DPO in a few lines: four steps of SGD on three pairs each. Without a reference the adapters are turned off."""
+    examples = PreferenceExamples(rows(), tokenizer())
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad])
+    losses = []
+    for step in range(4):
+        batch = PreferenceCollator(0)([examples[index] for index in range(3 * step, 3 * step + 3)])
+        with torch.no_grad(), without_adapters(model) if reference is None else nullcontext():
+            ref = log_probs_of(reference or model, batch)
+        ratios = (log_probs_of(model, batch) - ref).view(-1, 2)
+        if loss_type == "ipo":
+            ratios = ratios / (batch["labels"] != -100).sum(1).view(-1, 2)
+            loss = ((ratios[:, 0] - ratios[:, 1] - 1 / (2 * 0.5)) ** 2).mean()
+        else:
+            margin = 0.5 * (ratios[:, 0] - ratios[:, 1])
+            loss = (-0.9 * F.logsigmoid(margin) - 0.1 * F.logsigmoid(-margin)).mean()
+        loss.backward()
+        optimizer.param_groups[0]["lr"] = rate * (1 - step / 4)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "loss_type", "others"),
+    [
+        (1, "ipo", {"recompute": "none"}),
+        (2, "sigmoid", {"schedule": "1f1b", "precompute_ref_batch_size": 5}),
+        (3, "ipo", {"recompute": "block", "num_micro_batches": 4, "train_sampling_strategy": "sequential"}),
+    ],
+)
+def test_all_weights_against_a_plain_loop(num_stages: int, loss_type: str, others: Any, tmp_path: Path) -> None:
+    model = plain_model(config())
+    reference, start = copy.deepcopy(model), copy.deepcopy(model)
+    expected = plain_losses(model, reference, loss_type)
+    smoothing = 0.1 if loss_type == "sigmoid" else 0.0
+    made, logs = trained(
+        tmp_path,
+        start,
+        num_stages=num_stages,
+        loss_type=[loss_type],
+        label_smoothing=smoothing,
+        options={"eval_dataset": rows(5, seed=1)},
+        **others,
+    )
+    assert [one["loss"] for one in logs if "loss" in one] == pytest.approx(expected, abs=1e-7)
+    parameters = weights(made)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameters[name], parameter, rtol=0, atol=1e-7, msg=name)
+    metrics = made.evaluate()
+    assert metrics["eval_rewards/margins"] == pytest.approx(
+        metrics["eval_rewards/chosen"] - metrics["eval_rewards/rejected"]
+    )
+    assert {f"eval_{name}" for name in METRICS} <= metrics.keys()
+    with pytest.raises(UserError, match="the reference is not in memory any more"):
+        made.evaluate(rows(4, seed=2))
+
+
+def _train_with_lora(folder: str) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    from peft import LoraConfig
+
+    lora = LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "v_proj"], lora_dropout=0.2)
+    made = PipelineDPOTrainer(
+        plain_model(config()),
+        args=arguments(folder, label_smoothing=0.1, learning_rate=0.5),
+        train_dataset=rows(),
+        processing_class=tokenizer(),
+        callbacks=[recorder := Recorder()],
+        peft_config=lora,
+    )
+    start = {name: p.detach().clone() for name, p in made.pipe.named_parameters()}
+    every = {n: t for part in made.topology.gather_objects(start) for n, t in part.items()}
+    made.train()
+    assert made.evaluate(rows(4, seed=2))["eval_rewards/accuracies"] <= 1
+    return [one["loss"] for one in recorder.logs if "loss" in one], every, weights(made)
+
+
+def test_adapters_alone_in_two_processes_against_a_plain_loop(tmp_path: Path) -> None:
+    """The reference is the model with its adapters turned off, in each step."""
+    peft = pytest.importorskip("peft")
+    (losses, start, end), (others, _, _) = run_gloo(_train_with_lora, 2, str(tmp_path))
+    lora = peft.LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    model = peft.get_peft_model(plain_model(config()), lora).get_base_model()
+    model.load_state_dict(start)
+    expected = plain_losses(model, None, "sigmoid", rate=0.5)
+    assert losses == others == pytest.approx(expected, abs=1e-6)
+    moved = 0.0
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(end[name], parameter, rtol=0, atol=1e-6, msg=name)
+        moved = max(moved, float((end[name] - start[name]).abs().max()))
+    assert moved > 1e-3
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
+def test_thirty_steps_of_trl(loss_type: str, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    common: dict[str, Any] = {
+        "max_steps": 30,
+        "learning_rate": 2e-3,
+        "optim": "adamw_torch",
+        "max_grad_norm": 1.0,
+        "beta": 0.3,
+        "loss_type": [loss_type],
+        "max_length": 20,
+        "precompute_ref_log_probs": loss_type == "ipo",
+        "logging_steps": 1,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 1,
+        "train_sampling_strategy": "sequential",
+        "save_strategy": "no",
+        "eval_strategy": "steps",
+        "eval_steps": 15,
+        "per_device_eval_batch_size": 4,
+        "bf16": False,
+        "gradient_checkpointing": False,
+    }
+    model = plain_model(config(), dtype=torch.float32)
+    start, reference = copy.deepcopy(model), copy.deepcopy(model)
+    recorder = Recorder()
+    trl = DPOTrainer(
+        model,
+        reference,
+        DPOConfig(output_dir=str(tmp_path / "trl"), use_cpu=True, disable_tqdm=True, report_to="none", **common),
+        train_dataset=Dataset.from_list(rows(40)),
+        eval_dataset=Dataset.from_list(rows(8, seed=1)),
+        processing_class=tokenizer(),
+        callbacks=[recorder],
+    )
+    trl.train()
+    _, logs = trained(
+        tmp_path, start, rows(40), {"eval_dataset": rows(8, seed=1)}, num_stages=3, num_micro_batches=2, **common
+    )
+    for prefix in ("", "eval_"):
+        names = [f"{prefix}{name}" for name in ("loss", *METRICS)]
+        found, expected = (
+            [[one[n] for n in names] for one in some if names[0] in one] for some in (logs, recorder.logs)
+        )
+        assert len(found) == len(expected) == (30 if not prefix else 2)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-4)
+    assert recorder.logs[0]["rewards/margins"] != recorder.logs[29]["rewards/margins"]
+
+
+def test_the_formulas_of_every_loss() -> None:
+    """By numbers that were worked out by hand: beta = 0.5, log-ratios 1 and -1 of 2 and 4 tokens."""
+    log_probs = torch.tensor([-3.0, -8.0], dtype=torch.float64)
+    labels = torch.tensor([[-100, 1, 2, -100, -100], [-100, 1, 2, 3, 4]])
+    inputs = {"labels": labels, "ref_logps": torch.tensor([-4.0, -7.0])}
+    log_s, log_s_minus = -0.31326168751822286, -1.3132616875182228  # log s(1), log s(-1)
+    for loss_type, smoothing, expected in (
+        ("sigmoid", 0.0, -log_s),
+        ("sigmoid", 0.2, -0.8 * log_s - 0.2 * log_s_minus),
+        ("robust", 0.2, (-0.8 * log_s + 0.2 * log_s_minus) / 0.6),
+        ("hinge", 0.0, 0.0),
+        ("ipo", 0.0, (0.5 + 0.25 - 1) ** 2),
+        ("sigmoid_norm", 0.0, -float(F.logsigmoid(torch.tensor(0.375)))),
+    ):
+        loss = PreferenceLoss(0.5, loss_type, smoothing)
+        assert float(loss(log_probs, inputs)) == pytest.approx(expected, rel=1e-6), loss_type
+        assert loss.take(is_training=True).tolist() == pytest.approx([0.5, -0.5, 1, 1, -3, -8, 1])
+        assert not loss.take(is_training=True).any()
+    free = PreferenceLoss(0.5, reference_free=True)
+    assert float(free(log_probs, {})) == pytest.approx(-float(F.logsigmoid(torch.tensor(2.5))))
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    for values, message in (
+        ({"beta": 0.0}, "beta=0.0: expected a number above 0"),
+        ({"loss_type": "sigmod"}, "loss_type='sigmod' is not supported; choose one of sigmoid.*did you mean 'sigmoid'"),
+        ({"loss_type": ["sigmoid", "ipo"]}, "a sum of losses is not supported"),
+        ({"loss_type": "ipo", "label_smoothing": 0.1}, "label_smoothing=0.1 has no meaning with loss_type='ipo'"),
+        ({"packing": True}, "packing=True: mini-batches are made of pairs"),
+        ({"label_smoothing_factor": 0.1}, "is of the cross-entropy; use label_smoothing"),
+    ):
+        with pytest.raises(UserError, match=message):
+            arguments(tmp_path, **values)
+    args = arguments(tmp_path, num_micro_batches=1)
+    with pytest.raises(UserError, match="marian has an encoder; preferences need a decoder-only model"):
+        PipelineDPOTrainer(tiny_config("marian"), args=args, train_dataset=rows(), processing_class=tokenizer())
+    with pytest.raises(UserError, match="processing_class is None; give the tokenizer"):
+        PipelineDPOTrainer(config(), args=args, train_dataset=rows())
+    with pytest.raises(UserError, match="the given Pipeline has no loss of preferences"):
+        PipelineDPOTrainer(Pipeline(config(), 2, 1), args=args, train_dataset=rows(), processing_class=tokenizer())
+    with pytest.raises(DataError, match="a map-style dataset"):
+        PipelineDPOTrainer(config(), args=args, train_dataset=iter(rows()), processing_class=tokenizer())
