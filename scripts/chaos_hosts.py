@@ -69,7 +69,7 @@ class Fault:
 
     name: str
     strike: Callable[[Hosts, int], None]
-    told: str | None = r"process \d.*(waited \d+ seconds in vain|no other process has told|Signal 9)"
+    told: str | None = r"machine [ab]: process \d.*(waited \d+ seconds in vain|lost the connection to another process)"
 
 
 FAULTS = (

@@ -32,6 +32,7 @@ _TIMED_OUT = re.compile(
     r"|(\[Rank \d+\] )?Watchdog caught collective operation timeout: WorkNCCL\(.*?OpType=(?P<nccl>\w+)"
     r".*?Timeout\(ms\)=(?P<nccl_ms>\d+)\) ran for \d+ milliseconds before timing out\.?"
 )
+_CLOSED = re.compile(r"(RuntimeError: )?\[\S*gloo/\S*\] Connection (closed|reset) by peer.*")
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Failure:
 def describe(error: BaseException) -> Failure:
     """Describe an exception as a failure; its message is one line and names the process, unless it is a UserError."""
     is_user_error = isinstance(error, UserError)
-    text = " ".join(str(error).split())
+    text = _CLOSED.sub("lost the connection to another process", " ".join(str(error).split()))
     work = Job.current().work
     if isinstance(error, StageError):
         text += f" ({work})" if work else ""
