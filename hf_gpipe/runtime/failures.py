@@ -25,7 +25,9 @@ from hf_gpipe.runtime.job import LAUNCHER_PID, Job
 
 #: How long a process on another machine has to tell its own failure, which is the cause of this one's.
 _CAUSE_SECONDS = 3.0
-_LOST = "no other process has told a failure: look at the other machines, one of which may be lost, or its network"
+_LOST = (
+    "no failure of another process is known here: look at the other machines, one of which may be lost, or its network"
+)
 
 _TIMED_OUT = re.compile(
     r"\[\S*gloo\S*\] Timed out waiting (?P<gloo_ms>\d+)ms for (?P<gloo>\w+) operation to complete"
