@@ -34,7 +34,7 @@ _TIMED_OUT = re.compile(
     r"|(\[Rank \d+\] )?Watchdog caught collective operation timeout: WorkNCCL\(.*?OpType=(?P<nccl>\w+)"
     r".*?Timeout\(ms\)=(?P<nccl_ms>\d+)\) ran for \d+ milliseconds before timing out\.?"
 )
-_CLOSED = re.compile(r"(RuntimeError: )?\[\S*gloo/\S*\] Connection (closed|reset) by peer.*")
+_CLOSED = re.compile(r"(RuntimeError: )?\[\S*gloo/\S*\] (\w+ error \S+ )?Connection (closed|reset) by peer.*")
 
 
 @dataclass(frozen=True)

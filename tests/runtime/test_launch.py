@@ -184,6 +184,8 @@ def test_a_lost_connection_is_a_consequence_and_a_time_limit_is_not(monkeypatch:
     lost_in_action = StageError(f"process 0, stage 0, action 0F0: RuntimeError: {lost} [10.0.0.1]:4711")
     place = "machine b: process 0, stage 0, action 0F0"
     assert failures.describe(lost_in_action).message == f"{place}: lost the connection to another process"
+    reset = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [10.0.0.1]:46: Connection reset by peer. GLHF!")
+    assert failures.describe(reset).message.endswith("RuntimeError: lost the connection to another process")
     assert failures.describe(UserError("wrong")).message == "wrong"
 
 
