@@ -163,6 +163,8 @@ def main() -> int:
     if reason := why_not():
         print(f"skipped: there can be no emulated machines here: {reason}")
         return 0
+    # The machines are taken away also when this script is asked to end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     torch.set_num_threads(1)
     wrong = tried = 0
     with tempfile.TemporaryDirectory(prefix="hf_gpipe-chaos-") as temporary:
