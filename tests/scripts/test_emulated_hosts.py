@@ -25,7 +25,8 @@ def test_a_machine_is_reached_by_its_name_until_its_network_is_cut(tmp_path: Pat
         pytest.skip(f"no emulated machines: {reason}")
     with Hosts(2) as hosts:
         hosts.start(0, [sys.executable, "-c", LISTEN.replace("NAME", str(tmp_path / "name"))])
-        while not (tmp_path / "name").exists():
+        (tmp_path / "name").touch()
+        while not (tmp_path / "name").read_text():
             assert hosts.exit_codes()[0] is None
         assert (tmp_path / "name").read_text() == "a"
 
