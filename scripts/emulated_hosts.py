@@ -155,19 +155,22 @@ class Hosts:
         return [own[-1].poll() if own else None for own in self._running.values()]
 
     def end_processes(self, number: int) -> None:
-        """Kill all that runs on a machine."""
+        """Kill all that runs on a machine, and wait for its end."""
+        left = self.processes(number)
         for process in self._running[number]:
             process.kill()  # the first process of its namespace dies with it, and all others with that
             process.wait()
+        while any(map(is_running, left)):
+            time.sleep(0.01)
 
-    def processes(self, number: int, word: str) -> list[int]:
-        """The processes of a machine, by this machine's numbers, whose command line has an argument."""
+    def processes(self, number: int, word: str | None = None) -> list[int]:
+        """The processes of a machine, by this machine's numbers; only those that have a word as argument, if given."""
         roots = {process.pid for process in self._running[number]}
         parents, found = {}, []
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-                if word in (path / "cmdline").read_text().split("\0"):
+                if word is None or word in (path / "cmdline").read_text().split("\0"):
                     found.append(int(path.name))
         return sorted(process for process in found if roots & _ancestors(process, parents))
 
@@ -190,6 +193,14 @@ class Hosts:
         for number in range(len(self.names)):
             self._in_switch("tc", "qdisc", "replace", "dev", self._port(number), *words)
             _run("tc", "-n", self._space(number), "qdisc", "replace", "dev", "eth0", *words)
+
+
+def is_running(process: int) -> bool:
+    """Whether a process is there and has not ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def _ancestors(process: int, parents: Mapping[int, int]) -> set[int]:

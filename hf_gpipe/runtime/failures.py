@@ -25,13 +25,16 @@ from hf_gpipe.runtime.job import LAUNCHER_PID, Job
 
 #: How long a process on another machine has to tell its own failure, which is the cause of this one's.
 _CAUSE_SECONDS = 3.0
-_LOST = "no other process has told a failure: look at the other machines, one of which may be lost, or its network"
+_LOST = (
+    "no failure of another process is known here: look at the other machines, one of which may be lost, or its network"
+)
 
 _TIMED_OUT = re.compile(
     r"\[\S*gloo\S*\] Timed out waiting (?P<gloo_ms>\d+)ms for (?P<gloo>\w+) operation to complete"
     r"|(\[Rank \d+\] )?Watchdog caught collective operation timeout: WorkNCCL\(.*?OpType=(?P<nccl>\w+)"
     r".*?Timeout\(ms\)=(?P<nccl_ms>\d+)\) ran for \d+ milliseconds before timing out\.?"
 )
+_CLOSED = re.compile(r"(RuntimeError: )?\[\S*gloo/\S*\] (\w+ error \S+ )?Connection (closed|reset) by peer.*")
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Failure:
 def describe(error: BaseException) -> Failure:
     """Describe an exception as a failure; its message is one line and names the process, unless it is a UserError."""
     is_user_error = isinstance(error, UserError)
-    text = " ".join(str(error).split())
+    text = _CLOSED.sub("lost the connection to another process", " ".join(str(error).split()))
     work = Job.current().work
     if isinstance(error, StageError):
         text += f" ({work})" if work else ""

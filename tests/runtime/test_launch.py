@@ -160,7 +160,7 @@ def is_running(process: int) -> bool:
     return state != "Z"  # ended, and not yet waited for by whoever adopted it
 
 
-def test_a_lost_connection_is_a_consequence_and_a_time_limit_is_not() -> None:
+def test_a_lost_connection_is_a_consequence_and_a_time_limit_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer")
     error = StageError("process 0, stage 0, action 0F0: RuntimeError")
     error.__cause__ = lost
@@ -177,6 +177,16 @@ def test_a_lost_connection_is_a_consequence_and_a_time_limit_is_not() -> None:
     assert (limit.is_consequence, limit.is_time_limit) == (False, True)
     assert "DistBackendError: waited 600 seconds in vain for a message from another process" in limit.message
     assert failures.describe(UserError("a\nb")).message == "a b"
+    # On several machines the name of this one is told.
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("socket.gethostname", lambda: "b")
+    lost_in_action = StageError(f"process 0, stage 0, action 0F0: RuntimeError: {lost} [10.0.0.1]:4711")
+    place = "machine b: process 0, stage 0, action 0F0"
+    assert failures.describe(lost_in_action).message == f"{place}: lost the connection to another process"
+    reset = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [10.0.0.1]:46: Connection reset by peer. GLHF!")
+    assert failures.describe(reset).message.endswith("RuntimeError: lost the connection to another process")
+    assert failures.describe(UserError("wrong")).message == "wrong"
 
 
 class Ended:

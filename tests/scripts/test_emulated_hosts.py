@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.emulated_hosts import Hosts, why_not
+from scripts.emulated_hosts import Hosts, is_running, why_not
 
 LISTEN = """
 import socket
@@ -25,7 +25,8 @@ def test_a_machine_is_reached_by_its_name_until_its_network_is_cut(tmp_path: Pat
         pytest.skip(f"no emulated machines: {reason}")
     with Hosts(2) as hosts:
         hosts.start(0, [sys.executable, "-c", LISTEN.replace("NAME", str(tmp_path / "name"))])
-        while not (tmp_path / "name").exists():
+        (tmp_path / "name").touch()
+        while not (tmp_path / "name").read_text():
             assert hosts.exit_codes()[0] is None
         assert (tmp_path / "name").read_text() == "a"
 
@@ -39,5 +40,5 @@ def test_a_machine_is_reached_by_its_name_until_its_network_is_cut(tmp_path: Pat
         assert "timed out" in (tmp_path / "log").read_text()
         (process,) = hosts.processes(0, LISTEN.replace("NAME", str(tmp_path / "name")))
         prefix = hosts._prefix
-    assert not Path(f"/proc/{process}").exists()
+    assert not is_running(process)
     assert prefix not in subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
