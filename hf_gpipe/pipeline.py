@@ -36,14 +36,21 @@ from hf_gpipe.runtime.edges import connect
 from hf_gpipe.runtime.evaluation import Evaluation
 from hf_gpipe.runtime.executor import Executor, StepResult
 from hf_gpipe.runtime.generation import Generator
-from hf_gpipe.runtime.gradient_norm import LossAndNorm, begin_loss_and_norm
+from hf_gpipe.runtime.gradient_norm import (
+    LossAndNorm,
+    begin_loss_and_norm,
+    begin_losses_and_norms,
+    sums_of_squares,
+)
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.loss import TokenLoss
-from hf_gpipe.runtime.micro_batch import Batch, LogitsCallback, StepOptions, make_micro_batches
+from hf_gpipe.runtime.micro_batch import Batch, LogitsCallback, MicroBatch, StepOptions, make_micro_batches
 from hf_gpipe.runtime.packing import as_rows
 from hf_gpipe.runtime.recompute import Recompute
+from hf_gpipe.runtime.ties import trained_by_several
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
 from hf_gpipe.schedule.builders import build
 from hf_gpipe.schedule.file import recompute_under
 from hf_gpipe.schedule.table import Schedule
@@ -51,12 +58,16 @@ from hf_gpipe.stage_parameters import StageParameters
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Evaluation", "ModelSource", "Pipeline", "Update"]
+__all__ = ["Evaluation", "ModelSource", "Pipeline", "Update", "UpdateStage"]
 
 Update = Callable[[torch.Tensor, torch.Tensor], None]
 """(the loss of the mini-batch, the norm of the whole model's gradient) -> None: uses the complete gradients in `.grad`.
 
 Both are float64 scalars on the CPU, the same on every process; in the norm each tied parameter counts once."""
+
+UpdateStage = Callable[[int, int, torch.Tensor], None]
+"""(stage, number of the step in the window, norm of the stage's gradient) -> None: uses the stage's complete gradients
+in `.grad`, and no others. The norm is a float64 scalar on the stage's device."""
 
 
 class Pipeline(StageParameters):
@@ -109,6 +120,8 @@ class Pipeline(StageParameters):
         planned: the planner's choice and the reason, in one line; None if it had nothing to decide.
         links: lines about the links between machines, measured and as the planner assumes them; empty on one machine.
         step: optimizer steps begun; dropout depends on it.
+        window: the table of the last window that has run under an asynchronous schedule.
+        stash_bytes: the most that old versions of weights have held in this process in that window.
         loss_scale: factor of the loss before backward, and so of the gradients, so that small ones are not 0 in float16
             (Micikevicius et al. 2018, section 3.2). Whoever sets it must divide the gradients by it.
 
@@ -205,7 +218,8 @@ class Pipeline(StageParameters):
         self._table_recompute = recomputed.of_table
         self.length_bucketing = length_bucketing
         self.packing = packing
-        self.step = 0
+        self.step = self.stash_bytes = 0
+        self.window: Schedule | None = None
         self.loss_scale = 1.0
 
         table = self.schedule(self.num_micro_batches * accumulation)
@@ -223,6 +237,8 @@ class Pipeline(StageParameters):
             if config.torch_compile:
                 stage_model.compile_blocks(config.torch_compile_backend)
         super().__init__(models, self.topology, config.zero, seed, self.peft)
+        if self.is_asynchronous:
+            self._check_no_tie()
         self._trained = Trained.of(self.models, self.adapter, self.topology)
         self.stages = make_stages(self.models, self.adapter, self._trained.layers, self._loss)
         if self.num_stages - 1 in self.models and (reason := whole_logits(self.adapter, self._loss)):
@@ -273,6 +289,68 @@ class Pipeline(StageParameters):
         self.step += 1
         return numbers()[0]
 
+    def train_window(
+        self,
+        steps: Sequence[Sequence[Batch]],
+        update: UpdateStage,
+        times: list[ActionTime] | None = None,
+    ) -> torch.Tensor:
+        """Run steps under an asynchronous schedule, in which each stage updates its weights after each step by itself.
+
+        The pipeline is empty before it and after it, and every weight then has had the updates of all steps. Gradients
+        that are there are dropped before, and those of each step after its update.
+
+        Args:
+            steps: the mini-batches of each step, which every process has.
+            update: the action U of the table. It is called for each stage of this process and each step.
+            times: list to which the times of this process's actions are appended.
+
+        Returns:
+            Of each step the loss and the 2-norm of the whole gradient: (steps, 2), float64, the same on every process.
+
+        Raises:
+            UserError: the schedule is synchronous.
+        """
+        if not self.is_asynchronous:
+            raise UserError(
+                f"train_window: the schedule {self.schedule_name!r} updates all stages together; call train_step, or "
+                f"use one of {', '.join(ASYNCHRONOUS_SCHEDULES)}"
+            )
+        self.zero_grad()
+        micro_batches: list[MicroBatch] = []
+        sizes: list[int] = []
+        for number, batches in enumerate(steps):
+            own = self._micro_batches(batches, self.step + number, len(micro_batches))
+            sizes.append(len(own))
+            micro_batches += own
+        squares: list[list[torch.Tensor]] = [[] for _ in sizes]
+
+        def update_stage(stage: int, step: int) -> None:
+            parameters = list(self.models[stage].parameters.values())
+            square = sum(sums_of_squares(parameters), torch.zeros((), dtype=torch.float64))
+            squares[step].append(square)
+            update(stage, step, square.sqrt())
+            for parameter in parameters:
+                parameter.grad = None
+
+        table = self.schedule(sizes)
+        with self._keeping_random_state():
+            result = self._executor.run(table, micro_batches, update_stage=update_stage, is_measured=times is not None)
+        losses: list[list[torch.Tensor]] = [[] for _ in sizes]
+        for index, outputs in result.outputs.items():
+            losses[table.step_of[index]].append(outputs["loss"])
+        numbers = begin_losses_and_norms(losses, squares, self.topology)()
+        self.step += len(sizes)
+        self.window, self.stash_bytes = table, result.stash_bytes
+        if times is not None:
+            times.extend(result.times)
+        return numbers
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether each stage updates its weights by itself, so that steps run in windows."""
+        return self.schedule_name in ASYNCHRONOUS_SCHEDULES
+
     def train_ahead(
         self, batches: Sequence[Batch], times: list[ActionTime] | None, update: Callable[[], None]
     ) -> LossAndNorm:
@@ -288,6 +366,17 @@ class Pipeline(StageParameters):
         numbers = self._train(batches, times, lambda _: update(), waits=False)
         self.step += 1
         return numbers
+
+    def measure_window(self, steps: Sequence[Sequence[Batch]], update: UpdateStage) -> list[ActionTime]:
+        """Measure a window that does not count: `step` stays as it is. As `train_window`; the effects of `update` stay.
+
+        Returns:
+            When each action ran on this process.
+        """
+        times: list[ActionTime] = []
+        self.train_window(steps, update, times)
+        self.step -= len(steps)
+        return times
 
     def measure_on(self, batches: Sequence[Batch], update: Update | None = None) -> list[ActionTime]:
         """Measure a training step that does not count: its gradients are dropped and `step` stays as it is.
@@ -312,31 +401,17 @@ class Pipeline(StageParameters):
         *,
         waits: bool,
     ) -> LossAndNorm:
-        self._trained.check(self.models, self.peft)
-        self.ties.refresh_copies()
+        if self.is_asynchronous:
+            raise UserError(
+                f"the schedule {self.schedule_name!r} updates each stage by itself, after each step of a window: call "
+                "train_window, or use a synchronous schedule, such as 1f1b"
+            )
         self._replicas.begin()
-        micro_batches = make_micro_batches(
-            self.adapter,
-            [self._with_reference(batch) for batch in batches],
-            self.num_micro_batches,
-            self.seed,
-            self.step,
-            length_bucketing=self.length_bucketing,
-            packing=self.packing,
-            is_compiled=self.config.torch_compile,
-            loss=self._loss,
-        )
-        generators = [default_generator(device) for device in set(self.topology.stage_devices.values())]
-        if not self._is_packing_verified and any(one.is_packed for one in micro_batches):
-            verify_packing(self.adapter)
-            self._is_packing_verified = True
-        states = [generator.get_state() for generator in generators]
+        micro_batches = self._micro_batches(batches, self.step)
         numbers: list[LossAndNorm] = []
 
         def reduce(result: StepResult) -> None:
-            converted.close()
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+            entered.close()
             self._replicas.finish()
             self.ties.reduce_gradients()
             parameters = () if update is None else self._counted_parameters()
@@ -346,8 +421,9 @@ class Pipeline(StageParameters):
                 if times is not None:  # the update after it starts in all processes at the same time
                     self.topology.barrier()
 
-        with ExitStack() as converted:
-            converted.enter_context(keeping_weights(self.adapter.autocast))
+        with ExitStack() as entered:
+            entered.enter_context(keeping_weights(self.adapter.autocast))
+            entered.enter_context(self._keeping_random_state())
             result = self._executor.run(
                 self.schedule(len(micro_batches)),
                 micro_batches,
@@ -359,6 +435,47 @@ class Pipeline(StageParameters):
         if times is not None:
             times.extend(result.times)
         return numbers[0]
+
+    def _micro_batches(self, batches: Sequence[Batch], step: int, first: int = 0) -> list[MicroBatch]:
+        """The micro-batches of a training step, whose indices begin with `first`."""
+        self._trained.check(self.models, self.peft)
+        self.ties.refresh_copies()
+        micro_batches = make_micro_batches(
+            self.adapter,
+            [self._with_reference(batch) for batch in batches],
+            self.num_micro_batches,
+            self.seed,
+            step,
+            first=first,
+            length_bucketing=self.length_bucketing,
+            packing=self.packing,
+            is_compiled=self.config.torch_compile,
+            loss=self._loss,
+        )
+        if not self._is_packing_verified and any(one.is_packed for one in micro_batches):
+            verify_packing(self.adapter)
+            self._is_packing_verified = True
+        return micro_batches
+
+    def _check_no_tie(self) -> None:
+        """Raise UserError, on every process, where stages that update by themselves would train one parameter."""
+        for name, stages in trained_by_several(self.models, self.topology).items():
+            raise UserError(
+                f"schedule {self.schedule_name!r}: {name} is tied, stages {stages} train it, and each of them would "
+                "update it at another time; use a model whose weights are not tied (tie_word_embeddings: false), a "
+                "partition that puts its layers into one stage, or a synchronous schedule, such as 1f1b"
+            )
+
+    @contextmanager
+    def _keeping_random_state(self) -> Iterator[None]:
+        """Context manager after which the devices' generators are as before: dropout seeds them."""
+        generators = [default_generator(device) for device in set(self.topology.stage_devices.values())]
+        states = [generator.get_state() for generator in generators]
+        try:
+            yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
     def eval_step(self, batch: Batch | None) -> Evaluation:
         """Loss of a mini-batch without gradients, row by row. Every process calls it and gets the same result."""
@@ -441,20 +558,27 @@ class Pipeline(StageParameters):
     def _generator(self) -> Generator:
         return Generator(self.adapter, self.partition, self.models, self._edges, self.topology)
 
-    def schedule(self, num_micro_batches: int, name: str | None = None) -> Schedule:
+    def schedule(self, num_micro_batches: int | Sequence[int], name: str | None = None) -> Schedule:
         """The table for this many micro-batches; by default that of training.
+
+        Args:
+            num_micro_batches: of an asynchronous schedule it may be a list, with the number of each step of a window.
+            name: of another schedule.
 
         Raises:
             ScheduleError: the table was read from a file and has fewer.
         """
+        steps = None if isinstance(num_micro_batches, int) else num_micro_batches
+        total = num_micro_batches if isinstance(num_micro_batches, int) else sum(num_micro_batches)
         if self._table is not None and name is None:
-            return self._table.of_first(num_micro_batches)
+            return self._table.of_first(total)
         return build(
             name or self.schedule_name,
             self.num_stages,
-            num_micro_batches,
+            total,
             self.topology.placement,
             self._table_recompute,
+            steps=steps,
         )
 
     def plan(self, batch: Batch | None = None) -> Plan:

@@ -111,6 +111,16 @@ class StageParameters:
         clip(self.parameters(), max_norm, float(before))
         return before
 
+    def clip_stage_grad_norm_(self, stage: int, max_norm: float, norm: torch.Tensor) -> None:
+        """Scale the gradients of one stage of this process so that their norm is at most `max_norm`.
+
+        Args:
+            stage: its number.
+            max_norm: the largest norm that stays as it is.
+            norm: of the stage's gradient, a scalar on its device; it is not read on the host.
+        """
+        torch.nn.utils.clip_grads_with_norm_(list(self.models[stage].parameters.values()), max_norm, norm)
+
     def grad_norm(self) -> torch.Tensor:
         """The 2-norm of the gradient of the whole model, a float64 tensor, the same on every process."""
         return gradient_norm(self._counted_parameters(), self.topology)

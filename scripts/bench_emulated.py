@@ -15,6 +15,10 @@ an emulated link, in buckets of which the first leave inside of the last backwar
 "20 steps" of zb_h2 run one after another: a process that is done with a step begins the next one, as where no update
 waits for the gradients of all stages. Their seconds are those of all steps.
 
+pipedream, pipedream_vertical and pipedream_2bw run a window: M micro-batches without a flush, with an update after
+each, or with "U of 8" after every eighth. The latter compares with 1f1b at M = 8, which empties the pipeline at each
+update.
+
     python scripts/bench_emulated.py                                   about 40 minutes
     python scripts/bench_emulated.py --processes 8 --micro-batches 32 --steps 5 --json emulated.json
     python scripts/bench_emulated.py --paces mesh                      a minute
@@ -34,7 +38,7 @@ from bench import machine
 from bench.emulation import Emulated, Step, emulate
 from bench.report import Spread, table, write_json
 
-from hf_gpipe.schedule import SPLIT_SCHEDULES
+from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, SPLIT_SCHEDULES
 
 KIBIBYTE = 1024
 
@@ -69,6 +73,9 @@ TABLES: tuple[dict[str, Any], ...] = (
     {"schedule": "zb_h2", "steps": 20},
     {"schedule": "zb_v", "stages_each": 2},
     {"schedule": "v_half", "stages_each": 2},
+    {"schedule": "pipedream"},
+    {"schedule": "pipedream_vertical"},
+    {"schedule": "pipedream_2bw", "step_size": 8},
     {"schedule": "gpipe", "recompute": "stage"},
     {"schedule": "gpipe", "recompute": "stage", "recomputes_late": True},
     {"schedule": "1f1b", "recompute": "stage"},
@@ -155,7 +162,8 @@ class Target:
         if found != (self.processes, self.micro_batches, self.steps, "none"):
             return False
         if self.schedule is None:
-            return setting.stages_each == 1 and setting.schedule not in SPLIT_SCHEDULES
+            others = (*SPLIT_SCHEDULES, *ASYNCHRONOUS_SCHEDULES)
+            return setting.stages_each == 1 and setting.schedule not in others
         return setting.schedule == self.schedule
 
 
@@ -165,6 +173,9 @@ TARGETS = (
     Target(8, 32, 7.1, "zb_h1"),
     Target(8, 32, 7.4, "zb_v"),
     Target(8, 32, 7.7, "zb_h2", steps=20),
+    Target(8, 32, 0.97 * 32 * 8 / 39, "pipedream"),
+    # 1.4 times what 1f1b can reach with 8 micro-batches per update.
+    Target(8, 32, 1.4 * 8 * 8 / 15, "pipedream_2bw"),
 )
 
 
@@ -176,7 +187,7 @@ def settings_of(pace: Pace, processes: Sequence[int], micro_batches: Sequence[in
         for m in micro_batches
         for one in (*TABLES, *((NAIVE,) if m <= NAIVE_MICRO_BATCHES else ()))
         # Fewer micro-batches leave a bubble between the steps too.
-        if "steps" not in one or m >= 2 * k
+        if ("steps" not in one or m >= 2 * k) and m % one.get("step_size", 1) == 0
     ]
 
 
@@ -191,6 +202,7 @@ def name_of(setting: Emulated) -> str:
         f", G of {1000 * seconds:g} ms" if isinstance(seconds := setting.reduce_seconds, float) and seconds else ""
     )
     steps = f", {setting.steps} steps" if setting.steps > 1 else ""
+    steps += f", U of {setting.step_size}" if setting.step_size > 1 else ""
     return (
         setting.schedule
         + steps

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 
 from hf_gpipe.planner.costs import InnerRecompute
 from hf_gpipe.planner.prefix_sums import LayerSums
-from hf_gpipe.schedule import Schedule, Timeline
+from hf_gpipe.schedule import Schedule, Timeline, num_stashes
 from hf_gpipe.schedule.occupancy import Amounts, Held, most_of_equal_stages, occupancy
 
 
@@ -26,6 +26,8 @@ class MemoryEstimate:
     """Gradients of the weights."""
     optimizer: int = 0
     """Its state, where the weight is owned."""
+    stashes: int = 0
+    """Old versions of the weights, which an asynchronous schedule keeps."""
     boundaries: int = 0
     """Received boundary tensors, and the micro-batches' ids, masks and labels."""
     activations: int = 0
@@ -90,6 +92,12 @@ def estimate_memory(
                 for stage, layers in zip(own, ranges, strict=True)
             )
         ),
+        stashes=round(
+            sum(
+                num_stashes(timeline.schedule, stage) * sums.held(*layers).trainable_bytes
+                for stage, layers in zip(own, ranges, strict=True)
+            )
+        ),
         reserve=round(sums.device.reserved_share * sum(fullest.values())),
     )
 
@@ -147,6 +155,7 @@ class MemoryBound:
         self._sums = sums
         self._state_shares = state_shares
         self._ids = table.num_micro_batches * sums.costs.micro_batch_bytes
+        self._stashes = [num_stashes(table, stage) for stage in range(table.num_stages)]
 
     def stage_bytes(self, number: int, stage: StageLayers) -> float:
         """The most that stage `number` needs as the only stage of its process."""
@@ -159,6 +168,7 @@ class MemoryBound:
         held, owned = sums.held(*run), sums.owned(*run)
         graph = graphs.kept_bytes(*run)
         always = held.num_bytes + sums.buffer_bytes(*run) + self._ids
+        always += self._stashes[number] * held.trainable_bytes
         always += (1 + reserved) * held.trainable_bytes + self._state_shares[number] * owned.trainable_bytes
         coming = live_graphs * graph
         coming += most[Held.DEFERRED] * sums.deferred_bytes(*run)

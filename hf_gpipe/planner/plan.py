@@ -30,7 +30,16 @@ from hf_gpipe.recipe.sizes import size_text
 from hf_gpipe.runtime.custom_loss import Loss
 from hf_gpipe.runtime.loss import PLAIN
 from hf_gpipe.runtime.recompute import Recompute
-from hf_gpipe.schedule import Costs, Schedule, Timeline, build, recompute_under, simulate
+from hf_gpipe.schedule import (
+    ASYNCHRONOUS_SCHEDULES,
+    LONGEST_WINDOW,
+    Costs,
+    Schedule,
+    Timeline,
+    build,
+    recompute_under,
+    simulate,
+)
 
 
 @dataclass(frozen=True)
@@ -94,8 +103,8 @@ class Plan:
 
     @property
     def step_seconds(self) -> float:
-        """From the first action to the last update."""
-        return float(self.timeline.total_seconds)
+        """From the first action to the last update; under an asynchronous schedule the mean of a window's steps."""
+        return float(self.timeline.total_seconds) / self.timeline.schedule.num_steps
 
     @property
     def bubble(self) -> float:
@@ -263,6 +272,8 @@ class Planner:
     def table(self, settings: DecidedConfig) -> Schedule:
         """The table that a pipeline with these settings runs. Their partition is not read.
 
+        That of an asynchronous schedule has a window of about `LONGEST_WINDOW` micro-batches.
+
         Raises:
             ScheduleError: there is none, or the schedule is a table that was read and does not have these numbers.
         """
@@ -278,7 +289,10 @@ class Planner:
         placement = settings.placed(name)
         check_processes(self.memory_bytes, self.speeds, placement)
         of_table = Recompute.parse(settings.recompute, num_stages).of_table
-        return build(name, num_stages, num_micro_batches, placement, of_table)
+        if name not in ASYNCHRONOUS_SCHEDULES:
+            return build(name, num_stages, num_micro_batches, placement, of_table)
+        steps = [num_micro_batches] * max(4, LONGEST_WINDOW // num_micro_batches)
+        return build(name, num_stages, sum(steps), placement, of_table, steps=steps)
 
     def table_costs(self, settings: DecidedConfig, table: Schedule) -> Costs:
         """The seconds of the actions and messages of a table that runs with these settings."""
@@ -324,7 +338,7 @@ class Planner:
                     owned_parameters=sums.owned(stage.start, stage.stop).count,
                     recompute=str(entry),
                     memory=process.memory if is_alone else memory(process.number, (number,)),
-                    busy_seconds=float(timeline.busy_seconds(number)),
+                    busy_seconds=float(timeline.busy_seconds(number)) / table.num_steps,
                 )
             )
         return Plan(settings, self, costs, tuple(plans), tuple(processes), timeline)

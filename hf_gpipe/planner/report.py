@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -20,7 +20,7 @@ from hf_gpipe.planner.search import Found
 from hf_gpipe.planner.times import seconds_text
 from hf_gpipe.planner.traffic import bytes_text, is_mesh, mesh_dict, mesh_lines, traffic
 from hf_gpipe.recipe.sizes import size_text
-from hf_gpipe.schedule import is_table_file
+from hf_gpipe.schedule import is_table_file, staleness
 from hf_gpipe.schedule.draw import figure as timeline_figure
 from hf_gpipe.schedule.messages import num_communicators
 
@@ -34,6 +34,7 @@ _ITEMS = {
     "parameters": "weights",
     "gradients": "weights' gradients",
     "optimizer": "optimizer state",
+    "stashes": "old versions of weights",
     "boundaries": "boundary tensors and ids",
     "activations": "activations of live graphs",
     "logits": "logits",
@@ -47,6 +48,7 @@ _COLOURS = {
     "parameters": "#4c78a8",
     "gradients": "#72b7b2",
     "optimizer": "#9ecae9",
+    "stashes": "#2f4b7c",
     "boundaries": "#f58518",
     "activations": "#ffbf79",
     "logits": "#b0413e",
@@ -69,7 +71,7 @@ def report(plan: Plan) -> str:
     workload, total = costs.workload, costs.total
     is_encoder_decoder = any(layer.stack == "encoder" for layer in costs.layers)
     columns = f"{workload.source_tokens} + {workload.target_tokens}" if is_encoder_decoder else workload.target_tokens
-    num_micro_batches = plan.timeline.schedule.num_micro_batches
+    num_micro_batches = plan.timeline.schedule.num_micro_batches // plan.timeline.schedule.num_steps
     lines = [
         ("model", f"{_count(total.count)} parameters in {len(costs.layers)} layers, {_types(plan)}"),
         (
@@ -93,9 +95,29 @@ def report(plan: Plan) -> str:
         ("memory", memory_why(plan)),
         ("saving", saving_text(plan)),
         ("time", time_why(plan)),
+        *asynchronous_lines(plan),
         ("verdict", verdict(plan)),
     ]
     return "\n".join([*map(_line, lines), "", rows, "", *map(_line, filter(itemgetter(1), lines_after))])
+
+
+def asynchronous_lines(plan: Plan) -> list[tuple[str, str]]:
+    """How stale the gradients of an asynchronous schedule are, and the plan of a synchronous one beside it."""
+    table = plan.timeline.schedule
+    if not table.is_asynchronous:
+        return []
+    late = "-".join(str(max(staleness(table, stage))) for stage in range(table.num_stages))
+    other = plan.planner.plan(replace(plan.settings, schedule="1f1b"))
+    rows = plan.planner.rows * plan.planner.inputs.accumulation
+    return [
+        ("staleness", f"gradients of the stages come {late} updates late; what that costs in loss a plan cannot know"),
+        (
+            "against",
+            f"1f1b, with the plain model's numbers: {seconds_text(other.step_seconds / rows)} a row, here "
+            f"{seconds_text(plan.step_seconds / rows)}; {size_text(other.peak_bytes)} in its fullest process, here "
+            f"{size_text(plan.peak_bytes)}",
+        ),
+    ]
 
 
 def verdict(plan: Plan) -> str:
@@ -249,7 +271,8 @@ def _table(plan: Plan) -> list[str]:
     for group in groups:
         stage, memory = group[0], group[0].memory
         kept = memory.boundaries + memory.activations + memory.logits + memory.early_gradients
-        sizes = (memory.parameters, memory.gradients, memory.optimizer, kept, memory.working + memory.reserve)
+        weights = memory.parameters + memory.stashes
+        sizes = (weights, memory.gradients, memory.optimizer, kept, memory.working + memory.reserve)
         rows.append(
             (
                 _span([one.number for one in group]),

@@ -27,18 +27,18 @@ class TimeEstimate:
 
 
 def time_of(timeline: Timeline, process: int) -> TimeEstimate:
-    """How a process spends a step."""
+    """How a process spends a step; of several in a table, the mean."""
     seconds = dict.fromkeys(ActionKind, 0.0)
     for span in timeline.spans:
         # A reduction over replicas goes on beside the other actions.
         if span.process == process and span.action.kind != ActionKind.REDUCE:
-            seconds[span.action.kind] += float(span.busy)
+            seconds[span.action.kind] += float(span.busy) / timeline.schedule.num_steps
     return TimeEstimate(
         forward=seconds[ActionKind.FORWARD],
         recompute=seconds[ActionKind.RECOMPUTE],
         backward=sum(seconds[kind] for kind in (ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT)),
         update=seconds[ActionKind.UPDATE],
-        bubble=max(float(timeline.total_seconds) - sum(seconds.values()), 0.0),
+        bubble=max(float(timeline.total_seconds) / timeline.schedule.num_steps - sum(seconds.values()), 0.0),
     )
 
 

@@ -45,6 +45,7 @@ def traffic(plan: Plan) -> Traffic:
             first = layers[stage.layers.start]
             boundaries += num_messages * share * (first.input_bytes + first.gradient_input_bytes)
     rows = plan.planner.rows * plan.planner.inputs.accumulation
+    boundaries /= table.num_steps
     whole = 2 * (placement.num_processes - 1) * plan.costs.total.trainable_bytes
     return Traffic(gradients / rows, boundaries / rows, whole / rows)
 

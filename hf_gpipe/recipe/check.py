@@ -9,6 +9,7 @@ from hf_gpipe.recipe.section import keys_of
 from hf_gpipe.recipe.strict_yaml import Locations
 from hf_gpipe.recipe.transformer import with_transformer
 from hf_gpipe.recipe.words import show
+from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES
 
 #: Kinds of data that need a path -> what it is the path of.
 _PATHS = {
@@ -65,6 +66,11 @@ def _check_fields(recipe: Recipe) -> None:
     _check_precision(recipe)
     _check_quantization(recipe)
     training = recipe.training
+    if training.on_nonfinite_loss == "skip" and recipe.pipeline.schedule in ASYNCHRONOUS_SCHEDULES:
+        raise RecipeError(
+            f"training.on_nonfinite_loss is skip and pipeline.schedule is {recipe.pipeline.schedule}: the loss of a "
+            "step is known after most stages have updated; use stop or ignore, or a synchronous schedule, such as 1f1b."
+        )
     for name in ("hub_model_id", "hub_private_repo"):
         if getattr(training, name) is not None and not training.push_to_hub:
             raise RecipeError(
@@ -226,6 +232,11 @@ def _check_precision(recipe: Recipe) -> None:
     training, dtype = recipe.training, recipe.model.dtype
     if training.bf16 and training.fp16:
         raise RecipeError("training.bf16 and training.fp16 are both true; set one of them to false.")
+    if training.fp16 and recipe.pipeline.schedule in ASYNCHRONOUS_SCHEDULES:
+        raise RecipeError(
+            f"training.fp16 is true and pipeline.schedule is {recipe.pipeline.schedule}: the scale of the loss needs "
+            "the gradients of all stages before an update; use training.bf16, or a synchronous schedule, such as 1f1b."
+        )
     if training.fp16 and dtype != "float32":
         raise RecipeError(f"training.fp16 needs model.dtype float32, and it is {dtype}; set it, or use training.bf16.")
     if training.fp32_master_weights and dtype not in ("bfloat16", "float16"):

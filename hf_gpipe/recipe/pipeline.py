@@ -12,6 +12,7 @@ from hf_gpipe.partition import COST_STRATEGIES, STRATEGIES
 from hf_gpipe.recipe.section import Count, OneOf, Positive, Text, section
 from hf_gpipe.recipe.sizes import read_bytes
 from hf_gpipe.schedule import (
+    ASYNCHRONOUS_SCHEDULES,
     SCHEDULES,
     TABLE_SUFFIX,
     Placement,
@@ -25,7 +26,8 @@ from hf_gpipe.schedule import (
 from hf_gpipe.schedule.actions import parse_number
 
 AUTO = "auto"
-TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "forward_only")
+SYNCHRONOUS_SCHEDULES = tuple(name for name in SCHEDULES if name != "forward_only")
+TRAINING_SCHEDULES = (*SYNCHRONOUS_SCHEDULES, *ASYNCHRONOUS_SCHEDULES)
 PARTITIONS = (*STRATEGIES, *COST_STRATEGIES, AUTO)
 
 RecomputeChoice: TypeAlias = str | tuple[str | int, ...]
@@ -56,9 +58,12 @@ class PipelineConfig:
     1f1b: least memory; interleaved_1f1b: several stages per process, assigned in turn; zb_h1: 1f1b with gradients of
     inputs and weights apart, a third of its bubble in its memory; zb_h2: twice the memory, no bubble between steps that
     do not wait for each other; zb_v: two stages per process in a V, no bubble in 1f1b's memory; v_half: the same in
-    half of it, with half of 1f1b's bubble; naive: no pipelining; auto: the planner chooses; or the file of a table of
-    your own, such as tables/mine.txt, whose R actions are the recomputations (python -m hf_gpipe.plan RECIPE --table
-    writes one)."""
+    half of it, with half of 1f1b's bubble; naive: no pipelining; auto: the planner chooses one of these; or the file of
+    a table of your own, such as tables/mine.txt, whose R actions are the recomputations (python -m hf_gpipe.plan RECIPE
+    --table writes one). Asynchronous, with other numbers than the plain model: pipedream: each stage updates after each
+    step and nothing waits for the pipeline to empty, the backward of a micro-batch uses the weights of its forward;
+    pipedream_vertical: all stages use the version of the weights that the first one used; pipedream_2bw: the version
+    before the last one."""
 
     recompute: Annotated[Annotated[str, OneOf((*_MODES, AUTO))] | _Entries, _Listed] = "stage"
     """The activations that are recomputed in backward, not kept. none: nothing; block: the inside of each block; stage:
@@ -150,7 +155,28 @@ class PipelineConfig:
                 f"torch_compile_backend is {self.torch_compile_backend!r} and torch_compile is false; set "
                 "torch_compile to true, or leave the backend out."
             )
+        if self.schedule in ASYNCHRONOUS_SCHEDULES:
+            self._check_asynchronous()
         self.memory_bytes  # noqa: B018  # raises for a text that is no size
+
+    def _check_asynchronous(self) -> None:
+        """Raise UserError for what an asynchronous schedule cannot run with."""
+        if self.replicas != 1 and (not isinstance(self.replicas, tuple) or max(self.replicas) > 1):
+            raise UserError(
+                f"schedule is {self.schedule} and replicas is {_shown(self.replicas)}: the replicas of a stage update "
+                "together, and the stages of this schedule by themselves; use replicas 1, or a synchronous schedule, "
+                "such as 1f1b."
+            )
+        if self.num_stages == AUTO:
+            raise UserError(
+                f"schedule is {self.schedule} and num_stages is auto; give num_stages, for with it the numbers of an "
+                "asynchronous schedule change."
+            )
+        if self.torch_compile:
+            raise UserError(
+                f"schedule is {self.schedule} and torch_compile is true: compiled blocks would not see the versions of "
+                "the weights that the schedule keeps; leave torch_compile out, or use a synchronous schedule."
+            )
 
     def _stages_of_processes(self) -> int:
         """`num_stages` where it is not given: by the lists that have an entry per stage, or by the processes."""
@@ -352,6 +378,10 @@ class PipelineConfig:
     def decided(self, **values: Any) -> DecidedConfig:
         """A copy with `values`, which replace everything that is left to the planner."""
         return DecidedConfig(**{**vars(self), "num_processes": self.processes, **values})
+
+
+def _shown(value: object) -> str:
+    return str(list(value) if isinstance(value, tuple) else value)
 
 
 @section()

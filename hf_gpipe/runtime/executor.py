@@ -2,7 +2,10 @@
 
 It works the same for every schedule. For each action it receives the message that the action needs, calls the stage,
 and sends the result. Receives are started ahead, at the points that `hf_gpipe.schedule.messages` derives from the
-table, so messages arrive while the process computes. Sends are waited for only at the end of the step.
+table, so messages arrive while the process computes. Sends are waited for only at the end of the table.
+
+In an asynchronous table the weights of a stage change between its actions: each reads the version that the table says
+(`hf_gpipe.runtime.versions`).
 """
 
 from __future__ import annotations
@@ -21,9 +24,14 @@ from hf_gpipe.runtime.micro_batch import PLAIN_STEP, Context, MicroBatch, StepOp
 from hf_gpipe.runtime.replicas import Replicas
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.timing import ActionTime, NamedRanges, Timer, is_profiled
+from hf_gpipe.runtime.versions import Versions
 from hf_gpipe.schedule.actions import Action, ActionKind
 from hf_gpipe.schedule.messages import messages
 from hf_gpipe.schedule.table import Schedule
+from hf_gpipe.schedule.versions import Use, uses
+
+UpdateStage = Callable[[int, int], None]
+"""(stage, step of the table) -> None: updates the weights of a stage from its gradients, and drops these."""
 
 
 @dataclass
@@ -34,10 +42,12 @@ class StepResult:
         outputs: the outputs of the last stage for each micro-batch, by its number, in the order of the forwards; empty
             in the other processes.
         times: when each action ran, if that was measured.
+        stash_bytes: of an asynchronous table, the most that old versions of weights have held in this process.
     """
 
     outputs: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     times: list[ActionTime] = field(default_factory=list)
+    stash_bytes: int = 0
 
     @property
     def loss(self) -> torch.Tensor | None:
@@ -69,6 +79,8 @@ class _Planned:
     """Where the action's own message arrives."""
     sent: _Message | None
     """The message that its result is, unless the result is empty."""
+    use: Use | None
+    """The version of the weights that it reads or replaces; None in a synchronous table, which has one."""
 
 
 class Executor:
@@ -92,6 +104,8 @@ class Executor:
         self._table: Schedule | None = None
         self._planned: list[_Planned] = []
         self._last_backwards: frozenset[Action] = frozenset()
+        #: Of each stage, while the table is asynchronous.
+        self._versions: dict[int, Versions] = {}
 
     def run(
         self,
@@ -101,12 +115,14 @@ class Executor:
         *,
         reduce: Callable[[StepResult], None] | None = None,
         update: Callable[[], None] | None = None,
+        update_stage: UpdateStage | None = None,
         is_measured: bool = False,
     ) -> StepResult:
         """Run this process's part of the table once.
 
-        Clipping, loss scaling and the decision to skip an update need the gradients of all stages. So the last U of a
-        process updates all its stages, after everything else that it does in the step.
+        Clipping, loss scaling and the decision to skip an update need the gradients of all stages. So in a synchronous
+        table the last U of a process updates all its stages, after everything else that it does in the step. In an
+        asynchronous one each U updates its own stage.
 
         Args:
             schedule: a valid table for these stages and this many micro-batches.
@@ -115,6 +131,7 @@ class Executor:
             reduce: called at the process's last U with the results so far, to complete gradients and loss together with
                 the other processes. Its time counts as waiting.
             update: called after `reduce`. Its errors are raised unchanged.
+            update_stage: called at each U of an asynchronous table, in place of these two.
             is_measured: whether to note when each action ran.
 
         Raises:
@@ -129,8 +146,12 @@ class Executor:
         own = [micro_batches[index] for index in schedule.micro_batches_of(self._rank)]
         shares = on_devices(own, self._devices)
         actions = schedule.actions[self._rank]
-        last_update = next((one for one in reversed(actions) if one.kind == ActionKind.UPDATE), None)
+        last_update = None
+        if not schedule.is_asynchronous:
+            last_update = next((one for one in reversed(actions) if one.kind == ActionKind.UPDATE), None)
         self.prepare(schedule)
+        for versions in self._versions.values():
+            versions.begin()
         timer = Timer(self._devices) if is_measured else None
         mark = timer.mark if timer is not None else NamedRanges().mark if is_profiled() else _not_measured
         action, is_updating = None, False
@@ -152,7 +173,12 @@ class Executor:
                     self._replicas.start(action.stage)
                 elif action.kind != ActionKind.UPDATE:
                     micro_batch = shares[device][_index(action)]
-                    message = self._perform(schedule, action, planned.stage, micro_batch, received, options)
+                    with self._reading(planned):
+                        message = self._perform(schedule, action, planned.stage, micro_batch, received, options)
+                elif planned.use is not None:
+                    assert update_stage is not None, "an asynchronous table needs update_stage"
+                    with self._versions[action.stage].updating(keeps=not planned.use.is_last):
+                        update_stage(action.stage, action.step)
                 elif action is last_update and update is not None:
                     is_updating = True
                     update()
@@ -175,9 +201,18 @@ class Executor:
             self._reset()
             where = f"stage {action.stage}, action {action}" if action is not None else "before the first action"
             raise StageError(f"process {self._rank}, {where}: {type(error).__name__}: {error}") from error
+        for versions in self._versions.values():
+            versions.end()
+        result.stash_bytes = sum(versions.most_bytes for versions in self._versions.values())
         if timer is not None:
             result.times = timer.read()
         return result
+
+    def _reading(self, planned: _Planned) -> AbstractContextManager[None]:
+        """Context manager in which a stage has the weights that an action reads."""
+        if planned.use is None:
+            return nullcontext()
+        return self._versions[planned.action.stage].reading(planned.use.version, is_last=planned.use.is_last)
 
     def _complete(self, result: StepResult, reduce: Callable[[StepResult], None] | None, timer: Timer | None) -> None:
         """Before the update: wait until everything was computed and sent, then call `reduce`."""
@@ -248,11 +283,16 @@ class Executor:
         for number in {number for number, _ in schedule.split} & self._stages.keys():
             self._stages[number].model.defer_weight_gradients()
         self._planned = []
-        for place, action in enumerate(schedule.actions[self._rank]):
+        self._versions = {}
+        read: Sequence[Use | None] = [None] * len(schedule.actions[self._rank])
+        if schedule.is_asynchronous:
+            read = uses(schedule, self._rank)
+            self._versions = {n: Versions(stage.model.parameters.values()) for n, stage in self._stages.items()}
+        for place, (action, use) in enumerate(zip(schedule.actions[self._rank], read, strict=True)):
             stage = self._stages[action.stage]
             received = self._arriving(action).channel if self._reads_message(action) else None
             self._planned.append(
-                _Planned(action, stage, stage.device, tuple(expected[place]), received, self._leaving(action))
+                _Planned(action, stage, stage.device, tuple(expected[place]), received, self._leaving(action), use)
             )
         self._table = schedule
         self._last_backwards = last_backwards(schedule.actions[self._rank])
@@ -281,6 +321,8 @@ class Executor:
 
     def _reset(self) -> None:
         """Drop the micro-batches and messages of a failed step, so that the next one does not get them."""
+        for versions in self._versions.values():
+            versions.end()
         for stage in self._stages.values():
             stage.reset()
         for edge in self._edges.values():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -29,17 +29,35 @@ def begin_loss_and_norm(
     Returns:
         Waits, and returns the same numbers in every process.
     """
-    squares = sums_of_squares(parameters)
-    values = read([*squares, *([] if loss is None else [loss])])
+    losses = [[] if loss is None else [loss]]
+    numbers = begin_losses_and_norms(losses, [sums_of_squares(parameters)], processes)
+    return lambda: numbers()[0]
+
+
+def begin_losses_and_norms(
+    losses: Sequence[Sequence[torch.Tensor]], squares: Sequence[Sequence[torch.Tensor]], processes: Processes
+) -> LossAndNorm:
+    """`begin_loss_and_norm` of several steps.
+
+    Args:
+        losses: for each step the parts of its loss that this process has, scalars on any device.
+        squares: for each step the sums of squares of gradients that this process has, as `sums_of_squares` gives them.
+        processes: of the pipeline.
+
+    Returns:
+        Waits, and returns the loss and the norm of each step, (steps, 2), the same in every process.
+    """
+    values = iter(read([value for parts in (*losses, *squares) for value in parts]).tolist())
     # A place for each process, summed in a fixed order, so that every process gets the same numbers.
-    parts = torch.zeros(2, processes.num_processes, dtype=torch.float64)
-    parts[0, processes.rank] = 0.0 if loss is None else values[-1]
-    parts[1, processes.rank] = values[: len(squares)].sum()
+    parts = torch.zeros(2, len(losses), processes.num_processes, dtype=torch.float64)
+    for row, of_steps in enumerate((losses, squares)):
+        for step, own in enumerate(of_steps):
+            parts[row, step, processes.rank] = sum(next(values) for _ in own)
     begun = processes.begin_sum(parts)
 
     def end() -> torch.Tensor:
-        loss_sum, square_sum = begun().sum(dim=1)
-        return torch.stack([loss_sum, square_sum.sqrt()])
+        loss_sums, square_sums = begun().sum(dim=2)
+        return torch.stack([loss_sums, square_sums.sqrt()], dim=1)
 
     return end
 

@@ -24,9 +24,9 @@ class MicroBatch:
     """One micro-batch of a mini-batch, the same on every stage.
 
     Attributes:
-        index: its number in the mini-batch, from 0.
+        index: its number in the table, from 0: in the step, or counted over the steps of a window.
         inputs: its rows, as returned by `Adapter.prepare`, with masks as `KnownMask`.
-        seed: its seed for dropout, from (seed, step, index).
+        seed: its seed for dropout, from (seed, step, number in the step).
         num_units: units of the loss in the whole mini-batch, by which its sum is divided; at least 1.
         num_micro_batches: of the step; an auxiliary loss is the mean over them.
         shapes: of what crosses each boundary, by name, for those that were asked for.
@@ -166,6 +166,7 @@ def make_micro_batches(
     seed: int,
     step: int,
     *,
+    first: int = 0,
     length_bucketing: bool = False,
     packing: bool = False,
     is_compiled: bool = False,
@@ -179,6 +180,7 @@ def make_micro_batches(
         num_micro_batches: M.
         seed: the run's seed.
         step: number of this optimizer step.
+        first: the index of the first one, where a table has several steps.
         length_bucketing: whether a mini-batch is cut by tokens, after its rows have been sorted by length.
         packing: whether the rows of a mini-batch are packed, shared out by tokens. Those of a flattened one always are.
         is_compiled: whether the blocks are compiled by torch.compile.
@@ -213,7 +215,7 @@ def make_micro_batches(
         adapter.check_lengths(one)
         adapter.check_ids(one)
     count = sum(int(loss.row_units(adapter.targets(one)).sum()) for one in inputs)
-    return [MicroBatch(i, one, mix(seed, step, i), max(count, 1), len(inputs)) for i, one in enumerate(inputs)]
+    return [MicroBatch(first + i, one, mix(seed, step, i), max(count, 1), len(inputs)) for i, one in enumerate(inputs)]
 
 
 def on_devices(

@@ -33,8 +33,12 @@ _BY_PARAMETER = {
 }
 
 
-def treats_elements_alone(optimizer: torch.optim.Optimizer) -> bool:
+def treats_elements_alone(optimizer: torch.optim.Optimizer, needed_by: str = "zero is 1") -> bool:
     """Whether an optimizer treats each element by itself; otherwise each parameter by itself.
+
+    Args:
+        optimizer: of some parameters, which are not all updated in one call.
+        needed_by: the setting that does so, for the error.
 
     Raises:
         UserError: neither is known of its class.
@@ -48,9 +52,9 @@ def treats_elements_alone(optimizer: torch.optim.Optimizer) -> bool:
         return False
     known = ", ".join(sorted(_BY_ELEMENT | _BY_PARAMETER))
     raise UserError(
-        f"zero is 1 and the optimizer is {cls.__module__}.{cls.__qualname__}, of which it is not known whether its "
-        "update of a parameter depends on other parameters, which a replica would not update itself: use zero 0, or "
-        f"one of these classes: {known}"
+        f"{needed_by} and the optimizer is {cls.__module__}.{cls.__qualname__}, of which it is not known whether its "
+        "update of a parameter depends on other parameters, which would not be updated with it: leave that setting "
+        f"out, or use one of these classes: {known}"
     )
 
 

@@ -116,6 +116,17 @@ class Ties:
             pair.copy.data.copy_(pair.parameter.data)
 
 
+def trained_by_several(models: Mapping[int, StageModel], topology: Topology) -> dict[str, list[int]]:
+    """The trained parameters that several stages of the model have, and these stages. Every process must call it."""
+    mine = {stage: [n for n, p in model.parameters.items() if p.requires_grad] for stage, model in models.items()}
+    stages: dict[str, set[int]] = {}
+    for of_process in topology.gather_objects(mine):
+        for stage, names in of_process.items():
+            for name in names:
+                stages.setdefault(name, set()).add(stage)
+    return {name: sorted(own) for name, own in sorted(stages.items()) if len(own) > 1}
+
+
 def share_within_process(
     models: Mapping[int, StageModel],
 ) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:

@@ -5,6 +5,7 @@ run, `simulate` predicts its time, `draw_text`, `draw_png`, `write_trace` and `b
 """
 
 from hf_gpipe.schedule.actions import Action, ActionKind, Placement, replicas_of
+from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES, LONGEST_WINDOW
 from hf_gpipe.schedule.breakdown import Breakdown, Parts, breakdown
 from hf_gpipe.schedule.builders import RECOMPUTE_MODES, SCHEDULES, SPLIT_SCHEDULES, V_SHAPED, build, placement_for
 from hf_gpipe.schedule.draw import draw_png, draw_text
@@ -13,8 +14,11 @@ from hf_gpipe.schedule.simulate import Costs, Span, Timeline, seconds_of_steps, 
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.trace import write_trace
 from hf_gpipe.schedule.validate import check_table
+from hf_gpipe.schedule.versions import num_stashes, staleness
 
 __all__ = [
+    "ASYNCHRONOUS_SCHEDULES",
+    "LONGEST_WINDOW",
     "RECOMPUTE_MODES",
     "SCHEDULES",
     "SPLIT_SCHEDULES",
@@ -35,11 +39,13 @@ __all__ = [
     "draw_png",
     "draw_text",
     "is_table_file",
+    "num_stashes",
     "placement_for",
     "read_table",
     "recompute_under",
     "replicas_of",
     "seconds_of_steps",
     "simulate",
+    "staleness",
     "write_trace",
 ]

@@ -1,7 +1,8 @@
 """The words of a schedule table: actions on (stage, micro-batch), and the placement of stages on workers.
 
 An action's text is its stage, the letter of its kind and its micro-batch: "2F0" is the forward of micro-batch 0 on
-stage 2, "2U" the optimizer update of stage 2. What an action needs before it may run, for stage s and micro-batch m:
+stage 2, "2U" the optimizer update of stage 2. In an asynchronous table, which has several steps, "2U5" is the update of
+step 5; without a number it is that of step 0. What an action needs before it may run, for stage s and micro-batch m:
 
     F  the boundary that F of stage s-1 sent (stage 0 reads the batch)
     R  F of the same (s, m). It runs the stage's forward again with gradients and does not need the incoming gradient,
@@ -14,7 +15,8 @@ stage 2, "2U" the optimizer update of stage 2. What an action needs before it ma
     G  B, or I and W, of every micro-batch that its worker runs on the stage. It sums the stage's gradients over its
        replicas: a collective, which begins when all of them have reached it and runs while they go on. Only a stage
        with several replicas has a G, one on each of them
-    U  G of the stage, or where it has none B, or I and W, of every micro-batch; one on each replica
+    U  G of the stage, or where it has none B, or I and W, of every micro-batch of its step; one on each replica. In an
+       asynchronous table also U of the step before, and every B, I and W of a later step comes after it
 
 A stage has for each micro-batch either B, or I and W: the backward in two parts (zero bubble, arXiv 2401.10241, section
 2). The set `split` has the (stage, micro-batch) pairs of I and W; it tells which action a neighbour's message is from.
@@ -62,13 +64,14 @@ class ActionKind(StrEnum):
 
     @property
     def is_of_mini_batch(self) -> bool:
-        """Whether an action of this kind concerns the whole mini-batch, and so has no micro-batch."""
+        """Whether an action of this kind concerns a whole step, and so has no micro-batch."""
         return self in (ActionKind.REDUCE, ActionKind.UPDATE)
 
 
-TEXT_VERSION = 3
+TEXT_VERSION = 4
 """Version of the text of a table and its actions. It changes with a new kind of action or a new meaning of a word.
-Version 2 has G and several workers per stage, version 3 I and W; a text of an earlier version means the same in it."""
+Version 2 has G and several workers per stage, version 3 I and W, version 4 several steps and the versions of weights; a
+text of an earlier version means the same in it."""
 
 _NUMBER = r"0|[1-9][0-9]{0,8}"
 _ACTION_TEXT = re.compile(rf"({_NUMBER})([A-Z])({_NUMBER})?")
@@ -90,17 +93,24 @@ class Action:
     kind: ActionKind
     stage: int
     micro_batch: int | None = None
-    """None for a reduction and an update only: they concern the whole mini-batch."""
+    """Counted over all steps of the table. None for a reduction and an update only: they concern a whole step."""
+    step: int = 0
+    """Of a reduction or an update: the step that it ends."""
 
     def __post_init__(self) -> None:
-        if self.kind.is_of_mini_batch != (self.micro_batch is None):
+        if self.kind.is_of_mini_batch != (self.micro_batch is None) or (self.step and not self.kind.is_of_mini_batch):
             raise ScheduleError(
-                f"action {self}: a reduction (G) or update (U) stands without a number after it, and every other kind "
-                f"with its micro-batch, in version {TEXT_VERSION} of the table's text; write for example 2F0 or 2U."
+                f"action {self}: a reduction (G) or update (U) has no micro-batch, and every other kind has one, in "
+                f"version {TEXT_VERSION} of the table's text; write for example 2F0 or 2U."
             )
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind.value}{'' if self.micro_batch is None else self.micro_batch}"
+        return f"{self.stage}{self.label}"
+
+    @property
+    def label(self) -> str:
+        """The text without the stage: the kind and the number, "F0"."""
+        return f"{self.kind.value}{(self.step or '') if self.micro_batch is None else self.micro_batch}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -113,15 +123,17 @@ class Action:
         if match is None:
             raise ScheduleError(
                 f"{text!r} is not an action: write the stage, one of F, R, B, I or W and the micro-batch, as in 2F0, "
-                "or the stage and G or U, as in 2U."
+                "or the stage, G or U and in a table with several steps the step, as in 2U or 2U5."
             )
-        stage, kind, micro_batch = match.groups()
+        stage, kind, number = match.groups()
         if kind not in list(ActionKind):
             raise ScheduleError(
                 f"{text!r}: {kind} is not a kind of action in version {TEXT_VERSION} of the table's text, which has "
                 f"{', '.join(ActionKind)}; use one of these."
             )
-        return cls(ActionKind(kind), int(stage), None if micro_batch is None else int(micro_batch))
+        if ActionKind(kind).is_of_mini_batch:
+            return cls(ActionKind(kind), int(stage), step=int(number or 0))
+        return cls(ActionKind(kind), int(stage), None if number is None else int(number))
 
     def source(self, num_stages: int, split: Split = frozenset()) -> Action | None:
         """The neighbouring stage's action whose message this one receives; None if it receives none."""

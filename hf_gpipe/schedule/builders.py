@@ -19,6 +19,7 @@ from functools import lru_cache
 
 from hf_gpipe.errors import ScheduleError, nearest
 from hf_gpipe.schedule.actions import Action, ActionKind, Placement, replicas_of
+from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES, asynchronous
 from hf_gpipe.schedule.file import TABLE_SUFFIX
 from hf_gpipe.schedule.interleaved import interleaved_orders
 from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations, with_recomputations
@@ -187,6 +188,7 @@ SPLIT_SCHEDULES: dict[str, Builder] = {"zb_h1": zb_h1, "zb_h2": zb_h2, "zb_v": z
 V_SHAPED = ("zb_v", "v_half")
 """Those whose stages are placed in the shape of a V."""
 
+#: The synchronous ones. `hf_gpipe.schedule.asynchronous` has the others.
 SCHEDULES: dict[str, Builder] = {
     "naive": naive,
     "gpipe": gpipe,
@@ -203,7 +205,7 @@ def placement_for(name: str, num_stages: int, num_processes: int, replicas: int 
     v_half, consecutive for every other.
 
     Args:
-        name: one of `SCHEDULES`.
+        name: one of `SCHEDULES` or `ASYNCHRONOUS_SCHEDULES`.
         num_stages: K.
         num_processes: of all replicas together.
         replicas: one number D for all stages: D pipelines of num_processes / D consecutive processes each. Or one
@@ -239,6 +241,7 @@ def build(
     placement: Placement | None = None,
     recompute: str | tuple[int | None, ...] = "stage",
     replicas: int | Sequence[int] | None = None,
+    steps: Sequence[int] | None = None,
 ) -> Schedule:
     """Build and check the table of a schedule. Equal arguments give the same object.
 
@@ -246,21 +249,29 @@ def build(
     takes part in G and U. The last mini-batch of an epoch, which may have a single row, needs this.
 
     Args:
-        name: one of `SCHEDULES`.
+        name: one of `SCHEDULES` or `ASYNCHRONOUS_SCHEDULES`.
         num_stages: K, at least 1.
-        num_micro_batches: M, at least 1, of the whole mini-batch; it may be smaller than K.
+        num_micro_batches: M, at least 1, of the whole mini-batch; it may be smaller than K. Of an asynchronous
+            schedule those of all steps.
         placement: where the stages are; None: each replica of a stage in its own process.
         recompute: "stage": a backward (B or I) is preceded by a recomputation R of its stage, but for the last stage of
             all but naive and gpipe; "none": no R; or for each stage the most autograd graphs that it may
             keep alive at once on each of its replicas (at least 1; None: any number), with as few R as this allows: see
             `hf_gpipe.schedule.recompute`.
         replicas: the number of replicas of every stage, or of each; None: the placement's, without a placement 1.
+        steps: of an asynchronous schedule the number of micro-batches of each step; None: one step.
 
     Raises:
         ScheduleError: an unknown name or mode, K or M below 1, limits that do not fit the stages, a placement of
             another number of stages or replicas, or one that the schedule cannot use.
     """
     _check_name(name)
+    is_asynchronous = name in ASYNCHRONOUS_SCHEDULES
+    if steps is not None and not is_asynchronous:
+        raise ScheduleError(
+            f"schedule {name!r} has one step in a table; leave steps out, or use one of "
+            f"{', '.join(ASYNCHRONOUS_SCHEDULES)}."
+        )
     if num_stages < 1 or num_micro_batches < 1:
         raise ScheduleError(
             f"schedule {name!r}: num_stages is {num_stages} and num_micro_batches is {num_micro_batches}; "
@@ -276,7 +287,23 @@ def build(
             f"schedule {name!r}: replicas is {replicas}, but the stages of the placement {placement} have "
             f"{list(placement.replicas)}; leave replicas out."
         )
-    return _build(name, num_stages, num_micro_batches, placement, _limits(name, num_stages, recompute))
+    if is_asynchronous and placement.has_replicas:
+        raise ScheduleError(
+            f"schedule {name!r} and stages with {list(placement.replicas)} replicas do not go together: replicas sum "
+            "their gradients before an update, and these stages update by themselves; use one replica of each stage, "
+            "or a synchronous schedule such as 1f1b."
+        )
+    limits = _limits(name, num_stages, recompute)
+    if is_asynchronous:
+        return _build_asynchronous(name, tuple(steps or [num_micro_batches]), placement, limits)
+    return _build(name, num_stages, num_micro_batches, placement, limits)
+
+
+@lru_cache(maxsize=64)
+def _build_asynchronous(name: str, steps: tuple[int, ...], placement: Placement, limits: Limits) -> Schedule:
+    schedule = asynchronous(name, steps, placement, limits)
+    check_table(schedule)
+    return schedule
 
 
 @lru_cache(maxsize=256)
@@ -311,10 +338,11 @@ def _with_reductions(order: list[Action], process: int, placement: Placement) ->
 
 
 def _check_name(name: str) -> None:
-    if name not in SCHEDULES:
+    names = (*SCHEDULES, *ASYNCHRONOUS_SCHEDULES)
+    if name not in names:
         raise ScheduleError(
-            f"schedule {name!r} is unknown; use one of {', '.join(SCHEDULES)}, or the path of a table, which ends in "
-            f"{TABLE_SUFFIX}{nearest(name, SCHEDULES)}"
+            f"schedule {name!r} is unknown; use one of {', '.join(names)}, or the path of a table, which ends in "
+            f"{TABLE_SUFFIX}{nearest(name, names)}"
         )
 
 

@@ -79,8 +79,7 @@ def draw_text(timeline: Timeline, width: int = 120) -> str:
 
 
 def _label(span: Span) -> str:
-    action = span.action
-    return f"{action.kind.value}{'' if action.micro_batch is None else action.micro_batch}"
+    return span.action.label
 
 
 def _cell(columns: Sequence[Span | None], index: int, width: int) -> str:
@@ -255,7 +254,7 @@ def _label_width(span: Span) -> float:
 
 
 def _number(span: Span) -> str:
-    return span.action.kind.value if span.action.micro_batch is None else str(span.action.micro_batch)
+    return span.action.label if span.action.micro_batch is None else str(span.action.micro_batch)
 
 
 def title_of(timeline: Timeline) -> str:

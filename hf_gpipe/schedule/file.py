@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import replicas_of
+from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
 from hf_gpipe.schedule.occupancy import Held, most_of_equal_stages
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.validate import check_table
@@ -52,6 +53,12 @@ def read_table(
         if not table.is_training:
             raise ScheduleError(
                 "the table has forwards only; a training step has a B for each F, and a U.", "process 0"
+            )
+        if table.is_asynchronous:
+            raise ScheduleError(
+                "the table has several steps, and a table that is read has one; leave the line out, or name the "
+                f"schedule, one of {', '.join(ASYNCHRONOUS_SCHEDULES)}, which makes a table for as many steps as run.",
+                "steps",
             )
         if table.placement.devices is not None:
             raise ScheduleError(

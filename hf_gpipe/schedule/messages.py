@@ -163,6 +163,6 @@ def _clock_order(schedule: Schedule) -> list[tuple[int, Action]]:
         source = schedule.source(action)
         start = max(started[process] + 1, free_at.get(place, 0), ends[source] if source else 0)
         started[process] = start
-        ends[action] = free_at[place] = start + _FINE * TICKS.get(action.kind, 1)
+        ends[action] = free_at[place] = start + _FINE * TICKS.get(action.kind, 0)
         order.append((start, way(action, schedule.num_stages), process, action))
     return [(process, action) for _, _, process, action in sorted(order)]

@@ -214,14 +214,14 @@ class _Clock:
         reached_at: dict[int, Seconds] = {}
         updates: list[tuple[int, Action]] = []
         for process, action in self._order:
-            if action.kind == ActionKind.UPDATE:
+            if action.kind == ActionKind.UPDATE and placement.has_replicas:
                 updates.append((process, action))
                 continue
             if action.kind == ActionKind.REDUCE:
                 free = free_at.get(placement.place_of(process, action), 0)
                 reached_at[action.stage] = max(reached_at.get(action.stage, 0), free)
                 continue
-            source = schedule.source(action)
+            source = schedule.source(action)  # of an update None
             place = placement.place_of(process, action)
             start = max(started[process], free_at.get(place, 0), arrives_at[source] if source else 0)
             end = start + seconds[action.kind][action.stage]
@@ -247,7 +247,7 @@ class _Clock:
                 reducing_until[process] = reduced_at[stage]
                 spans.append(Span(process, Action(ActionKind.REDUCE, stage), start, reduced_at[stage]))
 
-        # Every process's updates come last, so all reductions are known by now.
+        # With replicas every process's updates come last, so all reductions are known by now.
         for process, action in updates:
             place = placement.place_of(process, action)
             start = max(started[process], free_at.get(place, 0), reduced_at.get(action.stage, 0))

@@ -3,7 +3,7 @@
 A table is plain data. The same object is validated, simulated, drawn and executed, and it has a text form that can be
 read, compared and edited. GPipe with two stages and two micro-batches, recomputation on:
 
-    table: 3
+    table: 4
     schedule: gpipe
     num_stages: 2
     num_micro_batches: 2
@@ -17,10 +17,16 @@ commas: in `placement: 0,1 2` stage 0 has two replicas, on processes 0 and 1, an
 line `devices: cuda:0 cuda:1 cuda:0` follows where devices are given: one for each replica of each stage, in the order
 of the placement. Each process runs its line from left to right and waits, at an action, for the message which that
 action receives. A reduction (G) is not waited for where it stands: it goes on beside the next actions until U needs it.
+
+An asynchronous table has several steps, and each stage updates its weights after each of them (PipeDream, arXiv
+1806.03377). A line `steps: 2 2 2` after the placement gives the number of micro-batches of each step. A word `2F7@3`
+says that micro-batch 7 reads version 3 of stage 2's weights, in its forward, recomputation and backward: those after
+three updates of this table. Without it a forward reads the newest version.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NoReturn
@@ -28,12 +34,14 @@ from typing import NoReturn
 from hf_gpipe.errors import ScheduleError, nearest
 from hf_gpipe.schedule.actions import TEXT_VERSION, Action, ActionKind, Placement, gradient_action, parse_number
 
-_HEADER_KEYS = ("table", "schedule", "num_stages", "num_micro_batches", "placement", "devices")
+_HEADER_KEYS = ("table", "schedule", "num_stages", "num_micro_batches", "placement")
+_OPTIONAL_KEYS = ("steps", "devices")
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One step of a pipeline as a table. Immutable and hashable; `validate.check_table` says whether it can be run.
+    """One or several steps of a pipeline as a table. Immutable and hashable; `validate.check_table` says whether it can
+    be run.
 
     Raises:
         ScheduleError: the name is empty, or would not survive the text form.
@@ -45,6 +53,11 @@ class Schedule:
     placement: Placement
     actions: tuple[tuple[Action, ...], ...]
     """One ordered list per worker."""
+    steps: tuple[int, ...] | None = None
+    """Of an asynchronous table, whose stages update their weights after each step by themselves: the number of
+    micro-batches of each step. None: a synchronous table, of one step that all stages end together."""
+    versions: frozenset[tuple[int, int, int]] = frozenset()
+    """(stage, micro-batch, version) of those that read another version of the weights than the newest."""
 
     def __post_init__(self) -> None:
         if self.name.strip().splitlines() != [self.name]:
@@ -67,6 +80,40 @@ class Schedule:
             for action in actions
             if action.kind == ActionKind.INPUT
         )
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether each stage updates its weights by itself, after each step of the table."""
+        return self.steps is not None
+
+    @property
+    def num_steps(self) -> int:
+        """The number of updates of each stage."""
+        return 1 if self.steps is None else len(self.steps)
+
+    @cached_property
+    def step_of(self) -> tuple[int, ...]:
+        """The step of each micro-batch."""
+        sizes = (self.num_micro_batches,) if self.steps is None else self.steps
+        return tuple(step for step, size in enumerate(sizes) for _ in range(size))
+
+    @cached_property
+    def newest_version(self) -> Mapping[tuple[int, int], int]:
+        """The number of updates of the stage before each forward, by its (stage, micro-batch)."""
+        found: dict[tuple[int, int], int] = {}
+        for actions in self.actions:
+            updates = [0] * self.num_stages
+            for action in actions:
+                if action.kind == ActionKind.UPDATE:
+                    updates[action.stage] += 1
+                elif action.kind == ActionKind.FORWARD and action.micro_batch is not None:
+                    found[action.stage, action.micro_batch] = updates[action.stage]
+        return found
+
+    @cached_property
+    def version_read(self) -> Mapping[tuple[int, int], int]:
+        """The version of the weights that each (stage, micro-batch) reads: the number of updates that made it."""
+        return {**self.newest_version, **{(stage, m): version for stage, m, version in self.versions}}
 
     def source(self, action: Action) -> Action | None:
         """The neighbouring stage's action whose message this one receives; None if it receives none."""
@@ -116,8 +163,12 @@ class Schedule:
         micro-batch keeps its G and U, for the others reduce with it.
 
         Raises:
-            ScheduleError: the table has fewer micro-batches, or none is asked for.
+            ScheduleError: the table has fewer micro-batches, or none is asked for, or it is asynchronous.
         """
+        if self.is_asynchronous:
+            raise ScheduleError(
+                f"the table {self.name!r} is asynchronous: build one with the steps that are asked for."
+            )
         if not 1 <= num_micro_batches <= self.num_micro_batches:
             raise ScheduleError(
                 f"a step has {num_micro_batches} micro-batches and the table {self.name!r} {self.num_micro_batches}; a "
@@ -140,10 +191,17 @@ class Schedule:
             f"num_micro_batches: {self.num_micro_batches}",
             f"placement: {self.placement}",
         ]
+        if self.steps is not None:
+            lines.append(f"steps: {' '.join(map(str, self.steps))}")
         if self.placement.devices is not None:
             lines.append(f"devices: {' '.join(self.placement.devices)}")
+        named = {(stage, micro_batch): f"@{version}" for stage, micro_batch, version in self.versions}
         for process, actions in enumerate(self.actions):
-            lines.append(f"process {process}: {' '.join(map(str, actions))}".rstrip())
+            words = [
+                f"{one}{named.get((one.stage, one.micro_batch or 0), '') if one.kind == ActionKind.FORWARD else ''}"
+                for one in actions
+            ]
+            lines.append(f"process {process}: {' '.join(words)}".rstrip())
         return "\n".join(lines) + "\n"
 
     @classmethod
@@ -156,6 +214,7 @@ class Schedule:
         """
         header: dict[str, str] = {}
         actions: list[tuple[Action, ...]] = []
+        versions: set[tuple[int, int, int]] = set()
         places: dict[str, int] = {}
         for number, line in enumerate(text.splitlines(), start=1):
             if not line.strip():
@@ -169,14 +228,14 @@ class Schedule:
                         f"{' or '.join(f'{name}:' for name in expected)}{nearest(key, expected)}"
                     )
                 if key.startswith("process "):
-                    actions.append(tuple(Action.parse(word) for word in value.split()))
+                    actions.append(tuple(_parse(word, versions) for word in value.split()))
                 else:
                     header[key] = value
                     _check_version(header)
             except ScheduleError as error:
                 raise ScheduleError(f"line {number}: {error}", key) from None
             places[key] = number
-        if missing := [key for key in _HEADER_KEYS if key not in header and key != "devices"]:
+        if missing := [key for key in _HEADER_KEYS if key not in header]:
             raise ScheduleError(f"the line '{missing[0]}:' is missing; a table has it after the lines above it.")
 
         def fail(key: str, expected: str) -> NoReturn:
@@ -202,26 +261,52 @@ class Schedule:
                     )
             return every
 
-        num_stages, num_micro_batches = read("num_stages"), read("num_micro_batches")
+        def read_steps() -> tuple[int, ...] | None:
+            if "steps" not in header:
+                return None
+            sizes = [parse_number(word) for word in header["steps"].split()]
+            if None in sizes or not sizes:
+                fail("steps", "the number of micro-batches of each step, as in 2 2 2")
+            return tuple(size for size in sizes if size is not None)
+
+        num_stages, num_micro_batches, steps = read("num_stages"), read("num_micro_batches"), read_steps()
         devices = tuple(header["devices"].split()) if "devices" in header else None
         try:
             placement = Placement(read_workers(), devices)
         except ScheduleError as error:
             raise error if error.line else ScheduleError(f"line {places['placement']}: {error}", "placement") from None
         try:
-            return cls(header["schedule"], num_stages, num_micro_batches, placement, tuple(actions))
+            return cls(
+                header["schedule"], num_stages, num_micro_batches, placement, tuple(actions), steps, frozenset(versions)
+            )
         except ScheduleError as error:
             raise ScheduleError(f"line {places['schedule']}: {error}", "schedule") from None
 
 
+def _parse(word: str, versions: set[tuple[int, int, int]]) -> Action:
+    """An action; the version that a forward names is added to `versions`."""
+    text, at, number = word.partition("@")
+    action = Action.parse(text)
+    if not at:
+        return action
+    version = parse_number(number)
+    if version is None or action.kind != ActionKind.FORWARD or action.micro_batch is None:
+        raise ScheduleError(
+            f"{word!r}: a forward alone names the version of the weights that its micro-batch reads, as in 2F7@3."
+        )
+    versions.add((action.stage, action.micro_batch, version))
+    return action
+
+
 def _expected(header: dict[str, str], num_processes: int) -> list[str]:
     """How the next line of a table may begin."""
-    if num_processes == 0:
-        for place, key in enumerate(_HEADER_KEYS[:-1]):
-            if key not in header:
-                return [_HEADER_KEYS[place]]
     process = f"process {num_processes}"
-    return [process] if num_processes or "devices" in header else ["devices", process]
+    if num_processes:
+        return [process]
+    if missing := [key for key in _HEADER_KEYS if key not in header]:
+        return missing[:1]
+    first = max((place for place, key in enumerate(_OPTIONAL_KEYS, 1) if key in header), default=0)
+    return [*_OPTIONAL_KEYS[first:], process]
 
 
 def _check_version(header: dict[str, str]) -> None:

@@ -5,9 +5,11 @@ The checks go from simple to subtle, so that the first error is the one to corre
 1. the table's shape fits its placement, and every action stands once, on the process that holds its stage and, of the
    stage's replicas, the one that its micro-batch belongs to;
 2. nothing is missing: one F for every (stage, micro-batch), and in training one B, or one I and one W; one U for each
-   replica of a stage, and where a stage has several, one G for each;
-3. within a process, an action comes after what it needs of its own stage, and updates come last: clipping and tied
-   parameters need the gradients of all stages, so no update may stand before another stage's backward or reduction;
+   step and replica of a stage, and where a stage has several, one G for each;
+3. within a process, an action comes after what it needs of its own stage. In a synchronous table updates come last:
+   clipping and tied parameters need the gradients of all stages, so no update may stand before another stage's backward
+   or reduction. In an asynchronous one the gradients of a step are complete at its U, and those of the next step begin
+   after it; no forward reads a version of the weights that is not there yet;
    reductions stand in one order on all processes, for each is a collective;
 4. between two processes, messages are received in the order in which they are sent, for an edge keeps no other order;
 5. run one action after another, every process reaches its end. Then it does so too if every send and every receive
@@ -25,7 +27,7 @@ from hf_gpipe.schedule.table import Schedule
 
 
 def check_table(schedule: Schedule) -> None:
-    """Check that a table is a complete synchronous step which every process can run to its end.
+    """Check that a table is complete, and that every process can run it to its end.
 
     Args:
         schedule: the table.
@@ -37,6 +39,7 @@ def check_table(schedule: Schedule) -> None:
     positions = _check_places(schedule)
     _check_complete(schedule, positions)
     _check_order_in_process(schedule, positions)
+    _check_versions(schedule)
     _check_order_of_reductions(schedule)
     _check_order_on_edges(schedule)
     for _ in executable_order(schedule):
@@ -72,6 +75,20 @@ def _check_shape(schedule: Schedule) -> None:
             f"{len(schedule.actions)}; give each process of the placement its line.",
             placement.num_processes if placement.num_processes < len(schedule.actions) else "placement",
         )
+    if schedule.steps is not None and (sum(schedule.steps) != num_micro_batches or min(schedule.steps, default=0) < 1):
+        _fail(
+            schedule,
+            f"the steps have {list(schedule.steps)} micro-batches and the table {num_micro_batches}; each step has at "
+            "least one, and together they have all.",
+            "steps",
+        )
+    if schedule.steps is not None and placement.has_replicas:
+        _fail(
+            schedule,
+            f"the table is asynchronous, and its stages have {list(placement.replicas)} replicas; an asynchronous "
+            "table has one replica of each stage.",
+            "placement",
+        )
 
 
 def _check_places(schedule: Schedule) -> list[dict[Action, int]]:
@@ -90,6 +107,8 @@ def _check_places(schedule: Schedule) -> list[dict[Action, int]]:
                     f"{action} on process {process}: the micro-batches are 0 to {schedule.num_micro_batches - 1}.",
                     process,
                 )
+            if action.step >= schedule.num_steps:
+                _fail(schedule, f"{action} on process {process}: the steps are 0 to {schedule.num_steps - 1}.", process)
             if process not in _homes(schedule, action):
                 own = schedule.placement.workers[action.stage]
                 if process in own:
@@ -149,7 +168,8 @@ def _check_complete(schedule: Schedule, positions: list[dict[Action, int]]) -> N
         for stage, count in enumerate(schedule.placement.replicas):
             if count > 1:
                 check(Action(ActionKind.REDUCE, stage), "every replica of a stage reduces its gradients once.")
-            check(Action(ActionKind.UPDATE, stage), "a training step updates each stage once.")
+            for step in range(schedule.num_steps):
+                check(Action(ActionKind.UPDATE, stage, step=step), "a training step updates each stage once.")
         return
     for process, actions in enumerate(schedule.actions):
         for action in actions:
@@ -174,7 +194,7 @@ def _check_order_in_process(schedule: Schedule, positions: list[dict[Action, int
                     )
             if action.kind == ActionKind.UPDATE:
                 first_update = first_update or action
-            elif first_update is not None:
+            elif first_update is not None and not schedule.is_asynchronous:
                 _fail(
                     schedule, f"{action} comes after {first_update} on process {process}: updates come last.", process
                 )
@@ -183,18 +203,44 @@ def _check_order_in_process(schedule: Schedule, positions: list[dict[Action, int
 def _needs_of_own_stage(schedule: Schedule, process: int, action: Action) -> list[Action]:
     """What an action needs that stands in the same process. A table without it is complete all the same."""
     stage, micro_batch = action.stage, action.micro_batch
-    if action.kind == ActionKind.RECOMPUTE:
-        return [Action(ActionKind.FORWARD, stage, micro_batch)]
-    if action.kind.takes_gradient:
-        return [Action(ActionKind.FORWARD, stage, micro_batch), Action(ActionKind.RECOMPUTE, stage, micro_batch)]
-    if action.kind == ActionKind.WEIGHT:
-        return [Action(ActionKind.INPUT, stage, micro_batch)]
-    if action.kind.is_of_mini_batch:
+    if micro_batch is None:
         own = schedule.placement.micro_batches_of(stage, process, schedule.num_micro_batches)
         kinds = (ActionKind.BACKWARD, ActionKind.WEIGHT)
-        needs = [Action(kinds[(stage, m) in schedule.split], stage, m) for m in own]
-        return [*needs, Action(ActionKind.REDUCE, stage)] if action.kind == ActionKind.UPDATE else needs
-    return []
+        needs = [
+            Action(kinds[(stage, m) in schedule.split], stage, m) for m in own if schedule.step_of[m] == action.step
+        ]
+        if action.kind == ActionKind.UPDATE:
+            needs.append(Action(ActionKind.REDUCE, stage, step=action.step))
+            needs += [Action(ActionKind.UPDATE, stage, step=action.step - 1)] if action.step else []
+        return needs
+    if action.kind == ActionKind.RECOMPUTE:
+        return [Action(ActionKind.FORWARD, stage, micro_batch)]
+    needs = []
+    if action.kind.takes_gradient:
+        needs = [Action(ActionKind.FORWARD, stage, micro_batch), Action(ActionKind.RECOMPUTE, stage, micro_batch)]
+    elif action.kind == ActionKind.WEIGHT:
+        needs = [Action(ActionKind.INPUT, stage, micro_batch)]
+    if needs and (step := schedule.step_of[micro_batch]):
+        # The gradients of the step before are dropped at its update.
+        needs.append(Action(ActionKind.UPDATE, stage, step=step - 1))
+    return needs
+
+
+def _check_versions(schedule: Schedule) -> None:
+    """Every version of the weights that a forward names is there when it is read."""
+    last = None
+    for stage, micro_batch, version in sorted(schedule.versions):
+        newest = schedule.newest_version.get((stage, micro_batch))
+        word = f"{Action(ActionKind.FORWARD, stage, micro_batch)}@{version}"
+        if newest is None or last == (stage, micro_batch):
+            _fail(schedule, f"{word}: the table has no such forward, or names two versions of it.", "process 0")
+        if version > newest:
+            _fail(
+                schedule,
+                f"{word}: before it stage {stage} has {newest} updates, so its versions are 0 to {newest}.",
+                schedule.placement.workers[stage][0],
+            )
+        last = stage, micro_batch
 
 
 def _check_order_of_reductions(schedule: Schedule) -> None:

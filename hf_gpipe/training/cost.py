@@ -72,7 +72,7 @@ class CostMeter:
         Args:
             pipe: what was trained.
             log_history: of the trainer's state.
-            measured: one step, measured after the training.
+            measured: one step, or a window of them, measured after the training.
             batches: that it was measured on, and that the prediction is for.
             first_step: where this start of the command went on; 0: it trained all of it.
         """
@@ -80,7 +80,7 @@ class CostMeter:
         return {
             **asdict(Speed.of_log(log_history)),
             # Of the step that was measured, on `batches`.
-            "step_seconds": float(measured.total_seconds),
+            "step_seconds": float(measured.total_seconds) / measured.schedule.num_steps,
             "bubble": float(measured.bubble),
             # Of this start of the command alone, where it was resumed.
             "resumed_from_step": first_step,

@@ -19,7 +19,7 @@ from hf_gpipe.checkpoint.state import read_state
 from hf_gpipe.data import PairCollator
 from hf_gpipe.data.files import check_files, digest_of_files
 from hf_gpipe.errors import DataError, RecipeError
-from hf_gpipe.pipeline import Pipeline, Update
+from hf_gpipe.pipeline import Pipeline, Update, UpdateStage
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import AUTO, Recipe, load_saved, may_change
 from hf_gpipe.runtime.batches import share
@@ -46,6 +46,7 @@ from hf_gpipe.training.per_character import PerCharacter, without_logits
 from hf_gpipe.training.tasks import Task, task_of
 from hf_gpipe.training.timeline import measure_step
 from hf_gpipe.training.trainer import PipelineTrainer
+from hf_gpipe.training.windows import StageUpdates
 
 RECIPE_FILE, METRICS_FILE, TIMELINE_FILE = "recipe.yaml", "metrics.json", "timeline.png"
 TRACE_FILE, BREAKDOWN_FILE = "trace.json", "breakdown.json"
@@ -128,10 +129,21 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _update_of(trainer: PipelineTrainer) -> Update:
+def _update_of(trainer: PipelineTrainer) -> Update | UpdateStage:
     """The trainer's update with a learning rate of 0: it takes as long as any and leaves the weights as they are."""
     optimizer = trainer.optimizer
     assert optimizer is not None, "the trainer has trained"
+
+    def update_stage(stage: int, step: int, norm: torch.Tensor) -> None:
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        StageUpdates(trainer.pipe, optimizer, None, trainer.args.max_grad_norm)(stage, 0, norm)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    if trainer.pipe.is_asynchronous:
+        return update_stage
 
     def update(loss: torch.Tensor, norm: torch.Tensor) -> None:
         rates = [group["lr"] for group in optimizer.param_groups]

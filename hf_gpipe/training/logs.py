@@ -1,4 +1,7 @@
-"""The logs of a training: the mean loss since the last one, the last gradient norm and learning rate, and the speed."""
+"""The logs of a training: the mean loss since the last one, the last gradient norm and learning rate, and the speed.
+
+Under an asynchronous schedule also how stale the gradients of each stage were, in updates.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from transformers import TrainerState
 from transformers.trainer_utils import speed_metrics
 
 from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.schedule import Schedule, staleness
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.meter import Meter
@@ -35,6 +39,13 @@ class Logs:
         #: The sums of the losses since the last log, and before it.
         self._loss = self._logged_loss = 0.0
         self._num_rows = 0
+        #: Since the last log, of each stage the updates by which gradients of micro-batches were late.
+        self._staleness: list[list[int]] = []
+
+    def add_window(self, table: Schedule) -> None:
+        """Note the table of a window that has run under an asynchronous schedule."""
+        late = [list(staleness(table, stage)) for stage in range(table.num_stages)]
+        self._staleness = [a + b for a, b in zip(self._staleness, late, strict=True)] if self._staleness else late
 
     def add_loss(self, loss: float, steps: int) -> None:
         """Add the loss of a step that `steps` others came before."""
@@ -60,6 +71,9 @@ class Logs:
         if steps == 0:
             return None
         logs = {"loss": self._loss / steps, "grad_norm": norm, "learning_rate": rate}
+        for stage, late in enumerate(self._staleness):
+            logs[f"staleness_stage_{stage}"] = sum(late) / len(late)
+        self._staleness = []
         self._logged_loss += self._loss
         self._loss, self._logged_step = 0.0, step
         return {name: value for name, value in logs.items() if value is not None} | self.meter.read()

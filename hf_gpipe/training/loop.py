@@ -21,6 +21,7 @@ from hf_gpipe.errors import NonFiniteError
 from hf_gpipe.runtime.batches import shared_stream
 from hf_gpipe.runtime.gradient_norm import LossAndNorm
 from hf_gpipe.runtime.job import Job
+from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.training.agreeing import Agreement
 from hf_gpipe.training.checkpoints import Checkpoints
 from hf_gpipe.training.evaluator import metric_of, note_best
@@ -30,6 +31,7 @@ from hf_gpipe.training.optim import learning_rate, takes_metric
 from hf_gpipe.training.steps import Plan
 from hf_gpipe.training.stopping import StopRequest, TrainingStopped
 from hf_gpipe.training.trained import Trained
+from hf_gpipe.training.windows import StageUpdates, windows
 
 logger = transformers.logging.get_logger(__name__)
 
@@ -72,6 +74,8 @@ class TrainingLoop:
         self._rate: float | None = None
         #: Of a step whose update did not wait for them: its number, and the loss and the norm.
         self._late_numbers: tuple[int, LossAndNorm] | None = None
+        #: Of each step of the last window the loss, the norm and the learning rate.
+        self._window: list[tuple[float, float, float]] = []
         self._agreement = Agreement(self._topology)
         self._stop_request: StopRequest | None = None
         if self._args.enable_jit_checkpoint:
@@ -122,16 +126,28 @@ class TrainingLoop:
         if batches is not None:
             groups = in_groups(batches.epoch(epoch, done, begin.place), self._plan.accumulation)
             source = job.noting(islice(groups, self._plan.max_steps - self._state.global_step), "reading a mini-batch")
-        for group in shared_stream(source, self._topology):
+        for window in windows(shared_stream(source, self._topology), self._pipe, self._args, self._state):
             job.note(f"training step {self._state.global_step + 1}")
             self._trainer.fire("on_step_begin")
-            self._step(group)
-            done += len(group)
-            # Of the mini-batches trained on: those that are read ahead are read again.
-            self._run.position = Position(epoch, done, None if batches is None else batches.place(done))
-            self._state.global_step += 1
-            self._state.epoch = epoch + self._plan.fraction_of_epoch(done)
-            self._trainer.fire("on_step_end")
+            self._step(window)
+            asked: set[str] = set()
+            for number, group in enumerate(window):
+                if number:
+                    self._trainer.fire("on_step_begin")
+                if self._pipe.is_asynchronous:
+                    self._note_step_of_window(number, len(group))
+                self._count(group)
+                self._logs.count(group)
+                done += len(group)
+                # Of the mini-batches trained on: those that are read ahead are read again.
+                self._run.position = Position(epoch, done, None if batches is None else batches.place(done))
+                self._state.global_step += 1
+                self._state.epoch = epoch + self._plan.fraction_of_epoch(done)
+                self._trainer.fire("on_step_end")
+                asked |= {flag for flag in _FLAGS if getattr(self._control, flag)}
+            for flag in asked:
+                # Asked for by a step before the last one, it is done at the end of the window.
+                setattr(self._control, flag, True)
             self._log_evaluate_save(waits=self._waits)
             if self._control.should_epoch_stop or self._control.should_training_stop:
                 break
@@ -154,12 +170,17 @@ class TrainingLoop:
         args, topology = self._args, self._topology
         clips = args.max_grad_norm is not None and args.max_grad_norm > 0
         decides = self._trainer.scaler is not None or args.on_nonfinite_loss == "skip"
-        return clips or decides or topology.num_processes == 1
+        return clips or decides or topology.num_processes == 1 or self._pipe.is_asynchronous
 
-    def _step(self, group: Sequence[Batch]) -> None:
-        """One update from one or more mini-batches."""
+    def _step(self, window: Sequence[Sequence[Batch]]) -> None:
+        """One update from one or more mini-batches, or those of a window."""
         self._pipe.loss_scale = 1.0 if self._trainer.scaler is None else self._trainer.scaler.scale
-        times, step = self._logs.meter.times(self._state.global_step + 1), self._state.global_step + 1
+        step = self._state.global_step + 1
+        times = self._logs.meter.times(step + len(window) - 1)
+        if self._pipe.is_asynchronous:
+            self._run_window(window, times)
+            return
+        (group,) = window
         if self._waits:
             self._pipe.train_on(group, times, partial(self._update, len(group)))
         else:
@@ -167,8 +188,23 @@ class TrainingLoop:
             self._read_late_numbers()
             self._late_numbers = step, numbers
         self._pipe.zero_grad()
-        self._count(group)
-        self._logs.count(group)
+
+    def _run_window(self, window: Sequence[Sequence[Batch]], times: list[ActionTime] | None) -> None:
+        """The steps of a window under an asynchronous schedule, in which each stage updates by itself."""
+        trainer = self._trainer
+        assert trainer.optimizer is not None
+        updates = StageUpdates(self._pipe, trainer.optimizer, trainer.lr_scheduler, self._args.max_grad_norm)
+        numbers = self._pipe.train_window(window, updates, times).tolist()
+        assert self._pipe.window is not None
+        self._logs.add_window(self._pipe.window)
+        self._window = [(loss, norm, updates.rate(step)) for step, (loss, norm) in enumerate(numbers)]
+
+    def _note_step_of_window(self, number: int, num_mini_batches: int) -> None:
+        """Note the loss, the norm of the gradient and the rate of a step of the window that has run."""
+        for _ in range(num_mini_batches - 1):
+            self._trainer.fire("on_substep_end")
+        loss, norm, self._rate = self._window[number]
+        self._note(self._state.global_step + 1, loss, norm)
 
     def _update(
         self, num_mini_batches: int, loss: torch.Tensor | None = None, norm: torch.Tensor | None = None

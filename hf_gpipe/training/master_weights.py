@@ -78,9 +78,11 @@ class MasterWeights:
     @torch.no_grad()
     def _give_values(self) -> None:
         for name, weight in self._weights.items():
-            if (own := self._own(name, weight)) is not None:
-                own.copy_(self.copies[name])
-            self.copies[name].grad = None
+            copy = self.copies[name]
+            # Without a gradient it has not changed: a step may be of some stages alone.
+            if copy.grad is not None and (own := self._own(name, weight)) is not None:
+                own.copy_(copy)
+            copy.grad = None
         if self._shards is not None:
             self._shards.share_values()
 

@@ -61,20 +61,24 @@ class Meter:
             training_seconds: since the last call, without what was paused for, of the slowest process.
             peak_memory_bytes: the most that one process has used since it started: of its device on CUDA, else of main
                 memory.
+            stash_bytes: the most that one process has kept of old versions of weights in the last window, under an
+                asynchronous schedule.
             bubble: the idle fraction of all processes in the timed updates, where there were any.
         """
         mine = (time.perf_counter() - self._since, peak_memory_bytes(set(self._pipe.topology.stage_devices.values())))
         timed = [(_busy_seconds(times), times[-1].end - times[0].start) for times in self._timed]
-        everyone = self._pipe.topology.gather_objects((*mine, timed))
-        seconds = max(seconds for seconds, _, _ in everyone)
+        everyone = self._pipe.topology.gather_objects((*mine, timed, self._pipe.stash_bytes))
+        seconds = max(seconds for seconds, *_ in everyone)
         metrics: dict[str, float] = {
             "tokens_per_second": self._num_tokens / seconds,
             "training_seconds": seconds,
-            "peak_memory_bytes": max(peak for _, peak, _ in everyone),
+            "peak_memory_bytes": max(peak for _, peak, *_ in everyone),
         }
+        if self._pipe.is_asynchronous:
+            metrics["stash_bytes"] = max(stashed for *_, stashed in everyone)
         if timed:
             # A step is as long as the longest process's part: the clocks of several machines cannot be compared.
-            steps = list(zip(*(theirs for _, _, theirs in everyone), strict=True))
+            steps = list(zip(*(theirs for _, _, theirs, _ in everyone), strict=True))
             available = sum(len(step) * max(length for _, length in step) for step in steps)
             metrics["bubble"] = 1 - sum(busy for step in steps for busy, _ in step) / available
         self._restart()

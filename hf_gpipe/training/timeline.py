@@ -6,26 +6,28 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
+from typing import cast
 
-from hf_gpipe.pipeline import Pipeline, Update
+from hf_gpipe.pipeline import Pipeline, Update, UpdateStage
 from hf_gpipe.runtime.batches import Batches
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule import ActionKind, Costs, Span, Timeline, simulate
 
 
 def measure_step(
-    pipe: Pipeline, batches: Batches, repeats: int = 5, update: Update | None = None
+    pipe: Pipeline, batches: Batches, repeats: int = 5, update: Update | UpdateStage | None = None
 ) -> tuple[Timeline, Timeline]:
     """Run a training step some times and keep the one of median length.
 
-    Every process calls it, with the same mini-batches, and gets the same result. Gradients are dropped.
+    Every process calls it, with the same mini-batches, and gets the same result. Gradients are dropped. Under an
+    asynchronous schedule a window of twice as many steps as stages is run, each on these mini-batches.
 
     Args:
         pipe: the pipeline; its weights change only by what `update` does.
         batches: what one step trains on.
         repeats: how often it is measured, after a first time that warms up caches and connections.
-        update: what U does, as of `Pipeline.train_step`; None: nothing. The wait for the slowest process before it is
-            noted as waiting. The last U of a process updates all its stages.
+        update: what U does, as of `Pipeline.train_step` or `Pipeline.train_window`; None: nothing. The wait for the
+            slowest process before it is noted as waiting. The last U of a process updates all its stages.
 
     Returns:
         The step measured, on a clock that starts when all processes are ready; and the step predicted: the same table,
@@ -42,7 +44,8 @@ def measure_step(
         for run in range(repeats)
     ]
     chosen = sorted(steps, key=lambda spans: max(span.end for span in spans))[repeats // 2]
-    schedule = pipe.schedule(1 + max(span.action.micro_batch or 0 for span in chosen))
+    total, num_steps = 1 + max(span.action.micro_batch or 0 for span in chosen), _num_steps(pipe)
+    schedule = pipe.schedule([total // num_steps] * num_steps if pipe.is_asynchronous else total)
     every_span = [span for spans in steps for span in spans]
     costs = Costs(
         forward_seconds=_medians(every_span, ActionKind.FORWARD, pipe.num_stages),
@@ -55,11 +58,20 @@ def measure_step(
     return Timeline.from_spans(schedule, chosen), simulate(schedule, costs)
 
 
-def _measure(pipe: Pipeline, batches: Batches, update: Update | None) -> list[ActionTime]:
-    """The actions of this process in one step, in seconds since all processes were ready."""
+def _measure(pipe: Pipeline, batches: Batches, update: Update | UpdateStage | None) -> list[ActionTime]:
+    """The actions of this process in one step or window, in seconds since all processes were ready."""
     pipe.topology.barrier()
     origin = time.perf_counter()
-    return [replace(t, start=t.start - origin, end=t.end - origin) for t in pipe.measure_on(batches, update)]
+    if pipe.is_asynchronous:
+        of_stage = cast(UpdateStage, update) if update is not None else lambda stage, step, norm: None
+        times = pipe.measure_window([batches] * _num_steps(pipe), of_stage)
+    else:
+        times = pipe.measure_on(batches, cast(Update | None, update))
+    return [replace(t, start=t.start - origin, end=t.end - origin) for t in times]
+
+
+def _num_steps(pipe: Pipeline) -> int:
+    return 2 * pipe.num_stages if pipe.is_asynchronous else 1
 
 
 def _medians(spans: Sequence[Span], kind: ActionKind, num_stages: int) -> list[float]:

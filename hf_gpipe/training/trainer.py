@@ -58,6 +58,7 @@ from hf_gpipe.training.optim import check_optimizer, make_optimizer, make_schedu
 from hf_gpipe.training.predicting import Preprocess
 from hf_gpipe.training.steps import Plan, data_facts
 from hf_gpipe.training.surface import check_class, own_attributes
+from hf_gpipe.training.windows import check_asynchronous
 
 
 class PipelineTrainer(InspectedTrainer):
@@ -215,6 +216,7 @@ class PipelineTrainer(InspectedTrainer):
         checkpoints.tidy()
         checkpoint = asked if is_whole else checkpoints.find(asked)
         optimizer = self._make_optimizer_and_scheduler(plan.max_steps)
+        check_asynchronous(self.pipe, self.args, self.callback_handler.callbacks, self.scaler, optimizer)
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = optimizer, self.lr_scheduler
         self.callback_handler.train_dataloader = batches
         run = RunState(

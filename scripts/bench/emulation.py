@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import ceil
 from statistics import mean
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.runtime.topology import Topology
-from hf_gpipe.schedule import ActionKind, Costs, Schedule, build, seconds_of_steps
+from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, ActionKind, Costs, Schedule, build, seconds_of_steps
 from hf_gpipe.schedule.builders import placement_for
 
 _FLOAT_BYTES = 4
@@ -53,6 +54,7 @@ class Emulated:
         replicas: of every stage, or of each.
         reduce_seconds: of a stage's gradients over its replicas, or for each stage.
         steps: how many run one after another, measured as one: no process waits for the end of another's step.
+        step_size: of an asynchronous schedule, whose window has all micro-batches, the micro-batches of each update.
         transfer_seconds: of a message on an edge, for each of the K - 1 boundaries; None: as long as `boundary_bytes`
             take.
     """
@@ -70,6 +72,7 @@ class Emulated:
     reduce_seconds: float | Sequence[float] = 0.0
     transfer_seconds: Sequence[float] | None = None
     steps: int = 1
+    step_size: int = 1
 
     def table(self) -> Schedule:
         """The actions that run; a late recomputation is part of the backward."""
@@ -83,7 +86,10 @@ class Emulated:
 
     def _early_table(self) -> Schedule:
         placement = placement_for(self.schedule, self.num_stages, self.num_processes, self.replicas)
-        return build(self.schedule, self.num_stages, self.micro_batches, placement, self.recompute)
+        steps = None
+        if self.schedule in ASYNCHRONOUS_SCHEDULES:
+            steps = [self.step_size] * (self.micro_batches // self.step_size)
+        return build(self.schedule, self.num_stages, self.micro_batches, placement, self.recompute, steps=steps)
 
     @property
     def num_stages(self) -> int:
@@ -350,4 +356,9 @@ class _Pipeline:
 
         if self.replicas is not None:
             self.replicas.begin()
-        times.extend(self.executor.run(self.table, self.micro_batches, reduce=reduce, is_measured=True).times)
+        run = partial(self.executor.run, self.table, self.micro_batches, is_measured=True)
+        if self.table.is_asynchronous:
+            # Stages that wait have no weights: an update takes no time.
+            times.extend(run(update_stage=lambda stage, step: None).times)
+        else:
+            times.extend(run(reduce=reduce).times)

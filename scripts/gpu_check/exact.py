@@ -11,7 +11,7 @@ import torch
 
 from gpu_check.checks import FAMILIES
 from hf_gpipe import Pipeline
-from hf_gpipe.recipe.pipeline import TRAINING_SCHEDULES
+from hf_gpipe.recipe.pipeline import SYNCHRONOUS_SCHEDULES
 from tests.emulated_cuda.comparing import config_of
 from tests.oracle import Result, padded_batch, plain_model, run_plain
 
@@ -58,7 +58,7 @@ def replicas(job: dict[str, Any]) -> dict[str, Any]:
 
 def ways(families: Sequence[str], *, quick: bool) -> Iterator[tuple[str, str, str]]:
     """Families, schedules and modes of recomputation: all of each with all others; with `quick` each schedule once."""
-    for number, schedule in enumerate(TRAINING_SCHEDULES):
+    for number, schedule in enumerate(SYNCHRONOUS_SCHEDULES):
         if quick:
             # Not always the same mode with a family.
             yield families[number % len(families)], schedule, RECOMPUTE[(number + number // 3) % len(RECOMPUTE)]

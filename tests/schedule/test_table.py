@@ -12,7 +12,7 @@ F, R, B, U = ActionKind.FORWARD, ActionKind.RECOMPUTE, ActionKind.BACKWARD, Acti
 W = ActionKind.WEIGHT
 
 GPIPE_2_2 = """\
-table: 3
+table: 4
 schedule: gpipe
 num_stages: 2
 num_micro_batches: 2
@@ -37,13 +37,13 @@ def test_text_that_is_not_an_action(text: str) -> None:
 
 @pytest.mark.parametrize(("text", "kind"), [("2X0", "X"), ("1A3", "A")])
 def test_a_kind_that_this_version_does_not_have(text: str, kind: str) -> None:
-    with pytest.raises(ScheduleError, match=f"'{text}': {kind} is not a kind .* version 3 .* has F, R, B, I, W, G, U"):
+    with pytest.raises(ScheduleError, match=f"'{text}': {kind} is not a kind .* version 4 .* has F, R, B, I, W, G, U"):
         Action.parse(text)
 
 
-@pytest.mark.parametrize("text", ["2F", "2I", "2W", "2U0", "2U5", "2G0"])
+@pytest.mark.parametrize("text", ["2F", "2I", "2W"])
 def test_only_a_reduction_and_an_update_stand_without_a_micro_batch(text: str) -> None:
-    with pytest.raises(ScheduleError, match=rf"action {text}: .* in version 3 of the table's text"):
+    with pytest.raises(ScheduleError, match=rf"action {text}: .* in version 4 of the table's text"):
         Action.parse(text)
 
 
@@ -169,10 +169,10 @@ def test_text_round_trip_is_exact(schedule: Schedule) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("table: 3\n", "", "^line 1: found 'schedule: gpipe', expected a line that starts with table:"),
-        ("table: 3", "table: 4", "^line 1: .*version '4', and this version of hf_gpipe reads versions 1, 2 and 3"),
-        ("table: 3", "table:", "^line 1: .*version ''"),
-        ("table: 3\n", "# mine\ntable: 1\n", "^line 1: found '# mine'"),
+        ("table: 4\n", "", "^line 1: found 'schedule: gpipe', expected a line that starts with table:"),
+        ("table: 4", "table: 5", "^line 1: .*version '5', and this version of hf_gpipe reads versions 1, 2, 3 and 4"),
+        ("table: 4", "table:", "^line 1: .*version ''"),
+        ("table: 4\n", "# mine\ntable: 1\n", "^line 1: found '# mine'"),
         ("schedule: gpipe\n", "", "^line 2: found 'num_stages: 2', expected .* schedule:"),
         ("schedule: gpipe", "schedule:", "^line 2: schedule name ''"),
         ("num_stages", "num_stage", "^line 3: .*did you mean 'num_stages'"),
@@ -183,7 +183,7 @@ def test_text_round_trip_is_exact(schedule: Schedule) -> None:
         (
             "placement: 0 1",
             "placement: 0,x 1",
-            "^line 5: placement: found '0,x 1', .* one process .* 0,1 2 .*version 3",
+            "^line 5: placement: found '0,x 1', .* one process .* 0,1 2 .*version 4",
         ),
         ("placement: 0 1", "placement: 0, 1", "^line 5: placement: found '0, 1'"),
         ("placement: 0 1", "placement: 0,0 1", "^line 5: placement: the replicas of stage 0 .*none twice"),

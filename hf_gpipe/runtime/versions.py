@@ -1,0 +1,94 @@
+"""The versions of a stage's weights while an asynchronous table runs (weight stashing, PipeDream, section 3.3).
+
+Parameters stay the same objects, so gradients, optimizer state and hooks know nothing of versions: what changes is the
+memory that a parameter's values lie in. Before an update overwrites values that are still to be read, the parameter
+gets a copy of them, and the old memory becomes the stash. Autograd graphs that keep views of it stay right, and those
+that keep the parameter itself find the stash in it while their backward runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+Values = list[torch.Tensor]
+
+
+class Versions:
+    """The newest version of a stage's weights, in its parameters, and the older ones that are still to be read.
+
+    Args:
+        parameters: of the stage; those that are not trained have one version.
+
+    Attributes:
+        most_bytes: the most that stashes have held since `begin`.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self._parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
+        self._stashed: dict[int, Values] = {}
+        self._home: Values | None = None
+        self._newest = 0
+        self.most_bytes = 0
+
+    def begin(self) -> None:
+        """Before a window: the weights as they are become version 0."""
+        self.end()
+        self._home = [p.data for p in self._parameters]
+        self._newest = self.most_bytes = 0
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """After a window: forget the stashes. The newest values move to where the weights were before it."""
+        for parameter, values in zip(self._parameters, self._home or (), strict=False):
+            if parameter.data_ptr() != values.data_ptr():
+                parameter.data = values.copy_(parameter.data)
+        self._home = None
+        self._stashed.clear()
+
+    @contextmanager
+    def reading(self, version: int, *, is_last: bool) -> Iterator[None]:
+        """Context manager in which the parameters have the values of a version.
+
+        Args:
+            version: the newest one, or one that was stashed.
+            is_last: whether nothing reads it afterwards; its stash is then freed.
+        """
+        if version == self._newest:
+            yield
+            return
+        newest = self._replace(self._stashed[version])
+        try:
+            yield
+        finally:
+            self._replace(newest)
+            if is_last:
+                del self._stashed[version]
+
+    @contextmanager
+    def updating(self, *, keeps: bool) -> Iterator[None]:
+        """Context manager for an update, which makes the next version.
+
+        Args:
+            keeps: whether the version that it replaces is still to be read, so that it is stashed.
+        """
+        if keeps:
+            self._stashed[self._newest] = self._replace([p.detach().clone() for p in self._parameters])
+            self.most_bytes = max(self.most_bytes, sum(map(_bytes, self._stashed.values())))
+        # Graphs that are alive have their own version in memory that nothing writes to; autograd cannot know that.
+        with torch.autograd._unsafe_preserve_version_counter(tuple(self._parameters)):
+            yield
+        self._newest += 1
+
+    def _replace(self, values: Values) -> Values:
+        """Give the parameters other values; returns those that they had."""
+        replaced = [p.data for p in self._parameters]
+        for parameter, value in zip(self._parameters, values, strict=True):
+            parameter.data = value
+        return replaced
+
+
+def _bytes(values: Values) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in values)

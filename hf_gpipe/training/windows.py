@@ -1,0 +1,149 @@
+"""Asynchronous schedules in a training: windows of steps, and updates of one stage at a time.
+
+The steps of a window run as one table, without a flush between them. A window ends at the next log, evaluation or
+checkpoint, where every weight has had the same updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+from hf_gpipe.errors import UserError
+from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.runtime.shards import treats_elements_alone
+from hf_gpipe.schedule import LONGEST_WINDOW
+from hf_gpipe.training.arguments import PipelineTrainingArguments
+from hf_gpipe.training.loader import Batch
+from hf_gpipe.training.loss_scaling import LossScaler
+from hf_gpipe.training.optim import takes_metric
+
+Group = Sequence[Batch]
+"""The mini-batches of a step."""
+
+#: Events in the middle of an update, of which an asynchronous schedule has one per stage.
+_EVENTS_OF_UPDATE = ("on_pre_optimizer_step", "on_optimizer_step")
+
+
+def windows(groups: Iterable[Group], pipe: Pipeline, args: Any, state: TrainerState) -> Iterator[list[Group]]:
+    """The steps that run as one table: one under a synchronous schedule, and a window under an asynchronous one.
+
+    Args:
+        groups: the steps of an epoch.
+        pipe: the pipeline.
+        args: the trainer's arguments, which say where logs, evaluations and checkpoints come.
+        state: the trainer's, whose `global_step` is that of the end of the window before.
+    """
+    window: list[Group] = []
+    for group in groups:
+        window.append(group)
+        if len(window) >= (_steps_to_next_end(args, state) if pipe.is_asynchronous else 1):
+            yield window
+            window = []
+    if window:
+        yield window
+
+
+def _steps_to_next_end(args: PipelineTrainingArguments, state: TrainerState) -> int:
+    every = [args.timeline_steps]
+    every += [state.logging_steps] if args.logging_strategy == IntervalStrategy.STEPS else []
+    every += [state.eval_steps] if args.eval_strategy == IntervalStrategy.STEPS else []
+    every += [state.save_steps] if args.save_strategy == SaveStrategy.STEPS else []
+    steps = [int(one - state.global_step % one) for one in every if one is not None and one > 0]
+    if args.logging_first_step and state.global_step == 0:
+        steps.append(1)
+    return min([LONGEST_WINDOW, *steps])
+
+
+def check_asynchronous(
+    pipe: Pipeline,
+    args: PipelineTrainingArguments,
+    callbacks: Sequence[TrainerCallback],
+    scaler: LossScaler | None,
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Raise UserError for what needs the gradients of all stages before an update, under an asynchronous schedule."""
+    if not pipe.is_asynchronous:
+        return
+    asked = f"the schedule is {pipe.schedule_name!r}"
+    if scaler is not None:
+        raise UserError(
+            f"{asked} and fp16 is true: whether a scaled gradient is too large is known when all stages have theirs, "
+            "and here each stage updates by itself; use bf16, or a synchronous schedule, such as 1f1b"
+        )
+    if args.on_nonfinite_loss == "skip":
+        raise UserError(
+            f"{asked} and on_nonfinite_loss is skip: the loss of a step is known after most stages have updated; use "
+            "stop or ignore, or a synchronous schedule, such as 1f1b"
+        )
+    for callback in callbacks:
+        for event in _EVENTS_OF_UPDATE:
+            if getattr(type(callback), event) is not getattr(TrainerCallback, event):
+                raise UserError(
+                    f"{asked} and the callback {type(callback).__name__} has {event}: each stage updates by itself, so "
+                    "a step has no such moment; remove it, or use a synchronous schedule, such as 1f1b"
+                )
+    treats_elements_alone(optimizer, asked)
+
+
+class StageUpdates:
+    """The updates of a window: the optimizer steps one stage at a time, at the learning rate of the stage's own step.
+
+    The stages of a process reach a step at different times. The first of them moves the learning rate's schedule on.
+
+    Args:
+        pipe: the pipeline.
+        optimizer: of the parameters of this process.
+        scheduler: of its learning rate; None: it stays.
+        max_norm: the largest norm of a stage's gradient that is not scaled down; None or 0: any.
+    """
+
+    def __init__(
+        self, pipe: Pipeline, optimizer: torch.optim.Optimizer, scheduler: Any, max_norm: float | None
+    ) -> None:
+        self._pipe, self._optimizer, self._max_norm = pipe, optimizer, max_norm
+        self._scheduler = None if scheduler is None or takes_metric(scheduler) else scheduler
+        #: Of each step of the window, the settings of the optimizer's groups of parameters.
+        self._settings: list[list[dict[str, Any]]] = []
+
+    def __call__(self, stage: int, step: int, norm: torch.Tensor) -> None:
+        """An `UpdateStage` of `Pipeline.train_window`."""
+        is_first = step == len(self._settings)
+        now = _settings_of(self._optimizer)
+        if is_first:
+            self._settings.append(now)
+        if self._max_norm:
+            self._pipe.clip_stage_grad_norm_(stage, self._max_norm, norm)
+        _set(self._optimizer, self._settings[step])
+        self._step(stage)
+        if not is_first:
+            _set(self._optimizer, now)
+        elif self._scheduler is not None:
+            self._scheduler.step()
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step of the window."""
+        return float(self._settings[step][0]["lr"])
+
+    def _step(self, stage: int) -> None:
+        """Step the optimizer for the parameters of one stage: it leaves those without a gradient alone."""
+        own = set(self._pipe.models[stage].parameters.values())
+        others = [(p, p.grad) for p in self._pipe.parameters() if p not in own and p.grad is not None]
+        for parameter, _ in others:
+            parameter.grad = None
+        self._optimizer.step()
+        for parameter, gradient in others:
+            parameter.grad = gradient
+
+
+def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def _set(optimizer: torch.optim.Optimizer, settings: Sequence[dict[str, Any]]) -> None:
+    for group, values in zip(optimizer.param_groups, settings, strict=True):
+        group.update(values)

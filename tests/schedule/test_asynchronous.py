@@ -1,0 +1,199 @@
+"""PipeDream's tables: several steps without a flush, and which version of the weights each action reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_gpipe.errors import ScheduleError
+from hf_gpipe.schedule import (
+    ASYNCHRONOUS_SCHEDULES,
+    Action,
+    ActionKind,
+    Costs,
+    Placement,
+    Schedule,
+    asynchronous,
+    build,
+    check_table,
+    draw_text,
+    num_stashes,
+    read_table,
+    simulate,
+    staleness,
+)
+from hf_gpipe.schedule.occupancy import Held
+from hf_gpipe.schedule.versions import uses
+from tests.schedule.cases import peak, placements, recomputes, stage_order
+from tests.schedule.test_messages import operations, runs_with_blocking_messages
+
+B, U = ActionKind.BACKWARD, ActionKind.UPDATE
+
+
+def window(name: str, num_stages: int, steps: list[int], **options: object) -> Schedule:
+    return build(name, num_stages, sum(steps), steps=steps, **{"recompute": "none", **options})  # type: ignore[arg-type]
+
+
+@st.composite
+def windows(draw: st.DrawFn) -> Schedule:
+    name, placement = draw(st.sampled_from(sorted(ASYNCHRONOUS_SCHEDULES))), draw(placements())
+    steps = draw(st.lists(st.integers(1, 5), min_size=1, max_size=7))
+    recompute = draw(recomputes(placement.num_stages))
+    return window(name, placement.num_stages, steps, placement=placement, recompute=recompute)
+
+
+@given(windows())
+@settings(deadline=None, max_examples=100)
+def test_every_window_is_valid_and_keeps_what_is_still_to_be_read(table: Schedule) -> None:
+    check_table(table)
+    assert Schedule.from_text(table.text()) == table
+    assert runs_with_blocking_messages(table, operations(table))
+    assert table.steps is not None
+    for process, actions in enumerate(table.actions):
+        versions = [{0} for _ in range(table.num_stages)]
+        updates = [0] * table.num_stages
+        for action, use in zip(actions, uses(table, process), strict=True):
+            stage = action.stage
+            if action.kind == U:
+                assert use.version == action.step == updates[stage]
+                updates[stage] += 1
+                versions[stage] = versions[stage] - ({use.version} if use.is_last else set()) | {updates[stage]}
+                continue
+            assert use.version in versions[stage], f"{action} reads what is gone"
+            assert use.version == table.version_read[stage, action.micro_batch or 0]
+            if action.kind == B:
+                assert updates[stage] == table.step_of[action.micro_batch or 0]
+            if use.is_last and use.version < updates[stage]:
+                versions[stage].remove(use.version)
+        assert updates == [len(table.steps) * (s in table.placement.stages_of(process)) for s in range(len(updates))]
+        assert all(left in ({0}, {len(table.steps)}) for left in versions), "a stash is left"
+
+
+@given(windows())
+@settings(deadline=None, max_examples=50)
+def test_versions_do_not_depend_on_the_placement(table: Schedule) -> None:
+    alone = window(table.name, table.num_stages, list(table.steps or ()))
+    assert alone.version_read == table.version_read
+    for stage in range(table.num_stages):
+        assert num_stashes(alone, stage) == num_stashes(table, stage)
+        own = [action for action in stage_order(table, stage) if action.kind != ActionKind.RECOMPUTE]
+        assert own == [action for action in stage_order(alone, stage) if action.kind != ActionKind.RECOMPUTE]
+
+
+@given(st.integers(1, 7), st.integers(1, 9), st.integers(1, 4))
+@settings(deadline=None, max_examples=60)
+def test_the_papers_delays(num_stages: int, num_steps: int, size: int) -> None:
+    """Stage s of stashing is K-s-1 micro-batches late and keeps as many old versions; 2BW is one update late."""
+    steps = [size] * num_steps
+    stashing, vertical, double = (window(name, num_stages, steps) for name in ASYNCHRONOUS_SCHEDULES)
+    for stage in range(num_stages):
+        late = num_stages - stage - 1
+        for m in range(size * num_steps):
+            assert stashing.version_read[stage, m] == max((m - late) // size, 0)
+            assert vertical.version_read[stage, m] == max((m - num_stages + 1) // size, 0)
+            assert double.version_read[stage, m] == max(m // size - 1, 0)
+        if size == 1:
+            assert staleness(stashing, stage) == [min(m, late) for m in range(num_steps)]
+            # In the steady state; the first micro-batches of a window all read version 0.
+            assert num_stashes(stashing, stage) == min(late, max(num_steps - late, 1), num_steps - 1)
+            assert num_stashes(vertical, stage) <= num_stages - 1
+        assert num_stashes(double, stage) <= 1
+        assert peak(stashing, stage, Held.MICRO_BATCH) == min(late + 1, size * num_steps)
+    assert set(staleness(build("1f1b", num_stages, size), 0)) == {0}
+
+
+@given(st.integers(1, 8), st.integers(1, 12), st.sampled_from(["pipedream", "pipedream_vertical"]))
+@settings(deadline=None, max_examples=25)
+def test_a_window_fills_and_drains_once(num_stages: int, num_steps: int, name: str) -> None:
+    timeline = simulate(window(name, num_stages, [1] * num_steps), Costs(Fraction(1), Fraction(2)))
+    assert timeline.total_seconds == 3 * (num_steps + num_stages - 1)
+    # With M >= K - 1 no forward of 2BW waits for an update either.
+    double = window("pipedream_2bw", num_stages, [max(num_stages - 1, 1)] * num_steps)
+    expected = 3 * (double.num_micro_batches + num_stages - 1)
+    assert simulate(double, Costs(Fraction(1), Fraction(2))).total_seconds == expected
+
+
+def test_updates_take_their_time_where_they_stand() -> None:
+    costs = Costs(forward_seconds=1, backward_seconds=2, update_seconds=1)
+    assert simulate(window("pipedream", 1, [1] * 5), costs).total_seconds == 20
+    # The last stage, which is busy all the time, and the way there and back.
+    assert simulate(window("pipedream", 3, [1] * 5), costs).total_seconds == 2 + 5 * 4 + 4
+
+
+def test_the_docstring_draws_the_real_tables() -> None:
+    doc = [line.strip() for line in (asynchronous.__doc__ or "").splitlines() if line.strip().startswith("stage ")]
+    costs = Costs(forward_seconds=1, backward_seconds=2)
+    tables = [window("pipedream", 3, [1] * 5), window("pipedream_2bw", 3, [3, 3])]
+    drawn = [line for table in tables for line in draw_text(simulate(table, costs)).splitlines()[:-1]]
+    assert doc == drawn
+
+
+def test_the_page_draws_the_real_tables() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "pipedream.md").read_text(encoding="utf-8")
+    tables = [window("pipedream", 4, [1] * 8), window("pipedream_2bw", 3, [4, 4])]
+    for table in (*tables, build("1f1b", 2, 8, replicas=[2, 1], recompute="none")):
+        drawn = draw_text(simulate(table, Costs(forward_seconds=1, backward_seconds=2)), width=200)
+        assert "\n".join(f"    {line}" for line in drawn.splitlines()) in page
+    for name, table, m in (
+        ("pipedream", tables[0], 5),
+        ("pipedream_vertical", window("pipedream_vertical", 4, [1] * 8), 5),
+    ):
+        read = " | ".join(f"{table.version_read[stage, m]} of 5" for stage in range(4))
+        assert f"| `{name}` | {read} |" in page
+
+
+GOOD = """
+table: 4
+schedule: mine
+num_stages: 2
+num_micro_batches: 3
+placement: 0 1
+steps: 1 1 1
+process 0: 0F0 0F1 0B0 0U 0F2 0B1 0U1 0B2 0U2
+process 1: 1F0 1B0 1U 1F1@0 1B1 1U1 1F2@1 1B2 1U2
+"""
+
+
+def test_a_window_s_text() -> None:
+    assert Schedule.from_text(GOOD) == replace(window("pipedream_vertical", 2, [1, 1, 1]), name="mine")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("0U1 ", "", "0U1 is missing from process 0"),
+        ("0B2 0U2", "0B2 0U2 0U3", "0U3 on process 0: the steps are 0 to 2"),
+        ("0B1 0U1 0B2 0U2", "0B1 0B2 0U1 0U2", "0B2 comes before 0U1, which it needs"),
+        ("0U1 0B2 0U2", "0B2 0U2 0U1", "comes before 0U1, which it needs"),
+        ("1F1@0", "1F1@2", "1F1@2: before it stage 1 has 1 updates, so its versions are 0 to 1"),
+        ("1B1", "1B1@0", "a forward alone names the version"),
+        ("steps: 1 1 1", "steps: 1 1", "the steps have .1, 1. micro-batches and the table 3"),
+        ("steps: 1 1 1", "steps: all", "expected the number of micro-batches of each step"),
+        ("steps: 1 1 1\n", "", "0U1 on process 0: the steps are 0 to 0"),
+    ],
+)
+def test_what_a_window_must_not_have(old: str, new: str, message: str) -> None:
+    assert old in GOOD
+    with pytest.raises(ScheduleError, match=message):
+        check_table(Schedule.from_text(GOOD.replace(old, new)))
+
+
+def test_what_cannot_be_built(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match=r"'pipedream' and stages with \[2, 2\] replicas do not go together"):
+        build("pipedream", 2, 4, replicas=2)
+    with pytest.raises(ScheduleError, match=r"'1f1b' has one step in a table; leave steps out"):
+        build("1f1b", 2, 4, steps=[2, 2])
+    with pytest.raises(ScheduleError, match="is asynchronous"):
+        window("pipedream", 2, [1, 1]).of_first(1)
+    (tmp_path / "mine.txt").write_text(GOOD.strip())
+    with pytest.raises(ScheduleError, match=r"line 6: the table has several steps, and a table that is read has one"):
+        read_table(str(tmp_path / "mine.txt"), 2, 3, 2)
+    replicated = replace(window("pipedream", 1, [1, 1]), placement=Placement([[0, 1]]))
+    with pytest.raises(ScheduleError, match="an asynchronous table has one replica of each stage"):
+        check_table(replace(replicated, actions=(*replicated.actions, ())))
+    assert str(Action(U, 2, step=5)) == "2U5"
