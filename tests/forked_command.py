@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ import pytest
 import torch
 
 import tests.gloo  # noqa: F401  # it names the modules that the process to fork from imports
-from hf_gpipe.train import main as train
 from scripts import chaos
 from tests.conftest import leave_out
 
@@ -49,28 +46,6 @@ def start_function(
     )
     process.start()
     return process
-
-
-class ForkedTraining:
-    """In place of subprocess.Popen, where a script starts `python -m hf_gpipe.train`; its output goes nowhere."""
-
-    def __init__(self, command: Sequence[str], **options: Any) -> None:
-        assert command[1:3] == ["-m", "hf_gpipe.train"]
-        self._folder = tempfile.TemporaryDirectory()
-        self._process = start_function(Path(self._folder.name), train, command[3:])
-
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if (code := self.poll()) is None:
-            raise subprocess.TimeoutExpired("hf_gpipe.train", timeout or 0.0)
-        return code
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def send_signal(self, number: int) -> None:
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
 
 
 def _run(folder: Path, function: Callable[..., int], args: tuple[Any, ...], environment: dict[str, str]) -> None:
