@@ -108,7 +108,7 @@ def measure(given: argparse.Namespace, how: str) -> dict[str, Any] | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"hidden": 1024, "layers": 17, "rows": 4, "length": 128, "micro": 2, "stages": 1, "steps": 20, "repeats": 2}
+    sizes = {"hidden": 1024, "layers": 17, "rows": 4, "length": 64, "micro": 2, "stages": 1, "steps": 20, "repeats": 1}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--how", nargs="+", default=["always", "never"], choices=["always", "never"])

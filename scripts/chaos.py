@@ -152,11 +152,18 @@ class Fault:
             nonlocal calls
             calls += 1
             if calls == self.place.call:
+                self._wait_for_checkpoint(folder)
                 (folder / "injected").write_text(str(time.time()))
                 KINDS[self.kind]()
             return original(*args, **kwargs)
 
         setattr(self.place.owner, self.place.name, broken)
+
+    def _wait_for_checkpoint(self, folder: Path) -> None:
+        """Wait until the first checkpoint, which is written in the background, has its name."""
+        deadline = time.monotonic() + TIMEOUT_SECONDS / 2
+        while not checkpoints(folder / "out") and time.monotonic() < deadline:
+            time.sleep(0.01)
 
 
 def all_faults() -> list[Fault]:

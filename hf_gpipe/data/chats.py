@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_gpipe.data.fields import PairFields, check_characters
-from hf_gpipe.data.files import files_of
+from hf_gpipe.data.fields import check_characters
 from hf_gpipe.data.formats import Row, read_json, read_jsonl, read_parquet
-from hf_gpipe.data.pairs import MAX_TOKENIZER_EXAMPLES, SPLITS, split_of
-from hf_gpipe.data.progress import progress
-from hf_gpipe.data.text import drawn, is_local
+from hf_gpipe.data.pairs import MAX_TOKENIZER_EXAMPLES
+from hf_gpipe.data.splits import Splits, drawn, read_splits
 from hf_gpipe.errors import DataError, listed, nearest
 from hf_gpipe.recipe import DataSection
 
@@ -50,14 +48,8 @@ class Conversation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ChatCorpus:
+class ChatCorpus(Splits[Conversation]):
     """Conversations in three splits."""
-
-    train: list[Conversation]
-    validation: list[Conversation]
-    test: list[Conversation]
-    languages: list[str] = field(default_factory=list)
-    target_tags: list[str] = field(default_factory=list)
 
     def texts(self, max_conversations: int | None = None) -> Iterator[str]:
         """The texts of training conversations, to train a tokenizer on.
@@ -76,8 +68,7 @@ def chat_corpus(data: DataSection, read: Read | None = None) -> ChatCorpus:
     """The conversations of local files, or of a data set of the Hub.
 
     `data.path` is a file, wildcards, or a directory with files whose names end in .jsonl, .json or .parquet, the first
-    two perhaps in .gz; otherwise the Hub id of a data set, or a directory in its form, whose own splits "validation"
-    and "test" are kept. A split that is not there is cut off from the training rows by a hash of each.
+    two perhaps in .gz; otherwise the Hub id of a data set, or a directory in its form.
 
     Args:
         data: the section, of the kind "chat" or "preferences".
@@ -86,39 +77,19 @@ def chat_corpus(data: DataSection, read: Read | None = None) -> ChatCorpus:
     Raises:
         DataError: no such files or data set, a row that is not a conversation, or none to train on.
     """
-    path = data.path or ""
-    own: dict[str, list[Conversation]] = {}
-    if is_local(path, data.kind):
-        if data.subset is not None or data.revision is not None:
-            key = "subset" if data.subset is not None else "revision"
-            raise DataError(f"data.{key} is for data sets of the Hub, and {path} are local files; leave it out")
-        rows: Iterable[Row] = (row for file in files_of(path, data.kind) for row in _rows(file))
-    else:
-        from hf_gpipe.data.hub import hub_parts  # its library takes a second to import
 
-        (part,) = hub_parts(data, PairFields.of(data))
-        rows = part.train()
-        held_out = {"validation": part.validation, "test": part.test}
-        own = {name: _read(opened(), name, read) for name, opened in held_out.items() if opened}
-    conversations = drawn(_read(rows, path, read), data.max_examples, "max_examples", data.seed)
-    splits: dict[str, list[Conversation]] = {split: [] for split in SPLITS}
-    fractions = [
-        0.0 if name in own else share
-        for name, share in (("validation", data.validation_fraction), ("test", data.test_fraction))
-    ]
-    for one in conversations:
-        splits[split_of(one.text, *fractions)].append(one)
-    if not splits["train"]:
-        raise DataError(
-            f"there are no conversations to train on ({len(splits['validation'])} for validation, "
-            f"{len(splits['test'])} for test); give more, or smaller validation_fraction and test_fraction"
+    def of_rows(rows: Iterable[Row]) -> Iterator[Conversation]:
+        return (Conversation.of(where, row, read) for where, row in rows)
+
+    return ChatCorpus(
+        *read_splits(
+            data,
+            of_file=lambda file: of_rows(_rows(file)),
+            of_rows=of_rows,
+            text_of=lambda one: one.text,
+            what="conversations",
         )
-    splits |= own
-    return ChatCorpus(splits["train"], splits["validation"], splits["test"])
-
-
-def _read(rows: Iterable[Row], name: str, read: Read | None) -> list[Conversation]:
-    return [Conversation.of(where, row, read) for where, row in progress(rows, f"reading {name}", "conversations")]
+    )
 
 
 def _rows(path: Path) -> Iterator[Row]:

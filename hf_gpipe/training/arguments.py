@@ -14,7 +14,7 @@ from transformers.training_args import ParallelMode
 from transformers.utils import is_bitsandbytes_available
 
 from hf_gpipe.errors import UserError, nearest
-from hf_gpipe.recipe import DataSection, PipelineConfig, TrainingSection, keys_of
+from hf_gpipe.recipe import AUTO, DataSection, PipelineConfig, TrainingSection, keys_of
 from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.training.supported import (
     BITSANDBYTES_OPTIMIZERS,
@@ -29,6 +29,15 @@ from hf_gpipe.training.supported import (
 #: The help of fields that are also keys of a recipe.
 _PIPELINE = {name: {"help": key.text} for name, key in keys_of(PipelineConfig).items()}
 _TRAINING = {name: {"help": key.text} for name, key in keys_of(TrainingSection).items()}
+_NOT_GIVEN: Any = None
+#: What the planner chooses where nothing is given and it knows the lengths of the rows.
+PLANNED = ("num_micro_batches", "schedule", "recompute", "partition")
+
+
+def _planned(name: str) -> dict[str, str]:
+    default = getattr(PipelineConfig, name)
+    known = f"None: {AUTO}; where the training dataset does not tell the lengths of its rows, {default}."
+    return {"help": f"{_PIPELINE[name]['help']} {known}"}
 
 
 @dataclass
@@ -44,12 +53,10 @@ class PipelineTrainingArguments(TrainingArguments):
     """
 
     num_stages: int | str = field(default=PipelineConfig.num_stages, metadata=_PIPELINE["num_stages"])
-    num_micro_batches: int | str = field(
-        default=PipelineConfig.num_micro_batches, metadata=_PIPELINE["num_micro_batches"]
-    )
-    schedule: str = field(default=PipelineConfig.schedule, metadata=_PIPELINE["schedule"])
-    recompute: str = field(default=str(PipelineConfig.recompute), metadata=_PIPELINE["recompute"])
-    partition: list[int] | str = field(default=str(PipelineConfig.partition), metadata=_PIPELINE["partition"])
+    num_micro_batches: int | str = field(default=_NOT_GIVEN, metadata=_planned("num_micro_batches"))
+    schedule: str = field(default=_NOT_GIVEN, metadata=_planned("schedule"))
+    recompute: str = field(default=_NOT_GIVEN, metadata=_planned("recompute"))
+    partition: list[int] | str = field(default=_NOT_GIVEN, metadata=_planned("partition"))
     memory: str | None = field(default=None, metadata=_PIPELINE["memory"])
     replicas: int | list[int] | str = field(default=1, metadata=_PIPELINE["replicas"])
     zero: int = field(default=PipelineConfig.zero, metadata=_PIPELINE["zero"])
@@ -106,7 +113,6 @@ class PipelineTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         # transformers' parser of command lines gives None for a list that is not there.
-        self.partition = self.partition or "count"
         self.replicas = self.replicas or 1
         if isinstance(self.replicas, list) and len(self.replicas) == 1:
             # One number of a command line.
@@ -143,6 +149,8 @@ class PipelineTrainingArguments(TrainingArguments):
         self._check_sampling()
         # Older releases of transformers have the second name alone.
         checkpoints = getattr(self, "activation_checkpointing", False) or self.gradient_checkpointing
+        if checkpoints and vars(self)["recompute"] is None:
+            self.recompute = str(PipelineConfig.recompute)  # the planner could choose none
         if self.recompute == "none" and checkpoints:
             raise UserError(
                 "activation_checkpointing=True contradicts recompute='none'; leave one of them out (recompute='block' "
@@ -187,10 +195,8 @@ class PipelineTrainingArguments(TrainingArguments):
             *("boundary_dtype", "torch_compile"),
         )
         given = {name: getattr(self, name) for name in same_name}
-        if given["num_stages"] is None:
-            del given["num_stages"]
         return PipelineConfig(
-            **given,
+            **{name: value for name, value in given.items() if value is not None},
             device="cpu" if self.device.type == "cpu" else "auto",
             torch_compile_backend=self.torch_compile_backend if self.torch_compile else None,
         )

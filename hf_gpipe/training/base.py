@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from contextlib import suppress
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,12 +20,17 @@ from transformers import (
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import ExportableState
 
+from hf_gpipe.checkpoint.directory import checkpoints
+from hf_gpipe.checkpoint.state import read_state
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
-from hf_gpipe.planner.workload import PlanInputs, Workload
+from hf_gpipe.planner.workload import OPTIMIZER_SLOTS, PlanInputs, Workload
+from hf_gpipe.recipe import AUTO, PipelineConfig
+from hf_gpipe.recipe.pipeline import SYNCHRONOUS_SCHEDULES
 from hf_gpipe.runtime.custom_loss import Loss
 from hf_gpipe.runtime.loss import PLAIN, TokenLoss
-from hf_gpipe.training.arguments import PipelineTrainingArguments
+from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.training.arguments import PLANNED, PipelineTrainingArguments
 from hf_gpipe.training.generating import generation_config_of
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.longest import longest_mini_batch
@@ -109,13 +116,14 @@ def _pipeline(
         _check_given(model, args)
         return model
     assert model is not None
-    config = args.config
+    optim = str(getattr(args.optim, "value", args.optim))
+    config, shape = _opened(args, example, can_plan=optim in OPTIMIZER_SLOTS)
     return Pipeline(
         model,
         config=config,
         plan_inputs=PlanInputs(
-            None if config.is_decided else example(),
-            str(getattr(args.optim, "value", args.optim)),
+            shape,
+            optim,
             args.fp32_master_weights,
             args.gradient_accumulation_steps,
         ),
@@ -127,6 +135,38 @@ def _pipeline(
         packing=args.packing,
         **options,
     )
+
+
+def _opened(
+    args: PipelineTrainingArguments, example: Callable[[], Workload | None], *, can_plan: bool
+) -> tuple[PipelineConfig, Workload | None]:
+    """The configuration, in which "auto" stands for what was not given, and the shape of a mini-batch. Collective.
+
+    Without a shape, or where it cannot be planned for, the configuration's own defaults stay.
+    """
+    config, processes = args.config, Processes.of_job()
+    names = [name for name in PLANNED if getattr(args, name) is None]
+    if not can_plan or config.schedule not in (*SYNCHRONOUS_SCHEDULES, AUTO):
+        names = []
+    if config.is_decided and not names:
+        return config, None
+    shape = processes.from_reader(example, takes_long=True)
+    if shape is not None:
+        left_open: dict[str, Any] = dict.fromkeys(names, AUTO)
+        config = replace(config, **left_open)
+    if config.num_micro_batches == AUTO:
+        # Dropout depends on the micro-batch: what was chosen once stays, however fast this machine is today.
+        before = processes.from_writer(lambda: _num_micro_batches_before(Path(str(args.output_dir))))
+        config = config if before is None else replace(config, num_micro_batches=before)
+    return config, shape
+
+
+def _num_micro_batches_before(output_dir: Path) -> int | None:
+    """The number of micro-batches of the newest checkpoint that says it."""
+    for checkpoint in reversed(checkpoints(output_dir)):
+        with suppress(UserError, OSError):  # it is reported where it is needed
+            return read_state(checkpoint).run.num_micro_batches
+    return None
 
 
 def example_of(dataset: Any, args: PipelineTrainingArguments) -> Workload | None:

@@ -140,9 +140,9 @@ class Checkpoints:
         if not self._args.ignore_data_skip:
             _check_data(checkpoint, saved.data, new.data)
         before, now = saved.num_micro_batches, new.num_micro_batches
-        if self._args.num_micro_batches == AUTO and before not in (None, now) and self._topology.is_reporter:
+        if self._args.num_micro_batches in (None, AUTO) and before not in (None, now) and self._topology.is_reporter:
             logger.warning(
-                f"num_micro_batches='auto' is {now} here, and {checkpoint} was trained with {before}: dropout will be "
+                f"num_micro_batches is {now} here, and {checkpoint} was trained with {before}: dropout will be "
                 f"another; give num_micro_batches={before} for the same run"
             )
         self._pipe.load_pretrained(checkpoint)

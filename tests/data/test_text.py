@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_gpipe.data.text import TextCorpus, TokenBlocks, split_documents, text_corpus
+from hf_gpipe.data import splits
+from hf_gpipe.data.text import TextCorpus, TokenBlocks, text_corpus
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
 
@@ -102,18 +103,22 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         of(str(tmp_path / "absent.txt"))
 
 
+def split(documents: list[str], **fractions: float) -> TextCorpus:
+    return TextCorpus(**splits.split(documents, str, "documents", **fractions))
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.text("abcdef", min_size=1, max_size=4), min_size=1, max_size=60))
 def test_a_document_s_split_depends_on_it_alone(documents: list[str]) -> None:
     try:
-        corpus = split_documents(documents, validation_fraction=0.2, test_fraction=0.2)
+        corpus = split(documents, validation_fraction=0.2, test_fraction=0.2)
     except DataError:
         return
     everything = [*corpus.train, *corpus.validation, *corpus.test]
     assert sorted(everything) == sorted(documents)
     assert not set(corpus.train) & {*corpus.validation, *corpus.test}, "equal documents are in the same split"
     assert not set(corpus.validation) & set(corpus.test)
-    again = split_documents([*documents, "another"], validation_fraction=0.2, test_fraction=0.2)
+    again = split([*documents, "another"], validation_fraction=0.2, test_fraction=0.2)
     assert set(corpus.test) <= set(again.test)
 
 

@@ -14,6 +14,7 @@ from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import parse_recipe
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.training import checkpoints, job
+from hf_gpipe.training.arguments import PLANNED
 from hf_gpipe.training.longest import longest_mini_batch
 from tests.oracle import tiny_config
 from tests.training.toy import Rows, Stream, arguments, trainer
@@ -60,6 +61,21 @@ def test_what_is_auto_is_settled(tmp_path: Path) -> None:
         PipelineTrainer(tiny_config("marian"), args, train_dataset=Stream())
 
 
+def test_what_is_not_given_is_planned_where_the_rows_have_lengths(tmp_path: Path) -> None:
+    args = arguments(tmp_path, max_steps=1, **dict.fromkeys(PLANNED))
+    planned = PipelineTrainer(tiny_config("marian"), args, train_dataset=Rows()).pipe
+    assert planned.planned is not None
+    assert planned.recompute == "none"
+    unknown = PipelineTrainer(tiny_config("marian"), args, train_dataset=Stream()).pipe
+    assert unknown.planned is None
+    assert (unknown.num_micro_batches, unknown.schedule_name, unknown.recompute) == (1, "gpipe", "stage")
+    asynchronous = arguments(
+        tmp_path, max_steps=1, **dict.fromkeys(PLANNED) | {"schedule": "pipedream", "num_stages": 1}
+    )
+    given = PipelineTrainer(tiny_config("marian"), asynchronous, train_dataset=Rows()).pipe
+    assert given.planned is None, "the planner chooses among synchronous schedules"
+
+
 @pytest.mark.usefixtures("no_prediction")
 def test_what_was_chosen_for_micro_batches_stays_on_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout depends on the micro-batch, and the planner's choice on how fast the machine is that day."""
@@ -77,6 +93,8 @@ def test_what_was_chosen_for_micro_batches_stays_on_resuming(tmp_path: Path, mon
     assert seen == [chosen]
     made = trainer(tmp_path, num_micro_batches="auto", max_steps=2, save_strategy="steps", save_steps=2)
     made.train()
+    again = trainer(tmp_path, num_micro_batches=None, max_steps=2)
+    assert again.pipe.num_micro_batches == made.pipe.num_micro_batches
     made.pipe.num_micro_batches = 1 if made.pipe.num_micro_batches > 1 else 2
     warned: list[str] = []
     monkeypatch.setattr(checkpoints.logger, "warning", warned.append)

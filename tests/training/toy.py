@@ -73,6 +73,9 @@ def arguments(folder: Path, **values: Any) -> PipelineTrainingArguments:
     defaults: dict[str, Any] = {
         "num_stages": 2,
         "num_micro_batches": 2,
+        "schedule": "gpipe",
+        "recompute": "stage",
+        "partition": "count",
         "max_steps": 6,
         "per_device_train_batch_size": 4,
         "learning_rate": 1e-2,
