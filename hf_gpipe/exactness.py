@@ -70,7 +70,8 @@ class Step:
         """
         if self.gradients.keys() != other.gradients.keys():
             return float("inf")
-        errors = [float((self.gradients[name] - g).norm()) / other.norm for name, g in other.gradients.items()]
+        norm = other.norm
+        errors = [float((self.gradients[name] - g).norm()) / norm for name, g in other.gradients.items()]
         return max([abs(self.loss - other.loss) / max(1.0, abs(other.loss)), *errors])
 
 

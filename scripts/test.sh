@@ -5,6 +5,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 # One thread a process: tests start several processes, and tiny models gain nothing from more.
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# Compiled once: otherwise every process that a test starts compiles the package anew, and pytest all tests.
+unset PYTHONDONTWRITEBYTECODE
 
 "$python" -m ruff check .
 "$python" -m ruff format --check .

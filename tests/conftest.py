@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import os
 import shutil
@@ -17,6 +18,17 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # What tests prepare is not for the cache of whoever runs them; their commands inherit this one.
 _CACHE = os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="hf_gpipe-cache-")
 atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
+
+
+def pytest_collection() -> None:
+    """Spare the garbage collector what the tests import, which is no garbage to the end: see the next function."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,17 +14,15 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, MarianMTModel
 
 from hf_gpipe.data import train_tokenizer
+from tests import forked_command
 from tests.oracle import tiny_config
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-LAUNCHERS = {
-    "alone": [sys.executable],
-    "accelerate": [
-        *(sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"),
-        *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
-    ],
-}
+LAUNCHER = [
+    *(sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"),
+    *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
+]
 FEW_STEPS = ["--use_cpu", "--max_steps", "2", "--per_device_train_batch_size", "4", "--report_to", "none"]
 
 
@@ -34,12 +33,25 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(launcher: str, script: str, *arguments: str | Path, options: list[str]) -> str:
-    command = [*LAUNCHERS[launcher], str(EXAMPLES / script), *map(str, arguments), *options, *FEW_STEPS]
+def run(launcher: str, folder: Path, script: str, *arguments: str | Path, options: list[str]) -> str:
+    """Run an example, alone in a forked process; what it printed."""
+    words = [str(EXAMPLES / script), *map(str, arguments), *options, *FEW_STEPS]
+    if launcher == "alone":
+        process = forked_command.start_function(folder, run_script, words)
+        process.join(240)
+        assert process.exitcode == 0, (folder / "run.err").read_text()[-3000:]
+        return (folder / "run.out").read_text()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent), "HF_HUB_OFFLINE": "1"}
-    finished = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    finished = subprocess.run([*LAUNCHER, *words], capture_output=True, text=True, env=environment, timeout=240)
     assert finished.returncode == 0, finished.stderr[-3000:]
     return finished.stdout
+
+
+def run_script(words: list[str]) -> int:
+    """As `python words...` does."""
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+    return 0
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -47,7 +59,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["alone", "accelerate"])
 def test_translate(launcher: str, tokenizer_folder: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     config = tiny_config(
@@ -63,7 +75,7 @@ def test_translate(launcher: str, tokenizer_folder: Path, tmp_path: Path) -> Non
     tokenizer.save_pretrained(tmp_path / "model")
     pairs = write(tmp_path / "pairs.jsonl", [{"source": word, "target": word.upper()} for word in WORDS * 2])
     options = ["--num_stages", "2", "--eval_strategy", "no"]
-    said = run(launcher, "translate.py", tmp_path / "model", pairs, tmp_path / "out", options=options)
+    said = run(launcher, tmp_path, "translate.py", tmp_path / "model", pairs, tmp_path / "out", options=options)
     assert said.count("chrF ") == 1
     AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
 
@@ -75,7 +87,7 @@ def test_pretrain_and_then_instruct(tokenizer_folder: Path, tmp_path: Path) -> N
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tmp_path / "unpadded")
-    run("alone", "pretrain.py", tmp_path / "unpadded", text, tmp_path / "base", options=options)
+    run("alone", tmp_path, "pretrain.py", tmp_path / "unpadded", text, tmp_path / "base", options=options)
     AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     assert (tmp_path / "base" / "checkpoint-2").is_dir()
     rows: list[dict[str, Any]] = [{"prompt": f"after {word} comes", "completion": word} for word in WORDS]
@@ -83,8 +95,7 @@ def test_pretrain_and_then_instruct(tokenizer_folder: Path, tmp_path: Path) -> N
         {"conversations": [{"from": "human", "value": row["prompt"]}, {"from": "gpt", "value": "?"}]} for row in rows
     ]
     examples = write(tmp_path / "rows.jsonl", rows)
-    run(
-        "alone", "instruct.py", tmp_path / "base", examples, tmp_path / "tuned", options=["--num_stages", "3", "--bf16"]
-    )
+    options = ["--num_stages", "3", "--bf16"]
+    run("alone", tmp_path, "instruct.py", tmp_path / "base", examples, tmp_path / "tuned", options=options)
     AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
     assert "generation" in AutoTokenizer.from_pretrained(tmp_path / "tuned").chat_template

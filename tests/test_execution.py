@@ -325,9 +325,9 @@ def test_a_failure_for_want_of_memory_says_what_would_need_less(failure: Excepti
         raise ValueError("another failure")
 
 
-@pytest.mark.parametrize("partition", ["parameters", "profile", "auto"])
-def test_the_planner_settles_what_is_left_to_it(partition: str) -> None:
-    config = tiny_config("marian")
+@pytest.mark.parametrize(("family", "partition"), [("llama", "parameters"), ("llama", "profile"), ("marian", "auto")])
+def test_the_planner_settles_what_is_left_to_it(family: str, partition: str) -> None:
+    config = tiny_config(family)
     batch, plain = padded_batch(config), plain_model(config)
     pipe = Pipeline(plain, 2, "auto", "1f1b", "auto", partition, example=batch, memory="100MiB")
     assert isinstance(pipe.num_micro_batches, int)

@@ -52,7 +52,10 @@ def build(
 class _NoRandomValues(TorchFunctionMode):
     """Leaves tensors of the meta device as they are: without this, GPT-2 takes 5 times as long to build there."""
 
-    _fills = (torch.nn.init.normal_, torch.nn.init.uniform_, torch.Tensor.normal_, torch.Tensor.uniform_)
+    _fills = (
+        *(torch.nn.init.normal_, torch.nn.init.uniform_, torch.nn.init.kaiming_uniform_),
+        *(torch.Tensor.normal_, torch.Tensor.uniform_),
+    )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

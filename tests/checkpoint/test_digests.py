@@ -29,7 +29,7 @@ from tests.oracle import tiny_config
 from tests.training.toy import trainer, weights
 
 ALONE = Processes.of_job()
-SETTINGS = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "dropout": 0.2}
+SETTINGS = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "dropout": 0.2, "family": "llama"}
 SHARD = "model-00002-of-00002.safetensors"
 OPTIMIZER = f"{FOLDER}/optimizer-00001-of-00002.safetensors"
 
