@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("exactness",),
     ("planner",),
     ("building", "stage_parameters", "look"),
+    ("pipeline_steps",),
     ("pipeline",),
     ("data",),
     ("training",),
