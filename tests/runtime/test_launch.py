@@ -17,6 +17,7 @@ from torch.distributed import DistBackendError
 
 from hf_gpipe.errors import EXIT_STOPPED, PeerError, StageError, UserError
 from hf_gpipe.runtime import failures
+from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.supervise import Child, first_failure, work_file
 from scripts import chaos
 from tests import forked_command
@@ -161,6 +162,7 @@ def is_running(process: int) -> bool:
 
 
 def test_a_lost_connection_is_a_consequence_and_a_time_limit_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Job.current(), "work", "")  # of an earlier test in this process
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer")
     error = StageError("process 0, stage 0, action 0F0: RuntimeError")
     error.__cause__ = lost
