@@ -31,6 +31,8 @@ from hf_gpipe.errors import UserError, listed
 
 #: How long a machine tries to reach another one. A firewall that drops packets answers nothing.
 _REACH_SECONDS = 5.0
+#: How long the main process may take to listen after another process has started.
+_LISTENS_SECONDS = 30.0
 #: So many keys of two recipes that differ are named.
 _MOST_KEYS = 3
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -238,11 +240,22 @@ def check_main_address(rank: int) -> None:
             f"machine {here} finds no address for {name!r}, the first machine's name (MASTER_ADDR): "
             f"{error.strerror}; {advice}"
         ) from None
-    if is_loopback(str(address)):
+    if is_loopback(str(address)) and not _answers(str(address), int(os.environ.get("MASTER_PORT", "0"))):
         raise UserError(
             f"on machine {here} the first machine's name {name!r} (MASTER_ADDR) resolves to {address}, which is {here} "
             f"itself; {advice}"
         )
+
+
+def _answers(address: str, port: int) -> bool:
+    """Whether the main process, or its agent, soon listens on this very machine, as where one stands for several."""
+    deadline = time.monotonic() + _LISTENS_SECONDS
+    while True:
+        with suppress(OSError), socket.create_connection((address, port), _REACH_SECONDS):
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
 
 
 def is_loopback(address: str) -> bool:

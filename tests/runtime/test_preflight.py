@@ -82,7 +82,15 @@ def test_a_machine_that_cannot_be_reached_is_named() -> None:
 def test_the_main_process_is_not_looked_for_in_vain(
     address: str, rank: int, message: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"MASTER_ADDR": address, "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}.items():
+    monkeypatch.setattr(preflight, "_LISTENS_SECONDS", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    for name, value in {
+        "MASTER_ADDR": address,
+        "LOCAL_WORLD_SIZE": "2",
+        "WORLD_SIZE": "4",
+        "MASTER_PORT": port,
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
     if message is None:
@@ -90,6 +98,16 @@ def test_the_main_process_is_not_looked_for_in_vain(
     else:
         with pytest.raises(UserError, match=message):
             check_main_address(rank)
+
+
+def test_one_machine_may_stand_for_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several agents of torchrun on one machine, whose main process listens there."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        for name, value in {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("MASTER_PORT", port)
+        check_main_address(1)
 
 
 def test_gloo_listens_where_its_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:
