@@ -176,10 +176,13 @@ def estimated_seconds(layer: LayerCost, compute_dtype: str, device: Device) -> S
     """A layer's seconds by a device's rates: of its arithmetic or of moving its bytes, whichever is longer, and of the
     calls of its operations."""
     rate = EFFICIENCY * device.flops_for(compute_dtype)
-    # What a layer keeps it has written once, and what it holds it has read once.
-    moved = layer.plain.saved_bytes + layer.parameters.num_bytes
-    forward = max(layer.forward_flops / rate, moved / device.bytes_per_second)
-    backward = max(layer.backward_flops / rate, 2 * moved / device.bytes_per_second)
+    held = sum((shared.size for shared in layer.shared), start=layer.parameters)
+    # What a layer keeps it has written once, and weights it has read once, but for the rows of a table.
+    kept, read = layer.plain.saved_bytes, 0 if layer.kind == "embedding" else held.num_bytes
+    forward = max(layer.forward_flops / rate, (kept + read) / device.bytes_per_second)
+    # A gradient of weights is written, read, and added to what is there.
+    moved = 2 * kept + read + 4 * held.trainable_bytes
+    backward = max(layer.backward_flops / rate, moved / device.bytes_per_second)
     forward, backward = device.seconds(forward, layer.forward_calls), device.seconds(backward, layer.backward_calls)
     return Seconds(forward, forward, backward)
 
