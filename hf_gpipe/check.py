@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from hf_gpipe.command import run_command
 from hf_gpipe.errors import CheckpointError, UnsupportedModelError, UserError
 from hf_gpipe.recipe import load_recipe
 
@@ -31,13 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args or {"-h", "--help"} & set(args):
         print(USAGE)
         return 0 if args else 2
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    warnings.filterwarnings("ignore")
-    try:
-        return _check(args)
-    except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    return run_command(lambda: _check(args))
 
 
 def _check(args: Sequence[str]) -> int:

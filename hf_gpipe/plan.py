@@ -6,11 +6,11 @@ import argparse
 import json
 import os
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from hf_gpipe.command import Parser, run_command
 from hf_gpipe.errors import HfGpipeError, PartitionError, RecipeError, UserError
 from hf_gpipe.recipe import MESSAGE_KINDS, SEQUENCE_KINDS, Recipe, load_recipe
 from hf_gpipe.recipe.sizes import read_bytes
@@ -42,25 +42,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args:
         parser.print_help()
         return 2
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    warnings.filterwarnings("ignore")
-    try:
-        options = parser.parse_intermixed_args(args)
-        code = _plan(options)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:
-        # A reader such as head has seen enough. What is still buffered must not fail at the interpreter's end either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+
+    def work() -> int:
+        try:
+            code = _plan(parser.parse_intermixed_args(args))
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:
+            # A reader such as head has seen enough. What is still buffered must not fail at the interpreter's end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+
+    return run_command(work)
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be planned.
+    """A recipe, the devices it is planned for, and their planner.
 
     Attributes:
         recipe: on the devices that the options name.
@@ -374,16 +372,10 @@ def _with_vocabulary(recipe: Recipe) -> Recipe:
     return replace(recipe, model=replace(model, config={**model.config, "vocab_size": vocab_size}))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line and exit code 2, as every other error here."""
-        raise UserError(f"{message}; python -m hf_gpipe.plan --help lists the options")
-
-
 def _parser() -> argparse.ArgumentParser:
     from hf_gpipe.planner.devices import DEVICES, LINKS
 
-    parser = _Parser(
+    parser = Parser(
         prog="python -m hf_gpipe.plan", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("recipe", help="the recipe")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from hf_gpipe.command import fail
 from hf_gpipe.errors import EXIT_STOPPED, RecipeError, UserError
 from hf_gpipe.recipe import Recipe, load_recipe, recipe_help, section_help
 from hf_gpipe.runtime.started import has_group, note_launcher
@@ -193,8 +194,7 @@ def _fail(error: UserError) -> int:
         from hf_gpipe.runtime import failures
 
         return failures.report(error)
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-    return 2
+    return fail(error)
 
 
 def _traceback_file(recipe: Recipe) -> Path:

@@ -60,7 +60,7 @@ def stop_process(hosts: Hosts, number: int, seconds: float = 3.0 * TIMEOUT_SECON
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a machine.
+    """A fault of a machine.
 
     Attributes:
         name: for people.

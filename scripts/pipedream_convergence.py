@@ -1,4 +1,4 @@
-"""What late gradients cost: loss over updates and over time of PipeDream's schedules beside 1f1b.
+"""The cost of late gradients: loss over updates and over time of PipeDream's schedules beside 1f1b.
 
     python scripts/pipedream_convergence.py recipes/quickstart.yaml --json convergence.json \\
         model.config.tie_word_embeddings=false model.config.share_encoder_decoder_embeddings=false

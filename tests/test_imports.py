@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 # Top to bottom, as in docs/architecture.md. Those of one line do not import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
+    ("command",),
     ("schedule",),
     ("partition",),
     ("recipe",),

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
+from hf_gpipe.command import Parser, run_command
 from hf_gpipe.errors import UserError, nearest
 from hf_gpipe.launch.file import ENGINES, JobFile
 from hf_gpipe.recipe import Recipe, load_recipe
@@ -37,14 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args:
         parser.print_help()
         return 2
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    warnings.filterwarnings("ignore")
-    try:
+
+    def work() -> int:
         print(_text(parser.parse_intermixed_args(args), args), end="")
         return 0
-    except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+
+    return run_command(work)
 
 
 def _text(options: argparse.Namespace, args: Sequence[str]) -> str:
@@ -147,14 +144,8 @@ def _ranks(plan: Plan, per_node: int) -> str:
     return f"Ranks 0 to {per_node - 1} are on machine 0, the next {per_node} on machine 1. Machines of {stages}"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line and exit code 2, as every other error here."""
-        raise UserError(f"{message}; python -m hf_gpipe.launch --help lists the options")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m hf_gpipe.launch", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("engine", help=", ".join(ENGINES))

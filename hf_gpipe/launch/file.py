@@ -39,7 +39,7 @@ _PORT = 29500
 
 @dataclass(frozen=True)
 class JobFile:
-    """What the file of a job says.
+    """The values that are filled into the template of a job's file.
 
     Attributes:
         recipe: of the run.
@@ -79,7 +79,7 @@ class JobFile:
 
     @property
     def shutdown_seconds(self) -> int:
-        """What torchrun allows its processes to take after a signal."""
+        """Seconds that torchrun gives its processes to end after a signal."""
         return math.ceil(self.recipe.training.stop_seconds) + _SHUTDOWN_SECONDS
 
     @property

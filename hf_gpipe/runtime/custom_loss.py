@@ -92,7 +92,7 @@ class LogitsLoss:
         return value
 
     def of_rows(self, logits: torch.Tensor, labels: torch.Tensor, num_units: int) -> torch.Tensor:
-        """What each row of a micro-batch adds to the loss, (B,)."""
+        """The loss of each row of a micro-batch, (B,); their sum is the micro-batch's."""
         rows = zip(logits.split(1), labels.split(1), strict=True)
         return torch.stack([self._value(*row, num_units) for row in rows])
 

@@ -42,7 +42,7 @@ _SIOCGIFADDR = 0x8915
 
 @dataclass(frozen=True)
 class Facts:
-    """What a process tells the main process of itself.
+    """The facts about a process that the main process compares.
 
     Attributes:
         host: the name of its machine.
@@ -141,7 +141,7 @@ def check(
 
 
 def complaints(everyone: Sequence[Facts]) -> list[str]:
-    """What is wrong with the processes of a job, one sentence each.
+    """The problems of the processes of a job, one sentence each.
 
     Args:
         everyone: the facts of each process, in order of rank.

@@ -1,4 +1,4 @@
-"""What an asynchronous table says of a stage's weights: which versions are kept how long, and how old they are."""
+"""The versions of a stage's weights in an asynchronous table: how long each is kept, and how stale it is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_gpipe.schedule.table import Schedule
 
 
 class Use(NamedTuple):
-    """What an action does with the weights of its stage."""
+    """The version of its stage's weights that an action reads or replaces."""
 
     version: int
     """The one that F, R, B and I read; of U the one that it replaces."""
@@ -19,7 +19,7 @@ class Use(NamedTuple):
 
 
 def uses(schedule: Schedule, process: int) -> list[Use]:
-    """What each action of a worker does with the weights, in its order."""
+    """The use of the weights by each action of a worker, in its order."""
     found: list[Use] = []
     read_later: set[tuple[int, int]] = set()
     updates_left = [schedule.num_steps] * schedule.num_stages

@@ -30,7 +30,7 @@ from hf_gpipe.training.logs import Logs
 from hf_gpipe.training.optim import learning_rate, takes_metric
 from hf_gpipe.training.steps import Plan
 from hf_gpipe.training.stopping import StopRequest, TrainingStopped
-from hf_gpipe.training.trained import Trained
+from hf_gpipe.training.trained import TrainerOfLoop
 from hf_gpipe.training.windows import StageUpdates, windows
 
 logger = transformers.logging.get_logger(__name__)
@@ -55,7 +55,7 @@ class TrainingLoop:
 
     def __init__(
         self,
-        trainer: Trained,
+        trainer: TrainerOfLoop,
         plan: Plan,
         batches: MiniBatches | None,
         run: RunState,

@@ -16,8 +16,8 @@ from hf_gpipe.training.hub import HubUploads
 from hf_gpipe.training.loss_scaling import LossScaler
 
 
-class Trained(Protocol):
-    """What the loop uses of a trainer; scripts and callbacks may set or override most of this."""
+class TrainerOfLoop(Protocol):
+    """The parts of a trainer that the loop uses; scripts and callbacks may set or override most of this."""
 
     args: PipelineTrainingArguments
     pipe: Pipeline
