@@ -34,8 +34,8 @@ SMALL = (
     *("model.config.tie_word_embeddings=false", "model.config.share_encoder_decoder_embeddings=false"),
     *("model.config.d_model=64", "model.config.encoder_ffn_dim=128", "model.config.decoder_ffn_dim=128"),
     *("pipeline.num_stages=4", "pipeline.num_processes=1", "pipeline.device=cpu", "pipeline.num_micro_batches=1"),
-    *("pipeline.recompute=none", "training.max_steps=400", "training.warmup_steps=40", "training.batch_size=32"),
-    *("training.logging_steps=50", "training.eval_steps=null", "training.save_steps=null"),
+    *("pipeline.recompute=none", "training.max_steps=240", "training.warmup_steps=24", "training.batch_size=32"),
+    *("training.logging_steps=60", "training.eval_steps=null", "training.save_steps=null"),
     "training.on_nonfinite_loss=ignore",
 )
 #: The synchronous schedule first. The last ones are remedies: fewer updates in flight, and a longer warm-up.
@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "pipedream_naive": ("pipeline.schedule=pipedream_naive",),
     "pipedream, M = 4": ("pipeline.schedule=pipedream", "pipeline.num_micro_batches=4"),
     "pipedream, 2 stages": ("pipeline.schedule=pipedream", "pipeline.num_stages=2"),
-    "pipedream, long warm-up": ("pipeline.schedule=pipedream", "training.warmup_steps=160"),
+    "pipedream, long warm-up": ("pipeline.schedule=pipedream", "training.warmup_steps=96"),
 }
 
 
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the recipe, for all runs")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--rates", nargs="+", type=float, default=[2e-3, 4e-3, 1e-3], help="the first is common to all")
+    parser.add_argument("--rates", nargs="+", type=float, default=[2e-3, 1e-3, 4e-3], help="the first is common to all")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--out", type=Path, default=Path("convergence.jsonl"), help="a line for each run")
     arguments = parser.parse_intermixed_args(argv)
