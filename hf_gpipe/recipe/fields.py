@@ -219,6 +219,10 @@ class TrainingSection:
     timeline_steps: Annotated[Count | None, MAY_CHANGE] = None
     """Number of updates between two that are timed to log their idle share (`bubble`); null: none is timed."""
 
+    slow_machine_steps: Annotated[Count | None, MAY_CHANGE] = 100
+    """On several machines, the number of updates between two comparisons of how long each of them computes, so that a
+    slow one is named; five of these updates are timed. null: none is compared."""
+
     report_to: Annotated[list[Text], MAY_CHANGE] = field(default_factory=list)
     """Services that get the metrics besides the console and metrics.jsonl, such as [tensorboard], [wandb] or [mlflow],
     by transformers' names."""
@@ -240,6 +244,10 @@ class TrainingSection:
 
     save_steps: Annotated[Count | None, MAY_CHANGE] = 500
     """Number of updates between two checkpoints; null: none during training."""
+
+    memory_save_steps: Annotated[Count | None, MAY_CHANGE] = None
+    """Number of updates between two checkpoints that the machines keep in their memory (/dev/shm), for a start after a
+    fault: each has the files of its own stages, and those of the machine before it. null: none."""
 
     save_total_limit: Annotated[Count | None, MAY_CHANGE] = 2
     """Number of checkpoints to keep, the newest ones; null: all."""

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from hf_gpipe.checkpoint.directory import check_shared, checkpoints, last_checkpoint, remove, tidy
+from hf_gpipe.checkpoint.directory import check_shared, checkpoints, remove, tidy
+from hf_gpipe.checkpoint.in_memory import MemoryCheckpoints, newest_checkpoint
 from hf_gpipe.checkpoint.save import make_directory
 from hf_gpipe.checkpoint.state import read_state
 from hf_gpipe.data import PairCollator
@@ -222,7 +223,10 @@ def _checkpoint_of(recipe: Recipe, output_dir: Path, processes: Processes, job: 
     if len(set(hosts)) > 1:
         check_shared(output_dir, processes)
         _check_same_data(recipe, hosts, processes)
-    return None if recipe.training.resume == "never" else last_checkpoint(output_dir, processes)
+    if recipe.training.resume == "never":
+        return None
+    keeps = recipe.training.memory_save_steps is not None
+    return newest_checkpoint(output_dir, processes, MemoryCheckpoints(output_dir, processes) if keeps else None)
 
 
 def _check_same_data(recipe: Recipe, hosts: Sequence[str], processes: Processes) -> None:
