@@ -34,8 +34,8 @@ SMALL = (
     *("model.config.tie_word_embeddings=false", "model.config.share_encoder_decoder_embeddings=false"),
     *("model.config.d_model=64", "model.config.encoder_ffn_dim=128", "model.config.decoder_ffn_dim=128"),
     *("pipeline.num_stages=4", "pipeline.num_processes=1", "pipeline.device=cpu", "pipeline.num_micro_batches=1"),
-    *("pipeline.recompute=none", "training.max_steps=240", "training.warmup_steps=24", "training.batch_size=32"),
-    *("training.logging_steps=60", "training.eval_steps=null", "training.save_steps=null"),
+    *("pipeline.recompute=none", "training.max_steps=400", "training.warmup_steps=40", "training.batch_size=32"),
+    *("training.logging_steps=50", "training.eval_steps=null", "training.save_steps=null"),
     "training.on_nonfinite_loss=ignore",
 )
 #: The synchronous schedule first. The last ones are remedies: fewer updates in flight, and a longer warm-up.
@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "pipedream_naive": ("pipeline.schedule=pipedream_naive",),
     "pipedream, M = 4": ("pipeline.schedule=pipedream", "pipeline.num_micro_batches=4"),
     "pipedream, 2 stages": ("pipeline.schedule=pipedream", "pipeline.num_stages=2"),
-    "pipedream, long warm-up": ("pipeline.schedule=pipedream", "training.warmup_steps=96"),
+    "pipedream, long warm-up": ("pipeline.schedule=pipedream", "training.warmup_steps=160"),
 }
 
 

@@ -262,4 +262,6 @@ def test_what_cannot_be_built(tmp_path: Path) -> None:
     text = window("pipedream", 1, [2, 2], replicas=[2]).text().replace("0B3 0G1", "0B3")
     with pytest.raises(ScheduleError, match="0G1 is missing from process 1"):
         check_table(Schedule.from_text(text))
+    with pytest.raises(ScheduleError, match=r"it keeps no stashes \(stashes: no\), and has one step"):
+        check_table(replace(build("1f1b", 2, 2), stashes=False))
     assert str(Action(U, 2, step=5)) == "2U5"
