@@ -134,7 +134,8 @@ def executable_order(schedule: Schedule) -> tuple[tuple[int, Action], ...]:
         for process, actions in enumerate(schedule.actions):
             while reached[process] < len(actions) and not waits_for(action := actions[reached[process]]):
                 done.add(action)
-                num_reduced[action] += action.kind == ActionKind.REDUCE
+                if action.kind == ActionKind.REDUCE:
+                    num_reduced[action] += 1
                 order.append((process, action))
                 reached[process] += 1
                 progress = True
