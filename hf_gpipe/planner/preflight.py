@@ -177,10 +177,11 @@ def _send_and_measure(processes: Processes, peer: int) -> tuple[float, float]:
         content = torch.zeros(size, dtype=torch.uint8, device=device)
         dist.send(torch.tensor([size], device=device), group_dst=peer, group=group)
         dist.recv(token, group_src=peer, group=group)
+        token.item()  # on a GPU only this waits for the message
         start = time.perf_counter()
         dist.send(content, group_dst=peer, group=group)
         dist.recv(token, group_src=peer, group=group)
-        token.item()  # on a GPU it waits
+        token.item()
         return time.perf_counter() - start
 
     # The first message connects the two.

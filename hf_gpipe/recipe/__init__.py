@@ -8,11 +8,9 @@ from typing import Any
 
 from hf_gpipe.recipe.build import apply_overrides, build, drop_unused, kind_of
 from hf_gpipe.recipe.check import check
+from hf_gpipe.recipe.data import MESSAGE_KINDS, SEQUENCE_KINDS, DataSection
 from hf_gpipe.recipe.extends import read_with_bases, refuse_extends
 from hf_gpipe.recipe.fields import (
-    MESSAGE_KINDS,
-    SEQUENCE_KINDS,
-    DataSection,
     EvaluationSection,
     LoraSection,
     ModelSection,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from hf_gpipe.errors import RecipeError
-from hf_gpipe.recipe.fields import DataSection, LoraSection, ModelSection, Recipe, all_keys
+from hf_gpipe.recipe.data import DataSection
+from hf_gpipe.recipe.fields import LoraSection, ModelSection, Recipe, all_keys
 from hf_gpipe.recipe.pipeline import PipelineConfig
 from hf_gpipe.recipe.section import keys_of
 from hf_gpipe.recipe.strict_yaml import Locations

@@ -7,7 +7,8 @@ import re
 import textwrap
 
 from hf_gpipe.errors import UserError, nearest
-from hf_gpipe.recipe.fields import SECTIONS, DataSection, all_keys
+from hf_gpipe.recipe.data import DataSection
+from hf_gpipe.recipe.fields import SECTIONS, all_keys
 from hf_gpipe.recipe.section import Key, keys_of
 from hf_gpipe.recipe.strict_yaml import write
 from hf_gpipe.recipe.words import describe

@@ -10,12 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
-from hf_gpipe import Pipeline
+from hf_gpipe import Pipeline, RowLoss
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import PipelineConfig
 from tests.emulated_cuda.comparing import assert_near, config_of, gathered
 from tests.emulated_cuda.processes import on_emulated_cuda, run_emulated
 from tests.oracle import padded_batch, plain_model, run_pipeline, run_plain
+from tests.test_custom_loss import margins
 from tests.test_peft import adapted_model, lora
 from tests.training.test_mixed_precision import Overflow
 from tests.training.toy import Recorder, Rows, trainer
@@ -23,10 +24,10 @@ from tests.training.toy import Recorder, Rows, trainer
 THREE = ["cuda:0", "cuda:1", "cuda:2"]
 
 
-def generated(device: Any) -> list[Any]:
+def generated(device: Any, num_stages: int = 3, **options: Any) -> list[Any]:
     tokens = []
     for family in ("llama", "marian"):
-        pipe = Pipeline(plain_model(config_of(family), dtype=torch.float32), 3, device=device)
+        pipe = Pipeline(plain_model(config_of(family), dtype=torch.float32), num_stages, device=device, **options)
         prompt = padded_batch(pipe.adapter.config)
         if family == "llama":  # padding is on the left of a prompt
             prompt = {name: tensor.flip(1) for name, tensor in prompt.items()}
@@ -42,6 +43,9 @@ def test_generation() -> None:
     for num_processes, device in ((1, THREE), (2, "cuda")):
         for found in run_emulated(generated, num_processes, device):
             assert found == expected
+    greedy = expected[::3]
+    for found in run_emulated(generated, 2, "cuda", num_stages=1, num_micro_batches=2, replicas=2):
+        assert found[::3] == greedy, "the rows over two replicas"
 
 
 def trained(folder: Path, **values: Any) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
@@ -171,3 +175,41 @@ def test_saving_and_loading(tmp_path: Path) -> None:
 @on_emulated_cuda(2)
 def test_saving_and_loading_in_two_processes(tmp_path: Path) -> None:
     save_and_load(tmp_path / "model", "cuda")
+
+
+def stepped(pipe: Pipeline, batch: Any) -> dict[str, torch.Tensor]:
+    """The loss and the gradients of a step."""
+    loss = pipe.train_step(batch)
+    named = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+    return gathered(pipe, named) | {"loss": loss.cpu()}
+
+
+@on_emulated_cuda()
+def test_kinds_of_steps() -> None:
+    """Losses of rows, packed rows, and weight gradients apart under autocast."""
+    config = config_of("llama")
+    config._attn_implementation = "sdpa"  # of packed rows it runs document by document
+    batch = padded_batch(config)
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"loss": RowLoss(margins, 2)}, {}),
+        ({"packing": True}, {}),
+        ({"schedule": "zb_h1", "autocast": torch.bfloat16}, {"schedule": "1f1b", "autocast": torch.bfloat16}),
+    ]
+    for values, other in cases:
+        # CUDA's autocast converts other operations than the CPU's, so both are on a device.
+        device: Any = THREE if other else "cpu"
+        like = Pipeline(plain_model(config), 3, 2, device=device, **(other or values))
+        pipe = Pipeline(plain_model(config), 3, 2, device=THREE, **values)
+        assert_near(stepped(pipe, batch), stepped(like, batch), 1e-15, str(values))
+        if "loss" in values:
+            torch.testing.assert_close(pipe.log_probs(batch).cpu(), like.log_probs(batch))
+
+
+@on_emulated_cuda(2)
+def test_links_are_measured_and_memory_compared() -> None:
+    config = config_of("llama")
+    values: dict[str, Any] = {"num_stages": 2, "num_micro_batches": 2, "measure_links": True}
+    pipe = Pipeline(plain_model(config), example=padded_batch(config), config=PipelineConfig(**values))
+    assert [str(stage.device) for stage in pipe.stages.values()] == [f"cuda:{pipe.topology.rank}"]
+    (line,) = pipe.links
+    assert line.startswith("inside "), line

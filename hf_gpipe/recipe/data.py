@@ -1,0 +1,172 @@
+"""The section `data` of a recipe, and the kinds of data by which its keys are allowed."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from hf_gpipe.recipe.section import MAY_CHANGE, Count, Fraction, Kinds, NotNegative, Text, section
+
+LOCAL_KINDS = ("jsonl", "csv", "parquet", "parallel")
+ROW_KINDS = (*LOCAL_KINDS, "hub")
+
+#: Kinds whose rows are messages, or text in their place.
+MESSAGE_KINDS = ("chat", "preferences")
+
+#: Kinds whose rows are one sequence, which decoder-only models learn.
+SEQUENCE_KINDS = ("text", *MESSAGE_KINDS)
+
+CLDR = Kinds(("cldr",))
+ROWS = Kinds(ROW_KINDS)
+FIELDS = Kinds(("jsonl", "csv", "parquet", "hub"))
+TEXT = Kinds(("text",))
+CHAT = Kinds(("chat",))
+PREFERENCES = Kinds(("preferences",))
+MESSAGES = Kinds(MESSAGE_KINDS)
+PAIRS = Kinds((*CLDR.names, *ROWS.names))
+BY_TARGETS = Kinds((*PAIRS.names, *TEXT.names))
+READ = Kinds((*ROWS.names, *SEQUENCE_KINDS))
+OF_THE_HUB = Kinds(("hub", *SEQUENCE_KINDS))
+
+
+@section()
+class DataSection:
+    """The corpus. A key that its kind does not use is an error."""
+
+    kind: Literal["cldr", "jsonl", "csv", "parquet", "parallel", "hub", "text", "chat", "preferences"]
+    """Where the data come from. cldr: dates, units, prices and names generated offline from Unicode CLDR. Pairs from
+    local files: jsonl, one JSON object per line; csv, also with tabs; parquet; parallel, two text files whose lines
+    translate each other. hub: pairs of a data set of the Hugging Face Hub, or of a directory of the same form. text:
+    documents for a decoder-only model, cut into blocks of `max_target_tokens`. chat: conversations for a decoder-only
+    model, or prompts and completions. preferences: prompts with a chosen and a rejected answer, for a decoder-only
+    model and the loss of the section `preferences`."""
+
+    seed: int = 0
+    """Seed for generating and sampling the corpus; `training.seed` decides the order of training examples."""
+
+    languages: Annotated[list[Text], PAIRS] = field(default_factory=list)
+    """The languages other than English. cldr: CLDR codes, the largest language first; other kinds: the languages to
+    keep, empty: all. {language} in `path`, `target_path`, `subset` or a field stands for each of them."""
+
+    num_languages: Annotated[Count | None, CLDR] = None
+    """Number of languages, instead of `languages`: those for which CLDR supports most of `templates` come first."""
+
+    rank_seed: Annotated[int | None, CLDR] = None
+    """Seed that shuffles which language gets which size; null: sizes fall in the order of the languages."""
+
+    validation_fraction: Fraction = 0.05
+    """Share of the pairs, documents or conversations held out for evaluation during training."""
+
+    test_fraction: Fraction = 0.05
+    """Share of the pairs, documents or conversations held out for evaluation at the end."""
+
+    temperature: Annotated[float, Field(ge=1), PAIRS] = 1.0
+    """T: a language with a share s of the training pairs is sampled in proportion to s ** (1 / T). 1: by its share;
+    larger: small languages more often, large ones less often."""
+
+    target_tag: Annotated[bool, PAIRS] = False
+    """Whether sources start with a tag for the target language, such as <2de>; always if there are several languages
+    and one side is known to be English."""
+
+    max_source_tokens: Annotated[int, Field(ge=2), PAIRS] = 128
+    """Maximum length of a source, special tokens included; longer ones are truncated."""
+
+    max_target_tokens: Annotated[int, Field(ge=2), BY_TARGETS] = 128
+    """Maximum length of a target, special tokens included; longer ones are truncated. text: tokens per block."""
+
+    templates: Annotated[list[Text], CLDR] = field(default_factory=list)
+    """Templates of the phrases, such as date_long or price; empty: all."""
+
+    direction: Annotated[Literal["to_english", "from_english", "both"] | None, PAIRS] = None
+    """Direction of translation; the sides of a pair are swapped where it needs that. null: to_english for cldr, from
+    `source_field` to `target_field` for other kinds."""
+
+    max_number: Annotated[Count, CLDR] = 999
+    """Largest number in a measure, price or relative time."""
+
+    examples_per_language: Annotated[Count, CLDR] = 2000
+    """Number of pairs of the first language; the n-th has this number divided by n ** `power_law_exponent`."""
+
+    min_examples_per_language: Annotated[Count, CLDR] = 100
+    """Minimum number of pairs of a language under the power law."""
+
+    power_law_exponent: Annotated[NotNegative, CLDR] = 0.0
+    """Exponent of the power law by which the sizes of the languages fall; 0: all are equal."""
+
+    path: Annotated[Text | None, READ] = None
+    """A file, a directory of files, or a wildcard such as data/*.jsonl.gz; jsonl, csv, text and chat files may be
+    gzipped. hub, text, chat, preferences: id or directory of a data set. Required."""
+
+    made_by: Annotated[Annotated[Text | None, MAY_CHANGE], ROWS] = None
+    """Command that makes the file at `path`; the error says it if the file is not there."""
+
+    target_path: Annotated[Text | None, Kinds(("parallel",))] = None
+    """Like `path`, for the files with the targets; required."""
+
+    delimiter: Annotated[Annotated[str, Field(min_length=1, max_length=1)] | None, Kinds(("csv",))] = None
+    """Character between values; null: a tab in .tsv files, which are read without quoting, otherwise a comma."""
+
+    subset: Annotated[Text | list[Text] | dict[str, Any] | None, OF_THE_HUB] = None
+    """Name of the subset, such as "{language}-en"; or a list of names, of which the first that exists is used, such as
+    ["{language}-en", "en-{language}"]; or the name for each language, such as {de: de-en, zh: en-zh}. null: the data
+    set has only one."""
+
+    revision: Annotated[Text | None, OF_THE_HUB] = None
+    """Branch, tag or commit; null: the main branch."""
+
+    source_field: Annotated[Text, FIELDS] = "source"
+    """Field that holds the source; translation.de is the field de inside translation."""
+
+    target_field: Annotated[Text, FIELDS] = "target"
+    """Field that holds the target."""
+
+    language_field: Annotated[Text | None, FIELDS] = None
+    """Field that holds the language; null: none does."""
+
+    english: Annotated[Literal["source", "target"] | None, ROWS] = None
+    """Which side is English; `direction` needs to know it. null: if only one side's field has {language} in it, the
+    other side."""
+
+    text_field: Annotated[Text, TEXT] = "text"
+    """Field that holds a document; in a .txt file each paragraph is a document."""
+
+    max_length: Annotated[int, Field(ge=2), MESSAGES] = 1024
+    """Maximum length of a conversation, or of a prompt with its answer, in tokens; longer ones are truncated. Those
+    that have no target left are dropped and counted."""
+
+    truncation_mode: Annotated[Literal["keep_start", "keep_end"], CHAT] = "keep_start"
+    """Which end of a conversation that is too long is kept."""
+
+    chat_template: Annotated[Text | None, MESSAGES] = None
+    """File with a Jinja chat template, used and saved in place of the tokenizer's own; null: its own is used."""
+
+    assistant_only_loss: Annotated[bool, CHAT] = True
+    """Whether only what the assistant says is learnt, or all tokens of a conversation."""
+
+    completion_only_loss: Annotated[bool, CHAT] = True
+    """Whether only completions are learnt, or prompts too, where rows have a prompt and a completion."""
+
+    split_by: Annotated[Literal["source", "target"], ROWS] = "source"
+    """Pairs that are equal on this side go to the same split; splits that a data set has already stay as they are."""
+
+    skip_empty: Annotated[bool | None, ROWS] = None
+    """Whether pairs without text on one side are skipped and counted, instead of an error; null: for parallel and hub
+    only."""
+
+    max_examples: Annotated[Count | None, READ] = None
+    """Number of pairs, documents or conversations to sample before they are split; null: all."""
+
+    max_held_out: Annotated[Count | None, ROWS] = None
+    """Maximum number of pairs per language in validation, and in test; null: all, or 2000 with `streaming`."""
+
+    streaming: Annotated[bool, ROWS] = False
+    """Whether pairs are read during training, over and over, instead of all at once before it."""
+
+    counts: Annotated[dict[str, Any] | None, ROWS] = None
+    """With `streaming`: number of training pairs of each language, such as {de: 4500000, yo: 10000}, if the data do not
+    tell; `temperature` needs it."""
+
+    shuffle_buffer: Annotated[Count, ROWS] = 1000
+    """With `streaming`: number of rows per language that are held in memory and shuffled at a time."""
