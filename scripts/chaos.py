@@ -366,7 +366,7 @@ def try_fault(fault: Fault, recipe: Path, folder: Path, expected: dict[str, torc
     told = [line for line in stderr.splitlines() if line.startswith(("error: ", "stopped by "))]
     message = told[-1] if told else stderr[-200:]
     problems += _wrong_end(fault, launcher.poll(), told, stderr)
-    losses = _what_was_lost(fault, words, folder, output, expected)
+    losses = _what_was_lost(1 if fault.phase == "evaluation" else 2, words, folder, output, expected)
     return Outcome(
         fault, seconds, launcher.poll(), message, (*problems, *losses), is_hang or bool(left), is_loss=bool(losses)
     )
@@ -406,13 +406,12 @@ def _wrong_end(fault: Fault, exit_code: int | None, told: list[str], stderr: str
 
 
 def _what_was_lost(
-    fault: Fault, words: list[str], folder: Path, output: Path, expected: dict[str, torch.Tensor]
+    before: int, words: list[str], folder: Path, output: Path, expected: dict[str, torch.Tensor]
 ) -> list[str]:
-    """Problems with the checkpoints and with the run that resumes from them."""
+    """Problems with the checkpoints, of which one was saved after `before` steps, and with the run that resumes."""
     newest = last_checkpoint(output, Processes.of_job())
     steps = [int(path.name.rpartition("-")[2]) for path in checkpoints(output)]
-    before = 0 if fault.phase == "evaluation" else 2
-    if not steps or max(steps) < before:
+    if max(steps, default=0) < before:
         return [f"there are the checkpoints {steps}, and {before} had been saved"]
     problems = []
     if newest is not None and Forked(lambda: _loads(newest), folder / "load").wait() != 0:
@@ -420,7 +419,7 @@ def _what_was_lost(
     again = Forked(lambda: train([*words, "pipeline.num_processes=1"]), folder / "again")
     if again.wait() != 0:
         problems.append(f"the run does not go on: {(folder / 'again.err').read_text()[-300:]}")
-    elif "resuming   from" not in (folder / "again.out").read_text():
+    elif newest is not None and "resuming   from" not in (folder / "again.out").read_text():
         problems.append("the run started anew")
     else:
         found = weights(output)

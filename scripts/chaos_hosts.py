@@ -1,42 +1,68 @@
 """Break a training over emulated machines: see that nothing hangs, the cause is told, and nothing saved is lost.
 
-    python scripts/chaos_hosts.py [--only WORD] [--output FOLDER]
+    python scripts/chaos_hosts.py [--only WORD] [--rounds N] [--output FOLDER]
 
-Each run is started on two machines by the file that `hf_gpipe.launch` prints for torchrun. In the middle of it a
-machine loses its power, its agent is killed, its network is cut, or its process is stopped. Then: all that is left ends
-in time; a message says why, on both machines where they cannot reach each other; the newest checkpoint loads; the run,
-started again, ends with the weights of an undisturbed one.
+Each run is that of the torchrun command that `hf_gpipe.launch` prints for two machines, in processes forked from this
+one, which has imported everything. In some phase of it a machine loses its power, its agent is killed, its network is
+cut or slow, its disk is full, its process is stopped, or two of these at once. Then: all that is left ends in time, or
+goes on to its end where the fault passes; a message says why, on both machines where they cannot reach each other; the
+newest checkpoint loads; the run, started again, ends with the weights of an undisturbed one.
 
-Without the right to make network namespaces the script says why and exits with 0.
+The folder gets a line for each fault in results.jsonl. Started again with the same folder, the script goes on after the
+last one. Without the right to make network namespaces it says why and exits with 0.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
+import json
 import os
+import random
 import re
+import resource
+import shlex
+import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
+from hf_gpipe.checkpoint import state
 from hf_gpipe.launch import main as launch
+from hf_gpipe.planner.measure import this_machine
+from hf_gpipe.runtime.job import WORK_VARIABLE, Job, read_note
+from hf_gpipe.train import main as train
 from scripts import chaos
 from scripts.emulated_hosts import Hosts, why_not
 
-STEPS, SAVED, MET = 160, 20, 50
+STEPS, SAVED, EVALUATED, MET = 60, 10, 15, 22
 #: How long a process waits for a message; how long all may take to end after a fault, and a run without one.
-TIMEOUT_SECONDS, LIMIT_SECONDS, RUN_SECONDS = 4, 45, 200
-MODULE = "hf_gpipe.train"
+TIMEOUT_SECONDS, LIMIT_SECONDS, RUN_SECONDS = 12, 90, 400
+#: How long the network stays slow, and how long a process stays in a phase in which it is to be struck.
+SLOW_SECONDS, LINGER_SECONDS = 12.0, 1.0
+
+
+def agent(hosts: Hosts, number: int) -> int:
+    """torchrun's agent on a machine, the parent of the training process."""
+    return hosts.processes(number)[0]
+
+
+def worker(hosts: Hosts, number: int) -> int:
+    """The training process on a machine."""
+    return hosts.processes(number)[1]
 
 
 def lose_power(hosts: Hosts, number: int) -> None:
@@ -45,17 +71,45 @@ def lose_power(hosts: Hosts, number: int) -> None:
     hosts.end_processes(number)
 
 
-def kill_agent(hosts: Hosts, number: int) -> None:
-    """The agent is torchrun's, the parent of the training process."""
-    os.kill(hosts.processes(number, MODULE)[0], signal.SIGKILL)
-
-
-def stop_process(hosts: Hosts, number: int, seconds: float = 3.0 * TIMEOUT_SECONDS) -> None:
+def stop_process(hosts: Hosts, number: int, seconds: float = 2.0 * TIMEOUT_SECONDS) -> None:
     """For longer than the others wait; torchrun itself would wait for it for ever."""
-    process = hosts.processes(number, MODULE)[-1]
+    process = worker(hosts, number)
     os.kill(process, signal.SIGSTOP)
     time.sleep(seconds)
     os.kill(process, signal.SIGCONT)
+
+
+def slow_network(hosts: Hosts, number: int, delay_seconds: float, loss: float) -> None:
+    """For some seconds the machine's messages take long, or some of its packets are lost."""
+    hosts.slow_down(number, delay_seconds, loss)
+    time.sleep(SLOW_SECONDS)
+    hosts.speed_up(number)
+
+
+def limit_rate(hosts: Hosts, number: int) -> None:
+    """For some seconds."""
+    hosts.limit_rate("1mbit")
+    time.sleep(SLOW_SECONDS)
+    hosts.limit_rate("10gbit")
+
+
+def fill_disk(hosts: Hosts, number: int) -> None:
+    """No file of the training process can grow beyond a size that the model's files have."""
+    resource.prlimit(worker(hosts, number), resource.RLIMIT_FSIZE, (4096, 4096))
+
+
+def both(first: Callable[[Hosts, int], None], second: Callable[[Hosts, int], None]) -> Callable[[Hosts, int], None]:
+    """One fault on the machine, and another one on the other machine."""
+
+    def strike(hosts: Hosts, number: int) -> None:
+        first(hosts, number)
+        second(hosts, 1 - number)
+
+    return strike
+
+
+_LOST = r"machine [ab]: process \d.*(waited \d+ seconds in vain|lost the connection to another process)"
+_NOT_MET = r"|machine [ab].*(cannot meet the others|waited \d+ seconds in vain)"
 
 
 @dataclass(frozen=True)
@@ -66,99 +120,228 @@ class Fault:
         name: for people.
         strike: does it.
         told: pattern of the message; None: the run must go on to its end.
+        phases: in which it is tried.
+        machines: on which it is tried.
     """
 
     name: str
     strike: Callable[[Hosts, int], None]
-    told: str | None = r"machine [ab]: process \d.*(waited \d+ seconds in vain|lost the connection to another process)"
+    told: str | None = _LOST + _NOT_MET
+    phases: tuple[str, ...] = ("training", "first step", "saving", "evaluation", "generation", "recovery")
+    machines: tuple[int, ...] = (0, 1)
 
 
+def _kill_agent(hosts: Hosts, number: int) -> None:
+    os.kill(agent(hosts, number), signal.SIGKILL)
+
+
+def _kill_processes(hosts: Hosts, number: int) -> None:
+    hosts.end_processes(number)
+
+
+def _cut(hosts: Hosts, number: int) -> None:
+    hosts.cut(number)
+
+
+def _cut_one_way(hosts: Hosts, number: int) -> None:
+    hosts.cut(number, both_ways=False)
+
+
+def _stop_for_a_moment(hosts: Hosts, number: int) -> None:
+    stop_process(hosts, number, TIMEOUT_SECONDS / 4)
+
+
+_SLOW = ("training", "evaluation", "recovery")
 FAULTS = (
     Fault("power lost", lose_power),
-    Fault("processes killed", lambda hosts, number: hosts.end_processes(number)),
-    Fault("agent killed", kill_agent),
-    Fault("network cut both ways", lambda hosts, number: hosts.cut(number)),
-    Fault("network cut one way", lambda hosts, number: hosts.cut(number, both_ways=False)),
+    Fault("processes killed", _kill_processes),
+    Fault("agent killed", _kill_agent),
+    Fault("network cut both ways", _cut),
+    Fault("network cut one way", _cut_one_way),
     Fault("process stopped for long", stop_process),
-    Fault("process stopped for a moment", lambda hosts, number: stop_process(hosts, number, TIMEOUT_SECONDS / 2), None),
+    Fault("process stopped for a moment", _stop_for_a_moment, None),
+    Fault("5% of the packets lost", lambda hosts, number: slow_network(hosts, number, 0.0, 0.05), None, _SLOW),
+    Fault("200 ms of delay", lambda hosts, number: slow_network(hosts, number, 0.2, 0.0), None, _SLOW),
+    Fault("1 Mbit/s", limit_rate, None, _SLOW),
+    # Of the machine that writes its stage alone: the limit would also hold for what the other one prints.
+    Fault("disk full", fill_disk, r"cannot write into .*File too large", ("training", "saving"), (1,)),
+    Fault("power lost and the other stopped", both(lose_power, stop_process), _LOST + _NOT_MET, ("training", "saving")),
+    Fault("agent killed and the network cut", both(_kill_agent, _cut), _LOST + _NOT_MET, ("training", "saving")),
+    Fault("both cut one way", both(_cut_one_way, _cut_one_way), _LOST + _NOT_MET, ("training", "saving")),
 )
 
 
-def start(hosts: Hosts, script: Path, folder: Path) -> None:
-    """Start the script on every machine."""
-    environment = {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    for number, name in enumerate(hosts.names):
-        log = (folder / f"{name}.log").open("w")
-        hosts.start(number, ["bash", str(script), str(number), "a"], log=log, environment=environment)
+class Trial:
+    """A run on two machines, which may be started several times.
 
+    Args:
+        folder: a new one, for what the run leaves.
+        recipe: from `chaos.prepare`.
+    """
 
-def try_fault(fault: Fault, number: int, recipe: Path, folder: Path, expected: dict[str, torch.Tensor]) -> list[str]:
-    """Run with the fault on a machine, then start again without it; what is not as it should be."""
-    folder.mkdir()
-    output = folder / "out"
-    words = [str(recipe), f"training.output_dir={output}"]
-    script = folder / "job.sh"
-    script.write_text(printed(words))
-    problems = []
-    with Hosts(2) as hosts:
-        start(hosts, script, folder)
+    def __init__(self, folder: Path, recipe: Path) -> None:
+        folder.mkdir()
+        self.folder, self.output = folder, folder / "out"
+        self.words = [str(recipe), f"training.output_dir={self.output}"]
+        self.command = printed_command(self.words)
+
+    def start(self, hosts: Hosts, phase: str) -> None:
+        """Start torchrun's agents on all machines, with processes that linger in a phase."""
+        for number, name in enumerate(hosts.names):
+            self.note_file(number).unlink(missing_ok=True)
+
+            def on_the_machine(number: int = number, name: str = name) -> int:
+                hosts.settle(number)
+                os.environ[WORK_VARIABLE] = str(self.note_file(number))
+                fork_ahead(phase)
+                words = [{"$machine": str(number), "$first": "a"}.get(word, word) for word in self.command]
+                torchrun.main(words)
+                return 0
+
+            def beside_it(number: int = number, first: Callable[[], int] = on_the_machine) -> int:
+                hosts.enter(number)
+                return chaos.Forked(first).wait(3600.0) or 0
+
+            hosts.note(number, chaos.Forked(beside_it, self.folder / name))
+
+    def note_file(self, number: int) -> Path:
+        """Where the training process of a machine notes its work."""
+        return self.folder / f"note-{number}"
+
+    def wait_for(self, phase: str, number: int, hosts: Hosts, step: int) -> bool:
+        """Wait until a machine's process is in a phase, in training from a step on; False: it does not come to it."""
         deadline = time.monotonic() + RUN_SECONDS
-        while not steps_done(output) >= MET and time.monotonic() < deadline:
-            time.sleep(0.02)
-        if steps_done(output) < MET:
-            return [f"the run did not come to step {MET}: {tail(folder)}"]
+        while time.monotonic() < deadline and len(hosts.still_running()) == len(hosts.names):
+            if phase == "saving":
+                is_met = (self.output / f".checkpoint-{2 * SAVED}.tmp").exists()
+            else:
+                is_met = is_in(phase, read_note(self.note_file(number)), step)
+            if is_met:
+                return True
+            time.sleep(0.001)
+        return False
+
+    def told(self, hosts: Hosts) -> list[str]:
+        """The errors that were printed."""
+        lines = [line for name in hosts.names for line in (self.folder / f"{name}.err").read_text().splitlines()]
+        return [line for line in lines if line.startswith("error: ")]
+
+    def tail(self) -> str:
+        """The end of what the machines have printed."""
+        return "\n".join(f"--- {p.name}\n{p.read_text()[-1500:]}" for p in sorted(self.folder.glob("?.err")))
+
+
+def is_in(phase: str, note: str, step: int = STEPS) -> bool:
+    """Whether a process that has noted this work is in a phase, in training from a step on."""
+    at = int(note.rpartition(" ")[2]) if note.startswith("training step") else 0
+    return {
+        "first step": at == 1,
+        "training": at >= step,
+        "saving": False,
+        "evaluation": note == "evaluating",
+        "generation": note.startswith("translating"),
+        "recovery": note.startswith("creating"),
+    }[phase]
+
+
+def linger(phase: str) -> None:
+    """Let this process stay for a while where it first comes to a phase; it saves slowly to be struck there."""
+    note, save_file = Job.note, state.save_file
+    left = [LINGER_SECONDS]
+
+    def noting(job: Job, work: str) -> None:
+        note(job, work)
+        if left and is_in(phase, work):
+            time.sleep(left.pop())
+
+    def saving(*args: object, **kwargs: object) -> None:
+        time.sleep(LINGER_SECONDS if phase == "saving" else 0.0)
+        save_file(*args, **kwargs)  # type: ignore[arg-type]
+
+    Job.note, state.save_file = noting, saving  # type: ignore[method-assign,assignment]
+
+
+def fork_ahead(phase: str) -> None:
+    """Fork the process that torchrun's agent here will start, before the agent has threads; see `linger`."""
+    read, write = os.pipe()
+
+    def wait_and_work() -> int:
+        os.close(write)
+        with os.fdopen(read) as file:
+            environment = json.loads(file.readline() or "null")
+        if environment is None:
+            return 0  # the agent has ended without it
+        os.environ.update(environment)
+        linger(phase)
+        return train(json.loads(environment["ARGUMENTS"]))
+
+    process = chaos.Forked(wait_and_work)
+    os.close(read)
+
+    def started(handler: SubprocessHandler, args: Sequence[str], environment: dict[str, str]) -> chaos.Forked:
+        arguments = list(args[args.index("hf_gpipe.train") + 1 :])
+        os.write(write, json.dumps({**environment, "ARGUMENTS": json.dumps(arguments)}).encode() + b"\n")
+        return process
+
+    SubprocessHandler._popen = started  # type: ignore[assignment,method-assign]
+
+
+def printed_command(words: list[str]) -> list[str]:
+    """The arguments of torchrun in the file that is printed for it, with the shell's variables."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        if launch(["torchrun", *words, "--nodes", "2", "--no-plan"]):
+            raise RuntimeError("the file for torchrun was not printed")
+    (line,) = re.findall(r"^torchrun (.*) &$", out.getvalue().replace("\\\n", " "), re.MULTILINE)
+    return shlex.split(line)
+
+
+def strike(trial: Trial, fault: Fault, phase: str, number: int, step: int) -> tuple[list[str], dict[str, object]]:
+    """Start the run, and let the fault happen; what is not as it should be, and what happened."""
+    with Hosts(2) as hosts:
+        trial.start(hosts, phase)
+        if not trial.wait_for(phase, number, hosts, step):
+            return [f"the run did not come to {phase}: {trial.tail()}"], {}
         struck = time.monotonic()
         fault.strike(hosts, number)
         limit = LIMIT_SECONDS if fault.told else RUN_SECONDS
         while (left := hosts.still_running()) and time.monotonic() < struck + limit:
-            time.sleep(0.05)
+            time.sleep(0.02)
         seconds = time.monotonic() - struck
-        if left:
-            problems.append(f"after {seconds:.0f} s still running: {', '.join(left)}")
+        problems = [f"after {seconds:.0f} s still running: {', '.join(left)}; {trial.tail()}"] if left else []
         codes = hosts.exit_codes()
-    told = [
-        line
-        for name in hosts.names
-        for line in (folder / f"{name}.log").read_text().splitlines()
-        if line.startswith("error: ")
-    ]
-    print(f"{fault.name:30} {hosts.names[number]}  {seconds:6.1f} s  exit codes {codes}  {'; '.join(told)}", flush=True)
-    if fault.told is None:
-        if codes != [0, 0] or told:
-            problems.append("the run did not go on to its end")
-        return problems
+    told = trial.told(hosts)
+    if fault.told is None and (codes != [0, 0] or told):
+        problems.append(f"the run did not go on to its end: {trial.tail()}")
     machines = [line.split(":")[1] for line in told]
-    if not told or len(set(machines)) < len(told) or not all(re.search(fault.told, line) for line in told):
-        problems.append(f"{len(told)} messages, and each machine may have one, as {fault.told!r}: {tail(folder)}")
-    lost = chaos.Fault(0, "update", "stuck")
-    return problems + chaos._what_was_lost(lost, words, folder, output, expected)
+    is_twice = len(set(machines)) < len(told)
+    # A run that was at its end may be over before it notices.
+    is_over = phase == "generation" and not told and 0 in codes
+    if fault.told and not is_over and (not told or is_twice or not all(re.search(fault.told, line) for line in told)):
+        problems.append(f"{len(told)} messages, and each machine may have one, as {fault.told!r}: {trial.tail()}")
+    return problems, {"seconds": round(seconds, 1), "codes": codes, "told": told, "hangs": bool(left)}
 
 
-def printed(words: list[str]) -> str:
-    """The file for torchrun."""
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        if launch(["torchrun", *words, "--nodes", "2", "--no-plan"]):
-            raise RuntimeError("the file for torchrun was not printed")
-    return out.getvalue()
-
-
-def steps_done(output: Path) -> int:
-    """How many steps the log has."""
-    log = output / "metrics.jsonl"
-    return log.read_text().count("\n") if log.exists() else 0
-
-
-def tail(folder: Path) -> str:
-    """The end of what the machines have printed."""
-    return "\n".join(f"--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted(folder.glob("?.log")))
+def try_fault(
+    fault: Fault, phase: str, number: int, recipe: Path, folder: Path, expected: dict[str, torch.Tensor], step: int
+) -> dict[str, object]:
+    """Run with the fault on a machine, then start again without it."""
+    trial = Trial(folder, recipe)
+    problems: list[str] = []
+    if phase == "recovery":
+        problems, _ = strike(trial, FAULTS[0], "training", 1 - number, step)
+    found, result = strike(trial, fault, phase, number, step)
+    problems += found
+    before = 0 if phase == "first step" else SAVED
+    losses = chaos._what_was_lost(before, trial.words, folder, trial.output, expected)
+    return {**result, "loses": bool(losses), "problems": [*problems, *losses]}
 
 
 def main() -> int:
     """Try every fault on each machine; the exit code is 1 where anything was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="try the faults whose name has this word in it")
-    parser.add_argument("--output", type=Path, help="an empty folder to keep all runs in")
+    parser.add_argument("--only", default="", help="try the faults whose description has this word in it")
+    parser.add_argument("--rounds", type=int, default=1, help="how often each fault is tried, at other steps")
+    parser.add_argument("--output", type=Path, help="a folder for the results and for runs in which anything was wrong")
     options = parser.parse_args()
     if reason := why_not():
         print(f"skipped: there can be no emulated machines here: {reason}")
@@ -166,27 +349,74 @@ def main() -> int:
     # The machines are taken away also when this script is asked to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     torch.set_num_threads(1)
-    wrong = tried = 0
+    for module in ("hf_gpipe.training.job", "matplotlib.backends.backend_agg", "matplotlib.font_manager", "sacrebleu"):
+        importlib.import_module(module)
+    this_machine(torch.device("cpu"), 1)
     with tempfile.TemporaryDirectory(prefix="hf_gpipe-chaos-") as temporary:
         folder = options.output or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        recipe = chaos.prepare(folder)
-        text = (
-            recipe.read_text().replace("num_stages: 3", "num_stages: 2").replace("max_steps: 6", f"max_steps: {STEPS}")
-        )
-        recipe.write_text(text.replace("save_steps: 2, eval_steps: 3", f"save_steps: {SAVED}"))
-        words = [str(recipe), f"training.output_dir={folder / 'undisturbed'}", "pipeline.num_processes=1"]
-        if chaos.Forked(lambda: chaos.train(words), folder / "undisturbed").wait() != 0:
-            raise RuntimeError((folder / "undisturbed.err").read_text())
-        expected = chaos.weights(folder / "undisturbed")
-        for fault in FAULTS:
-            for number in range(2) if options.only in fault.name else ():
-                problems = try_fault(fault, number, recipe, folder / f"{tried:02}", expected)
-                tried += 1
-                wrong += bool(problems)
-                for problem in problems:
-                    print(f"    WRONG: {problem}", flush=True)
-    print(f"\n{tried} faults, {wrong} with anything wrong")
+        expected, recipe = undisturbed(folder)
+        for round_number in range(options.rounds):
+            for place, fault in enumerate(FAULTS):
+                for phase in fault.phases:
+                    for number in fault.machines:
+                        step = random.Random(f"{round_number} {place} {number}").randrange(MET, STEPS - SAVED)
+                        key = f"{fault.name}, in {phase}, on {'ab'[number]}, round {round_number}"
+                        if options.only in key:
+                            note_result(key, fault, phase, number, recipe, folder, expected, step)
+        return summary(folder / "results.jsonl")
+
+
+def undisturbed(folder: Path) -> tuple[dict[str, torch.Tensor], Path]:
+    """The weights that a run without a fault ends with, and its recipe."""
+    recipe = folder / "recipe.yaml"
+    if not recipe.exists():
+        text = chaos.prepare(folder).read_text().replace("num_stages: 3", "num_stages: 2")
+        text = text.replace("max_steps: 6", f"max_steps: {STEPS}")
+        text = text.replace(f"timeout_seconds: {chaos.TIMEOUT_SECONDS}", f"timeout_seconds: {TIMEOUT_SECONDS}")
+        recipe.write_text(text.replace("save_steps: 2, eval_steps: 3", f"save_steps: {SAVED}, eval_steps: {EVALUATED}"))
+    words = [str(recipe), f"training.output_dir={folder / 'undisturbed'}", "pipeline.num_processes=1"]
+    if chaos.Forked(lambda: train(words), folder / "undisturbed").wait() != 0:
+        raise RuntimeError((folder / "undisturbed.err").read_text())
+    return chaos.weights(folder / "undisturbed"), recipe
+
+
+def note_result(
+    key: str,
+    fault: Fault,
+    phase: str,
+    number: int,
+    recipe: Path,
+    folder: Path,
+    expected: dict[str, torch.Tensor],
+    step: int,
+) -> None:
+    """Try a fault, unless the results have it, and add it to them; the run stays where anything was wrong."""
+    results = folder / "results.jsonl"
+    if results.exists() and any(json.loads(line)["fault"] == key for line in results.read_text().splitlines()):
+        return
+    run = folder / re.sub(r"\W+", "-", key)
+    shutil.rmtree(run, ignore_errors=True)
+    result = try_fault(fault, phase, number, recipe, run, expected, step)
+    with results.open("a") as file:
+        file.write(json.dumps({"fault": key, **result}) + "\n")
+    told = "; ".join(result.get("told", []))  # type: ignore[arg-type]
+    print(f"{key:60} {result.get('seconds')!s:>6} s  exit codes {result.get('codes')}  {told}", flush=True)
+    for problem in result["problems"]:  # type: ignore[attr-defined]
+        print(f"    WRONG: {problem}", flush=True)
+    if not result["problems"]:
+        shutil.rmtree(run, ignore_errors=True)
+
+
+def summary(results: Path) -> int:
+    """Print the sums of all results; 1 where anything was wrong."""
+    every = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    hangs, losses, wrong = (sum(bool(one.get(name)) for one in every) for name in ("hangs", "loses", "problems"))
+    slowest = max((one["seconds"] for one in every if one.get("told")), default=0.0)
+    print(
+        f"\n{len(every)} faults: {hangs} hangs, {losses} lost or corrupt checkpoints, {wrong} with anything wrong; the "
+        f"slowest end took {slowest:.1f} seconds"
+    )
     return 1 if wrong else 0
 
 

@@ -1,11 +1,12 @@
 """Lose a host under torchrun, or let one join, and see that the training ends with the weights that it would have had.
 
-    python scripts/elastic.py [--hosts 3] [--kills 10] [--join] [--folder FOLDER]
+    python scripts/elastic.py [--hosts 3] [--kills 10] [--join] [--memory] [--folder FOLDER]
 
 Agents of torchrun on this machine stand for hosts with one process each; the store of their rendezvous is in this
 program. At a random step one of them is killed with its process. torchrun starts the others anew, the planner chooses
 stages and replicas for as many as there are, and the run resumes from its last checkpoint. With --join another agent
-is started in place of the killed one. All runs compute in float64.
+is started in place of the killed one; with --memory the run goes on from a checkpoint in memory, of its last step or
+the one before. All runs compute in float64.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -92,6 +94,7 @@ def try_kill(folder: Path, recipe: list[str], options: argparse.Namespace, chanc
     limits = "is_host=0,last_call_timeout=3,join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=3"
     words = ["--nnodes", f"1:{options.hosts}", "--nproc-per-node", "1", "--max-restarts", "3", *endpoint]
     words += ["--rdzv-conf", limits, "-m", "hf_gpipe.train", *recipe, f"training.output_dir={folder / 'out'}"]
+    words += ["training.memory_save_steps=1", "training.save_steps=1000"] if options.memory else []
     agents = [Agent(words, folder / f"host-{number}.log", options.share_store) for number in range(options.hosts)]
     try:
         step, lost = chance.randrange(3, STEPS // 2), chance.randrange(options.hosts)
@@ -105,6 +108,10 @@ def try_kill(folder: Path, recipe: list[str], options: argparse.Namespace, chanc
         for agent in agents:
             if agent.process.wait(LIMIT_SECONDS) != 0:
                 raise RuntimeError(f"a host that was left has failed: see {agent.log.name}")
+        logs = "".join(Path(agent.log.name).read_text() for agent in agents)
+        print(f"killed after step {reached}; {' '.join(re.findall('resuming .*', logs))}")
+        if options.memory and "resuming   from /dev/shm" not in logs:
+            raise RuntimeError(f"the run does not go on from memory: see {folder}")
         return seconds
     finally:
         for agent in agents:
@@ -117,6 +124,7 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=3)
     parser.add_argument("--kills", type=int, default=10, help="runs, each with one lost host")
     parser.add_argument("--join", action="store_true", help="let another host join")
+    parser.add_argument("--memory", action="store_true", help="keep checkpoints in memory alone")
     parser.add_argument("--share-store", action="store_true", help="leave the processes' store in the first agent")
     parser.add_argument("--seed", type=int, default=0, help="of the steps and hosts")
     parser.add_argument("--folder", type=Path, help="an empty folder to keep all runs in")

@@ -9,6 +9,7 @@ runs a command on each. They are joined by a bridge in a namespace of its own, a
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import signal
 import subprocess
@@ -19,10 +20,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
 #: Inside of the new namespaces, before the command.
 _ENTER = 'hostname "$1"; mount --bind "$2" /etc/hosts; mount -t tmpfs tmpfs /dev/shm; shift 2; exec "$@"'
+#: The same where the namespaces of mounts and processes are new.
+_SETTLE = "mount --make-rprivate / && mount -t proc proc /proc && " + _ENTER
+_NEW_NETWORK, _NEW_MOUNTS, _NEW_NAME, _NEW_PROCESSES = 0x40000000, 0x00020000, 0x04000000, 0x20000000
+_DIE_WITH_PARENT = 1
 
 
 def _run(*command: str) -> None:
@@ -57,7 +62,8 @@ class Hosts:
         self.addresses = [f"10.77.0.{number + 1}" for number in range(count)]
         self._loopback_names = loopback_names
         self._prefix = f"hfg{os.getpid()}"
-        self._running: dict[int, list[subprocess.Popen[str]]] = {number: [] for number in range(count)}
+        self._running: dict[int, list[Any]] = {number: [] for number in range(count)}
+        self._slow_links: dict[int, subprocess.Popen[bytes]] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="hf_gpipe-hosts-")
 
     def __enter__(self) -> Hosts:
@@ -109,6 +115,8 @@ class Hosts:
     def _remove(self) -> None:
         for number in self._running:
             self.end_processes(number)
+        for number in list(self._slow_links):
+            self._end_slow_link(number)
         for space in (*map(self._space, range(len(self.names))), self._switch):
             with suppress(RuntimeError):  # it was not made
                 _run("ip", "netns", "del", space)
@@ -145,6 +153,22 @@ class Hosts:
         )
         self._running[number].append(process)
         return process
+
+    def note(self, number: int, process: Any) -> None:
+        """Note a process that was started otherwise, as by `enter`; it has the methods of subprocess.Popen."""
+        self._running[number].append(process)
+
+    def enter(self, number: int) -> None:
+        """Let the children of this process be on a machine. The first one must call `settle`, and ends them all."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with (Path("/run/netns") / self._space(number)).open() as space:
+            _check(libc.setns(space.fileno(), _NEW_NETWORK))
+        _check(libc.unshare(_NEW_MOUNTS | _NEW_NAME | _NEW_PROCESSES))
+
+    def settle(self, number: int) -> None:
+        """Give the machine its name and files; see `enter`."""
+        _check(ctypes.CDLL(None, use_errno=True).prctl(_DIE_WITH_PARENT, int(signal.SIGKILL)))
+        _run("sh", "-c", _SETTLE, "sh", self.names[number], str(self._hosts_file(number)), "true")
 
     def still_running(self) -> list[str]:
         """The machines on which something that was started has not ended."""
@@ -187,12 +211,49 @@ class Hosts:
             self._in_switch("bridge", "link", "set", "dev", port, flag, "off")
         self._in_switch("ip", "link", "set", port, "type", "bridge_slave", "fdb_flush")
 
+    def slow_down(self, number: int, delay_seconds: float, loss: float) -> None:
+        """Let everything between a machine and the others take longer, each way, and lose a share of it."""
+        near, far, bridge = f"near-{self.names[number]}", f"far-{self.names[number]}", f"slow-{self.names[number]}"
+        self._in_switch("ip", "link", "add", bridge, "type", "bridge")
+        for tap, master in ((near, bridge), (far, "br0")):
+            self._in_switch("ip", "tuntap", "add", "dev", tap, "mode", "tap")
+            self._in_switch("ip", "link", "set", tap, "master", master, "up")
+        words = [
+            sys.executable,
+            str(Path(__file__).with_name("slow_link.py")),
+            near,
+            far,
+            f"{delay_seconds}",
+            f"{loss}",
+        ]
+        self._slow_links[number] = subprocess.Popen(["ip", "netns", "exec", self._switch, *words])
+        self._in_switch("ip", "link", "set", bridge, "up")
+        self._in_switch("ip", "link", "set", self._port(number), "master", bridge)
+
+    def speed_up(self, number: int) -> None:
+        """End what `slow_down` has begun."""
+        self._in_switch("ip", "link", "set", self._port(number), "master", "br0")
+        self._end_slow_link(number)
+        for name in ("near", "far", "slow"):
+            self._in_switch("ip", "link", "del", f"{name}-{self.names[number]}")
+
+    def _end_slow_link(self, number: int) -> None:
+        process = self._slow_links.pop(number)
+        process.kill()
+        process.wait()
+
     def limit_rate(self, rate: str) -> None:
         """Limit every machine's link, in both directions, to a rate such as 100mbit."""
         words = ["root", "tbf", "rate", rate, "burst", "64kb", "latency", "400ms"]
         for number in range(len(self.names)):
             self._in_switch("tc", "qdisc", "replace", "dev", self._port(number), *words)
             _run("tc", "-n", self._space(number), "qdisc", "replace", "dev", "eth0", *words)
+
+
+def _check(result: int) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def is_running(process: int) -> bool:

@@ -40,6 +40,11 @@ def checkpoint_path(output_dir: Path, step: int) -> Path:
     return output_dir / f"checkpoint-{step}"
 
 
+def temporary_path(final: Path) -> Path:
+    """Path of a checkpoint that is being written."""
+    return final.with_name(f".{final.name}.tmp")
+
+
 def checkpoints(output_dir: Path) -> list[Path]:
     """The checkpoints of a run, oldest first by their number of updates."""
     if not output_dir.is_dir():
@@ -139,7 +144,7 @@ def written_whole(final: Path, processes: Processes) -> Iterator[Path]:
     Raises:
         CheckpointError: on every process, if one of them cannot write.
     """
-    temporary = final.with_name(f".{final.name}.tmp")
+    temporary = temporary_path(final)
 
     def prepare() -> None:
         remove(temporary)

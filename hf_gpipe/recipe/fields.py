@@ -219,6 +219,10 @@ class TrainingSection:
     timeline_steps: Annotated[Count | None, MAY_CHANGE] = None
     """Number of updates between two that are timed to log their idle share (`bubble`); null: none is timed."""
 
+    slow_machine_steps: Annotated[Count | None, MAY_CHANGE] = 100
+    """On several machines, the number of updates between two comparisons of how long each of them computes, so that a
+    slow one is named; five of these updates are timed. null: none is compared."""
+
     report_to: Annotated[list[Text], MAY_CHANGE] = field(default_factory=list)
     """Services that get the metrics besides the console and metrics.jsonl, such as [tensorboard], [wandb] or [mlflow],
     by transformers' names."""
@@ -241,6 +245,10 @@ class TrainingSection:
     save_steps: Annotated[Count | None, MAY_CHANGE] = 500
     """Number of updates between two checkpoints; null: none during training."""
 
+    memory_save_steps: Annotated[Count | None, MAY_CHANGE] = None
+    """Number of updates between two checkpoints that the machines keep in their memory (/dev/shm), for a start after a
+    fault: each has the files of its own stages, and those of the machine before it. null: none."""
+
     save_total_limit: Annotated[Count | None, MAY_CHANGE] = 2
     """Number of checkpoints to keep, the newest ones; null: all."""
 
@@ -258,7 +266,7 @@ class TrainingSection:
 
 @section()
 class EvaluationSection:
-    """Evaluation after training: scores of greedy translations, loss of text, accuracy on preferences."""
+    """Evaluation after training: scores of translations, loss of text, accuracy on preferences."""
 
     max_examples: Count | None = None
     """Number of pairs per language, of blocks of text or of conversations to evaluate; null: the whole split."""
@@ -268,6 +276,9 @@ class EvaluationSection:
 
     max_new_tokens: Count = 64
     """Maximum length of a translation, in tokens."""
+
+    num_beams: Annotated[Count, PAIRS] = 1
+    """Number of beams of the search for a translation; 1: greedy."""
 
     split: Literal["test", "validation"] = "test"
     """Split to evaluate."""

@@ -49,6 +49,9 @@ class ActionKind(StrEnum):
     REDUCE = "G"
     UPDATE = "U"
 
+    # Tables are looked up by actions millions of times, and an enumeration's own hash is a function in Python.
+    __hash__ = str.__hash__
+
     @property
     def word(self) -> str:
         """The kind in full, in lower case."""

@@ -21,7 +21,7 @@ of its micro-batch's way (down the stages, then up again) comes first, for its r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from hf_gpipe.errors import ScheduleError
@@ -103,7 +103,8 @@ def num_communicators(placement: Placement, process: int) -> int:
     return sum(process in (link.sender, link.receiver) for link in communicators(placement))
 
 
-def executable_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+@lru_cache(maxsize=8)
+def executable_order(schedule: Schedule) -> tuple[tuple[int, Action], ...]:
     """All actions of a table as (process, action), in an order in which each finds the message that it receives.
 
     Every process takes its actions in its own order. It stops at one whose message has not been sent, and at the U of a
@@ -113,6 +114,7 @@ def executable_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
         ScheduleError: the processes wait for each other; names the action at which the first of them stops.
     """
     workers = schedule.placement.workers
+    order: list[tuple[int, Action]] = []
     reached = [0] * len(schedule.actions)
     done: set[Action] = set()
     # F, R, B, I and W stand once in the table, G on each replica of its stage.
@@ -132,8 +134,9 @@ def executable_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
         for process, actions in enumerate(schedule.actions):
             while reached[process] < len(actions) and not waits_for(action := actions[reached[process]]):
                 done.add(action)
-                num_reduced[action] += action.kind == ActionKind.REDUCE
-                yield process, action
+                if action.kind == ActionKind.REDUCE:
+                    num_reduced[action] += 1
+                order.append((process, action))
                 reached[process] += 1
                 progress = True
 
@@ -148,6 +151,7 @@ def executable_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
             f"schedule {schedule.name!r}: deadlock: {words}; let one of them come earlier or later.",
             f"process {stopped[0][0]}",
         )
+    return tuple(order)
 
 
 def _clock_order(schedule: Schedule) -> list[tuple[int, Action]]:

@@ -201,7 +201,7 @@ class _Clock:
         }
         self._transfer_seconds = _of_edges(costs.transfer_seconds, schedule)
         self._schedule = schedule
-        self._order = tuple(executable_order(schedule))
+        self._order = executable_order(schedule)
         self._free_at: dict[tuple[int, str | None], Seconds] = {}
         self._started: list[Seconds] = [0] * schedule.placement.num_processes
         self._edge_free_at: dict[tuple[bool, int, int, int], Seconds] = {}

@@ -122,7 +122,13 @@ class Schedule:
 
     def source(self, action: Action) -> Action | None:
         """The neighbouring stage's action whose message this one receives; None if it receives none."""
-        return action.source(self.num_stages, self.split)
+        if action not in self._sources:
+            self._sources[action] = action.source(self.num_stages, self.split)
+        return self._sources[action]
+
+    @cached_property
+    def _sources(self) -> dict[Action, Action | None]:
+        return {}
 
     def consumer(self, action: Action) -> Action | None:
         """The neighbouring stage's action that receives this one's message; None if it sends none."""

@@ -42,8 +42,7 @@ def check_table(schedule: Schedule) -> None:
     _check_versions(schedule)
     _check_order_of_reductions(schedule)
     _check_order_on_edges(schedule)
-    for _ in executable_order(schedule):
-        pass
+    executable_order(schedule)
 
 
 def _fail(schedule: Schedule, problem: str, where: int | str) -> NoReturn:

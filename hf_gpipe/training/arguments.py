@@ -62,6 +62,9 @@ class PipelineTrainingArguments(TrainingArguments):
     zero: int = field(default=PipelineConfig.zero, metadata=_PIPELINE["zero"])
     boundary_dtype: str | None = field(default=PipelineConfig.boundary_dtype, metadata=_PIPELINE["boundary_dtype"])
     timeline_steps: int | None = field(default=TrainingSection.timeline_steps, metadata=_TRAINING["timeline_steps"])
+    slow_machine_steps: int | None = field(
+        default=TrainingSection.slow_machine_steps, metadata=_TRAINING["slow_machine_steps"]
+    )
     logit_clipping: float | None = field(default=TrainingSection.logit_clipping, metadata=_TRAINING["logit_clipping"])
     fp32_master_weights: bool = field(
         default=TrainingSection.fp32_master_weights, metadata=_TRAINING["fp32_master_weights"]
@@ -90,6 +93,9 @@ class PipelineTrainingArguments(TrainingArguments):
     )
     save_in_background: str = field(
         default=TrainingSection.save_in_background, metadata=_TRAINING["save_in_background"]
+    )
+    memory_save_steps: int | None = field(
+        default=TrainingSection.memory_save_steps, metadata=_TRAINING["memory_save_steps"]
     )
     on_nonfinite_loss: str = field(
         default="ignore",
@@ -145,6 +151,9 @@ class PipelineTrainingArguments(TrainingArguments):
         _choose("train_sampling_strategy", self.train_sampling_strategy, SAMPLING)
         _choose("save_in_background", self.save_in_background, ("auto", "always", "never"))
         _choose("on_nonfinite_loss", self.on_nonfinite_loss, ("ignore", "skip", "stop"))
+        for name in ("timeline_steps", "slow_machine_steps", "memory_save_steps"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)}; it must be at least 1, or None")
         TokenLoss(logit_clipping=self.logit_clipping)
         self._check_sampling()
         # Older releases of transformers have the second name alone.
@@ -156,10 +165,11 @@ class PipelineTrainingArguments(TrainingArguments):
                 "activation_checkpointing=True contradicts recompute='none'; leave one of them out (recompute='block' "
                 "is the same, recompute='stage' keeps less)"
             )
-        if self.save_only_model and self.enable_jit_checkpoint:
+        if self.save_only_model and (self.enable_jit_checkpoint or self.memory_save_steps is not None):
+            other = "enable_jit_checkpoint=True" if self.enable_jit_checkpoint else "memory_save_steps"
             raise UserError(
-                "save_only_model=True contradicts enable_jit_checkpoint=True: what is saved when the training is "
-                "stopped would not be enough to go on from; leave one of them out"
+                f"save_only_model=True contradicts {other}: what is saved when the training is stopped would not be "
+                "enough to go on from; leave one of them out"
             )
         for variable, feature in REFUSED_ENVIRONMENT.items():
             value = os.environ.get(variable, "")

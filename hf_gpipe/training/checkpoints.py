@@ -22,11 +22,11 @@ from hf_gpipe.checkpoint.directory import (
     check_shared,
     check_whole,
     checkpoint_path,
-    last_checkpoint,
     rotate,
     tidy,
     written_whole,
 )
+from hf_gpipe.checkpoint.in_memory import MemoryCheckpoints, newest_checkpoint
 from hf_gpipe.checkpoint.run_state import Position, RunState
 from hf_gpipe.checkpoint.state import load_state, read_state, unwritten_state
 from hf_gpipe.checkpoint.together import write_once
@@ -59,12 +59,14 @@ class Saving(NamedTuple):
         step: updates that had been made.
         epoch: at that step.
         outcome: of the thread that writes it; None: it is written.
+        is_in_memory: whether it is kept in the memory of the machines, and not on disk.
     """
 
     path: Path
     step: int
     epoch: float | None
     outcome: Future[None] | None
+    is_in_memory: bool
 
 
 class Checkpoints:
@@ -77,7 +79,8 @@ class Checkpoints:
         scaler: of the loss, if any.
 
     Attributes:
-        saved_step: the step whose checkpoint was begun last; None: none so far.
+        saved_step: the step whose checkpoint on disk was begun last; None: none so far.
+        kept_step: the same for those in memory.
     """
 
     def __init__(
@@ -93,6 +96,10 @@ class Checkpoints:
         self._saving: Saving | None = None
         self._has_warned = False
         self.saved_step: int | None = None
+        self.kept_step: int | None = None
+        self._memory = None
+        if args.memory_save_steps is not None:
+            self._memory = MemoryCheckpoints(self._output_dir, self._topology)
 
     def path(self, step: int) -> Path:
         """Where the checkpoint after `step` updates is."""
@@ -111,9 +118,14 @@ class Checkpoints:
             return None
         with Job.current().during("checking the checkpoint"):
             if asked is True:
-                return last_checkpoint(self._output_dir, self._topology)
+                return newest_checkpoint(self._output_dir, self._topology, self._memory)
             check_whole(Path(asked), self._topology)
         return Path(asked)
+
+    def forget_memory(self, resumed: Path | None = None) -> None:
+        """Delete the checkpoints in memory, unless the training goes on from one of them."""
+        if self._memory is not None and (resumed is None or resumed.parent != self._memory.folder):
+            self._memory.forget()
 
     def resume(
         self, checkpoint: Path, new: RunState, optimizer: torch.optim.Optimizer, scheduler: Scheduler | None
@@ -164,6 +176,8 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         scheduler: Scheduler | None,
         model_to_save: Callable[[Path, Topology], Unwritten | None],
+        *,
+        in_memory: bool = False,
     ) -> None:
         """Write the checkpoint of this step, or copy it and write it in the background; then rotate. `end` follows.
 
@@ -175,12 +189,17 @@ class Checkpoints:
             optimizer: of the parameters of this process.
             scheduler: of the optimizer.
             model_to_save: model and tokenizer, to be written into a directory; None: they are already written.
+            in_memory: whether to write it into the memory of the machines.
         """
         assert self._saving is None, "at most one checkpoint is being written"
         run.pipeline_step = self._pipe.step
         run.loss_scale = None if self._scaler is None else self._scaler.state_dict()
-        final = self.path(state.global_step)
+        final, memory = self.path(state.global_step), self._memory if in_memory else None
+        if memory is not None:
+            final = checkpoint_path(memory.folder, state.global_step)
         with Job.current().during(f"saving {final.name}"), ExitStack() as stack:
+            if memory is not None:
+                memory.prepare(final)
             directory = stack.enter_context(written_whole(final, self._for_saving))
             parts = [model_to_save(directory, self._for_saving)]
             if not self._args.save_only_model:
@@ -193,13 +212,17 @@ class Checkpoints:
             snapshot = copy.deepcopy(state) if self._topology.is_writer else state
             # One with a higher number may lie there since an earlier run, and be damaged.
             keep = final, Path(state.best_model_checkpoint or final)
-            write = partial(self._write, stack.pop_all(), directory, unwritten, snapshot, keep)
-            self.saved_step = state.global_step
+            write = partial(self._write, stack.pop_all(), directory, unwritten, snapshot, keep, memory)
+            if memory is None:
+                self.saved_step = state.global_step
+            else:
+                self.kept_step = state.global_step
+            outcome = None
             if is_in_background:
-                self._saving = Saving(final, state.global_step, state.epoch, begun(write, "hf_gpipe-saving"))
+                outcome = begun(write, "hf_gpipe-saving")
             else:
                 write()
-                self._saving = Saving(final, state.global_step, state.epoch, None)
+            self._saving = Saving(final, state.global_step, state.epoch, outcome, in_memory)
 
     @property
     def is_in_background(self) -> bool:
@@ -259,7 +282,13 @@ class Checkpoints:
         return may
 
     def _write(
-        self, stack: ExitStack, directory: Path, parts: Sequence[Unwritten], state: TrainerState, keep: Sequence[Path]
+        self,
+        stack: ExitStack,
+        directory: Path,
+        parts: Sequence[Unwritten],
+        state: TrainerState,
+        keep: Sequence[Path],
+        memory: MemoryCheckpoints | None,
     ) -> None:
         """Write a checkpoint's parts, give it its name by leaving the context managers of `stack`, and rotate."""
         processes, written = self._for_saving, dict[str, digests.Entry]()
@@ -268,11 +297,16 @@ class Checkpoints:
                 written |= part.write()
 
             def complete() -> None:
-                with digests.updated(directory, state.global_step) as entries:
+                with digests.updated(directory, state.global_step, has_all_files=memory is None) as entries:
                     state.save_to_json(directory / STATE_NAME)
                     entries |= written | {STATE_NAME: digests.entry_of_file(directory / STATE_NAME)}
 
             write_once(directory, processes, complete)
+            if memory is not None:
+                memory.spread(directory, processes)
+        if memory is not None:
+            memory.publish(directory, keep[0], processes)
+            return
         write_once(self._output_dir, processes, lambda: rotate(self._output_dir, self._args.save_total_limit, keep))
 
 

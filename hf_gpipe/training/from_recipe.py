@@ -295,8 +295,8 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
     same_name = (
         *("output_dir", "seed", "num_train_epochs", "gradient_accumulation_steps", "learning_rate"),
         *("lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
-        *("bf16", "fp16", "fp32_master_weights", "on_nonfinite_loss", "timeline_steps"),
-        *("max_grad_norm", "logging_steps", "save_total_limit", "save_in_background"),
+        *("bf16", "fp16", "fp32_master_weights", "on_nonfinite_loss", "timeline_steps", "slow_machine_steps"),
+        *("max_grad_norm", "logging_steps", "save_total_limit", "save_in_background", "memory_save_steps"),
         *("run_name", "push_to_hub", "hub_model_id", "hub_private_repo"),
     )
     made_as: type[PipelineTrainingArguments] = PipelineTrainingArguments

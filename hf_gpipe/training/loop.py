@@ -28,6 +28,7 @@ from hf_gpipe.training.evaluator import metric_of, note_best
 from hf_gpipe.training.loader import Batch, MiniBatches, in_groups
 from hf_gpipe.training.logs import Logs
 from hf_gpipe.training.optim import learning_rate, takes_metric
+from hf_gpipe.training.slow_machines import SlowMachines
 from hf_gpipe.training.steps import Plan
 from hf_gpipe.training.stopping import StopRequest, TrainingStopped
 from hf_gpipe.training.trained import TrainerOfLoop
@@ -77,6 +78,7 @@ class TrainingLoop:
         #: Of each step of the last window the loss, the norm and the learning rate.
         self._window: list[tuple[float, float, float]] = []
         self._agreement = Agreement(self._topology)
+        self._slow_machines = SlowMachines(self._pipe, self._args.slow_machine_steps)
         self._stop_request: StopRequest | None = None
         if self._args.enable_jit_checkpoint:
             self._stop_request = StopRequest(self._topology, self._args.stop_seconds)
@@ -177,10 +179,15 @@ class TrainingLoop:
         self._pipe.loss_scale = 1.0 if self._trainer.scaler is None else self._trainer.scaler.scale
         step = self._state.global_step + 1
         times = self._logs.meter.times(step + len(window) - 1)
+        if times is None:
+            times = self._slow_machines.times(len(window))
         if self._pipe.is_asynchronous:
             self._run_window(window, times)
-            return
-        (group,) = window
+        else:
+            self._run_step(step, window[0], times)
+        self._slow_machines.count(len(window), times)
+
+    def _run_step(self, step: int, group: Sequence[Batch], times: list[ActionTime] | None) -> None:
         if self._waits:
             self._pipe.train_on(group, times, partial(self._update, len(group)))
         else:
@@ -286,13 +293,14 @@ class TrainingLoop:
     def _log_evaluate_save(self, *, waits: bool) -> None:
         """Do what callbacks have asked for, in every process; `waits` is that of `Agreement.reach`."""
         is_written, stop_signal = self._agree(waits=waits)
-        if waits or is_written or stop_signal or any(getattr(self._control, flag) for flag in _FLAGS):
+        is_kept = self._is_kept_in_memory
+        if waits or is_written or stop_signal or is_kept or any(getattr(self._control, flag) for flag in _FLAGS):
             self._read_late_numbers()
         if stop_signal:
             self._log()
             self._stop(stop_signal)
         control = self._control
-        if not (is_written or control.should_log or control.should_evaluate or control.should_save):
+        if not (is_written or is_kept or control.should_log or control.should_evaluate or control.should_save):
             return
         if self._control.should_log:
             self._log()
@@ -300,12 +308,21 @@ class TrainingLoop:
             self._evaluate()
         if self._control.should_save:
             self._save()
+        elif is_kept:
+            self._save(in_memory=True)
         elif is_written:
             self._end_save()
         # What was just called may have asked to stop.
         _, stop_signal = self._agree(waits=True)
         if stop_signal:
             self._stop(stop_signal)
+
+    @property
+    def _is_kept_in_memory(self) -> bool:
+        """Whether the machines keep this step in memory, unless it is saved on disk."""
+        every, step = self._args.memory_save_steps, self._state.global_step
+        saved = (None, 0, self._checkpoints.saved_step, self._checkpoints.kept_step)
+        return every is not None and step % every == 0 and step not in saved
 
     def _agree(self, *, waits: bool) -> tuple[bool, int]:
         """Agree on what callbacks or a signal asked for in any process: see `Agreement.reach`.
@@ -323,7 +340,7 @@ class TrainingLoop:
         return bool(agreed[-2]), agreed[-1]
 
     def _log(self) -> None:
-        logs = self._logs.read(self._state.global_step, self._norm, self._rate)
+        logs = self._logs.read(self._state, self._norm, self._rate)
         if logs is not None:
             self._trainer.log(logs)
 
@@ -351,21 +368,22 @@ class TrainingLoop:
             # Saved again: its checkpoint does not know yet that it is the best one.
             self._save()
 
-    def _save(self) -> None:
+    def _save(self, *, in_memory: bool = False) -> None:
         """Write a checkpoint, or begin to write it in the background, once the one before is written."""
         self._end_save()
         trainer, state = self._trainer, self._state
         assert trainer.optimizer is not None
         self._control.should_save = False
         with self._logs.meter.paused():
-            if self._args.save_total_limit is not None:
+            if self._args.save_total_limit is not None and not in_memory:
                 # What is being uploaded must not be deleted.
                 trainer.uploads.finish()
-            if state.best_global_step == state.global_step:
+            if state.best_global_step == state.global_step and not in_memory:
                 state.best_model_checkpoint = str(self._checkpoints.path(state.global_step))
             # A new state has the present state of callbacks that keep one.
             state.stateful_callbacks = trainer.new_state().stateful_callbacks
-            self._checkpoints.begin(self._run, state, trainer.optimizer, trainer.lr_scheduler, trainer.model_to_save)
+            begin = partial(self._checkpoints.begin, in_memory=in_memory)
+            begin(self._run, state, trainer.optimizer, trainer.lr_scheduler, trainer.model_to_save)
         if not self._checkpoints.is_in_background:
             self._end_save()
 
@@ -374,11 +392,11 @@ class TrainingLoop:
         trainer, state = self._trainer, self._state
         with self._logs.meter.paused():
             saved = self._checkpoints.end()
-            if saved is not None and self._args.push_to_hub:
+            if saved is not None and not saved.is_in_memory and self._args.push_to_hub:
                 trainer.fire("on_push_begin")
                 if self._topology.is_writer:
                     trainer.uploads.push_checkpoint(saved.path, f"Training in progress, step {saved.step}")
-        if saved is None:
+        if saved is None or saved.is_in_memory:
             return
         # The callbacks find the checkpoint by the state's step.
         now, asks_again = (state.global_step, state.epoch), self._control.should_save
@@ -399,6 +417,7 @@ class TrainingLoop:
         if self._checkpoints.saved_step != step:
             self._save()
         self._end_save()
+        self._checkpoints.forget_memory()
         self._trainer.fire("on_train_end")
         assert self._stop_request is not None
         self._stop_request.forget_peers()
@@ -418,6 +437,7 @@ class TrainingLoop:
         self._trainer.log(metrics)
         if self._args.load_best_model_at_end and self._state.best_model_checkpoint is not None:
             self._pipe.load_pretrained(self._state.best_model_checkpoint)
+        self._checkpoints.forget_memory()
         self._trainer.fire("on_train_end")
         self._trainer.uploads.finish()
         return TrainOutput(self._state.global_step, mine["train_loss"], metrics)

@@ -215,6 +215,7 @@ class PipelineTrainer(InspectedTrainer):
         # First, for it gives back a checkpoint that was being replaced.
         checkpoints.tidy()
         checkpoint = asked if is_whole else checkpoints.find(asked)
+        checkpoints.forget_memory(checkpoint)
         optimizer = self._make_optimizer_and_scheduler(plan.max_steps)
         check_asynchronous(self.pipe, self.args, self.callback_handler.callbacks, self.scaler, optimizer)
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = optimizer, self.lr_scheduler

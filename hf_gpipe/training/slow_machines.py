@@ -1,0 +1,132 @@
+"""Find a machine that is slow but not lost, for which all others wait."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Sequence
+from statistics import median
+
+import transformers
+
+from hf_gpipe.errors import UserError
+from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.runtime.timing import ActionTime
+from hf_gpipe.schedule import ActionKind
+
+logger = transformers.logging.get_logger(__name__)
+
+#: Steps that are timed between two comparisons, whose median counts.
+_TIMED = 5
+#: How many times as long a machine may compute, compared with the others, before it is named: beside its own first
+#: steps, and beside the plan, whose estimates are less exact.
+_SLOWER, _SLOWER_THAN_PLANNED = 1.5, 2.0
+_COMPUTES = (ActionKind.FORWARD, ActionKind.RECOMPUTE, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT)
+
+
+class SlowMachines:
+    """Compares how long the actions of each process take. Every process has one and calls it in step with the others.
+
+    In a step all processes compute the same rows, so what a process needs, divided by what it is expected to need, is
+    compared with the same ratio of the other machines' processes. At first the plan says what is expected, if the
+    pipeline has one. Later it is what the process needed at the first comparison.
+
+    Args:
+        pipe: the pipeline that is trained.
+        every: steps between two comparisons; None, or all processes on one machine: none is made, and nothing timed.
+    """
+
+    def __init__(self, pipe: Pipeline, every: int | None) -> None:
+        self._pipe, self._topology = pipe, pipe.topology
+        self._hosts = [] if every is None else self._topology.gather_objects(socket.gethostname())
+        self._every = every if len(set(self._hosts)) > 1 else None
+        self._num_steps = 0
+        self._seconds: list[float] = []
+        #: In the process that prints: of each process, at the first comparison.
+        self._first: list[float | None] | None = None
+        self._named: set[int] = set()
+
+    def times(self, num_steps: int) -> list[ActionTime] | None:
+        """Where the executor notes the actions of the next step or window; None: it is not timed."""
+        if self._every is None:
+            return None
+        interval = max(1, self._every // _TIMED)
+        return [] if self._passes(interval, num_steps) else None
+
+    def count(self, num_steps: int, times: Sequence[ActionTime] | None) -> None:
+        """Note that so many steps were made, with the times of this process's actions if they were timed."""
+        if self._every is None:
+            return
+        seconds = seconds_of_forward((t.action.kind, t.end - t.start - t.waiting - t.sending) for t in times or ())
+        if seconds is not None:
+            self._seconds.append(seconds)
+        is_due = self._passes(self._every, num_steps)
+        self._num_steps += num_steps
+        if is_due:
+            everyone = self._topology.gather_objects(median(self._seconds) if self._seconds else None)
+            self._seconds = []
+            if self._topology.is_reporter:
+                self._compare(everyone)
+
+    def _passes(self, interval: int, num_steps: int) -> bool:
+        return (self._num_steps + num_steps) // interval > self._num_steps // interval
+
+    def _compare(self, measured: Sequence[float | None]) -> None:
+        if self._first is not None:
+            self._tell(measured, self._first, _SLOWER, "in its first steps")
+            return
+        self._tell(measured, self._planned(), _SLOWER_THAN_PLANNED, "by the plan")
+        self._first = list(measured)
+
+    def _planned(self) -> list[float | None]:
+        try:
+            timeline = self._pipe.plan().timeline
+        except UserError:  # no example of a mini-batch, or an optimizer that the planner does not know
+            return [None] * len(self._hosts)
+        return [
+            seconds_of_forward((s.action.kind, float(s.computing)) for s in timeline.spans if s.process == process)
+            for process in range(len(self._hosts))
+        ]
+
+    def _tell(
+        self, measured: Sequence[float | None], expected: Sequence[float | None], most: float, where: str
+    ) -> None:
+        for process, ratio in ratios(measured, expected, self._hosts).items():
+            if ratio < most or process in self._named:
+                continue
+            self._named.add(process)
+            stages = ", ".join(map(str, self._topology.placement.stages_of(process)))
+            logger.warning(
+                f"machine {self._hosts[process]} is slow: in the last {self._every} steps process {process} (stage "
+                f"{stages}) computed {ratio:.1f} times as long as {where}, compared with the other machines; see what "
+                "else runs there, or leave the machine out"
+            )
+
+
+def seconds_of_forward(actions: Iterable[tuple[ActionKind, float]]) -> float | None:
+    """The seconds of all that computes, for each forward; None: there is none."""
+    found = [(kind, seconds) for kind, seconds in actions if kind in _COMPUTES]
+    forwards = sum(kind == ActionKind.FORWARD for kind, _ in found)
+    return sum(seconds for _, seconds in found) / forwards if forwards else None
+
+
+def ratios(
+    measured: Sequence[float | None], expected: Sequence[float | None], hosts: Sequence[str]
+) -> dict[int, float]:
+    """How many times as long as expected each process has computed, divided by the same of the other machines.
+
+    Args:
+        measured: seconds of each process; None: it has computed nothing.
+        expected: the same as a plan says, or as it was earlier.
+        hosts: the machine of each process.
+    """
+    own = {
+        process: seconds / usual
+        for process, (seconds, usual) in enumerate(zip(measured, expected, strict=True))
+        if seconds is not None and usual
+    }
+    found = {}
+    for process, ratio in own.items():
+        others = [one for other, one in own.items() if hosts[other] != hosts[process]]
+        if others:
+            found[process] = ratio / median(others)
+    return found

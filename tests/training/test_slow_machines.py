@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from hf_gpipe.errors import UserError
+from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.runtime.timing import ActionTime
+from hf_gpipe.schedule import Action, ActionKind, Placement, Span
+from hf_gpipe.training import slow_machines
+from hf_gpipe.training.slow_machines import SlowMachines, ratios, seconds_of_forward
+from tests.gloo import run_gloo
+from tests.training.toy import trainer
+
+EVERY = 10
+
+
+class Others:
+    """Stands for the topology of the first of some processes: the others take so many times as long as it."""
+
+    is_reporter = True
+
+    def __init__(self, hosts: list[str]) -> None:
+        self.hosts, self.placement = hosts, Placement(range(len(hosts)))
+        self.factors = [1.0] * len(hosts)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        if isinstance(value, str):
+            return self.hosts
+        return [None if value is None else value * factor for factor in self.factors]
+
+
+def watch(others: Others, planned: list[float] | None = None) -> SlowMachines:
+    """With a plan in which each process needs so many seconds for a forward, if given."""
+
+    def plan() -> Any:
+        if planned is None:
+            raise UserError("no example")
+        spans = [Span(p, Action.parse("0F0"), 5.0, 5.0 + seconds) for p, seconds in enumerate(planned)]
+        return SimpleNamespace(timeline=SimpleNamespace(spans=spans))
+
+    return SlowMachines(cast(Pipeline, SimpleNamespace(topology=others, plan=plan)), EVERY)
+
+
+def run(watched: SlowMachines, windows: int = 1) -> None:
+    """Steps up to the next comparison; this process waits 7 s, computes for 2 and sends for 1 in each forward."""
+    for _ in range(windows * EVERY):
+        times = watched.times(1)
+        if times is not None:
+            times.append(ActionTime(Action.parse("0F0"), 100.0, 110.0, waiting=7.0, sending=1.0))
+            times.append(ActionTime(Action.parse("0U"), 110.0, 150.0))
+        watched.count(1, times)
+
+
+def test_a_machine_that_becomes_slow_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    others = Others(["a", "b", "c"])
+    watched = watch(others)
+    others.factors = [1.0, 4.0, 2.0]  # the stages differ
+    run(watched, 2)
+    others.factors = [1.0, 4.0, 2.8]
+    run(watched)
+    assert caplog.text == ""
+    others.factors = [1.0, 4.0, 6.0]
+    run(watched, 2)
+    (message,) = caplog.messages
+    assert message.startswith(
+        "machine c is slow: in the last 10 steps process 2 (stage 2) computed 3.0 times as long as in its first steps,"
+    )
+
+
+def test_at_first_a_machine_is_compared_with_the_plan(caplog: pytest.LogCaptureFixture) -> None:
+    others = Others(["a", "b", "b"])
+    watched = watch(others, [1.0, 2.0, 2.0])
+    others.factors = [1.0, 3.6, 3.8]  # the plan may be wrong by so much, and rows longer than those planned with
+    run(watched)
+    assert caplog.text == ""
+    watched = watch(others, [1.0, 2.0, 2.0])
+    others.factors = [5.0, 4.0, 4.0]
+    run(watched, 2)
+    (message,) = caplog.messages
+    assert "process 0 (stage 0) computed 2.5 times as long as by the plan," in message
+
+
+def test_processes_are_compared_with_those_of_other_machines_alone() -> None:
+    assert ratios([3.0, 3.0, 1.0], [1.0, 1.0, 1.0], ["a", "a", "b"]) == pytest.approx({0: 3, 1: 3, 2: 1 / 3})
+    assert ratios([3.0, None, 1.0], [1.0, 1.0, None], ["a", "b", "c"]) == {}
+    actions = [(ActionKind.FORWARD, 1.0), (ActionKind.BACKWARD, 2.0), (ActionKind.UPDATE, 9.0), (ActionKind.FORWARD, 2)]
+    assert seconds_of_forward(actions) == 2.5
+    assert seconds_of_forward(actions[2:3]) is None
+
+
+def test_five_steps_of_a_comparison_are_timed_also_in_windows_of_several() -> None:
+    watched = watch(Others(["a", "b"]))
+    timed = []
+    for _ in range(20):
+        timed.append(watched.times(1) is not None)
+        watched.count(1, None)
+    assert timed == [False, True] * 10
+    timed = []
+    for _ in range(5):
+        timed.append(watched.times(3) is not None)
+        watched.count(3, None)
+    assert timed == [True] * 5
+    on_one_machine = SimpleNamespace(topology=Others(["a", "a"]))
+    assert SlowMachines(cast(Pipeline, on_one_machine), EVERY).times(EVERY) is None
+
+
+def _messages(folder: str) -> list[str]:
+    """Of a training in which process 1, on a machine of its own, takes three times as long after some steps."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(slow_machines.__name__).addHandler(handler)
+    made = trainer(Path(folder), slow_machine_steps=2, max_steps=6)
+    rank, calls = made.topology.rank, 0
+
+    def seconds(actions: Any) -> float | None:
+        nonlocal calls
+        calls += 1
+        assert [kind for kind, _ in actions].count(ActionKind.FORWARD) == 2
+        return 3.0 if rank == 1 and calls > 2 else 1.0
+
+    slow_machines.seconds_of_forward = seconds
+    slow_machines.socket = SimpleNamespace(gethostname=lambda: f"host{rank}")  # type: ignore[assignment]
+    made.train()
+    return found
+
+
+def test_the_main_process_of_a_training_names_the_machine(tmp_path: Path) -> None:
+    first, second = run_gloo(_messages, 2, str(tmp_path))
+    (message,) = first
+    expected = "in the last 2 steps process 1 (stage 1) computed 3.0 times as long as in its first steps"
+    assert message.startswith(f"machine host1 is slow: {expected},")
+    assert second == []
