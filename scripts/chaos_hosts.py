@@ -127,7 +127,7 @@ class Fault:
     name: str
     strike: Callable[[Hosts, int], None]
     told: str | None = _LOST + _NOT_MET
-    phases: tuple[str, ...] = ("training", "first step", "saving", "evaluation", "generation", "recovery")
+    phases: tuple[str, ...] = ("training", "saving", "preparing", "first step", "evaluation", "generation", "recovery")
     machines: tuple[int, ...] = (0, 1)
 
 
@@ -240,6 +240,7 @@ def is_in(phase: str, note: str, step: int = STEPS) -> bool:
         "saving": False,
         "evaluation": note == "evaluating",
         "generation": note.startswith("translating"),
+        "preparing": note.startswith("preparing"),
         "recovery": note.startswith("creating"),
     }[phase]
 
@@ -331,7 +332,7 @@ def try_fault(
         problems, _ = strike(trial, FAULTS[0], "training", 1 - number, step)
     found, result = strike(trial, fault, phase, number, step)
     problems += found
-    before = 0 if phase == "first step" else SAVED
+    before = 0 if phase in ("preparing", "first step") else SAVED
     losses = chaos._what_was_lost(before, trial.words, folder, trial.output, expected)
     return {**result, "loses": bool(losses), "problems": [*problems, *losses]}
 
