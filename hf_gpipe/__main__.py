@@ -12,6 +12,7 @@ from hf_gpipe.errors import EXIT_USER_ERROR, nearest
 COMMANDS = {
     "train": "train the model of a recipe, evaluate it, and save it",
     "plan": "predict memory and time of a recipe, and whether it fits",
+    "generate": "generate with a checkpoint, for a text, a chat turn or lines of stdin",
     "check": "check on a tiny clone whether a model is exact in stages",
     "launch": "print the file that starts a recipe on several machines",
 }
@@ -21,7 +22,7 @@ USAGE = "\n".join(
         "",
         "Exact pipeline-parallel training of transformers models. `python -m hf_gpipe` is the same.",
         "",
-        *(f"  {name:<8} {text}" for name, text in COMMANDS.items()),
+        *(f"  {name:<9} {text}" for name, text in COMMANDS.items()),
         "",
         "`hf-gpipe COMMAND --help` says more. Under torchrun a command is a module: torchrun ... -m hf_gpipe.train",
     ]

@@ -14,6 +14,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from hf_gpipe.adapters import Adapter, StageModel, adapter_for, is_known_exact
 from hf_gpipe.adapters.autocast import Autocast
+from hf_gpipe.adapters.classifiers import classifier_of
 from hf_gpipe.adapters.feed_forward import divide_by_depth, feed_forward_outputs
 from hf_gpipe.adapters.guards import check_as_configured, check_model
 from hf_gpipe.adapters.peft import PeftAdapter, find_peft, make_peft
@@ -94,6 +95,8 @@ class Source:
                 raise UserError(f"dtype={weights}: the given model is {model.dtype}; convert it before, with model.to")
             weights, model_class = model.dtype, type(model)
             attn_implementation = attn_implementation or config._attn_implementation
+        else:
+            model_class = classifier_of(config)
         weights = weights or _read_dtype(getattr(config, "dtype", None), "the configuration's dtype") or torch.float32
         adapter = adapter_for(
             config,
@@ -107,7 +110,7 @@ class Source:
         if depth_scaled_feed_forward:
             feed_forward_outputs(adapter)  # raises its error before any weight is made
         if not is_known_exact(adapter):
-            verify(config, model_class, trust_remote_code=trust_remote_code)
+            verify(config, adapter.compared_class, trust_remote_code=trust_remote_code)
         if (generation_config := _generation_config_of(model)) is not None:
             adapter.reference.generation_config = generation_config
         peft = None if peft_request is None else make_peft(adapter, *peft_request)
@@ -256,7 +259,7 @@ def _config_of(model: ModelSource, trust_remote_code: bool, overrides: Mapping[s
 def _generation_config_of(model: ModelSource) -> GenerationConfig | None:
     """The generation configuration that comes with the model; None: transformers derives it."""
     if isinstance(model, PreTrainedModel):
-        return copy.deepcopy(model.generation_config)
+        return copy.deepcopy(getattr(model, "generation_config", None))
     if isinstance(model, PreTrainedConfig):
         return None
     try:

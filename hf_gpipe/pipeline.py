@@ -27,7 +27,7 @@ from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.preflight import compare_with_machines
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import ModelSection, PipelineConfig, TrainingSection
-from hf_gpipe.runtime.custom_loss import Loss, check_loss, whole_logits
+from hf_gpipe.runtime.custom_loss import Loss, check_loss, loss_of, whole_logits
 from hf_gpipe.runtime.device_choice import DeviceChoice, processes_for
 from hf_gpipe.runtime.edges import connect
 from hf_gpipe.runtime.executor import Executor
@@ -147,10 +147,9 @@ class Pipeline(PipelineSteps):
         self._plan_inputs = plan_inputs or PlanInputs(**of_inputs)
         if packing:
             self._plan_inputs = replace(self._plan_inputs, packing=True)
-        self._loss: Loss = TokenLoss(label_smoothing, logit_clipping)
+        of_tokens = TokenLoss(label_smoothing, logit_clipping)
         if loss is not None:
             check_loss(loss, label_smoothing, logit_clipping, packing=packing)
-            self._loss = loss
         Job.join()
         processes = processes_for(given, device)
         # Read before any weight is made: a table that cannot be run costs no time.
@@ -171,6 +170,7 @@ class Pipeline(PipelineSteps):
             quantization_config=quantization_config,
         )
         self.adapter, self.peft = self._source.adapter, self._source.peft
+        self._loss = loss or loss_of(self.adapter, of_tokens)
         self.has_new_adapters = self.peft is not None and not self._source.has_peft_layers
         if packing:
             verify_packing(self.adapter)
@@ -199,8 +199,8 @@ class Pipeline(PipelineSteps):
 
         table = self.schedule(self.num_micro_batches * accumulation)
         if table.split and not is_known_exact(self.adapter):
-            given_config, model_class = self.adapter.given_config, self.adapter.model_class
-            verify(given_config, model_class, trust_remote_code=trust_remote_code, splits_backward=True)
+            given_config, compared = self.adapter.given_config, self.adapter.compared_class
+            verify(given_config, compared, trust_remote_code=trust_remote_code, splits_backward=True)
         models = {
             stage: self._source.stage_model(self.partition[stage], where, seed)
             for stage, where in self.topology.stage_devices.items()

@@ -123,7 +123,8 @@ class PipelineSteps(StageParameters):
 
         Args:
             steps: the mini-batches of each step, which every process has.
-            update: the action U of the table. It is called for each stage of this process and each step.
+            update: the action U of the table. It is called for each stage of this process and each step, on every
+                replica of the stage, whose gradients are then the same.
             times: list to which the times of this process's actions are appended.
 
         Returns:
@@ -149,7 +150,8 @@ class PipelineSteps(StageParameters):
         def update_stage(stage: int, step: int) -> None:
             parameters = list(self.models[stage].parameters.values())
             square = sum(sums_of_squares(parameters), torch.zeros((), dtype=torch.float64))
-            squares[step].append(square)
+            if self.topology.leads(stage):
+                squares[step].append(square)
             update(stage, step, square.sqrt())
             for parameter in parameters:
                 parameter.grad = None

@@ -128,7 +128,8 @@ def _plan(options: argparse.Namespace) -> int:
     recipe, config, planner = question.recipe, question.config, question.planner
 
     from hf_gpipe.planner.listed import listed_plan
-    from hf_gpipe.planner.report import as_dict, draw_plan, overrides, report, search_report
+    from hf_gpipe.planner.picture import draw_plan
+    from hf_gpipe.planner.report import as_dict, overrides, report, search_report
     from hf_gpipe.planner.search import search
 
     if options.longest and planner.memory_bytes is None:

@@ -1,101 +1,142 @@
-"""The cost of late gradients: loss over updates and over time of PipeDream's schedules beside 1f1b.
+"""The cost of late gradients: the loss of PipeDream's schedules beside that of 1f1b, whose gradients are not late.
 
-    python scripts/pipedream_convergence.py recipes/quickstart.yaml --json convergence.json \\
-        model.config.tie_word_embeddings=false model.config.share_encoder_decoder_embeddings=false
+    python scripts/pipedream_convergence.py recipes/quickstart.yaml --out convergence.jsonl
 
-Each schedule trains the same recipe with every learning rate and seed, one run after another. A run that has ended is
-not repeated, so the script may be stopped and started again. Needs a model whose weights are not tied across stages.
+trains a narrow model of the quickstart in four stages in this process: each of `CASES` with each learning rate and
+seed, one after another, with one micro-batch per update where the case says nothing else. All cases of a rate and a
+seed have the same first weights and the same rows. A run that is in the file is not repeated, so the script may be
+stopped and started again. Only updates are compared here: a single process has no pipeline that could save time.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import math
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from bench.report import table, write_json
+from bench.report import table
 
-#: The synchronous schedule first; those that follow cut a mini-batch as it does.
-SCHEDULES = ("1f1b", "pipedream", "pipedream_vertical", "pipedream_2bw")
+from hf_gpipe import Pipeline, PipelineTrainer
+from hf_gpipe.data import PairCollator
+from hf_gpipe.recipe import load_recipe
+from hf_gpipe.training.from_recipe import arguments_of, loss_of, model_config, tokenizer_of
+from hf_gpipe.training.tasks import task_of
 
-
-@dataclass(frozen=True)
-class Run:
-    """One training."""
-
-    schedule: str
-    learning_rate: float
-    seed: int
-
-    def overrides(self, folder: Path) -> list[str]:
-        return [
-            f"pipeline.schedule={self.schedule}",
-            f"training.learning_rate={self.learning_rate}",
-            f"training.seed={self.seed}",
-            f"training.output_dir={self.folder(folder)}",
-        ]
-
-    def folder(self, parent: Path) -> Path:
-        return parent / f"{self.schedule}-{self.learning_rate:g}-{self.seed}"
-
-
-def train(run: Run, recipe: str, folder: Path, overrides: Sequence[str]) -> None:
-    """Train, unless it is done. A run that fails, because it diverges for example, is a line without an end."""
-    if not (run.folder(folder) / "metrics.json").exists():
-        words = [sys.executable, "-m", "hf_gpipe.train", recipe, *overrides, *run.overrides(folder)]
-        code = subprocess.run(words, stdout=subprocess.DEVNULL, check=False).returncode
-        print(f"{run.folder(folder).name}: exit code {code}", file=sys.stderr, flush=True)
+#: Of all runs. Embedding and head are on different stages, which an asynchronous schedule trains apart.
+SMALL = (
+    *("model.config.tie_word_embeddings=false", "model.config.share_encoder_decoder_embeddings=false"),
+    *("model.config.d_model=64", "model.config.encoder_ffn_dim=128", "model.config.decoder_ffn_dim=128"),
+    *("pipeline.num_stages=4", "pipeline.num_processes=1", "pipeline.device=cpu", "pipeline.num_micro_batches=1"),
+    *("pipeline.recompute=none", "training.max_steps=400", "training.warmup_steps=40", "training.batch_size=32"),
+    *("training.logging_steps=50", "training.eval_steps=null", "training.save_steps=null"),
+    "training.on_nonfinite_loss=ignore",
+)
+#: The synchronous schedule first. The last ones are remedies: fewer updates in flight, and a longer warm-up.
+CASES: dict[str, tuple[str, ...]] = {
+    "1f1b": ("pipeline.schedule=1f1b",),
+    "pipedream": ("pipeline.schedule=pipedream",),
+    "pipedream_vertical": ("pipeline.schedule=pipedream_vertical",),
+    "pipedream_2bw": ("pipeline.schedule=pipedream_2bw",),
+    "pipedream_naive": ("pipeline.schedule=pipedream_naive",),
+    "pipedream, M = 4": ("pipeline.schedule=pipedream", "pipeline.num_micro_batches=4"),
+    "pipedream, 2 stages": ("pipeline.schedule=pipedream", "pipeline.num_stages=2"),
+    "pipedream, long warm-up": ("pipeline.schedule=pipedream", "training.warmup_steps=160"),
+}
 
 
-def curve(run: Run, folder: Path) -> list[dict[str, Any]]:
-    """The losses at each log and evaluation, with the seconds of training so far."""
-    path = run.folder(folder) / "metrics.jsonl"
-    seconds, found = 0.0, []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        logs = json.loads(line)
-        seconds += logs.get("training_seconds", 0.0)
-        found += [
-            {"step": logs["step"], "seconds": seconds, "name": name, "loss": logs[name]}
-            for name in ("loss", "eval_loss")
-            if name in logs
-        ]
-    return found
+class Data:
+    """The corpus, the tokenizer and the rows, which all runs share."""
+
+    def __init__(self, recipe_file: str, overrides: Sequence[str]) -> None:
+        recipe = load_recipe(recipe_file, overrides)
+        task = task_of(recipe)
+        corpus = task.corpus()
+        self.tokenizer = tokenizer_of(recipe, corpus, None)
+        decoder_only = not model_config(recipe, self.tokenizer).is_encoder_decoder
+        self.train, self.validation = (
+            task.rows(split, self.tokenizer, decoder_only=decoder_only) for split in (corpus.train, corpus.validation)
+        )
 
 
-def last(points: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
-    return next((one for one in reversed(points) if one["name"] == name), {"loss": float("nan"), "seconds": 0.0})
+def train(recipe_file: str, overrides: Sequence[str], data: Data) -> dict[str, Any]:
+    """One training: the mean loss between two logs, by the step of the log, and the loss on held-out pairs after it."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = load_recipe(recipe_file, [*overrides, f"training.output_dir={folder}"])
+        config = model_config(recipe, data.tokenizer)
+        pipe = Pipeline(config, config=recipe.pipeline, seed=recipe.training.seed, loss=loss_of(recipe))
+        trainer = PipelineTrainer(
+            pipe,
+            arguments_of(recipe),
+            PairCollator.for_tokenizer(data.tokenizer),
+            processing_class=data.tokenizer,
+            train_dataset=data.train,
+            eval_dataset=data.validation,
+        )
+        trainer.train()
+        losses = {str(logs["step"]): logs["loss"] for logs in trainer.state.log_history if "loss" in logs}
+        held_out = trainer.evaluate()["eval_loss"]
+    return {"losses": losses, "held_out": held_out, "seconds": time.perf_counter() - began}
+
+
+def report(results: Sequence[dict[str, Any]], common: float) -> str:
+    """Of each case the loss at the common learning rate and at the best of its own, over the seeds."""
+    losses: dict[str, dict[float, list[dict[str, Any]]]] = {}
+    for one in results:
+        losses.setdefault(one["case"], {}).setdefault(one["rate"], []).append(one)
+
+    def held_out(runs: Sequence[dict[str, Any]]) -> float:
+        # A diverged run has no loss to compare.
+        found = [run["held_out"] for run in runs]
+        return mean(found) if all(map(math.isfinite, found)) else math.inf
+
+    def spread(values: Sequence[float]) -> str:
+        return f"{mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+    steps = sorted({int(step) for one in results for step in one["losses"]})
+    shown = [step for step in steps if step in {steps[-1] // 4, steps[-1] // 2, steps[-1]}]
+    rows = []
+    for case, by_rate in losses.items():
+        best = min(by_rate, key=lambda rate: held_out(by_rate[rate]))
+        for rate in dict.fromkeys([common, best]):
+            if runs := by_rate.get(rate):
+                cells = [spread([run["losses"][str(step)] for run in runs]) for step in shown]
+                cells += [spread([run["held_out"] for run in runs]), "best" if rate == best else ""]
+                rows.append([case, f"{rate:g}", *cells])
+    return table(["case", "rate", *(f"loss at {step}" for step in shown), "held out", ""], rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the recipe, for all runs")
-    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES))
-    parser.add_argument("--rates", nargs="+", type=float, default=[1e-3, 2e-3])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--rates", nargs="+", type=float, default=[2e-3, 1e-3, 4e-3], help="the first is common to all")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
-    parser.add_argument("--folder", type=Path, default=Path("outputs/convergence"))
-    parser.add_argument("--json", type=Path, help="where to write the curves")
+    parser.add_argument("--out", type=Path, default=Path("convergence.jsonl"), help="a line for each run")
     arguments = parser.parse_intermixed_args(argv)
-    rows, results = [], []
-    for schedule in arguments.schedules:
-        for rate in arguments.rates:
-            runs = [Run(schedule, rate, seed) for seed in arguments.seeds]
-            for run in runs:
-                train(run, arguments.recipe, arguments.folder, arguments.overrides)
-            curves = [curve(run, arguments.folder) for run in runs]
-            results += [{**asdict(run), "points": points} for run, points in zip(runs, curves, strict=True)]
-            losses = [[last(points, name)["loss"] for points in curves] for name in ("loss", "eval_loss")]
-            seconds = mean(last(points, "loss")["seconds"] for points in curves)
-            shown = [f"{mean(of_seeds):.4f} ({min(of_seeds):.4f} to {max(of_seeds):.4f})" for of_seeds in losses]
-            rows.append([schedule, f"{rate:g}", *shown, f"{seconds:.0f}"])
-            write_json(arguments.json, {"recipe": arguments.recipe, "results": results})
-    print(table(["schedule", "learning rate", "last training loss", "evaluation loss", "seconds"], rows))
+    common = [*SMALL, *arguments.overrides]
+    wanted = [(case, rate, seed) for rate in arguments.rates for seed in arguments.seeds for case in arguments.cases]
+    lines = arguments.out.read_text().splitlines() if arguments.out.exists() else []
+    results = {tuple(one["settings"]): one for one in map(json.loads, lines)}
+    data = Data(arguments.recipe, common)
+    shown = []
+    for case, rate, seed in wanted:
+        settings = (*common, *CASES[case], f"training.learning_rate={rate}", f"training.seed={seed}")
+        if settings not in results:
+            found = {"case": case, "rate": rate, "seed": seed, **train(arguments.recipe, settings, data)}
+            results[settings] = {**found, "settings": settings}
+            with arguments.out.open("a") as file:
+                file.write(json.dumps(results[settings]) + "\n")
+        shown.append(results[settings])
+    print(report(shown, arguments.rates[0]))
     return 0
 
 

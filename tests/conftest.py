@@ -10,8 +10,15 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+
+#: Of all files those whose tests take longest. They run first, so that none of them is left at the end for one process.
+LONGEST = (
+    *("test_faults.py", "test_benches.py", "test_train.py", "test_freezing.py", "test_recipes.py", "test_gpu_check.py"),
+    *("test_families.py", "test_execution.py", "test_costs.py", "test_training_to_end.py", "test_zero.py"),
+)
 
 # Before anything reads it: no test asks a hub, and a model that is not there is told at once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -29,6 +36,22 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each process of `pytest -n` whole files: the tests of a file share what they have prepared."""
+    if config.getoption("dist") != "load":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False
+    return LoadFileScheduling(config, log)
 
 
 @pytest.fixture

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import StageError, UserError
 from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.schedule import Action, ActionKind, num_stashes
+from tests.gloo import run_gloo
 from tests.oracle import Batch, padded_batch, plain_model, tiny_config
 
 Weights = dict[str, torch.Tensor]
@@ -31,11 +35,17 @@ OPTIMIZERS: dict[str, Optimizer] = {
 }
 
 
-def version(schedule: str, late: int, num_stages: int, size: int, micro_batch: int) -> int:
-    """The version that a micro-batch reads on a stage by the papers' formulas; `late` is K-s-1 of stage s."""
+def version(schedule: str, stage: int, replicas: Sequence[int], size: int, micro_batch: int) -> int:
+    """The version that a micro-batch reads on a stage by the papers' formulas, before its backward.
+
+    ceil(n / r) micro-batches are in flight on each of the r replicas of a stage, n being the workers from it on.
+    """
     if schedule == "pipedream_2bw":
         return max(micro_batch // size - 1, 0)
-    return max((micro_batch - (late if schedule == "pipedream" else num_stages - 1)) // size, 0)
+    if schedule == "pipedream_vertical":
+        stage = 0
+    late = (math.ceil(sum(replicas[stage:]) / replicas[stage]) - 1) * replicas[stage]
+    return max((micro_batch - late) // size, 0)
 
 
 def expected(
@@ -45,7 +55,8 @@ def expected(
     windows: Sequence[Sequence[Batch]],
     size: int,
     make: Optimizer,
-    gradients_of: Callable[[int, int], tuple[float, Weights]],
+    gradients_of: Callable[[int, int, Callable[[], None]], tuple[float, Weights]],
+    replicas: Sequence[int] | None = None,
 ) -> tuple[list[float], Weights]:
     """A plain loop over whole updates: every gradient is computed with the weights that the rule names.
 
@@ -56,32 +67,45 @@ def expected(
         windows: one batch for each step.
         size: micro-batches per step.
         make: the optimizer of the whole model.
-        gradients_of: loss and gradients of a micro-batch (step, number) with the present weights of `model`.
+        gradients_of: loss and gradients of a micro-batch (step, number) with the present weights of `model`. It calls
+            its last argument between forward and backward.
+        replicas: of each stage; None: one of each.
+
+    Returns:
+        Loss and norm of the gradient of each step, and the weights after the last one.
     """
     parameters, num_stages = dict(model.named_parameters()), 1 + max(stage_of.values())
+    replicas = replicas or [1] * num_stages
     optimizer = make(parameters.values())
     history = [{name: p.detach().clone() for name, p in parameters.items()}]
-    losses = []
+    numbers: list[float] = []
 
     @torch.no_grad()
     def put(versions: Callable[[str], int]) -> None:
         for name, parameter in parameters.items():
             parameter.copy_(history[versions(name)][name])
 
+    def overwrite() -> None:
+        """Without stashes the backward finds the newest weights where those of its forward were."""
+        if schedule == "pipedream_naive":
+            with torch.autograd._unsafe_preserve_version_counter(tuple(parameters.values())):
+                put(lambda name: len(history) - 1)
+
     for first, last in windows_of(windows):
         for step in range(first, last):
             total: Weights = {}
-            losses.append(0.0)
+            losses = 0.0
             for number in range(size):
 
                 def reads(name: str, first: int = first, m: int = (step - first) * size + number) -> int:
-                    return first + version(schedule, num_stages - 1 - stage_of[name], num_stages, size, m)
+                    return first + version(schedule, stage_of[name], replicas, size, m)
 
                 put(reads)
-                loss, gradients = gradients_of(step, number)
-                losses[-1] += loss
+                loss, gradients = gradients_of(step, number, overwrite)
+                losses += loss
                 total = {name: gradient + total.get(name, 0) for name, gradient in gradients.items()}
             put(lambda name: len(history) - 1)
+            numbers += [losses, float(torch.stack([total[name].norm() for name in parameters]).norm())]
             for stage in range(num_stages):
                 own = [name for name in parameters if stage_of[name] == stage]
                 for name in own:
@@ -89,7 +113,7 @@ def expected(
                 torch.nn.utils.clip_grad_norm_([parameters[name] for name in own], MAX_NORM)
             optimizer.step()
             history.append({name: p.detach().clone() for name, p in parameters.items()})
-    return losses, history[-1]
+    return numbers, history[-1]
 
 
 def windows_of(windows: Sequence[Sequence[Batch]]) -> list[tuple[int, int]]:
@@ -99,7 +123,7 @@ def windows_of(windows: Sequence[Sequence[Batch]]) -> list[tuple[int, int]]:
 
 
 def run(pipe: Pipeline, windows: Sequence[Sequence[Batch]], make: Optimizer) -> tuple[list[float], Weights]:
-    """Train, clipped per stage; the losses, and the weights of all processes."""
+    """Train, clipped per stage; loss and norm of the gradient of each step, and the weights of all processes."""
     optimizers = {stage: make(list(model.parameters.values())) for stage, model in pipe.models.items()}
 
     def update(stage: int, step: int, norm: torch.Tensor) -> None:
@@ -107,11 +131,14 @@ def run(pipe: Pipeline, windows: Sequence[Sequence[Batch]], make: Optimizer) -> 
         pipe.clip_stage_grad_norm_(stage, MAX_NORM, norm)
         optimizers[stage].step()
 
-    losses: list[float] = []
+    numbers: list[float] = []
     for batches in windows:
-        losses += pipe.train_window([[batch] for batch in batches], update)[:, 0].tolist()
+        numbers += pipe.train_window([[batch] for batch in batches], update).flatten().tolist()
     mine = {name: p.detach().clone() for name, p in pipe.named_parameters()}
-    return losses, {name: p for part in pipe.topology.gather_objects(mine) for name, p in part.items()}
+    whole: Weights = {}
+    for name, parameter in (one for part in pipe.topology.gather_objects(mine) for one in part.items()):
+        assert torch.equal(whole.setdefault(name, parameter), parameter), f"{name} differs between replicas"
+    return numbers, whole
 
 
 def close(found: Weights, wanted: Weights) -> None:
@@ -132,12 +159,22 @@ CASES = [
     ("pipedream_2bw", 2, 2, 4, "rmsprop", "stage"),
     ("pipedream_2bw", 4, 4, 3, "adamw", "none"),
     ("pipedream_2bw", 4, 1, 5, "momentum", "none"),
+    ("pipedream_naive", 3, 1, 5, "momentum", "none"),
+    ("pipedream_naive", 4, 2, 4, "adamw", "block"),
 ]
 
 
-def check(schedule: str, num_stages: int, size: int, num_steps: int, optimizer: str, recompute: Any) -> None:
+def check(
+    schedule: str,
+    num_stages: int,
+    size: int,
+    num_steps: int,
+    optimizer: str,
+    recompute: Any,
+    replicas: tuple[int, ...] | None = None,
+) -> None:
     config, make = tiny_config("llama", tied=False), OPTIMIZERS[optimizer]
-    pipe = Pipeline(plain_model(config), num_stages, size, schedule, recompute)
+    pipe = Pipeline(plain_model(config), num_stages, size, schedule, recompute, replicas=replicas or 1)
     batches = [padded_batch(config, ROWS, seed) for seed in range(num_steps)]
     places = {name: p.data_ptr() for name, p in pipe.named_parameters()}
     found = run(pipe, [batches], make)
@@ -145,21 +182,30 @@ def check(schedule: str, num_stages: int, size: int, num_steps: int, optimizer: 
     assert pipe.window is not None
     assert pipe.window.steps == (size,) * num_steps
     sizes = {stage: sum(p.nbytes for p in model.parameters.values()) for stage, model in pipe.models.items()}
-    assert pipe.stash_bytes == sum(num_stashes(pipe.window, stage) * size for stage, size in sizes.items())
+    rank = pipe.topology.rank
+    assert pipe.stash_bytes == sum(num_stashes(pipe.window, stage, rank) * size for stage, size in sizes.items())
     model = plain_model(config)
+    if schedule == "pipedream_naive" and recompute == "block":
+        # Elsewhere a recomputed block is the block of the forward.
+        model.train()
+        for module in model.modules():
+            if hasattr(module, "gradient_checkpointing"):
+                module._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+                module.gradient_checkpointing = True
 
-    def gradients_of(step: int, number: int) -> tuple[float, Weights]:
+    def gradients_of(step: int, number: int, between: Callable[[], None]) -> tuple[float, Weights]:
         own = {name: torch.tensor_split(tensor, size)[number] for name, tensor in batches[step].items()}
         # Divided before the backward, as in the pipeline: eager attention has a float32 softmax, which rounds by scale.
         model.zero_grad()
         logits = model(**own, use_cache=False).logits[:, :-1]
         count = int((batches[step]["labels"][:, 1:] != -100).sum())
         loss = F.cross_entropy(logits.flatten(0, 1), own["labels"][:, 1:].flatten(), reduction="sum") / count
+        between()
         loss.backward()
         return loss.item(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
-    losses, weights = expected(model, pipe.ties.owner_stage, schedule, [batches], size, make, gradients_of)
-    assert found[0] == pytest.approx(losses, abs=1e-10)
+    numbers, weights = expected(model, pipe.ties.owner_stage, schedule, [batches], size, make, gradients_of, replicas)
+    assert found[0] == pytest.approx(numbers, abs=1e-10)
     close(found[1], weights)
 
 
@@ -177,17 +223,43 @@ def test_dropout_is_that_of_one_stage() -> None:
     model = plain_model(config)
     one = Pipeline(model, 1, 1)
 
-    def gradients_of(step: int, number: int) -> tuple[float, Weights]:
+    def gradients_of(step: int, number: int, between: Callable[[], None]) -> tuple[float, Weights]:
         one.step = step
         one.zero_grad()
         loss = float(one.train_step(batches[step]))
         return loss, {name: p.grad.clone() for name, p in one.named_parameters() if p.grad is not None}
 
-    losses, weights = expected(
+    numbers, weights = expected(
         model, pipe.ties.owner_stage, "pipedream", [batches[:3], batches[3:]], 1, make, gradients_of
     )
-    assert found[0] == pytest.approx(losses, abs=1e-10)
+    assert found[0] == pytest.approx(numbers, abs=1e-10)
     close(found[1], weights)
+
+
+#: The number of replicas of each stage, by the number of processes.
+REPLICATED: dict[int, list[tuple[Any, ...]]] = {
+    3: [
+        ("pipedream", 2, 2, 5, "momentum", "none", (2, 1)),
+        ("pipedream_vertical", 2, 2, 4, "adamw", "stage", (1, 2)),
+        ("pipedream_2bw", 2, 4, 4, "momentum", "block", (2, 1)),
+    ],
+    4: [
+        ("pipedream", 2, 2, 5, "adamw", "stage", (2, 2)),
+        ("pipedream_2bw", 2, 2, 4, "rmsprop", "none", (2, 2)),
+        ("pipedream_naive", 2, 2, 4, "momentum", "none", (2, 2)),
+    ],
+}
+
+
+def check_replicated(cases: list[tuple[Any, ...]]) -> None:
+    for case in cases:
+        check(*case)
+
+
+@pytest.mark.parametrize("num_processes", REPLICATED)
+def test_replicas_update_together(num_processes: int) -> None:
+    """Every replica has the weights of the plain loop, whose gradients know nothing of replicas."""
+    run_gloo(check_replicated, num_processes, REPLICATED[num_processes])
 
 
 def test_what_it_cannot_train() -> None:
@@ -204,7 +276,8 @@ def test_what_it_cannot_train() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"replicas": 2}, "schedule is pipedream and replicas is 2"),
+        ({"replicas": 2, "zero": 1}, "schedule is pipedream and zero is 1"),
+        ({"replicas": "auto", "num_processes": 2}, "schedule is pipedream and replicas is auto"),
         ({"torch_compile": True}, "schedule is pipedream and torch_compile is true"),
         ({"num_stages": "auto", "num_processes": 2}, "schedule is pipedream and num_stages is auto"),
     ],

@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("pipeline",),
     ("data",),
     ("training",),
-    ("plan", "check", "train"),
+    ("plan", "check", "generate", "train"),
     ("launch",),
     ("__main__",),
 )

@@ -23,10 +23,10 @@ def test_the_console_command_is_the_module_s() -> None:
 
 def test_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert (main(["--help"]), main([])) == (0, 2)
-    assert capsys.readouterr().out.count("  plan     predict") == 2
+    assert capsys.readouterr().out.count("  plan      predict") == 2
     assert main(["trian", "r.yaml"]) == 2
     assert (
-        "'trian' is not a command; it must be one of train, plan, check, launch; did you mean 'train'?"
+        "'trian' is not a command; it must be one of train, plan, generate, check, launch; did you mean 'train'?"
         in capsys.readouterr().err
     )
     finished = subprocess.run([sys.executable, "-m", "hf_gpipe"], capture_output=True, text=True, cwd=ROOT)

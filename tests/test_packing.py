@@ -19,7 +19,7 @@ from hf_gpipe.adapters import StageModel, adapter_for
 from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.exactness import Batch, Step, exact_clone, padded_batch, plain_step
-from hf_gpipe.planner.tracing import trace_stage
+from hf_gpipe.planner.tracing import StageTracer
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.packing import as_rows, balanced, packed_parts
 from scripts.families import default_config
@@ -194,8 +194,8 @@ def test_the_planner_counts_the_memory_of_a_packed_micro_batch(attention: str) -
     def wanted(boundary: int) -> dict[str, bool]:
         return {"hidden": True}
 
-    real = trace_stage(block, adapter.packed([document] * 3), wanted, is_real=True)
-    planned = trace_stage(block, Workload.packed(3, length, length).inputs(adapter), wanted)
+    real = StageTracer(block, wanted, is_real=True).trace(adapter.packed([document] * 3))
+    planned = StageTracer(block, wanted).trace(Workload.packed(3, length, length).inputs(adapter))
     # What attention gave for each document is put together in one more tensor.
     assert real.saved == pytest.approx(planned.saved, rel=0.06)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import Gemma3Config, GPT2Config, LlamaForSequenceClassification, PreTrainedModel
+from transformers import Gemma3Config, GPT2Config, LlamaForTokenClassification, PreTrainedModel
 
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import (
@@ -300,9 +300,9 @@ def test_freezing_after_the_pipeline_was_made_is_refused() -> None:
 
 
 def test_other_heads_are_refused() -> None:
-    message = "LlamaForSequenceClassification is not one of the classes of AutoModelForCausalLM"
+    message = "LlamaForTokenClassification is no class of AutoModelForCausalLM"
     with pytest.raises(UnsupportedModelError, match=message) as caught:
-        Pipeline(LlamaForSequenceClassification(tiny_config("llama")), 2)
+        Pipeline(LlamaForTokenClassification(tiny_config("llama")), 2)
     # Models of sound have it too.
     assert "ForConditionalGeneration" not in str(caught.value)
 

@@ -111,6 +111,13 @@ def test_a_run_leaves_everything_behind(finished: tuple[Path, subprocess.Complet
     metrics = json.loads((folder / "metrics.json").read_text())
     assert {"exact_match", "bleu", "chrf", "chrf_copy", "nll"} <= metrics.keys()
     assert metrics["per_language"].keys() == {"de", "fr"}
+    translations = [json.loads(line) for line in (folder / "translations.jsonl").read_text().splitlines()]
+    assert (
+        len(translations)
+        == metrics["num_pairs"]
+        == sum(scores["num_pairs"] for scores in metrics["per_language"].values())
+    )
+    assert all(sample in translations for sample in metrics["samples"])
     assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
     trace = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {"0F0", "1B0", "0U", "send"} <= {event["name"] for event in trace}

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, StageModel
+from hf_gpipe.adapters.classifiers import Classifier, check_classifier, is_classifier
 from hf_gpipe.adapters.decoder_only import DecoderOnly
 from hf_gpipe.adapters.encoder_decoder import EncoderDecoder
 from hf_gpipe.adapters.families import EXACT, REFUSED, VERIFIED_VERSIONS
@@ -76,7 +77,10 @@ def build_adapter(
     quantisation: Quantisation | None = None,
 ) -> Adapter:
     """Like `adapter_for`, but without checking the lists of families."""
-    kind = EncoderDecoder if config.is_encoder_decoder else DecoderOnly
+    kind: type[Adapter] = EncoderDecoder if config.is_encoder_decoder else DecoderOnly
+    if model_class is not None and is_classifier(model_class):
+        check_classifier(config, model_class)
+        kind = Classifier
     return kind(
         config,
         dtype,

@@ -57,6 +57,9 @@ class Adapter(ABC):
     #: Keys of a mini-batch that only the loss reads.
     loss_keys = ("labels", "ref_logps")
 
+    #: Whether the model classifies or scores rows: its logits are (B, C), those of one token of each row.
+    is_classifier = False
+
     def __init__(
         self,
         config: PreTrainedConfig,
@@ -110,6 +113,11 @@ class Adapter(ABC):
         if self.quantisation is not None:
             self.quantisation.convert(model)
         return model
+
+    @property
+    def compared_class(self) -> type[PreTrainedModel] | None:
+        """The class whose tiny clone shows whether the split is exact: of a classifier its family's language model."""
+        return None if self.is_classifier else self.model_class
 
     @property
     def ties(self) -> dict[str, str]:
@@ -408,7 +416,10 @@ class StageModel:
         """Return the stub that replaces module `name` of layer `index`, a layer of another stage."""
         layer = self.adapter.layers[index]
         port = self.port if index == self.stop and name == layer.modules[0] else None
-        stub = HeadStub(port) if layer.kind == "head" else self.adapter.stub(layer, name, port)
+        if layer.kind == "head":
+            stub: nn.Module = HeadStub(port, has_positions=self.adapter.is_classifier)
+        else:
+            stub = self.adapter.stub(layer, name, port)
         resemble(stub, self.adapter.reference.get_submodule(name))
         return stub
 

@@ -26,7 +26,7 @@ class DecoderOnly(Adapter):
             raise DataError(f"labels have the shape {shapes[0]} and input_ids {shapes[1]}; a decoder's are the same")
         if (mask := inputs.get("attention_mask")) is None or mask.dim() != 2:
             return inputs
-        return inputs | self._trimmed({n: t for n, t in inputs.items() if t.shape == mask.shape}, _is_used(inputs))
+        return inputs | self._trimmed({n: t for n, t in inputs.items() if t.shape == mask.shape}, self._is_used(inputs))
 
     def with_known_masks(self, inputs: Tensors) -> dict[str, torch.Tensor]:
         # Without a mask transformers looks at positions, and asks the device whether texts are packed into one row.
@@ -43,7 +43,12 @@ class DecoderOnly(Adapter):
         ids = batch["input_ids"]
         if mask is None or mask.dim() != 2:
             return torch.full(ids.shape[:1], ids.shape[1])
-        return self._used_columns(_is_used(batch))
+        return self._used_columns(self._is_used(batch))
+
+    def _is_used(self, inputs: Tensors) -> torch.Tensor:
+        """Mask (B, T) of the positions that are not padding."""
+        mask = inputs["attention_mask"].bool()
+        return mask | (inputs["labels"] != IGNORED_LABEL) if "labels" in inputs else mask
 
     def targets(self, inputs: Tensors) -> torch.Tensor:
         """The token after each position; the last position has none."""
@@ -101,9 +106,3 @@ def packed_row(
     if is_flash(model.config._attn_implementation):
         row["cu_seq_lens_q"] = row["cu_seq_lens_k"] = torch.tensor(borders, dtype=torch.int32)
     return row
-
-
-def _is_used(inputs: Tensors) -> torch.Tensor:
-    """Mask (B, T) of the positions that are not padding."""
-    mask = inputs["attention_mask"].bool()
-    return mask | (inputs["labels"] != IGNORED_LABEL) if "labels" in inputs else mask

@@ -22,22 +22,40 @@ from hf_gpipe.errors import UnsupportedModelError, UserError
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """A PEFT adapter: its name in the model, and its configuration with the names of the target modules."""
+    """A PEFT adapter.
+
+    Attributes:
+        name: in the model.
+        config: its configuration, with the names of the target modules.
+        trained_whole: the modules that are trained beside the adapters: the head of a classifier, or none.
+    """
 
     name: str
     config: Any
+    trained_whole: tuple[str, ...] = ()
 
     def inject(self, model: PreTrainedModel) -> None:
         """Put the adapter's layers into a model or a stage of it and freeze everything else."""
         from peft import inject_adapter_in_model
         from peft.tuners.tuners_utils import cast_adapter_dtype, check_target_module_exists
+        from peft.utils import ModulesToSaveWrapper
 
         if any(check_target_module_exists(self.config, name) for name, _ in model.named_modules()):
-            inject_adapter_in_model(copy.deepcopy(self.config), model, self.name)
+            config = copy.deepcopy(self.config)
+            config.modules_to_save = None  # PEFT would also wrap the stubs of other stages
+            inject_adapter_in_model(config, model, self.name)
             cast_adapter_dtype(model, self.name)  # to float32, as get_peft_model does
         else:
             for parameter in model.parameters():
                 parameter.requires_grad_(False)
+        for name in self.trained_whole:
+            module = model.get_submodule(name)
+            if next(module.parameters(), None) is not None:
+                wrapper = ModulesToSaveWrapper(module, self.name)
+                wrapper.set_adapter(self.name)
+                model.set_submodule(name, wrapper)
+                if not getattr(model, "peft_config", None):
+                    model.peft_config = {self.name: self.config}
 
     def reset(self, model: nn.Module) -> None:
         """Initialise the weights of the adapter's layers again."""
@@ -117,22 +135,41 @@ def make_peft(adapter: Adapter, name: str, config: Any) -> PeftAdapter:
     from peft import inject_adapter_in_model
 
     family = adapter.config.model_type
-    if config.is_prompt_learning or getattr(config, "modules_to_save", None):
-        what = "prompt learning" if config.is_prompt_learning else f"modules_to_save={config.modules_to_save}"
+    if config.is_prompt_learning:
         raise UnsupportedModelError(
-            f"{family}: PEFT's {what} is not supported; use LoRA on linear layers of the blocks"
+            f"{family}: PEFT's prompt learning is not supported; use LoRA on linear layers of the blocks"
         )
     resolved = copy.deepcopy(config)
+    trained_whole = _trained_whole(adapter, resolved)
     whole = adapter.skeleton()
     try:
         inject_adapter_in_model(resolved, whole, name)
     except ValueError as error:
         raise UnsupportedModelError(f"{family}: {error}") from error
-    blocks = tuple(f"{block}." for stack in adapter.stacks for block in stack.blocks)
-    outside = [n for n, p in whole.named_parameters() if p.requires_grad and not n.startswith(blocks)]
+    blocks = [block for stack in adapter.stacks for block in stack.blocks]
+    inside = tuple(f"{module}." for module in (*blocks, *trained_whole))
+    outside = [n for n, p in whole.named_parameters() if p.requires_grad and not n.startswith(inside)]
     if outside:
         raise UnsupportedModelError(
             f"{family}: PEFT would adapt {outside[0]!r}, outside of the blocks; leave embeddings and head out of "
             "target_modules"
         )
-    return PeftAdapter(name, resolved)
+    return PeftAdapter(name, resolved, trained_whole)
+
+
+def _trained_whole(adapter: Adapter, config: Any) -> tuple[str, ...]:
+    """The modules that `modules_to_save` names, to which the head of a classifier is added, as PEFT does.
+
+    Raises UnsupportedModelError for others.
+    """
+    asked = list(getattr(config, "modules_to_save", None) or ())
+    if adapter.is_classifier and config.task_type == "SEQ_CLS":
+        asked += [name for name in ("classifier", "score") if name not in asked]
+        config.modules_to_save = asked
+    found = tuple(name for name, _ in adapter.reference.named_modules() if name.endswith(tuple(asked)))
+    if asked and (not adapter.is_classifier or found != (adapter.layers[-1].name,)):
+        raise UnsupportedModelError(
+            f"{adapter.config.model_type}: PEFT's modules_to_save={asked} is not supported, except for the head of a "
+            "model that classifies rows; use LoRA on linear layers of the blocks"
+        )
+    return found

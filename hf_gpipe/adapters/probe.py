@@ -185,7 +185,11 @@ def observe(model: PreTrainedModel, autocast: Autocast | None = None) -> Observa
     inputs = {name: calls.inputs[name] for name in (*units, *(f"{one}.0" for one in lists)) if name in calls.inputs}
     encoded = getattr(calls.result, "encoder_last_hidden_state", None)
     constants = _constants(model, units, calls.result)
-    projection = find_projection(model, head, calls.entered, calls.result.logits, lambda: _forward(model, autocast))
+    if calls.result.logits.dim() == 2:
+        _check_classifier(model, calls.result.logits, calls.tensors[head][0])
+        projection = FoundProjection(None, "they are those of one token of each row")
+    else:
+        projection = find_projection(model, head, calls.entered, calls.result.logits, lambda: _forward(model, autocast))
     return Observation(
         tuple(stacks),
         head,
@@ -316,6 +320,15 @@ def _routers(model: PreTrainedModel, calls: _Calls, lists: list[str]) -> tuple[O
         path = name.removeprefix(f"{block_list}.").partition(".")[2]
         seen.setdefault(path, ObservedRouter(path, type(model.get_submodule(name)).__name__, logits.dtype))
     return tuple(seen.values())
+
+
+def _check_classifier(model: PreTrainedModel, logits: torch.Tensor, of_tokens: torch.Tensor) -> None:
+    """Raise UnsupportedModelError unless the logits (B, C) are the head's output (B, T, C) at a token of each row."""
+    if of_tokens.dim() != 3 or not bool((of_tokens == logits[:, None]).all(dim=-1).any(dim=1).all()):
+        raise UnsupportedModelError(
+            f"{model.config.model_type}: {type(model).__name__} cannot be split; among the classes of "
+            "AutoModelForSequenceClassification those can whose logits are those of the last token"
+        )
 
 
 def _constants(model: PreTrainedModel, units: list[str], result: Any) -> frozenset[str]:

@@ -80,16 +80,19 @@ class EmbeddingStub(nn.Module):
 
 
 class HeadStub(nn.Module):
-    """Replaces the head of another stage: returns logits of 0 positions, so what follows the head costs nothing."""
+    """Replaces the head of another stage: returns logits of 0 positions, so what follows the head costs nothing.
 
-    def __init__(self, port: Port | None = None) -> None:
+    A model that takes the logits of one position of each row gets one number for each position.
+    """
+
+    def __init__(self, port: Port | None = None, *, has_positions: bool = False) -> None:
         super().__init__()
-        self.port = port
+        self.port, self._has_positions = port, has_positions
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.port is not None:
             self.port.captured = hidden
-        return hidden[:, :0, :1]
+        return hidden[..., :1] if self._has_positions else hidden[:, :0, :1]
 
 
 def resemble(stub: nn.Module, replaced: nn.Module) -> None:

@@ -67,7 +67,7 @@ class _Whole:
     @property
     def generation_config(self) -> GenerationConfig | None:
         """The pipeline's generation configuration: a change also applies to evaluation and is saved."""
-        config: GenerationConfig | None = self._owner.adapter.reference.generation_config
+        config: GenerationConfig | None = getattr(self._owner.adapter.reference, "generation_config", None)
         return config
 
     @generation_config.setter

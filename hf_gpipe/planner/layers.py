@@ -11,7 +11,7 @@ layers are run in a short one, where it has a layer of every class.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -24,7 +24,7 @@ from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.adapters.quantised import size_of_quantised
 from hf_gpipe.planner.costs import GraphCost, LayerCost, ModelCosts, Parameters, SharedParameter
-from hf_gpipe.planner.tracing import Trace, saved_bytes, trace_stage
+from hf_gpipe.planner.tracing import StageTracer, Trace
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.custom_loss import Loss, whole_logits
 from hf_gpipe.runtime.loss import PLAIN
@@ -130,6 +130,8 @@ class LayerTracer:
         self.loss = loss
         self._as_on_gpu = as_on_gpu
         self._recomputes_blocks = self._can_recompute_blocks()
+        #: By first layer, end, and whether blocks are recomputed.
+        self._stages: dict[tuple[int, int, bool], StageTracer] = {}
         #: Of one workload: see `_saved_of_pair`.
         self._pairs: dict[tuple[int, bool], tuple[int, int]] = {}
 
@@ -221,14 +223,8 @@ class LayerTracer:
         """Of block `second` and the one before it, what their graph keeps, and what of it the one before does."""
         key = (second, recompute_blocks)
         if key not in self._pairs:
-            self._pairs[key] = saved_bytes(
-                self._builder(second - 1, second + 1, recompute_blocks=recompute_blocks),
-                inputs,
-                self.run.wants_gradient,
-                second,
-                loss=self.loss,
-                as_on_gpu=self._as_on_gpu,
-            )
+            stage = self._stage(second - 1, second + 1, recompute_blocks=recompute_blocks)
+            self._pairs[key] = stage.saved_bytes(inputs, second)
         return self._pairs[key]
 
     def _second_of_shared_tables(self, index: int) -> int | None:
@@ -241,15 +237,11 @@ class LayerTracer:
         return next(i for i, layer in enumerate(adapter.layers) if layer.name == stack.blocks[1])
 
     def _trace(self, index: int, inputs: Inputs, *, recompute_blocks: bool = False) -> Trace:
-        return trace_stage(
-            self._builder(index, index + 1, recompute_blocks=recompute_blocks),
-            inputs,
-            self.run.wants_gradient,
-            loss=self.loss,
-            as_on_gpu=self._as_on_gpu,
-        )
+        return self._stage(index, index + 1, recompute_blocks=recompute_blocks).trace(inputs)
 
-    def _builder(self, start: int, stop: int, *, recompute_blocks: bool) -> Callable[[], StageModel]:
+    def _stage(self, start: int, stop: int, *, recompute_blocks: bool) -> StageTracer:
+        """These layers of the model that is run, as a stage."""
+
         def build() -> StageModel:
             stage_model = StageModel(self.run.adapter, start, stop)
             if self.run.adapter.quantisation is not None:
@@ -260,7 +252,10 @@ class LayerTracer:
                 stage_model.checkpoint_blocks()
             return stage_model
 
-        return build
+        key = start, stop, recompute_blocks
+        if key not in self._stages:
+            self._stages[key] = StageTracer(build, self.run.wants_gradient, loss=self.loss, as_on_gpu=self._as_on_gpu)
+        return self._stages[key]
 
     def _can_recompute_blocks(self) -> bool:
         """Whether the family's blocks know how; others keep what they keep."""

@@ -26,7 +26,8 @@ from hf_gpipe.checkpoint import hub
 from hf_gpipe.planner.costs import ModelCosts, Seconds
 from hf_gpipe.planner.devices import LINKS, Device, Link
 from hf_gpipe.planner.layers import LayerTracer, ModelLayers
-from hf_gpipe.planner.tracing import Tracker, context_of
+from hf_gpipe.planner.tracing import context_of
+from hf_gpipe.planner.tracker import Tracker
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.custom_loss import Loss
 from hf_gpipe.runtime.loss import PLAIN

@@ -94,7 +94,7 @@ def estimate_memory(
         ),
         stashes=round(
             sum(
-                num_stashes(timeline.schedule, stage) * sums.held(*layers).trainable_bytes
+                num_stashes(timeline.schedule, stage, process) * sums.held(*layers).trainable_bytes
                 for stage, layers in zip(own, ranges, strict=True)
             )
         ),

@@ -7,7 +7,6 @@ families decide by values what they do next, such as which experts to run; their
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,24 +17,19 @@ from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
 )
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.checkpoint.hub import initialise
+from hf_gpipe.planner.tracker import Phase, Tracker
 from hf_gpipe.runtime.custom_loss import Loss
 from hf_gpipe.runtime.loss import PLAIN
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 from hf_gpipe.runtime.stage import Stage
 
-_aten = torch.ops.aten
-_DEVICE = torch.ops.prim.device.default
 CPU = torch.device("cpu")
 _Result = TypeVar("_Result")
 #: The last is a module that fake tensors cannot convert to another type.
@@ -75,144 +69,6 @@ class Trace:
     backward_calls: int
 
 
-@dataclass
-class Phase:
-    """A part of a run under a `Tracker`.
-
-    Attributes:
-        start_bytes: what was alive when it began.
-        peak_bytes: the most that was alive beyond that.
-        flops: of its matrix products, 2 for a multiplication and its addition.
-        linear_flops: the part of them that has the form of a linear layer.
-        calls: operations, views apart.
-        calls_before: those of them before the first own layer was called.
-        is_inside: whether an own layer was called, so that what is made from now on is the layers'.
-    """
-
-    start_bytes: int
-    peak_bytes: int = 0
-    flops: int = 0
-    linear_flops: int = 0
-    calls: int = 0
-    calls_before: int = 0
-    is_inside: bool = False
-
-    def enter_layers(self, *_: Any) -> None:
-        """As a hook of the first own layer."""
-        if not self.is_inside:
-            self.is_inside, self.calls_before = True, self.calls
-
-
-class Tracker(TorchDispatchMode):
-    """Follows every tensor's memory from the operation that makes it until it is freed.
-
-    Attributes:
-        live_bytes: what was made while the mode was on and is still alive.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live_bytes = 0
-        self._phase: Phase | None = None
-        self._known: dict[int, tuple[weakref.ref[Any], int, Phase | None, bool]] = {}
-
-    def ignore(self, tensors: Any) -> None:
-        """Count these tensors' memory never: it was there before."""
-        for tensor in tensors:
-            self._note(tensor, is_counted=False)
-
-    @contextmanager
-    def phase(self) -> Iterator[Phase]:
-        """Context manager that notes what runs in it."""
-        self._phase = Phase(self.live_bytes)
-        try:
-            yield self._phase
-        finally:
-            self._phase = None
-
-    def bytes_outside(self, phase: Phase) -> int:
-        """The bytes that a phase made before its first own layer was called, and that are still alive."""
-        return sum(size for _, size, made_in, is_inside in self._known.values() if made_in is phase and not is_inside)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # more than half of all calls
-        kwargs = kwargs or {}
-        if self._phase is not None and not func.is_view:
-            self._phase.calls += 1
-        # A product by 4-bit weights converts them back first, as its backward does.
-        is_quantised = func.name() == _QUANTISED
-        weights = args[0].new_empty(args[2]) if is_quantised else None
-        if weights is not None:
-            self._note(weights)
-        is_grouped = func._overloadpacket is _aten._grouped_mm and isinstance(args[0], FakeTensor)
-        result = _grouped_output(*args, **kwargs) if is_grouped else func(*args, **kwargs)
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self._note(tensor)
-        formula = _quantised if is_quantised else _FLOPS.get(func._overloadpacket)
-        if formula is not None and self._phase is not None:
-            flops = int(formula(*args, **kwargs, out_val=result))
-            self._phase.flops += flops
-            if is_quantised or func._overloadpacket in _LINEAR:
-                self._phase.linear_flops += flops
-        return result
-
-    def _note(self, tensor: torch.Tensor, *, is_counted: bool = True) -> None:
-        storage = tensor.untyped_storage()
-        number = storage._cdata
-        if number in self._known:
-            return
-        size = storage.nbytes() if is_counted else 0
-        phase = self._phase
-        is_inside = phase is not None and phase.is_inside
-        self._known[number] = (weakref.ref(storage, lambda _: self._forget(number)), size, phase, is_inside)
-        self.live_bytes += size
-        if phase is not None:
-            phase.peak_bytes = max(phase.peak_bytes, self.live_bytes - phase.start_bytes)
-
-    def _forget(self, number: int) -> None:
-        self.live_bytes -= self._known.pop(number)[1]
-
-
-def _attention(query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
-
-
-def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
-
-
-def _grouped_output(left: torch.Tensor, right: torch.Tensor, ends: Any = None, *_: Any, **__: Any) -> torch.Tensor:
-    """The result of a product of groups of rows with a matrix each; PyTorch's own rule allows only bfloat16."""
-    if left.dim() == right.dim() == 2:
-        return left.new_empty((ends.shape[0], left.shape[0], right.shape[1]))
-    return left.new_empty((*left.shape[:-1], right.shape[-1]))
-
-
-def _grouped(left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
-    """Products of groups of rows with a matrix each: every row, or every column of a gradient, is multiplied once."""
-    return int(2 * left.shape[-2] * left.shape[-1] * right.shape[-1])
-
-
-def _quantised(inputs: Any, weight: Any, shape: Any, *args: Any, **kwargs: Any) -> int:
-    """A product by 4-bit weights of this shape."""
-    return int(2 * inputs.numel() * shape[0])
-
-
-#: The operation of bitsandbytes' 4-bit layers.
-_QUANTISED = "bitsandbytes::gemm_4bit"
-_FLOPS: dict[Any, Callable[..., int]] = {
-    **flop_registry,
-    _aten.addmm_: flop_registry[_aten.addmm],
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    _aten._grouped_mm: _grouped,
-}
-#: The products of linear layers and experts. Those of attention have a batch.
-_LINEAR = {_aten.mm, _aten.addmm, _aten.addmm_, _aten._grouped_mm}
-
-
 class _AttentionOfAGpu(TorchFunctionMode):
     """The kernels of attention on a GPU draw dropout inside of them, which the CPU's cannot: there it costs memory."""
 
@@ -223,100 +79,106 @@ class _AttentionOfAGpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def trace_stage(
-    build: Callable[[], StageModel],
-    inputs: Mapping[str, torch.Tensor],
-    wants_gradient: Callable[[int], Mapping[str, bool]],
-    *,
-    loss: Loss = PLAIN,
-    as_on_gpu: bool = False,
-    is_real: bool = False,
-) -> Trace:
-    """Run a stage once forward and once backward on fake tensors, or where these will not do on real ones.
+class StageTracer:
+    """Runs a stage on micro-batches of any shape, on fake tensors, or where these will not do on real ones.
+
+    On fake tensors the stage is made once: that takes longer than to run it.
 
     Args:
         build: makes the stage, without weights.
-        inputs: what `Adapter.prepare` made of a micro-batch.
         wants_gradient: boundary -> for each tensor that crosses it, whether its gradient is wanted.
         loss: of the micro-batch.
         as_on_gpu: count attention as a GPU's kernels do it.
         is_real: whether to run on real tensors at once.
     """
-    return _on_fake_tensors(
-        build,
-        inputs,
-        lambda model, given: _trace(Stage(model, wants_gradient, loss), given, as_on_gpu=as_on_gpu),
-        is_real=is_real,
-    )
 
+    def __init__(
+        self,
+        build: Callable[[], StageModel],
+        wants_gradient: Callable[[int], Mapping[str, bool]],
+        *,
+        loss: Loss = PLAIN,
+        as_on_gpu: bool = False,
+        is_real: bool = False,
+    ) -> None:
+        self._build, self._wants_gradient, self._loss = build, wants_gradient, loss
+        self._as_on_gpu, self._is_real = as_on_gpu, is_real
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        #: On fake tensors, once it was made.
+        self._stage: Stage | None = None
 
-def saved_bytes(
-    build: Callable[[], StageModel],
-    inputs: Mapping[str, torch.Tensor],
-    wants_gradient: Callable[[int], Mapping[str, bool]],
-    first_layer: int,
-    *,
-    loss: Loss = PLAIN,
-    as_on_gpu: bool = False,
-) -> tuple[int, int]:
-    """Run a stage forward only: the graph's `saved`, and of it what was made before a layer was called.
+    def trace(self, inputs: Mapping[str, torch.Tensor]) -> Trace:
+        """Run it once forward and once backward.
 
-    Args:
-        first_layer: number of that layer.
-    The other arguments are those of `trace_stage`.
-    """
+        Args:
+            inputs: what `Adapter.prepare` made of a micro-batch.
+        """
+        return self._run(inputs, _trace)
 
-    def run(model: StageModel, given: Mapping[str, torch.Tensor]) -> tuple[int, int]:
-        stage = Stage(model, wants_gradient, loss)
-        context, tracker = _prepare(stage, given)
-        with _kernels(as_on_gpu), tracker:
+    def saved_bytes(self, inputs: Mapping[str, torch.Tensor], first_layer: int) -> tuple[int, int]:
+        """Run it forward only: the graph's `saved`, and of it what was made before a layer was called.
+
+        Args:
+            inputs: as of `trace`.
+            first_layer: number of that layer.
+        """
+
+        def run(stage: Stage, context: Context, tracker: Tracker) -> tuple[int, int]:
             forward = _forward(stage, context, tracker, first_layer)
-        return forward.saved, forward.outside
+            return forward.saved, forward.outside
 
-    return _on_fake_tensors(build, inputs, run)
+        return self._run(inputs, run)
 
+    def _run(self, inputs: Mapping[str, torch.Tensor], run: Callable[[Stage, Context, Tracker], _Result]) -> _Result:
+        generator = default_generator(CPU)
+        state = generator.get_state()
+        try:
+            if not self._is_real:
+                try:
+                    return self._run_fake(inputs, run)
+                except _DEPENDS_ON_VALUES:
+                    self._is_real, self._stage = True, None
+            stage_model = self._build()
+            initialise(stage_model, CPU, seed=0)
+            return self._tracked(self._sealed(stage_model), inputs, run)
+        finally:
+            generator.set_state(state)
 
-def _on_fake_tensors(
-    build: Callable[[], StageModel],
-    inputs: Mapping[str, torch.Tensor],
-    run: Callable[[StageModel, Mapping[str, torch.Tensor]], _Result],
-    *,
-    is_real: bool = False,
-) -> _Result:
-    generator = default_generator(CPU)
-    state = generator.get_state()
+    def _run_fake(
+        self, inputs: Mapping[str, torch.Tensor], run: Callable[[Stage, Context, Tracker], _Result]
+    ) -> _Result:
+        stage_model = self._build() if self._stage is None else None
+        with self._mode, torch.device(CPU):
+            if stage_model is not None:
+                materialise(stage_model)
+                self._stage = self._sealed(stage_model)
+            assert self._stage is not None
+            self._stage.reset()
+            fake = {name: self._mode.from_tensor(tensor) for name, tensor in inputs.items()}
+            return self._tracked(self._stage, fake, run)
 
-    def run_real() -> _Result:
-        stage_model = build()
-        initialise(stage_model, CPU, seed=0)
+    def _sealed(self, stage_model: StageModel) -> Stage:
         stage_model.seal(CPU)
-        return run(stage_model, inputs)
+        return Stage(stage_model, self._wants_gradient, self._loss)
 
-    try:
-        if is_real:
-            return run_real()
-        stage_model = build()
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with mode, torch.device(CPU):
-            materialise(stage_model)
-            stage_model.seal(CPU)
-            return run(stage_model, {name: mode.from_tensor(tensor) for name, tensor in inputs.items()})
-    except _DEPENDS_ON_VALUES:
-        return run_real()
-    finally:
-        generator.set_state(state)
+    def _tracked(
+        self,
+        stage: Stage,
+        inputs: Mapping[str, torch.Tensor],
+        run: Callable[[Stage, Context, Tracker], _Result],
+    ) -> _Result:
+        context, tracker = _prepare(stage, inputs)
+        with _kernels(self._as_on_gpu), tracker:
+            return run(stage, context, tracker)
 
 
-def _trace(stage: Stage, inputs: Mapping[str, torch.Tensor], *, as_on_gpu: bool) -> Trace:
-    context, tracker = _prepare(stage, inputs)
-    with _kernels(as_on_gpu), tracker:
-        with tracker.phase() as forward_only:
-            stage.forward(context, keep_graph=False)
-        stage.reset()
-        forward = _forward(stage, context, tracker, stage.model.start)
-        with tracker.phase() as backward:
-            stage.backward(0, forward.gradients)
-        deferred = _deferred_bytes(stage, context, forward.gradients)
+def _trace(stage: Stage, context: Context, tracker: Tracker) -> Trace:
+    with tracker.phase() as forward_only:
+        stage.forward(context, keep_graph=False)
+    stage.reset()
+    forward = _forward(stage, context, tracker, stage.model.start)
+    with tracker.phase() as backward:
+        stage.backward(0, forward.gradients)
     return Trace(
         saved=forward.saved,
         saved_outside=forward.outside,
@@ -324,7 +186,7 @@ def _trace(stage: Stage, inputs: Mapping[str, torch.Tensor], *, as_on_gpu: bool)
         forward_peak=forward.phase.peak_bytes,
         forward_only_peak=forward_only.peak_bytes,
         backward_peak=backward.peak_bytes + forward.incoming,
-        deferred=deferred,
+        deferred=_deferred_bytes(stage, context, forward.gradients),
         forward_flops=forward.phase.flops,
         backward_flops=backward.flops,
         # A linear layer's gradient of its input takes as many operations as its forward; the rest is for the weights.
@@ -400,10 +262,23 @@ def _deferred_bytes(stage: Stage, context: Context, gradients: Mapping[str, torc
     is_recomputed = any(getattr(module, "gradient_checkpointing", False) for module in stage.model.model.modules())
     if is_recomputed or all(layer.kind != "block" for layer in stage.model.layers):
         return 0
-    stage.model.defer_weight_gradients()
-    stage.forward(context, keep_graph=True)
-    stage.input_backward(0, gradients)
-    return stage.deferred_bytes(0)
+    with _deferring(stage.model):
+        stage.forward(context, keep_graph=True)
+        stage.input_backward(0, gradients)
+        return stage.deferred_bytes(0)
+
+
+@contextmanager
+def _deferring(stage_model: StageModel) -> Iterator[None]:
+    """Context manager in which linear layers give their weight gradients away; afterwards they are as before."""
+    classes = {module: type(module) for module in stage_model.model.modules()}
+    stage_model.defer_weight_gradients()
+    try:
+        yield
+    finally:
+        for module, cls in classes.items():
+            module.__class__ = cls
+        stage_model.weight_gradients = None
 
 
 @contextmanager

@@ -140,7 +140,7 @@ class Workload:
         num_rows, source = batch["input_ids"].shape
         mask = batch.get("attention_mask")
         rows, has_padding = largest_micro_batch(num_rows, num_micro_batches), mask is not None and not bool(mask.all())
-        return cls(rows, source, batch["labels"].shape[1], has_padding)
+        return cls(rows, source, batch["labels"].shape[-1], has_padding)
 
     @property
     def num_target_tokens(self) -> int:
@@ -154,6 +154,8 @@ class Workload:
 
     def within(self, adapter: Adapter) -> Workload:
         """As much of it as the model has positions for; longer rows cannot be trained on."""
+        if adapter.is_classifier:  # its labels are no tokens
+            self = replace(self, target_tokens=self.source_tokens)
         reader: StackName = "encoder" if adapter.config.is_encoder_decoder else "decoder"
         stacks: list[tuple[StackName, int]] = [(reader, self.source_tokens), ("decoder", self.target_tokens)]
         source, target = (min(length, adapter.num_positions.get(stack, length)) for stack, length in stacks)
@@ -167,6 +169,8 @@ class Workload:
         length = self.source_tokens if adapter.config.is_encoder_decoder else self.target_tokens
         ids = torch.full((self.rows, length), _TOKEN)
         labels = torch.full((self.rows, self.target_tokens), _TOKEN)
+        if adapter.is_classifier:
+            labels = torch.zeros(self.rows, dtype=torch.long)
         inputs = {"input_ids": ids, "labels": labels}
         if self.is_packed and not attends_by_document(adapter.reference):
             inputs["position_ids"] = torch.arange(length).expand(ids.shape)
@@ -175,7 +179,7 @@ class Workload:
             mask = torch.ones_like(ids)
             if length > 1 and self.rows > 1:
                 mask[-1, -1] = 0
-                if not adapter.config.is_encoder_decoder:
+                if not adapter.config.is_encoder_decoder and not adapter.is_classifier:
                     labels[-1, -1] = IGNORED_LABEL
             inputs["attention_mask"] = mask
         return adapter.prepare(inputs)

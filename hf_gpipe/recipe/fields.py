@@ -266,7 +266,7 @@ class TrainingSection:
 
 @section()
 class EvaluationSection:
-    """Evaluation after training: scores of greedy translations, loss of text, accuracy on preferences."""
+    """Evaluation after training: scores of translations, loss of text, accuracy on preferences."""
 
     max_examples: Count | None = None
     """Number of pairs per language, of blocks of text or of conversations to evaluate; null: the whole split."""
@@ -276,6 +276,9 @@ class EvaluationSection:
 
     max_new_tokens: Count = 64
     """Maximum length of a translation, in tokens."""
+
+    num_beams: Annotated[Count, PAIRS] = 1
+    """Number of beams of the search for a translation; 1: greedy."""
 
     split: Literal["test", "validation"] = "test"
     """Split to evaluate."""

@@ -63,7 +63,8 @@ class PipelineConfig:
     --table writes one). Asynchronous, with other numbers than the plain model: pipedream: each stage updates after each
     step and nothing waits for the pipeline to empty, the backward of a micro-batch uses the weights of its forward;
     pipedream_vertical: all stages use the version of the weights that the first one used; pipedream_2bw: the version
-    before the last one."""
+    before the last one; pipedream_naive: no version is kept, so that backwards use other weights than their
+    forwards."""
 
     recompute: Annotated[Annotated[str, OneOf((*_MODES, AUTO))] | _Entries, _Listed] = "stage"
     """The activations that are recomputed in backward, not kept. none: nothing; block: the inside of each block; stage:
@@ -161,16 +162,16 @@ class PipelineConfig:
 
     def _check_asynchronous(self) -> None:
         """Raise UserError for what an asynchronous schedule cannot run with."""
-        if self.replicas != 1 and (not isinstance(self.replicas, tuple) or max(self.replicas) > 1):
+        if self.is_mesh_open:
+            name = "num_stages" if self.num_stages == AUTO else "replicas"
             raise UserError(
-                f"schedule is {self.schedule} and replicas is {_shown(self.replicas)}: the replicas of a stage update "
-                "together, and the stages of this schedule by themselves; use replicas 1, or a synchronous schedule, "
-                "such as 1f1b."
-            )
-        if self.num_stages == AUTO:
-            raise UserError(
-                f"schedule is {self.schedule} and num_stages is auto; give num_stages, for with it the numbers of an "
+                f"schedule is {self.schedule} and {name} is auto; give {name}, for with it the numbers of an "
                 "asynchronous schedule change."
+            )
+        if self.zero:
+            raise UserError(
+                f"schedule is {self.schedule} and zero is {self.zero}: replicas share the whole step of an optimizer, "
+                "and here each stage updates by itself; use zero 0, or a synchronous schedule, such as 1f1b."
             )
         if self.torch_compile:
             raise UserError(
@@ -378,10 +379,6 @@ class PipelineConfig:
     def decided(self, **values: Any) -> DecidedConfig:
         """A copy with `values`, which replace everything that is left to the planner."""
         return DecidedConfig(**{**vars(self), "num_processes": self.processes, **values})
-
-
-def _shown(value: object) -> str:
-    return str(list(value) if isinstance(value, tuple) else value)
 
 
 @section()

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutput
 
 from hf_gpipe.adapters import IGNORED_LABEL, Adapter
+from hf_gpipe.adapters.classifiers import ONE_CLASS, problem_of
 from hf_gpipe.errors import UserError
-from hf_gpipe.runtime.loss import TokenLoss
+from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 
 NOT_PACKED = "a {} is computed from rows, and packed rows are one; leave packing out, and use a collator that pads"
 
@@ -111,7 +112,7 @@ class LogitsLoss:
         if once == 0 or not math.isfinite(once):
             return
         self._is_checked.append(True)
-        twice = float(self._value(logits.repeat(2, 1, 1), labels.repeat(2, *[1] * (labels.dim() - 1)), num_units))
+        twice = float(self._value(torch.cat([logits] * 2), torch.cat([labels] * 2), num_units))
         if abs(twice - 2 * once) > _ROUNDING * abs(once):
             raise UserError(
                 f"compute_loss_func gave {once:.6g} for a row and {twice:.6g} for the row given twice. It is called "
@@ -134,6 +135,28 @@ Loss: TypeAlias = TokenLoss | RowLoss | LogitsLoss
 """Any loss: `row_units` gives the number of units of each row, and `rows_per_unit` the rows of each unit."""
 
 
+def loss_of(adapter: Adapter, of_tokens: TokenLoss) -> Loss:
+    """The model's own loss: `of_tokens`, or of a classifier the one of its problem_type.
+
+    Raises UserError where that is another one, and `of_tokens` is not plain.
+    """
+    problem = problem_of(adapter.config) if adapter.is_classifier else ONE_CLASS
+    if problem == ONE_CLASS:
+        return of_tokens
+    if of_tokens != PLAIN:
+        raise UserError(
+            f"label_smoothing and logit_clipping are of the cross-entropy, and the model's problem_type is {problem}; "
+            "leave them out"
+        )
+    function = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
+
+    def of_rows(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+        logits = outputs.logits
+        return function(logits, labels.view(logits.shape)) * len(logits) / num_items_in_batch
+
+    return LogitsLoss(of_rows)
+
+
 def check_loss(loss: Loss, label_smoothing: float, logit_clipping: float | None, *, packing: bool) -> None:
     """Raise UserError where a given loss is none, or options ask for what it would not do."""
     if not isinstance(loss, TokenLoss | RowLoss | LogitsLoss):
@@ -148,5 +171,7 @@ def check_loss(loss: Loss, label_smoothing: float, logit_clipping: float | None,
 
 
 def whole_logits(adapter: Adapter, loss: Loss) -> str:
-    """The reason why training makes the logits of a micro-batch whole; empty where it does not."""
+    """The reason why training makes the logits of all positions; empty where it does not."""
+    if adapter.is_classifier:
+        return ""
     return "the loss is a function of them" if isinstance(loss, LogitsLoss) else adapter.projection.reason

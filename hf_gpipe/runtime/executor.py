@@ -80,7 +80,7 @@ class _Planned:
     sent: _Message | None
     """The message that its result is, unless the result is empty."""
     use: Use | None
-    """The version of the weights that it reads or replaces; None in a synchronous table, which has one."""
+    """The version of the weights that it reads or replaces; None of a reduction, and in a synchronous table."""
 
 
 class Executor:
@@ -166,6 +166,8 @@ class Executor:
                     received = planned.received.receive(_index(action))
                 elif action is last_update:
                     self._complete(result, reduce, timer)
+                elif planned.use is not None and action.kind == ActionKind.UPDATE and self._replicas is not None:
+                    self._replicas.finish(action.stage)
                 mark(action, device)
                 message: dict[str, torch.Tensor] = {}
                 if action.kind == ActionKind.REDUCE:

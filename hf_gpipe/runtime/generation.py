@@ -77,6 +77,15 @@ _HARMLESS: dict[str, tuple[object, ...]] = {
 }
 
 
+def check_generates(adapter: Adapter) -> None:
+    """Raise UserError where a model has no head for tokens."""
+    if adapter.is_classifier:
+        raise UserError(
+            f"{type(adapter.reference).__name__} gives classes or scores, and cannot generate; leave "
+            "predict_with_generate out, and use evaluate or predict of the trainer, or eval_step of the Pipeline"
+        )
+
+
 class Generator:
     """Runs `generate` for the stages of this process.
 
@@ -96,6 +105,7 @@ class Generator:
         edges: Mapping[int, Edge],
         topology: Topology,
     ) -> None:
+        check_generates(adapter)
         self._adapter = adapter
         self._stages = stages
         self._edges = edges

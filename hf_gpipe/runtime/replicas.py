@@ -193,11 +193,14 @@ class Replicas:
             self._sums[stage] = _Sum(self._buckets[stage], group)
         self._sums[stage].start_rest(on_cpu)
 
-    def finish(self) -> None:
-        """Wait for the sums of all stages and put them into `.grad`. A parameter without gradient anywhere has none."""
-        for one in self._sums.values():
-            one.finish()
-        self._sums.clear()
+    def finish(self, stage: int | None = None) -> None:
+        """Wait for the sums and put them into `.grad`. A parameter without gradient anywhere has none.
+
+        Args:
+            stage: whose sums; None: those of all stages.
+        """
+        for number in list(self._sums) if stage is None else {stage} & self._sums.keys():
+            self._sums.pop(number).finish()
 
 
 def in_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

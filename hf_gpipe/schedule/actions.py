@@ -2,7 +2,8 @@
 
 An action's text is its stage, the letter of its kind and its micro-batch: "2F0" is the forward of micro-batch 0 on
 stage 2, "2U" the optimizer update of stage 2. In an asynchronous table, which has several steps, "2U5" is the update of
-step 5; without a number it is that of step 0. What an action needs before it may run, for stage s and micro-batch m:
+step 5, and "2G5" the reduction before it; without a number it is that of step 0. What an action needs before it may
+run, for stage s and micro-batch m:
 
     F  the boundary that F of stage s-1 sent (stage 0 reads the batch)
     R  F of the same (s, m). It runs the stage's forward again with gradients and does not need the incoming gradient,
@@ -12,11 +13,12 @@ step 5; without a number it is that of step 0. What an action needs before it ma
     I  what B needs. It computes and sends the gradient of the stage's inputs, as B does, and leaves the gradients of
        the weights to W
     W  I of the same (s, m)
-    G  B, or I and W, of every micro-batch that its worker runs on the stage. It sums the stage's gradients over its
-       replicas: a collective, which begins when all of them have reached it and runs while they go on. Only a stage
-       with several replicas has a G, one on each of them
-    U  G of the stage, or where it has none B, or I and W, of every micro-batch of its step; one on each replica. In an
-       asynchronous table also U of the step before, and every B, I and W of a later step comes after it
+    G  B, or I and W, of every micro-batch of its step that its worker runs on the stage. It sums the stage's gradients
+       over its replicas: a collective, which begins when all of them have reached it and runs while they go on. Only a
+       stage with several replicas has a G, one on each of them for each step
+    U  G of its step, or where the stage has none B, or I and W, of every micro-batch of the step; one on each replica.
+       In an asynchronous table G and U also need U of the step before, and every B, I and W of a later step comes after
+       it
 
 A stage has for each micro-batch either B, or I and W: the backward in two parts (zero bubble, arXiv 2401.10241, section
 2). The set `split` has the (stage, micro-batch) pairs of I and W; it tells which action a neighbour's message is from.
@@ -46,6 +48,9 @@ class ActionKind(StrEnum):
     WEIGHT = "W"
     REDUCE = "G"
     UPDATE = "U"
+
+    # Tables are looked up by actions millions of times, and an enumeration's own hash is a function in Python.
+    __hash__ = str.__hash__
 
     @property
     def word(self) -> str:
@@ -134,6 +139,11 @@ class Action:
         if ActionKind(kind).is_of_mini_batch:
             return cls(ActionKind(kind), int(stage), step=int(number or 0))
         return cls(ActionKind(kind), int(stage), None if number is None else int(number))
+
+    @property
+    def reduction(self) -> Action:
+        """Of an update: the reduction of its step, if its stage has replicas."""
+        return Action(ActionKind.REDUCE, self.stage, step=self.step)
 
     def source(self, num_stages: int, split: Split = frozenset()) -> Action | None:
         """The neighbouring stage's action whose message this one receives; None if it receives none."""

@@ -11,6 +11,8 @@ the number of stages, s from 0 to K-1 a stage, w_s(t) its weights after t update
                          w(t+1) = w(t) - lr grad f(w(t-K+1))
     pipedream_2bw        double-buffered weights (arXiv 2006.09503, section 3.1): the version before that of the step,
                          w(t+1) = w(t) - lr grad f(w(t-1)). With M >= K micro-batches per step nothing waits.
+    pipedream_naive      no stashing, to show what it is good for (section 3.3): forwards as with `pipedream`, and each
+                         backward reads the newest version too, so that its gradient is that of no function.
 
 Versions below 0 are version 0: the first steps of a window have less delay. All of them run 1F1B. K = 3, five steps of
 one micro-batch with `pipedream` (U takes no time here), and two steps of three with `pipedream_2bw`:
@@ -22,12 +24,18 @@ one micro-batch with `pipedream` (U takes no time here), and two steps of three 
     stage 0  F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- F4 B2 -- F5 B3 -- .. B4 -- .. B5 --
     stage 1  .. F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- F4 B3 -- F5 B4 -- .. B5 -- .. ..
     stage 2  .. .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- F4 B4 -- F5 B5 -- .. .. .. ..
+
+Replicas of a stage take the micro-batches in turn (1F1B-RR, section 3.2). An update needs the sum of their gradients of
+a step, so each replica has a G and a U for every step, also where it has no micro-batch of that step, and all of them
+have the same versions. In flight are ceil(n / r) micro-batches on each of the r replicas of a stage, where n is the
+number of workers of this stage and those after it: K-s without replicas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import accumulate
 
 from hf_gpipe.schedule.actions import Action, ActionKind, Placement
 from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations
@@ -44,8 +52,14 @@ def _newest(table: Schedule) -> Versions:
     return table.newest_version
 
 
-def _of_first_stage(table: Schedule) -> Versions:
-    return {(stage, m): table.newest_version[0, m] for stage, m in table.newest_version}
+def _on_all_stages(table: Schedule) -> Versions:
+    """The newest version that all stages have: that of stage 0, which is the latest one.
+
+    Only where a step has fewer micro-batches than a stage has replicas, another stage can be later.
+    """
+    stages = range(table.num_stages)
+    oldest = [min(table.newest_version[stage, m] for stage in stages) for m in range(table.num_micro_batches)]
+    return {(stage, m): oldest[m] for stage, m in table.newest_version}
 
 
 def _one_behind(table: Schedule) -> Versions:
@@ -54,8 +68,9 @@ def _one_behind(table: Schedule) -> Versions:
 
 ASYNCHRONOUS_SCHEDULES: dict[str, Callable[[Schedule], Versions]] = {
     "pipedream": _newest,
-    "pipedream_vertical": _of_first_stage,
+    "pipedream_vertical": _on_all_stages,
     "pipedream_2bw": _one_behind,
+    "pipedream_naive": _newest,
 }
 """Which version of the weights each forward reads, from the table in which each reads the newest."""
 
@@ -66,47 +81,84 @@ def asynchronous(name: str, steps: tuple[int, ...], placement: Placement, limits
     Args:
         name: one of `ASYNCHRONOUS_SCHEDULES`.
         steps: the number of micro-batches of each step.
-        placement: of the stages, each with one replica.
-        limits: of live graphs.
+        placement: of the stages.
+        limits: of live graphs, on each replica.
     """
-    num_stages = placement.num_stages
-    orders = [_order(stage, num_stages, steps, waits=name == "pipedream_2bw") for stage in range(num_stages)]
-    rows = merge_with_recomputations(orders, placement, fused_last(limits))
-    table = Schedule(name, num_stages, sum(steps), placement, tuple(_with_updates(row, steps) for row in rows), steps)
+    waits = name == "pipedream_2bw"
+    orders = [
+        [action for process in own for action in _order(stage, process, placement, steps, waits=waits)]
+        for stage, own in enumerate(placement.workers)
+    ]
+    rows = [
+        tuple(_with_updates(row, process, placement, steps, waits=waits))
+        for process, row in enumerate(merge_with_recomputations(orders, placement, fused_last(limits)))
+    ]
+    stashes = name != "pipedream_naive"
+    table = Schedule(name, placement.num_stages, sum(steps), placement, tuple(rows), steps, stashes=stashes)
     found = ASYNCHRONOUS_SCHEDULES[name](table)
     named = {(*where, version) for where, version in found.items() if version != table.newest_version[where]}
     return replace(table, versions=frozenset(named))
 
 
-def _order(stage: int, num_stages: int, steps: tuple[int, ...], *, waits: bool) -> list[Action]:
-    """1F1B over all steps: a forward comes after so many backwards that K-s micro-batches are in flight.
+def _order(stage: int, process: int, placement: Placement, steps: tuple[int, ...], *, waits: bool) -> Iterator[Action]:
+    """1F1B over all steps on a worker of a stage: a forward comes after so many backwards that the number in flight is
+    as the module says.
 
     Args:
         stage: s.
-        num_stages: K.
+        process: the worker.
+        placement: of the stages.
         steps: the number of micro-batches of each step.
         waits: whether a forward also comes after every backward of the step before the last one, whose update makes the
             version that it reads.
     """
-    order: list[Action] = []
-    num_backwards, first, first_of_last = 0, 0, 0
-    for size in steps:
-        for micro_batch in range(first, first + size):
-            needed = max(micro_batch - (num_stages - stage) + 1, first_of_last if waits else 0)
-            while num_backwards < needed:
-                order.append(Action(ActionKind.BACKWARD, stage, num_backwards))
-                num_backwards += 1
-            order.append(Action(ActionKind.FORWARD, stage, micro_batch))
-        first_of_last, first = first, first + size
-    return order + [Action(ActionKind.BACKWARD, stage, m) for m in range(num_backwards, first)]
+    own = placement.micro_batches_of(stage, process, sum(steps))
+    in_flight = -(-sum(placement.replicas[stage:]) // placement.replicas[stage])
+    step_of = [step for step, size in enumerate(steps) for _ in range(size)]
+    ends = list(accumulate(steps))
+    num_backwards = 0
+    for index, micro_batch in enumerate(own):
+        needed = index - in_flight + 1
+        if waits and step_of[micro_batch] > 1:
+            of_steps_before = placement.micro_batches_of(stage, process, ends[step_of[micro_batch] - 2])
+            needed = max(needed, len(of_steps_before))
+        while num_backwards < needed:
+            yield Action(ActionKind.BACKWARD, stage, own[num_backwards])
+            num_backwards += 1
+        yield Action(ActionKind.FORWARD, stage, micro_batch)
+    for micro_batch in own[num_backwards:]:
+        yield Action(ActionKind.BACKWARD, stage, micro_batch)
 
 
-def _with_updates(row: list[Action], steps: tuple[int, ...]) -> tuple[Action, ...]:
-    """The order of a process with each stage's U directly after the last backward of a step."""
-    last = {sum(steps[: step + 1]) - 1: step for step in range(len(steps))}
-    result: list[Action] = []
+def _with_updates(
+    row: list[Action], process: int, placement: Placement, steps: tuple[int, ...], *, waits: bool
+) -> Iterator[Action]:
+    """The order of a worker with U, and before it G where the stage has replicas.
+
+    They stand directly after the last backward of a step on the worker. A replica without a micro-batch in the step has
+    them as late as it can, since it waits there for the others: before its next backward or, with `waits`, before the
+    forward that reads the new version.
+    """
+    step_of = [step for step, size in enumerate(steps) for _ in range(size)]
+    ends = list(accumulate(steps))
+    num_updates = dict.fromkeys(placement.stages_of(process), 0)
+
+    def updates(stage: int, until: int) -> Iterator[Action]:
+        for step in range(num_updates[stage], until):
+            if placement.replicas[stage] > 1:
+                yield Action(ActionKind.REDUCE, stage, step=step)
+            yield Action(ActionKind.UPDATE, stage, step=step)
+        num_updates[stage] = max(num_updates[stage], until)
+
     for action in row:
-        result.append(action)
-        if action.kind == ActionKind.BACKWARD and (step := last.get(action.micro_batch or 0)) is not None:
-            result.append(Action(ActionKind.UPDATE, action.stage, step=step))
-    return tuple(result)
+        assert action.micro_batch is not None
+        step, replicas = step_of[action.micro_batch], placement.replicas[action.stage]
+        if action.kind == ActionKind.FORWARD:
+            yield from updates(action.stage, step - 1 if waits else 0)
+        else:
+            yield from updates(action.stage, step)
+        yield action
+        if action.kind == ActionKind.BACKWARD and action.micro_batch + replicas >= ends[step]:
+            yield from updates(action.stage, step + 1)
+    for stage in num_updates:
+        yield from updates(stage, len(steps))

@@ -287,11 +287,11 @@ def build(
             f"schedule {name!r}: replicas is {replicas}, but the stages of the placement {placement} have "
             f"{list(placement.replicas)}; leave replicas out."
         )
-    if is_asynchronous and placement.has_replicas:
+    if is_asynchronous and placement.has_replicas and len(placement.places) > placement.num_processes:
         raise ScheduleError(
-            f"schedule {name!r} and stages with {list(placement.replicas)} replicas do not go together: replicas sum "
-            "their gradients before an update, and these stages update by themselves; use one replica of each stage, "
-            "or a synchronous schedule such as 1f1b."
+            f"schedule {name!r} and the placement {placement} do not go together: replicas wait for each other in each "
+            "step, and two stages of one process would do so in different orders; give each replica of each stage a "
+            "process of its own."
         )
     limits = _limits(name, num_stages, recompute)
     if is_asynchronous:

@@ -20,7 +20,8 @@ of its micro-batch's way (down the stages, then up again) comes first, for its r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from functools import lru_cache
 from typing import NamedTuple
 
 from hf_gpipe.errors import ScheduleError
@@ -102,7 +103,8 @@ def num_communicators(placement: Placement, process: int) -> int:
     return sum(process in (link.sender, link.receiver) for link in communicators(placement))
 
 
-def executable_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+@lru_cache(maxsize=8)
+def executable_order(schedule: Schedule) -> tuple[tuple[int, Action], ...]:
     """All actions of a table as (process, action), in an order in which each finds the message that it receives.
 
     Every process takes its actions in its own order. It stops at one whose message has not been sent, and at the U of a
@@ -111,17 +113,18 @@ def executable_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     Raises:
         ScheduleError: the processes wait for each other; names the action at which the first of them stops.
     """
-    num_stages, workers = schedule.num_stages, schedule.placement.workers
+    workers = schedule.placement.workers
+    order: list[tuple[int, Action]] = []
     reached = [0] * len(schedule.actions)
     done: set[Action] = set()
     # F, R, B, I and W stand once in the table, G on each replica of its stage.
-    num_reduced = [0] * num_stages
+    num_reduced: Counter[Action] = Counter()
 
     def waits_for(action: Action) -> Action | None:
         """What has to be done in other processes before an action can run."""
         if action.kind == ActionKind.UPDATE:
-            is_reduced = len(workers[action.stage]) in (1, num_reduced[action.stage])
-            return None if is_reduced else Action(ActionKind.REDUCE, action.stage)
+            is_reduced = len(workers[action.stage]) in (1, num_reduced[action.reduction])
+            return None if is_reduced else action.reduction
         source = schedule.source(action)
         return None if source is None or source in done else source
 
@@ -131,8 +134,9 @@ def executable_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
         for process, actions in enumerate(schedule.actions):
             while reached[process] < len(actions) and not waits_for(action := actions[reached[process]]):
                 done.add(action)
-                num_reduced[action.stage] += action.kind == ActionKind.REDUCE
-                yield process, action
+                if action.kind == ActionKind.REDUCE:
+                    num_reduced[action] += 1
+                order.append((process, action))
                 reached[process] += 1
                 progress = True
 
@@ -147,21 +151,28 @@ def executable_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
             f"schedule {schedule.name!r}: deadlock: {words}; let one of them come earlier or later.",
             f"process {stopped[0][0]}",
         )
+    return tuple(order)
 
 
 def _clock_order(schedule: Schedule) -> list[tuple[int, Action]]:
     """All actions as (process, action), in the order of their starts on the clock.
 
-    An action starts after the one before it in its list, and after the end of its source, so both come before it.
+    An action starts after the one before it in its list, and after the end of its source, so both come before it. A U
+    starts after the G of all replicas.
     """
     started = [-1] * len(schedule.actions)
     free_at: dict[tuple[int, str | None], int] = {}
     ends: dict[Action, int] = {}
+    reduced_at: dict[Action, int] = {}
     order: list[tuple[int, int, int, Action]] = []
     for process, action in executable_order(schedule):
         place = schedule.placement.place_of(process, action)
         source = schedule.source(action)
         start = max(started[process] + 1, free_at.get(place, 0), ends[source] if source else 0)
+        if action.kind == ActionKind.REDUCE:
+            reduced_at[action] = max(reduced_at.get(action, 0), start + 1)
+        elif action.kind == ActionKind.UPDATE:
+            start = max(start, reduced_at.get(action.reduction, 0))
         started[process] = start
         ends[action] = free_at[place] = start + _FINE * TICKS.get(action.kind, 0)
         order.append((start, way(action, schedule.num_stages), process, action))

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from functools import lru_cache
+from itertools import accumulate
 
 from hf_gpipe.schedule.actions import Action, ActionKind
 from hf_gpipe.schedule.simulate import Costs, Seconds, Timeline, simulate
@@ -43,6 +44,8 @@ class Held(StrEnum):
     """The extra memory of the stage's first B or W, which makes the gradients of the weights."""
     WEIGHT_GRADIENTS = "gradients of weights"
     """From the end of the first B or W on."""
+
+    __hash__ = str.__hash__
 
 
 def holdings(timeline: Timeline, stage: int, process: int) -> Iterator[tuple[Held, Seconds, Seconds]]:
@@ -109,26 +112,31 @@ def occupancy(
                     changes[start].append((item, amount))
                     changes[end].append((item, -amount))
     level: dict[str, float] = {}
+    before: dict[str, float] = {}
     for time in sorted(changes):
-        before = dict(level)
         for item, change in changes[time]:
             level[item] = level.get(item, 0) + change
         if level != before:
-            yield time, dict(level)
+            before = dict(level)
+            yield time, before
 
 
 def most_held(timeline: Timeline, stage: int) -> dict[Held, int]:
     """The most of each thing that a stage holds at once in any one of its workers, as a number of micro-batches."""
     most = dict.fromkeys(Held, 0)
     for process in timeline.schedule.placement.workers[stage]:
-        for _, level in occupancy(timeline, {stage: {held: {held: 1} for held in Held}}, process):
-            for held in Held:
-                most[held] = max(most[held], int(level.get(held, 0)))
+        changes: defaultdict[Held, list[tuple[Seconds, int]]] = defaultdict(list)
+        for held, start, end in holdings(timeline, stage, process):
+            if end > start:
+                changes[held] += [(start, 1), (end, -1)]
+        for held, of_held in changes.items():
+            # At one time -1 comes first.
+            most[held] = max(most[held], *accumulate(change for _, change in sorted(of_held)))
     return most
 
 
 @lru_cache(maxsize=256)
 def most_of_equal_stages(table: Schedule) -> tuple[dict[Held, int], ...]:
     """The most of each thing that each stage holds at once, if all stages are equally fast."""
-    timeline = simulate(table, Costs(forward_seconds=1, backward_seconds=2))
+    timeline = simulate(table, Costs(forward_seconds=1, backward_seconds=2, input_seconds=1, weight_seconds=1))
     return tuple(most_held(timeline, stage) for stage in range(table.num_stages))

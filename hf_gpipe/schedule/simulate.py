@@ -22,6 +22,7 @@ in which the stages before the last one wait for their first gradient.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -200,7 +201,7 @@ class _Clock:
         }
         self._transfer_seconds = _of_edges(costs.transfer_seconds, schedule)
         self._schedule = schedule
-        self._order = tuple(executable_order(schedule))
+        self._order = executable_order(schedule)
         self._free_at: dict[tuple[int, str | None], Seconds] = {}
         self._started: list[Seconds] = [0] * schedule.placement.num_processes
         self._edge_free_at: dict[tuple[bool, int, int, int], Seconds] = {}
@@ -211,19 +212,34 @@ class _Clock:
         free_at, started, edge_free_at = self._free_at, self._started, self._edge_free_at
         spans: list[Span] = []
         arrives_at: dict[Action, Seconds] = {}
-        reached_at: dict[int, Seconds] = {}
-        updates: list[tuple[int, Action]] = []
-        for process, action in self._order:
-            if action.kind == ActionKind.UPDATE and placement.has_replicas:
-                updates.append((process, action))
-                continue
-            if action.kind == ActionKind.REDUCE:
-                free = free_at.get(placement.place_of(process, action), 0)
-                reached_at[action.stage] = max(reached_at.get(action.stage, 0), free)
-                continue
-            source = schedule.source(action)  # of an update None
+        reached_at: defaultdict[Action, list[Seconds]] = defaultdict(list)
+        reduced_at: dict[Action, Seconds] = {}
+        reducing_until: list[Seconds] = [0] * placement.num_processes
+
+        def reduce() -> None:
+            """The reductions that all replicas have reached by now, in the order in which these did."""
+            every = [g for g, times in reached_at.items() if len(times) == len(placement.workers[g.stage])]
+            for action in sorted(every, key=lambda one: (max(reached_at[one]), -one.stage)):
+                workers = placement.workers[action.stage]
+                start = max(*reached_at.pop(action), *(reducing_until[process] for process in workers))
+                reduced_at[action] = start + seconds[ActionKind.REDUCE][action.stage]
+                for process in workers:
+                    reducing_until[process] = reduced_at[action]
+                    spans.append(Span(process, action, start, reduced_at[action]))
+
+        # Those of a synchronous table come last on every process: all reductions are known by then.
+        updates_last = placement.has_replicas and not schedule.is_asynchronous
+        order = sorted(self._order, key=lambda one: updates_last and one[1].kind == ActionKind.UPDATE)
+        for process, action in order:
+            source = schedule.source(action)  # of a reduction or an update None
             place = placement.place_of(process, action)
+            if action.kind == ActionKind.REDUCE:
+                reached_at[action].append(free_at.get(place, 0))
+                continue
             start = max(started[process], free_at.get(place, 0), arrives_at[source] if source else 0)
+            if action.kind == ActionKind.UPDATE:
+                reduce()
+                start = max(start, reduced_at.get(action.reduction, 0))
             end = start + seconds[action.kind][action.stage]
             spans.append(Span(process, action, start, end))
             started[process], free_at[place] = start, end
@@ -237,22 +253,6 @@ class _Clock:
                     seconds_of_edge = self._transfer_seconds[min(action.stage, consumer.stage), lower, upper]
                     edge_free_at[edge] = travels_from + seconds_of_edge
                     arrives_at[action] = edge_free_at[edge]
-
-        reduced_at: dict[int, Seconds] = {}
-        reducing_until: list[Seconds] = [0] * placement.num_processes
-        for stage in sorted(reached_at, key=lambda stage: (reached_at[stage], -stage)):
-            start = max(reached_at[stage], *(reducing_until[process] for process in placement.workers[stage]))
-            reduced_at[stage] = start + seconds[ActionKind.REDUCE][stage]
-            for process in placement.workers[stage]:
-                reducing_until[process] = reduced_at[stage]
-                spans.append(Span(process, Action(ActionKind.REDUCE, stage), start, reduced_at[stage]))
-
-        # With replicas every process's updates come last, so all reductions are known by now.
-        for process, action in updates:
-            place = placement.place_of(process, action)
-            start = max(started[process], free_at.get(place, 0), reduced_at.get(action.stage, 0))
-            started[process], free_at[place] = start, start + seconds[action.kind][action.stage]
-            spans.append(Span(process, action, start, free_at[place]))
         return spans
 
 

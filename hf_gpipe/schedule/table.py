@@ -21,7 +21,8 @@ action receives. A reduction (G) is not waited for where it stands: it goes on b
 An asynchronous table has several steps, and each stage updates its weights after each of them (PipeDream, arXiv
 1806.03377). A line `steps: 2 2 2` after the placement gives the number of micro-batches of each step. A word `2F7@3`
 says that micro-batch 7 reads version 3 of stage 2's weights, in its forward, recomputation and backward: those after
-three updates of this table. Without it a forward reads the newest version.
+three updates of this table. Without it a forward reads the newest version. A line `stashes: no` after the steps says
+that no old version is kept: recomputations and backwards then read the newest version too.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from hf_gpipe.errors import ScheduleError, nearest
 from hf_gpipe.schedule.actions import TEXT_VERSION, Action, ActionKind, Placement, gradient_action, parse_number
 
 _HEADER_KEYS = ("table", "schedule", "num_stages", "num_micro_batches", "placement")
-_OPTIONAL_KEYS = ("steps", "devices")
+_OPTIONAL_KEYS = ("steps", "stashes", "devices")
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,9 @@ class Schedule:
     micro-batches of each step. None: a synchronous table, of one step that all stages end together."""
     versions: frozenset[tuple[int, int, int]] = frozenset()
     """(stage, micro-batch, version) of those that read another version of the weights than the newest."""
+    stashes: bool = True
+    """Whether a version that is still to be read is kept when an update replaces it. False, of an asynchronous table:
+    a recomputation and a backward read the newest version, whatever their forward has read."""
 
     def __post_init__(self) -> None:
         if self.name.strip().splitlines() != [self.name]:
@@ -112,12 +116,19 @@ class Schedule:
 
     @cached_property
     def version_read(self) -> Mapping[tuple[int, int], int]:
-        """The version of the weights that each (stage, micro-batch) reads: the number of updates that made it."""
+        """The version of the weights that each (stage, micro-batch) reads, in its forward at least (`stashes`): the
+        number of updates that made it."""
         return {**self.newest_version, **{(stage, m): version for stage, m, version in self.versions}}
 
     def source(self, action: Action) -> Action | None:
         """The neighbouring stage's action whose message this one receives; None if it receives none."""
-        return action.source(self.num_stages, self.split)
+        if action not in self._sources:
+            self._sources[action] = action.source(self.num_stages, self.split)
+        return self._sources[action]
+
+    @cached_property
+    def _sources(self) -> dict[Action, Action | None]:
+        return {}
 
     def consumer(self, action: Action) -> Action | None:
         """The neighbouring stage's action that receives this one's message; None if it sends none."""
@@ -193,6 +204,8 @@ class Schedule:
         ]
         if self.steps is not None:
             lines.append(f"steps: {' '.join(map(str, self.steps))}")
+        if not self.stashes:
+            lines.append("stashes: no")
         if self.placement.devices is not None:
             lines.append(f"devices: {' '.join(self.placement.devices)}")
         named = {(stage, micro_batch): f"@{version}" for stage, micro_batch, version in self.versions}
@@ -270,6 +283,8 @@ class Schedule:
             return tuple(size for size in sizes if size is not None)
 
         num_stages, num_micro_batches, steps = read("num_stages"), read("num_micro_batches"), read_steps()
+        if header.get("stashes", "no") != "no":
+            fail("stashes", "no, or no such line")
         devices = tuple(header["devices"].split()) if "devices" in header else None
         try:
             placement = Placement(read_workers(), devices)
@@ -277,7 +292,14 @@ class Schedule:
             raise error if error.line else ScheduleError(f"line {places['placement']}: {error}", "placement") from None
         try:
             return cls(
-                header["schedule"], num_stages, num_micro_batches, placement, tuple(actions), steps, frozenset(versions)
+                header["schedule"],
+                num_stages,
+                num_micro_batches,
+                placement,
+                tuple(actions),
+                steps,
+                frozenset(versions),
+                stashes="stashes" not in header,
             )
         except ScheduleError as error:
             raise ScheduleError(f"line {places['schedule']}: {error}", "schedule") from None

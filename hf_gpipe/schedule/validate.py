@@ -42,8 +42,7 @@ def check_table(schedule: Schedule) -> None:
     _check_versions(schedule)
     _check_order_of_reductions(schedule)
     _check_order_on_edges(schedule)
-    for _ in executable_order(schedule):
-        pass
+    executable_order(schedule)
 
 
 def _fail(schedule: Schedule, problem: str, where: int | str) -> NoReturn:
@@ -81,13 +80,6 @@ def _check_shape(schedule: Schedule) -> None:
             f"the steps have {list(schedule.steps)} micro-batches and the table {num_micro_batches}; each step has at "
             "least one, and together they have all.",
             "steps",
-        )
-    if schedule.steps is not None and placement.has_replicas:
-        _fail(
-            schedule,
-            f"the table is asynchronous, and its stages have {list(placement.replicas)} replicas; an asynchronous "
-            "table has one replica of each stage.",
-            "placement",
         )
 
 
@@ -166,10 +158,11 @@ def _check_complete(schedule: Schedule, positions: list[dict[Action, int]]) -> N
     if schedule.is_training:
         check_each(ActionKind.BACKWARD)
         for stage, count in enumerate(schedule.placement.replicas):
-            if count > 1:
-                check(Action(ActionKind.REDUCE, stage), "every replica of a stage reduces its gradients once.")
             for step in range(schedule.num_steps):
-                check(Action(ActionKind.UPDATE, stage, step=step), "a training step updates each stage once.")
+                update = Action(ActionKind.UPDATE, stage, step=step)
+                if count > 1:
+                    check(update.reduction, "every replica of a stage reduces its gradients once in a step.")
+                check(update, "a training step updates each stage once.")
         return
     for process, actions in enumerate(schedule.actions):
         for action in actions:
@@ -210,9 +203,8 @@ def _needs_of_own_stage(schedule: Schedule, process: int, action: Action) -> lis
             Action(kinds[(stage, m) in schedule.split], stage, m) for m in own if schedule.step_of[m] == action.step
         ]
         if action.kind == ActionKind.UPDATE:
-            needs.append(Action(ActionKind.REDUCE, stage, step=action.step))
-            needs += [Action(ActionKind.UPDATE, stage, step=action.step - 1)] if action.step else []
-        return needs
+            needs.append(action.reduction)
+        return needs + ([Action(ActionKind.UPDATE, stage, step=action.step - 1)] if action.step else [])
     if action.kind == ActionKind.RECOMPUTE:
         return [Action(ActionKind.FORWARD, stage, micro_batch)]
     needs = []
@@ -228,6 +220,14 @@ def _needs_of_own_stage(schedule: Schedule, process: int, action: Action) -> lis
 
 def _check_versions(schedule: Schedule) -> None:
     """Every version of the weights that a forward names is there when it is read."""
+    if not schedule.stashes and (schedule.versions or not schedule.is_asynchronous):
+        _fail(
+            schedule,
+            "it keeps no stashes (stashes: no), and "
+            + ("names versions" if schedule.versions else "has one step")
+            + "; leave the one or the other out.",
+            "stashes",
+        )
     last = None
     for stage, micro_batch, version in sorted(schedule.versions):
         newest = schedule.newest_version.get((stage, micro_batch))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hf_gpipe.schedule.actions import Action, ActionKind
+from hf_gpipe.schedule.actions import ActionKind
 from hf_gpipe.schedule.table import Schedule
 
 
@@ -15,39 +15,51 @@ class Use(NamedTuple):
     version: int
     """The one that F, R, B and I read; of U the one that it replaces."""
     is_last: bool
-    """Whether nothing on the stage reads this version after it. A U then overwrites it; otherwise it is stashed."""
+    """Whether nothing on the worker reads this version of the stage after it. A U then overwrites it; otherwise it is
+    stashed."""
 
 
-def uses(schedule: Schedule, process: int) -> list[Use]:
-    """The use of the weights by each action of a worker, in its order."""
-    found: list[Use] = []
+def uses(schedule: Schedule, process: int) -> list[Use | None]:
+    """The use of the weights by each action of a worker, in its order; a reduction (G) has none.
+
+    Without stashes every action reads the newest version, and an update overwrites it.
+    """
+    found: list[Use | None] = []
     read_later: set[tuple[int, int]] = set()
-    updates_left = [schedule.num_steps] * schedule.num_stages
+    newest = [schedule.num_steps] * schedule.num_stages
     for action in reversed(schedule.actions[process]):
-        if action.kind == ActionKind.UPDATE:
-            updates_left[action.stage] -= 1
-            version = updates_left[action.stage]
-        else:
-            version = schedule.version_read[action.stage, _micro_batch(action)]
+        if action.kind == ActionKind.REDUCE:
+            found.append(None)
+            continue
+        newest[action.stage] -= action.kind == ActionKind.UPDATE
+        version = newest[action.stage]
+        if schedule.stashes and action.micro_batch is not None:
+            version = schedule.version_read[action.stage, action.micro_batch]
         where = action.stage, version
-        found.append(Use(version, where not in read_later))
+        found.append(Use(version, not schedule.stashes or where not in read_later))
         if action.kind != ActionKind.UPDATE:
             read_later.add(where)
     return found[::-1]
 
 
-def num_stashes(schedule: Schedule, stage: int) -> int:
+def num_stashes(schedule: Schedule, stage: int, process: int | None = None) -> int:
     """The most old versions of its weights that a stage keeps at once, beside the newest one.
 
     With weight stashing stage s of K keeps K-s-1 of them (arXiv 1806.03377, section 3.3).
+
+    Args:
+        schedule: the table.
+        stage: its number.
+        process: the worker; None: the one of the stage's workers that keeps most.
     """
     if not schedule.is_asynchronous:
         return 0
-    (process,) = schedule.placement.workers[stage]
+    if process is None:
+        return max(num_stashes(schedule, stage, worker) for worker in schedule.placement.workers[stage])
     stashed: set[int] = set()
     most = 0
     for action, use in zip(schedule.actions[process], uses(schedule, process), strict=True):
-        if action.stage != stage:
+        if action.stage != stage or use is None:
             continue
         if action.kind == ActionKind.UPDATE and not use.is_last:
             stashed.add(use.version)
@@ -60,12 +72,7 @@ def num_stashes(schedule: Schedule, stage: int) -> int:
 def staleness(schedule: Schedule, stage: int) -> Sequence[int]:
     """Of each micro-batch, how many updates its gradient is late on a stage.
 
-    It is the number of updates between the version of the weights that the gradient was computed with and the one that
-    it changes: 0 in a synchronous table.
+    It is the number of updates between the version of the weights that its forward has read and the one that it
+    changes: 0 in a synchronous table.
     """
     return [step - schedule.version_read[stage, m] for m, step in enumerate(schedule.step_of)]
-
-
-def _micro_batch(action: Action) -> int:
-    assert action.micro_batch is not None, f"{action} has no micro-batch"
-    return action.micro_batch

@@ -55,8 +55,8 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One translation, to be read."""
+class Translated:
+    """A pair with its translation."""
 
     language: str
     source: str
@@ -66,17 +66,26 @@ class Sample:
 
 @dataclass(frozen=True)
 class TranslationReport:
-    """Scores of every language, the languages with the most pairs first, and a few samples.
+    """Scores of every language, the languages with the most pairs first, and the translations.
 
     Attributes:
         per_language: of the languages that were translated.
-        samples: to be read.
+        translations: of all pairs, in their order.
+        num_samples: how many of them are shown.
         training_pairs: how many pairs each language was trained on, where that is known.
     """
 
     per_language: dict[str, Scores]
-    samples: tuple[Sample, ...]
+    translations: tuple[Translated, ...]
+    num_samples: int
     training_pairs: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def samples(self) -> list[Translated]:
+        """Some translations, from the first to the last at equal distances."""
+        total = len(self.translations)
+        count = min(self.num_samples, total)
+        return [self.translations[i * total // count] for i in range(count)]
 
     @property
     def average(self) -> Scores:
@@ -181,10 +190,11 @@ def evaluate_translation(
     max_source_tokens: int,
     max_target_tokens: int,
     max_examples: int | None = None,
+    num_beams: int = 1,
     num_samples: int = 5,
     training_pairs: Mapping[str, int] | None = None,
 ) -> TranslationReport:
-    """Translate by greedy generation, and score the translations and the likelihood of the references.
+    """Translate, and score the translations and the likelihood of the references.
 
     Every process calls it, the pairs of the main process are used, the others may pass None, and every process gets the
     same report. Rows of similar length are translated together.
@@ -199,7 +209,8 @@ def evaluate_translation(
         max_target_tokens: longer references are cut for the likelihood, per token and per character alike;
             translations are compared with all of them.
         max_examples: how many pairs of each language to take, the first ones; None: all.
-        num_samples: translations to keep in the report.
+        num_beams: of beam search; 1: greedy.
+        num_samples: translations to show.
         training_pairs: of the main process: how many pairs each language was trained on (data.training_pairs), by
             which the report says what languages of high, middle and low resource score; None: unknown.
 
@@ -227,7 +238,7 @@ def evaluate_translation(
         return tokenizer.pad_token_id
 
     pad_token_id = pipe.topology.from_reader(prepare)
-    options = {"max_new_tokens": max_new_tokens, "num_beams": 1, "do_sample": False, "num_return_sequences": 1}
+    options = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "do_sample": False, "num_return_sequences": 1}
     outcomes: dict[int, _Outcome] = {}
     for number, one in enumerate(predict(pipe, work.batches, generation=Generation(pipe, options, pad_token_id))):
         if tokenizer is None or not pipe.topology.is_reader:
@@ -297,10 +308,10 @@ def _report(
         language: _score([pairs[i] for i in of_language[language]], [outcomes[i] for i in of_language[language]])
         for language in largest_first
     }
-    count = min(num_samples, len(pairs))
-    chosen = [i * len(pairs) // count for i in range(count)]
-    samples = (Sample(pairs[i].language, pairs[i].source, pairs[i].target, outcomes[i].translation) for i in chosen)
-    return TranslationReport(per_language, tuple(samples), dict(training_pairs))
+    translations = (
+        Translated(pair.language, pair.source, pair.target, outcomes[i].translation) for i, pair in enumerate(pairs)
+    )
+    return TranslationReport(per_language, tuple(translations), num_samples, dict(training_pairs))
 
 
 def _score(pairs: Sequence[Pair], outcomes: Sequence[_Outcome]) -> Scores:

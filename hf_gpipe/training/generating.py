@@ -14,6 +14,7 @@ from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.adapters.dropout import default_generator, mix
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.runtime.generation import check_generates
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.loader import Batch
 
@@ -34,6 +35,7 @@ class Generation:
     """
 
     def __init__(self, pipe: Pipeline, options: Mapping[str, Any], pad_token_id: int | None) -> None:
+        check_generates(pipe.adapter)
         self._pipe = pipe
         self._options = dict(options)
         self._num_batches = 0

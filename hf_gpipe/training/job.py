@@ -6,7 +6,7 @@ import json
 import math
 import socket
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +50,8 @@ from hf_gpipe.training.trainer import PipelineTrainer
 from hf_gpipe.training.windows import StageUpdates
 
 RECIPE_FILE, METRICS_FILE, TIMELINE_FILE = "recipe.yaml", "metrics.json", "timeline.png"
+#: One JSON object a line: language, source, target and translation of a pair that was evaluated.
+TRANSLATIONS_FILE = "translations.jsonl"
 TRACE_FILE, BREAKDOWN_FILE = "trace.json", "breakdown.json"
 #: The copy of a table that the recipe names, which the recipe beside it names in its place.
 TABLE_FILE = "schedule.txt"
@@ -110,11 +112,17 @@ def run(recipe: Recipe, job: Job) -> None:
     if processes.is_writer:
         cost = cost_meter.cost(pipe, trainer.state.log_history, measured, batch, first_step)
         metrics = json.dumps(_finite(report.to_dict() | {"cost": cost}), indent=2, ensure_ascii=False)
+        if translations := task.translations(report):
+            lines = [json.dumps(asdict(one), ensure_ascii=False) for one in translations]
+            (output_dir / TRANSLATIONS_FILE).write_text("\n".join([*lines, ""]), encoding="utf-8")
         (output_dir / METRICS_FILE).write_text(f"{metrics}\n")
         _write_timelines(output_dir, measured, predicted)
     if processes.is_reporter:
         summary.say(summary.step_text(breakdown(measured), output_dir / TRACE_FILE))
-        summary.say(summary.end_text(task.report_text(report), output_dir, TIMELINE_FILE, METRICS_FILE))
+        files = {"one step's timeline": TIMELINE_FILE, "metrics": METRICS_FILE}
+        if task.translations(report):
+            files["all translations"] = TRANSLATIONS_FILE
+        summary.say(summary.end_text(task.report_text(report), output_dir, files))
 
 
 def _say_nothing(text: str) -> None:
@@ -195,7 +203,8 @@ def _begin(recipe: Recipe, output_dir: Path, table: Schedule | None) -> list[Pat
             remove(path)
             deleted.append(path)
     # Metrics that are there once a run has ended are that run's own, and the recipe beside them is what they are of.
-    (output_dir / METRICS_FILE).unlink(missing_ok=True)
+    for name in (METRICS_FILE, TRANSLATIONS_FILE):
+        (output_dir / name).unlink(missing_ok=True)
     if table is not None:
         (output_dir / TABLE_FILE).write_text(table.text(), encoding="utf-8")
         recipe = replace(recipe, pipeline=replace(recipe.pipeline, schedule=str(output_dir / TABLE_FILE)))

@@ -59,24 +59,27 @@ class Logs:
         self._num_rows += sum(len(batch["input_ids"]) for batch in group)
         self.meter.count(group)
 
-    def read(self, step: int, norm: float | None, rate: float | None) -> dict[str, Any] | None:
+    def read(self, state: TrainerState, norm: float | None, rate: float | None) -> dict[str, Any] | None:
         """The metrics since the last call; None where there was no step.
 
         Args:
-            step: updates made.
+            state: says how many updates were made, and how many there will be.
             norm: of the last step's gradient.
             rate: the learning rate of the last step.
         """
+        step = state.global_step
         steps = step - self._logged_step
         if steps == 0:
             return None
-        logs = {"loss": self._loss / steps, "grad_norm": norm, "learning_rate": rate}
+        logs: dict[str, Any] = {"loss": self._loss / steps, "grad_norm": norm, "learning_rate": rate}
         for stage, late in enumerate(self._staleness):
             logs[f"staleness_stage_{stage}"] = sum(late) / len(late)
         self._staleness = []
         self._logged_loss += self._loss
         self._loss, self._logged_step = 0.0, step
-        return {name: value for name, value in logs.items() if value is not None} | self.meter.read()
+        logs |= self.meter.read()
+        logs["seconds_left"] = logs["training_seconds"] / steps * (state.max_steps - step)
+        return {name: value for name, value in logs.items() if value is not None}
 
     def summary(self, state: TrainerState) -> dict[str, float]:
         """The metrics of the whole training, for this process; `train_loss` is the mean loss."""

@@ -340,7 +340,7 @@ class TrainingLoop:
         return bool(agreed[-2]), agreed[-1]
 
     def _log(self) -> None:
-        logs = self._logs.read(self._state.global_step, self._norm, self._rate)
+        logs = self._logs.read(self._state, self._norm, self._rate)
         if logs is not None:
             self._trainer.log(logs)
 

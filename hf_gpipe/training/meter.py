@@ -17,6 +17,8 @@ from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.training.loader import Batch
 
 _STATUS = Path("/proc/self/status")
+#: Begins the name of the metric of each stage.
+STAGE_PEAK = "peak_memory_bytes_stage_"
 
 
 class Meter:
@@ -61,19 +63,24 @@ class Meter:
             training_seconds: since the last call, without what was paused for, of the slowest process.
             peak_memory_bytes: the most that one process has used since it started: of its device on CUDA, else of main
                 memory.
+            peak_memory_bytes_stage_N: the same for each of several stages, of the device or process that has it.
             stash_bytes: the most that one process has kept of old versions of weights in the last window, under an
                 asynchronous schedule.
             bubble: the idle fraction of all processes in the timed updates, where there were any.
         """
-        mine = (time.perf_counter() - self._since, peak_memory_bytes(set(self._pipe.topology.stage_devices.values())))
+        peaks = {stage: peak_memory_bytes({where}) for stage, where in self._pipe.topology.stage_devices.items()}
+        mine = (time.perf_counter() - self._since, peaks)
         timed = [(_busy_seconds(times), times[-1].end - times[0].start) for times in self._timed]
         everyone = self._pipe.topology.gather_objects((*mine, timed, self._pipe.stash_bytes))
         seconds = max(seconds for seconds, *_ in everyone)
         metrics: dict[str, float] = {
             "tokens_per_second": self._num_tokens / seconds,
             "training_seconds": seconds,
-            "peak_memory_bytes": max(peak for _, peak, *_ in everyone),
+            "peak_memory_bytes": max(max(peaks.values()) for _, peaks, *_ in everyone),
         }
+        if (num_stages := self._pipe.num_stages) > 1:
+            for stage in range(num_stages):
+                metrics[f"{STAGE_PEAK}{stage}"] = max(peaks.get(stage, 0) for _, peaks, *_ in everyone)
         if self._pipe.is_asynchronous:
             metrics["stash_bytes"] = max(stashed for *_, stashed in everyone)
         if timed:

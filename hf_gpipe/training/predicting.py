@@ -80,7 +80,7 @@ def predict(
                 batch,
                 evaluation,
                 is_last,
-                None if logits is None else logits.collected(pipe.topology, batch["labels"].shape[1]),
+                None if logits is None else logits.collected(pipe.topology, batch["labels"].shape[-1]),
                 None if generation is None else generation(batch).numpy(),
             )
 
@@ -124,7 +124,8 @@ class _Logits:
         logits = logits.float() if self._is_autocast else logits
         kept = logits if self._preprocess is None else self._preprocess(logits, labels)
         # At once: the logits of a whole mini-batch need not fit on the device.
-        self._parts.append((_on_host(kept), labels.shape[1]))
+        # A classifier's rows have no columns of labels.
+        self._parts.append((_on_host(kept), labels.shape[1] if labels.dim() > 1 else 0))
 
     def collected(self, topology: Topology, num_columns: int) -> Any:
         """All rows as numpy arrays, in the last stage's leader; None elsewhere. Every process must call it.

@@ -10,6 +10,8 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hf_gpipe.training.meter import STAGE_PEAK
+
 METRICS_FILE = "metrics.jsonl"
 
 #: The project's metrics and how they are shown, in this order; a script's own come after them.
@@ -22,7 +24,7 @@ _SHOWN = {
     "bubble": ".1%",
 }
 #: Metrics of every training that are for files only, and the ends of the names of others.
-_HIDDEN = {"epoch", "total_flos", "train_loss", "training_seconds", "peak_memory_bytes", "num_input_tokens_seen"}
+_HIDDEN = {"epoch", "total_flos", "train_loss", "training_seconds", "num_input_tokens_seen"}
 _HIDDEN_ENDS = ("_runtime", "_samples_per_second", "_steps_per_second", "_tokens_per_second", "_compilation_time")
 
 
@@ -58,14 +60,15 @@ class ProgressBar(ProgressCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        shown = _words(logs or {})
+        shown = words(logs or {})
         if not state.is_world_process_zero or not shown:
             return
         if self.training_bar is not None and "loss" in shown:
+            shown.pop("left", None)  # the bar has it
             self.training_bar.set_postfix(shown)
         else:
-            words = "  ".join(f"{name} {value}" for name, value in shown.items())
-            tqdm.write(f"step {state.global_step}/{state.max_steps}  {words}", file=sys.stderr)
+            line = "  ".join(f"{name} {value}" for name, value in shown.items())
+            tqdm.write(f"step {state.global_step}/{state.max_steps}  {line}", file=sys.stderr)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -75,13 +78,21 @@ class ProgressBar(ProgressCallback):
             self.training_bar = None
 
 
-def _words(logs: dict[str, Any]) -> dict[str, str]:
+def words(logs: dict[str, Any]) -> dict[str, str]:
     """The texts of the metrics that are shown, by name."""
     known = {name: format(logs[name], spec) for name, spec in _SHOWN.items() if name in logs}
+    if "seconds_left" in logs:
+        known["left"] = tqdm.format_interval(round(logs["seconds_left"]))
+    if "peak_memory_bytes" in logs:
+        of_stages = [value for name, value in logs.items() if name.startswith(STAGE_PEAK)]
+        peaks = [f"{value / 1e9:.2f}" for value in of_stages or [logs["peak_memory_bytes"]]]
+        known["memory"] = f"{'/'.join(peaks if len(set(peaks)) > 1 else peaks[:1])} GB"
     own = {
         name: value
         for name, value in logs.items()
-        if name not in {*_SHOWN, *_HIDDEN} and not name.endswith(_HIDDEN_ENDS)
+        if name not in {*_SHOWN, *_HIDDEN, "seconds_left"}
+        and not name.startswith("peak_memory_bytes")
+        and not name.endswith(_HIDDEN_ENDS)
     }
     return known | {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in own.items()}
 

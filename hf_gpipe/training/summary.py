@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from hf_gpipe.pipeline import Pipeline
@@ -45,17 +46,16 @@ def step_text(parts: Breakdown, trace: Path) -> str:
     )
 
 
-def end_text(quality: str, output_dir: Path, timeline_file: str, metrics_file: str) -> str:
-    """The quality, in words or tables, and where everything is."""
-    return "\n".join(
-        [
-            "",
-            quality,
-            f"model and tokenizer  {output_dir}",
-            f"one step's timeline  {output_dir / timeline_file}",
-            f"metrics              {output_dir / metrics_file}",
-        ]
-    )
+def end_text(quality: str, output_dir: Path, files: Mapping[str, str]) -> str:
+    """The quality, in words or tables, and where everything is.
+
+    Args:
+        quality: of the model.
+        output_dir: of the run.
+        files: a word for each file there -> its name.
+    """
+    lines = [f"{word:<19}  {output_dir / name}" for word, name in files.items()]
+    return "\n".join(["", quality, f"model and tokenizer  {output_dir}", *lines])
 
 
 def _mini_batch(recipe: Recipe) -> str:

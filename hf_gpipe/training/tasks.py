@@ -5,6 +5,7 @@ A task knows which corpus there is, what the rows of a mini-batch are, how the m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,7 +21,12 @@ from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import Recipe
 from hf_gpipe.training.evaluate_preferences import PreferenceReport, evaluate_preferences
 from hf_gpipe.training.evaluate_text import evaluate_text
-from hf_gpipe.training.evaluate_translation import TranslationReport, characters_of, evaluate_translation
+from hf_gpipe.training.evaluate_translation import (
+    Translated,
+    TranslationReport,
+    characters_of,
+    evaluate_translation,
+)
 from hf_gpipe.training.from_recipe import AnyCorpus, chat_corpus_of, corpus_of, text_corpus_of
 
 
@@ -48,6 +54,9 @@ class Task(Protocol):
 
     def report_text(self, report: Any) -> str:
         """A report as text for people."""
+
+    def translations(self, report: Any) -> Sequence[Translated]:
+        """The translations of a report, if it has any."""
 
 
 def task_of(recipe: Recipe) -> Task:
@@ -121,6 +130,7 @@ class Translation:
             max_source_tokens=data.max_source_tokens,
             max_target_tokens=data.max_target_tokens,
             max_examples=evaluation.max_examples,
+            num_beams=evaluation.num_beams,
             num_samples=evaluation.samples,
             training_pairs=training_pairs(corpus) if corpus is not None else None,
         )
@@ -137,6 +147,10 @@ class Translation:
             f"{average.chrf_copy:.1f})",
         ]
         return "\n\n".join(parts)
+
+    def translations(self, report: TranslationReport) -> Sequence[Translated]:
+        """Of all pairs."""
+        return report.translations
 
 
 @dataclass(frozen=True)
@@ -180,6 +194,10 @@ class LanguageModelling:
         """Loss and perplexity."""
         split = self.recipe.evaluation.split
         return f"Quality on held-out text ({split} split, {report.num_tokens} tokens)\n\n{report.text()}"
+
+    def translations(self, report: Any) -> Sequence[Translated]:
+        """None."""
+        return ()
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,8 @@ class Setting:
 
     def tiny(self) -> Setting:
         """The same with a model that takes no time, to see that everything runs."""
-        work = replace(self.work, hidden=64, intermediate=64, vocabulary=128, tokens=24, steps=1)
+        updates = min(self.work.updates, 3)
+        work = replace(self.work, hidden=64, intermediate=64, vocabulary=128, tokens=24, steps=1, updates=updates)
         return replace(self, work=work, claims=())
 
     def with_splits(self, splits: list[int]) -> Setting:
@@ -114,6 +115,7 @@ _STANDARD = Work()
 _DEEP = Work(layers=12, rows=32, micro_batches=32, steps=2)
 _LENGTHS = Work(random_lengths=True)
 _HEAD = Work(vocabulary=32768, steps=2)
+_WINDOW = Work(rows=2, micro_batches=1, updates=128, steps=1)
 
 SETTINGS = (
     Setting(
@@ -214,6 +216,13 @@ SETTINGS = (
             Claim("ours zb_h1 none", "torch ScheduleZBVZeroBubble", 1.10),
             Claim("ours zb_v none", "torch ScheduleZBVZeroBubble", 1.10),
         ),
+    ),
+    Setting(
+        "pipedream",
+        "8 layers, a window of 128 updates of 2 x 128 tokens, M = 1, nothing recomputed",
+        _WINDOW,
+        (*_PLAIN[:2], *(_ours("none", schedule, 5) for schedule in ("pipedream", "pipedream_vertical"))),
+        (Claim("ours pipedream none", "twin", 0.97),),
     ),
     Setting(
         "mesh",

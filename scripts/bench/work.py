@@ -31,6 +31,8 @@ class Work:
     """Of weights, gradients and arithmetic."""
     device: str = "cpu"
     """Where the model and the micro-batches are made; "cuda" is the current GPU of a process."""
+    updates: int = 1
+    """Mini-batches of a step, one after the other, each with an update."""
     warmup_steps: int = 1
     steps: int = 4
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from tests.emulated_cuda.comparing import compare
+from hf_gpipe import Pipeline
+from tests.emulated_cuda.comparing import assert_near, compare, config_of
+from tests.emulated_cuda.processes import run_emulated
+from tests.oracle import padded_batch, plain_model
 
 THREE = ("cuda:0", "cuda:1", "cuda:2")
 #: Ways to run three stages of each family.
@@ -43,3 +47,34 @@ def test_on_one_device() -> None:
 def test_untied_weights_and_rows_by_length_on_two_devices() -> None:
     way = {"num_stages": 2, "num_micro_batches": 2, "length_bucketing": True}
     compare(1, "llama", ("cuda:1", "cuda:0"), [way], tied=False)
+
+
+#: Asynchronous schedules, and where their stages are: arguments of a pipeline.
+WINDOWS: tuple[tuple[Any, dict[str, Any]], ...] = (
+    (THREE, {"schedule": "pipedream", "num_micro_batches": 1, "recompute": [2, "none", "none"]}),
+    ("cuda:1", {"schedule": "pipedream_2bw", "num_micro_batches": 2, "recompute": "block"}),
+)
+
+
+def windows(device: Any, **of_pipeline: Any) -> dict[str, torch.Tensor]:
+    """Two windows with clipping and AdamW: losses, norms and weights, on the CPU."""
+    config = config_of("llama", tied=False, dropout=0.3)
+    pipe = Pipeline(plain_model(config), 3, device=device, **of_pipeline)
+    optimizers = {stage: torch.optim.AdamW(model.parameters.values(), lr=1e-2) for stage, model in pipe.models.items()}
+
+    def update(stage: int, step: int, norm: torch.Tensor) -> None:
+        pipe.clip_stage_grad_norm_(stage, 0.1, norm)
+        optimizers[stage].step()
+
+    numbers = [pipe.train_window([[padded_batch(config, seed=seed)] for seed in range(n)], update) for n in (5, 2)]
+    assert pipe.stash_bytes > 0, "an old version was kept"
+    return {"numbers": torch.cat(numbers), **{name: p.detach().cpu() for name, p in pipe.named_parameters()}}
+
+
+def check_windows(expected: list[dict[str, torch.Tensor]]) -> None:
+    for (device, way), wanted in zip(WINDOWS, expected, strict=True):
+        assert_near(windows(device, **way), wanted, 1e-15, str(way))
+
+
+def test_windows_of_asynchronous_schedules() -> None:
+    run_emulated(check_windows, 1, [windows("cpu", **way) for _, way in WINDOWS])

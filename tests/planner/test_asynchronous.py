@@ -42,3 +42,13 @@ def test_the_report_says_what_a_plan_cannot_know() -> None:
     assert "1f1b, with the plain model's numbers: 6 s a row, here 3" in text
     assert json.loads(json.dumps(as_dict(plan)))["processes"][0]["memory_bytes"]["stashes"] == 10 * MIB
     assert not set(AUTO_SCHEDULES) & set(ASYNCHRONOUS_SCHEDULES)
+
+
+def test_replicas_keep_stashes_and_reduce_in_each_step() -> None:
+    """2-1 with a micro-batch for each replica in a step: the first stage is one update late."""
+    toy = planner(blocks(2), rows=2)
+    plan = toy.plan(settings((1, 1), 2, schedule="pipedream", replicas=(2, 1), num_processes=3))
+    assert [process.memory.stashes for process in plan.processes] == [10 * MIB, 10 * MIB, 0]
+    flush = toy.plan(settings((1, 1), 2, schedule="1f1b", replicas=(2, 1), num_processes=3))
+    assert traffic(plan) == traffic(flush)
+    assert plan.step_seconds < flush.step_seconds

@@ -18,7 +18,7 @@ from hf_gpipe.planner import layers as planner_layers
 from hf_gpipe.planner.costs import InnerRecompute, ModelCosts
 from hf_gpipe.planner.layers import LayerTracer, ModelLayers, to_run
 from hf_gpipe.planner.prefix_sums import LayerSums
-from hf_gpipe.planner.tracing import Trace, trace_stage
+from hf_gpipe.planner.tracing import StageTracer, Trace
 from hf_gpipe.planner.workload import Workload
 from scripts.families import default_config
 from tests.planner.models import DEVICE
@@ -56,8 +56,8 @@ def numbers(parameters: dict[str, torch.nn.Parameter]) -> tuple[int, int, int]:
 def without_running(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs have the layers' parameters, and zeros of what is found by running them."""
     nothing = Trace(**dict.fromkeys((field.name for field in fields(Trace)), 0))
-    monkeypatch.setattr(planner_layers, "trace_stage", lambda *args, **options: nothing)
-    monkeypatch.setattr(planner_layers, "saved_bytes", lambda *args, **options: (0, 0))
+    monkeypatch.setattr(StageTracer, "trace", lambda stage, inputs: nothing)
+    monkeypatch.setattr(StageTracer, "saved_bytes", lambda stage, inputs, first_layer: (0, 0))
 
 
 @pytest.mark.usefixtures("without_running")
@@ -90,7 +90,7 @@ def trace(costs_family: PreTrainedConfig, start: int, stop: int, inner: InnerRec
             model.checkpoint_blocks()
         return model
 
-    return trace_stage(build, WORKLOAD.inputs(adapter), ModelLayers(adapter).wants_gradient, is_real=is_real)
+    return StageTracer(build, ModelLayers(adapter).wants_gradient, is_real=is_real).trace(WORKLOAD.inputs(adapter))
 
 
 @pytest.mark.parametrize("inner", ["none", "block"])

@@ -109,7 +109,7 @@ def test_the_resolved_recipe_reads_back_as_the_same() -> None:
         ("num_stages=2", "num_stages is not a key of a recipe; did you mean 'pipeline.num_stages'?"),
         ("training.num_stages=2", "did you mean 'pipeline.num_stages'?"),
         ("trainer.seed=1", "trainer is not a key of a recipe; did you mean 'training'?"),
-        ("evaluation.zzz=1", "allowed here: max_examples, batch_size, max_new_tokens, split, samples"),
+        ("evaluation.zzz=1", "allowed here: max_examples, batch_size, max_new_tokens, num_beams, split, samples"),
         ("pipeline.num_stages=0", "found 0 (a whole number), expected a whole number of at least 1"),
         ("pipeline.num_micro_batches=0", "pipeline.num_micro_batches: found 0"),
         ("pipeline.num_stages=two", "found 'two' (a string), expected a whole number of at least 1"),

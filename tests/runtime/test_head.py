@@ -28,7 +28,7 @@ from hf_gpipe import Pipeline
 from hf_gpipe.adapters import StageModel, adapter_for
 from hf_gpipe.adapters.head import DeferredLogits, Projection
 from hf_gpipe.planner.layers import ModelLayers
-from hf_gpipe.planner.tracing import trace_stage
+from hf_gpipe.planner.tracing import StageTracer
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime import head
 from hf_gpipe.runtime.head import chunk_positions, deferred_loss
@@ -303,9 +303,8 @@ def test_the_planner_counts_a_chunk_and_not_the_logits() -> None:
     for name, most in (("llama", 2), ("gemma2", 8)):
         adapter = adapter_for(type(CONFIGS[name])(**(CONFIGS[name].to_dict() | {"vocab_size": vocabulary})))
         last = len(adapter.layers) - 1
-        found = trace_stage(
-            partial(StageModel, adapter, last, last + 1), workload.inputs(adapter), ModelLayers(adapter).wants_gradient
-        )
+        stage = StageTracer(partial(StageModel, adapter, last, last + 1), ModelLayers(adapter).wants_gradient)
+        found = stage.trace(workload.inputs(adapter))
         positions = 4 * 128
         logits, chunk = positions * vocabulary * 4, chunk_positions(16, vocabulary) * vocabulary * 4
         assert chunk == logits // 8

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import pytest
 from hypothesis import given, settings
 
-from hf_gpipe.schedule import Action, Costs, Placement, Schedule, build, placement_for, simulate
+from hf_gpipe.schedule import Action, ActionKind, Costs, Placement, Schedule, build, placement_for, simulate
 from hf_gpipe.schedule.messages import executable_order, messages
 from tests.schedule.cases import Recompute, schedules
 
@@ -34,7 +34,7 @@ def runs_with_blocking_messages(table: Schedule, ahead: Operations) -> bool:
     """Whether every process gets to its end if a send and a receive last until the other one has begun too."""
     reached = [0] * len(ahead)
     at: dict[tuple[str, Action], int] = {}
-    done: set[Action] = set()
+    done: Counter[Action] = Counter()
     progress = True
     while progress:
         progress = False
@@ -45,7 +45,11 @@ def runs_with_blocking_messages(table: Schedule, ahead: Operations) -> bool:
                     source = table.source(action)
                     if source is not None and source not in done:
                         break
-                    done.add(action)
+                    if action.kind == ActionKind.UPDATE:
+                        workers = table.placement.workers[action.stage]
+                        if len(workers) > 1 and done[action.reduction] < len(workers):
+                            break
+                    done[action] += 1
                 else:
                     at[what, action] = process
                     if ("receive" if what == "send" else "send", action) not in at:

@@ -69,11 +69,13 @@ def random_model(family: str) -> PreTrainedModel:
     return model.eval()
 
 
-def one_by_one(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pair: Pair) -> tuple[str, float, int]:
+def one_by_one(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pair: Pair, num_beams: int
+) -> tuple[str, float, int]:
     """Translation and likelihood of one pair by the plain model, without padding."""
     source, target = (tokenizer(text, return_tensors="pt").input_ids for text in (pair.source, pair.target))
     decoder_only = not model.config.is_encoder_decoder
-    ids = model.generate(input_ids=source, max_new_tokens=6, do_sample=False)
+    ids = model.generate(input_ids=source, max_new_tokens=6, num_beams=num_beams, do_sample=False)
     text = tokenizer.decode(ids[0, source.shape[1] * decoder_only :], skip_special_tokens=True)
     if decoder_only:
         whole = torch.cat([source, target], dim=1)
@@ -84,13 +86,15 @@ def one_by_one(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pair:
     return text.strip(), float(nll), target.shape[1]
 
 
-@pytest.mark.parametrize("family", ["marian", "llama"])
+@pytest.mark.parametrize(("family", "num_beams"), [("marian", 3), ("llama", 1)])
 @torch.no_grad()
-def test_translations_and_likelihood_of_the_plain_model(family: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_translations_and_likelihood_of_the_plain_model(
+    family: str, num_beams: int, tokenizer: PreTrainedTokenizerBase
+) -> None:
     model, pairs = random_model(family), some_pairs()
-    report = evaluate_translation(Pipeline(model, 3, 2), tokenizer, pairs, 4, 6, **LIMITS, num_samples=len(pairs))
-    plain = [one_by_one(model, tokenizer, pair) for pair in pairs]
-    assert [sample.translation for sample in report.samples] == [text for text, _, _ in plain]
+    report = evaluate_translation(Pipeline(model, 3, 2), tokenizer, pairs, 4, 6, **LIMITS, num_beams=num_beams)
+    plain = [one_by_one(model, tokenizer, pair, num_beams) for pair in pairs]
+    assert [one.translation for one in report.translations] == [text for text, _, _ in plain]
     assert len({text for text, _, _ in plain}) > 3
     assert list(report.per_language) == ["de", "fr"]
     for language, scores in report.per_language.items():

@@ -12,6 +12,7 @@ from hf_gpipe import Pipeline
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule import Action
 from hf_gpipe.training.meter import Meter, num_tokens, peak_memory_bytes
+from hf_gpipe.training.progress import words
 from tests.gloo import run_gloo
 from tests.oracle import padded_batch, tiny_config
 from tests.training.toy import Recorder, Rows, trainer
@@ -76,6 +77,15 @@ def test_the_logs_of_a_training_are_the_same_in_every_process(tmp_path: Path) ->
     assert 0 < first[1]["bubble"] < 1
     for logs in first:
         assert logs["tokens_per_second"] > 0
-        assert logs["peak_memory_bytes"] > 2**20
+        assert logs["peak_memory_bytes"] == max(logs[f"peak_memory_bytes_stage_{stage}"] for stage in (0, 1)) > 2**20
+    assert [logs["seconds_left"] > 0 for logs in first] == [True, True, False]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["bubble"] for line in lines if "bubble" in line] == [first[1]["bubble"]]
+
+
+def test_the_progress_line_has_the_time_left_and_the_memory_of_each_stage() -> None:
+    logs = {"loss": 2.0, "epoch": 1.0, "tokens_per_second": 1234.5, "training_seconds": 2.0, "seconds_left": 3723.4}
+    logs |= {"peak_memory_bytes": 2.5e9, "peak_memory_bytes_stage_0": 2.5e9, "peak_memory_bytes_stage_1": 2.504e9}
+    shown = {"loss": "2.0000", "tokens_per_second": "1,234", "left": "1:02:03", "memory": "2.50 GB"}
+    assert words(logs | {"mine": 3}) == {**shown, "mine": "3"}
+    assert words(logs | {"peak_memory_bytes_stage_1": 1e9})["memory"] == "2.50/1.00 GB"

@@ -41,17 +41,25 @@ class Ours:
             replicas=options.replicas,
             zero=int(options.zero),
         )
+        self.num_updates = work.updates
         self.optimizer = optimizer(self.pipe.parameters())
         if options.zero:
             self.pipe.shard_optimizer(self.optimizer)
+        if self.pipe.is_asynchronous:
+            models = self.pipe.models.items()
+            self.of_stage = {number: optimizer(model.parameters.values()) for number, model in models}
         if not options.length_bucketing:
             # Without a mask, columns that only pad are computed like all others, as in the other contenders.
             self.batch.pop("attention_mask", None)
 
     def step(self) -> float | None:
-        loss = self.pipe.train_step(self.batch)
-        self.optimizer.step()
-        self.pipe.zero_grad()
+        if self.pipe.is_asynchronous:
+            self.pipe.train_window([[self.batch]] * self.num_updates, lambda stage, *_: self.of_stage[stage].step())
+            return None  # later updates use older weights than the other contenders'
+        for _ in range(self.num_updates):
+            loss = self.pipe.train_step(self.batch)
+            self.optimizer.step()
+            self.pipe.zero_grad()
         return loss.item()
 
 

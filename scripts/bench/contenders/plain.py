@@ -22,14 +22,16 @@ class Single:
         self.optimizer = optimizer(self.model.parameters())
         self.micro_batches = work.micro_batches_of()
         self.num_targets = work.num_targets()
+        self.num_updates = work.updates
 
     def step(self) -> float | None:
-        losses = []
-        for ids, targets in self.micro_batches:
-            loss = loss_share(self.model(input_ids=ids, use_cache=False).logits, targets, self.num_targets)
-            loss.backward()
-            losses.append(loss.detach())
-        update(self.optimizer)
+        for _ in range(self.num_updates):
+            losses = []
+            for ids, targets in self.micro_batches:
+                loss = loss_share(self.model(input_ids=ids, use_cache=False).logits, targets, self.num_targets)
+                loss.backward()
+                losses.append(loss.detach())
+            update(self.optimizer)
         return sum(loss.item() for loss in losses)
 
 

@@ -1,0 +1,104 @@
+"""Decoder-only models that classify or score rows: transformers' AutoModelForSequenceClassification.
+
+Their logits (B, C) are those of the last token of each row that is not padding. The model's own forward finds that
+token by the id of the padding token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
+
+from hf_gpipe.adapters.base import IGNORED_LABEL, Inputs, Tensors
+from hf_gpipe.adapters.decoder_only import DecoderOnly
+from hf_gpipe.errors import DataError, UnsupportedModelError, UserError
+
+#: The problem_type of one class for each row, whose loss is the cross-entropy.
+ONE_CLASS = "single_label_classification"
+
+
+class Classifier(DecoderOnly):
+    """Embedding, blocks, norm, and a head whose logits are read at the last token of each row."""
+
+    is_classifier = True
+
+    def _prepared(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        labels = {name: inputs.pop(name) for name in ("labels",) if name in inputs}
+        return super()._prepared(inputs) | labels
+
+    def packed(self, documents: Sequence[Tensors], *, is_compiled: bool = False) -> dict[str, torch.Tensor]:
+        raise UserError(
+            f"{type(self.reference).__name__} reads the last token of each row, and packed rows are one; leave packing "
+            "out, and use a collator that pads"
+        )
+
+    def _is_used(self, inputs: Tensors) -> torch.Tensor:
+        # The model looks for the last token by its id, whatever the mask says.
+        is_token = inputs["input_ids"] != self.config.get_text_config().pad_token_id
+        return inputs["attention_mask"].bool() | is_token
+
+    def targets(self, inputs: Tensors) -> torch.Tensor:
+        """The class of each row, (B, 1); for another problem_type zeros, which count the rows."""
+        labels = inputs["labels"]
+        if problem_of(self.config) == ONE_CLASS:
+            return labels[:, None]
+        return torch.zeros(len(labels), 1, dtype=torch.long, device=labels.device)
+
+    def check_ids(self, inputs: Inputs) -> None:
+        super().check_ids({name: ids for name, ids in inputs.items() if name != "labels"})
+        _check_labels(inputs["labels"], self.config)
+
+
+def is_classifier(model_class: type[PreTrainedModel]) -> bool:
+    """Whether a class is one of AutoModelForSequenceClassification's."""
+    return model_class.__name__ in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()
+
+
+def classifier_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """The class of a model whose configuration says that it classifies rows; None: it is a language model."""
+    if (config.architectures or [""])[0] not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values():
+        return None
+    found: type[PreTrainedModel] | None = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    return found
+
+
+def check_classifier(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> None:
+    """Raise UnsupportedModelError where a class that classifies rows cannot be split, or lacks its padding token."""
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{config.model_type}: {model_class.__name__} cannot be split; among the classes of "
+            "AutoModelForSequenceClassification those of decoder-only models can"
+        )
+    if config.get_text_config().pad_token_id is None:
+        raise UnsupportedModelError(
+            f"{config.model_type}: {model_class.__name__} finds the last token of a row by pad_token_id, and the "
+            "configuration has none; set it to the tokenizer's: model.config.pad_token_id = tokenizer.pad_token_id"
+        )
+
+
+def problem_of(config: PreTrainedConfig) -> str:
+    """The configuration's problem_type, or the one that transformers takes for labels of type integer."""
+    given: str | None = config.problem_type
+    return given or ("regression" if config.num_labels == 1 else ONE_CLASS)
+
+
+def _check_labels(labels: torch.Tensor, config: PreTrainedConfig) -> None:
+    """Raise DataError where labels, on the CPU, do not fit the configuration's problem_type and num_labels."""
+    count, problem = config.num_labels, problem_of(config)
+    found = f"labels have the shape {tuple(labels.shape)} and the type {labels.dtype}"
+    if problem != ONE_CLASS:
+        if labels.numel() != len(labels) * count or not labels.is_floating_point():
+            raise DataError(f"{found}; for {problem} they are floats, {count} for each row (num_labels)")
+    elif labels.dim() != 1 or labels.is_floating_point():
+        raise DataError(
+            f"{found}; for {problem} they are integers (B,); for several classes of a row set problem_type to "
+            "'multi_label_classification' in the model's configuration, for numbers to 'regression'"
+        )
+    elif len(wrong := labels[(labels != IGNORED_LABEL) & ((labels < 0) | (labels >= count))]):
+        raise DataError(f"labels has {int(wrong[0])}, and the model has {count} classes, from 0; set num_labels")

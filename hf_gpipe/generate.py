@@ -1,0 +1,162 @@
+"""python -m hf_gpipe.generate MODEL [TEXT]: try a checkpoint: generate for a text, a chat turn or lines of stdin."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from hf_gpipe.command import Parser, run_command
+from hf_gpipe.errors import EXIT_USER_ERROR, CheckpointError, UserError
+
+DESCRIPTION = """\
+Generate with a checkpoint, in stages. The text is a chat turn if the tokenizer has a chat template, else the source of
+an encoder-decoder or the beginning of a text; only what the model adds to it is printed. Without TEXT each line of
+stdin is one. Options that are not given are those of the checkpoint's generation configuration. The stages are in
+this process, on its GPUs if there are several; under torchrun they are in the processes that it started.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args:
+        _parser().print_help()
+        return EXIT_USER_ERROR
+    return run_command(lambda: _generate(_parser().parse_args(args)))
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="python -m hf_gpipe.generate",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", help="Hub id or directory of a model with its tokenizer, or of peft adapters")
+    parser.add_argument("text", nargs="?", help="what to generate for (default: each line of stdin)")
+    parser.add_argument("--num-stages", type=int, help="number of stages (default: one for each process or GPU)")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="most tokens to generate (default: 128)")
+    parser.add_argument("--num-beams", type=int, help="beams of a search")
+    parser.add_argument("--do-sample", action="store_true", default=None, help="sample instead of searching")
+    parser.add_argument("--temperature", type=float, help="of sampling")
+    parser.add_argument("--top-p", type=float, help="of sampling")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling (default: 0)")
+    parser.add_argument("--system", help="system turn of the chat")
+    parser.add_argument("--plain", action="store_true", help="do not use the chat template")
+    parser.add_argument("--batch-size", type=int, default=8, help="lines of stdin at a time (default: 8)")
+    parser.add_argument("--dtype", help="type of the weights, such as bfloat16 (default: the checkpoint's)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the Python code of the model")
+    return parser
+
+
+def _generate(args: argparse.Namespace) -> int:
+    import torch
+
+    from hf_gpipe.pipeline import Pipeline
+    from hf_gpipe.runtime.job import Job
+    from hf_gpipe.runtime.started import note_launcher
+
+    note_launcher()
+    if args.batch_size < 1:
+        raise UserError(f"--batch-size is {args.batch_size}; it must be at least 1")
+    base, peft_config = _base_of(args.model)
+    tokenizer = _tokenizer_of(args.model, trust_remote_code=args.trust_remote_code)
+    device, num_stages = args.device, args.num_stages
+    num_gpus = torch.cuda.device_count() if device != "cpu" and "RANK" not in os.environ else 0
+    if num_gpus > 1:
+        num_stages = num_stages or num_gpus
+        device = [f"cuda:{number}" for number in range(min(num_gpus, num_stages))]
+    pipe = Pipeline(
+        base,
+        num_stages,
+        device=device,
+        dtype=args.dtype,
+        trust_remote_code=args.trust_remote_code,
+        peft_config=peft_config,
+    )
+    if peft_config is not None:
+        pipe.load_pretrained(args.model)
+    torch.manual_seed(args.seed)
+    names = ("max_new_tokens", "num_beams", "do_sample", "temperature", "top_p")
+    options = {name: value for name in names if (value := getattr(args, name)) is not None}
+    is_decoder_only = not pipe.adapter.config.is_encoder_decoder
+    lines = _lines(args)
+    while texts := pipe.topology.from_reader(lambda: next(lines, []), takes_long=True):
+        inputs = _encoded(tokenizer, texts, args, is_decoder_only=is_decoder_only)
+        ids = pipe.generate(**inputs, **options)
+        added = ids[:, inputs["input_ids"].shape[1] :] if is_decoder_only else ids
+        if pipe.topology.is_reporter:
+            for text in tokenizer.batch_decode(added, skip_special_tokens=True):
+                print(text, flush=True)
+    Job.current().leave()
+    return 0
+
+
+def _lines(args: argparse.Namespace) -> Iterator[list[str]]:
+    """The texts, so many at a time; those of a terminal one by one."""
+    if args.text is not None:
+        yield [args.text]
+        return
+    size = 1 if sys.stdin.isatty() else args.batch_size
+    while lines := list(islice(sys.stdin, size)):
+        yield [line.rstrip("\n") for line in lines]
+
+
+def _encoded(
+    tokenizer: Any, texts: Sequence[str], args: argparse.Namespace, *, is_decoder_only: bool
+) -> dict[str, Any]:
+    """The `input_ids` and `attention_mask` of texts or chat turns, (B, T)."""
+    is_chat = bool(tokenizer.chat_template) and not args.plain
+    if is_chat:
+        system = [{"role": "system", "content": args.system}] if args.system is not None else []
+        chats = [[*system, {"role": "user", "content": text}] for text in texts]
+        texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    elif args.system is not None:
+        raise UserError("--system is of a chat, and no chat template is used; leave it out")
+    if is_decoder_only:
+        tokenizer.padding_side = "left"
+        if tokenizer.pad_token is None:  # the mask leaves it out
+            tokenizer.pad_token = tokenizer.eos_token
+    # The template has written the special tokens.
+    rows = tokenizer(list(texts), add_special_tokens=not is_chat)["input_ids"]
+    if is_decoder_only:  # a text that goes on does not end with the token of the end
+        rows = [row[:-1] if row[-1:] == [tokenizer.eos_token_id] else row for row in rows]
+    if not all(rows):
+        raise UserError("a text has no tokens; give some")
+    padded = tokenizer.pad({"input_ids": rows}, padding=len(rows) > 1, return_tensors="pt")
+    return {name: padded[name] for name in ("input_ids", "attention_mask")}
+
+
+def _base_of(model: str) -> tuple[str, Any]:
+    """The model to load, and where a directory has peft adapters their configuration."""
+    if not (Path(model) / "adapter_config.json").is_file():
+        return model, None
+    from hf_gpipe.adapters.peft import need_peft
+
+    need_peft()
+    from peft import PeftConfig
+
+    config = PeftConfig.from_pretrained(model)
+    if not config.base_model_name_or_path:
+        raise CheckpointError(
+            f"{model}/adapter_config.json has no base_model_name_or_path, the model that the adapters belong to; add it"
+        )
+    return config.base_model_name_or_path, config
+
+
+def _tokenizer_of(model: str, *, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read a tokenizer at {model!r}: {error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

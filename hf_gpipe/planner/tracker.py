@@ -1,0 +1,159 @@
+"""Follows what runs: the memory of its tensors, the operations of its matrix products, and the calls.
+
+It works on real tensors and on fake ones alike, forward and backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+_aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
+
+
+@dataclass
+class Phase:
+    """A part of a run under a `Tracker`.
+
+    Attributes:
+        start_bytes: what was alive when it began.
+        peak_bytes: the most that was alive beyond that.
+        flops: of its matrix products, 2 for a multiplication and its addition.
+        linear_flops: the part of them that has the form of a linear layer.
+        calls: operations, views apart.
+        calls_before: those of them before the first own layer was called.
+        is_inside: whether an own layer was called, so that what is made from now on is the layers'.
+    """
+
+    start_bytes: int
+    peak_bytes: int = 0
+    flops: int = 0
+    linear_flops: int = 0
+    calls: int = 0
+    calls_before: int = 0
+    is_inside: bool = False
+
+    def enter_layers(self, *_: Any) -> None:
+        """As a hook of the first own layer."""
+        if not self.is_inside:
+            self.is_inside, self.calls_before = True, self.calls
+
+
+class Tracker(TorchDispatchMode):
+    """Follows every tensor's memory from the operation that makes it until it is freed.
+
+    Attributes:
+        live_bytes: what was made while the mode was on and is still alive.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self._phase: Phase | None = None
+        self._known: dict[int, tuple[weakref.ref[Any], int, Phase | None, bool]] = {}
+
+    def ignore(self, tensors: Any) -> None:
+        """Count these tensors' memory never: it was there before."""
+        for tensor in tensors:
+            self._note(tensor, is_counted=False)
+
+    @contextmanager
+    def phase(self) -> Iterator[Phase]:
+        """Context manager that notes what runs in it."""
+        self._phase = Phase(self.live_bytes)
+        try:
+            yield self._phase
+        finally:
+            self._phase = None
+
+    def bytes_outside(self, phase: Phase) -> int:
+        """The bytes that a phase made before its first own layer was called, and that are still alive."""
+        return sum(size for _, size, made_in, is_inside in self._known.values() if made_in is phase and not is_inside)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # more than half of all calls
+        kwargs = kwargs or {}
+        if self._phase is not None and not func.is_view:
+            self._phase.calls += 1
+        # A product by 4-bit weights converts them back first, as its backward does.
+        is_quantised = func.name() == _QUANTISED
+        weights = args[0].new_empty(args[2]) if is_quantised else None
+        if weights is not None:
+            self._note(weights)
+        is_grouped = func._overloadpacket is _aten._grouped_mm and isinstance(args[0], FakeTensor)
+        result = _grouped_output(*args, **kwargs) if is_grouped else func(*args, **kwargs)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor)
+        formula = _quantised if is_quantised else _FLOPS.get(func._overloadpacket)
+        if formula is not None and self._phase is not None:
+            flops = int(formula(*args, **kwargs, out_val=result))
+            self._phase.flops += flops
+            if is_quantised or func._overloadpacket in _LINEAR:
+                self._phase.linear_flops += flops
+        return result
+
+    def _note(self, tensor: torch.Tensor, *, is_counted: bool = True) -> None:
+        storage = tensor.untyped_storage()
+        number = storage._cdata
+        if number in self._known:
+            return
+        size = storage.nbytes() if is_counted else 0
+        phase = self._phase
+        is_inside = phase is not None and phase.is_inside
+        self._known[number] = (weakref.ref(storage, lambda _: self._forget(number)), size, phase, is_inside)
+        self.live_bytes += size
+        if phase is not None:
+            phase.peak_bytes = max(phase.peak_bytes, self.live_bytes - phase.start_bytes)
+
+    def _forget(self, number: int) -> None:
+        self.live_bytes -= self._known.pop(number)[1]
+
+
+def _attention(query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
+
+
+def _grouped_output(left: torch.Tensor, right: torch.Tensor, ends: Any = None, *_: Any, **__: Any) -> torch.Tensor:
+    """The result of a product of groups of rows with a matrix each; PyTorch's own rule allows only bfloat16."""
+    if left.dim() == right.dim() == 2:
+        return left.new_empty((ends.shape[0], left.shape[0], right.shape[1]))
+    return left.new_empty((*left.shape[:-1], right.shape[-1]))
+
+
+def _grouped(left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
+    """Products of groups of rows with a matrix each: every row, or every column of a gradient, is multiplied once."""
+    return int(2 * left.shape[-2] * left.shape[-1] * right.shape[-1])
+
+
+def _quantised(inputs: Any, weight: Any, shape: Any, *args: Any, **kwargs: Any) -> int:
+    """A product by 4-bit weights of this shape."""
+    return int(2 * inputs.numel() * shape[0])
+
+
+#: The operation of bitsandbytes' 4-bit layers.
+_QUANTISED = "bitsandbytes::gemm_4bit"
+_FLOPS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    _aten.addmm_: flop_registry[_aten.addmm],
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    _aten._grouped_mm: _grouped,
+}
+#: The products of linear layers and experts. Those of attention have a batch.
+_LINEAR = {_aten.mm, _aten.addmm, _aten.addmm_, _aten._grouped_mm}
