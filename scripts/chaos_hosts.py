@@ -112,6 +112,9 @@ _LOST = r"machine [ab]: process \d.*(waited \d+ seconds in vain|lost the connect
 _NOT_MET = r"|machine [ab].*(cannot meet the others|waited \d+ seconds in vain)"
 
 
+PHASES = ("training", "saving", "preparing", "first step", "evaluation", "generation", "recovery")
+
+
 @dataclass(frozen=True)
 class Fault:
     """A fault of a machine.
@@ -127,7 +130,7 @@ class Fault:
     name: str
     strike: Callable[[Hosts, int], None]
     told: str | None = _LOST + _NOT_MET
-    phases: tuple[str, ...] = ("training", "first step", "saving", "evaluation", "generation", "recovery")
+    phases: tuple[str, ...] = PHASES
     machines: tuple[int, ...] = (0, 1)
 
 
@@ -240,6 +243,7 @@ def is_in(phase: str, note: str, step: int = STEPS) -> bool:
         "saving": False,
         "evaluation": note == "evaluating",
         "generation": note.startswith("translating"),
+        "preparing": note.startswith("preparing"),
         "recovery": note.startswith("creating"),
     }[phase]
 
@@ -331,7 +335,7 @@ def try_fault(
         problems, _ = strike(trial, FAULTS[0], "training", 1 - number, step)
     found, result = strike(trial, fault, phase, number, step)
     problems += found
-    before = 0 if phase == "first step" else SAVED
+    before = 0 if phase in ("preparing", "first step") else SAVED
     losses = chaos._what_was_lost(before, trial.words, folder, trial.output, expected)
     return {**result, "loses": bool(losses), "problems": [*problems, *losses]}
 
@@ -357,13 +361,12 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         expected, recipe = undisturbed(folder)
         for round_number in range(options.rounds):
-            for place, fault in enumerate(FAULTS):
-                for phase in fault.phases:
-                    for number in fault.machines:
-                        step = random.Random(f"{round_number} {place} {number}").randrange(MET, STEPS - SAVED)
-                        key = f"{fault.name}, in {phase}, on {'ab'[number]}, round {round_number}"
-                        if options.only in key:
-                            note_result(key, fault, phase, number, recipe, folder, expected, step)
+            every = [(phase, fault, n) for phase in PHASES for fault in FAULTS for n in fault.machines]
+            for phase, fault, number in every:
+                key = f"{fault.name}, in {phase}, on {'ab'[number]}, round {round_number}"
+                if phase in fault.phases and options.only in key:
+                    step = random.Random(key).randrange(MET, STEPS - SAVED)
+                    note_result(key, fault, phase, number, recipe, folder, expected, step)
         return summary(folder / "results.jsonl")
 
 

@@ -221,7 +221,7 @@ class TrainingSection:
 
     slow_machine_steps: Annotated[Count | None, MAY_CHANGE] = 100
     """On several machines, the number of updates between two comparisons of how long each of them computes, so that a
-    slow one is named; five of these updates are timed. null: none is compared."""
+    slow one is named; ten of these updates are timed. null: none is compared."""
 
     report_to: Annotated[list[Text], MAY_CHANGE] = field(default_factory=list)
     """Services that get the metrics besides the console and metrics.jsonl, such as [tensorboard], [wandb] or [mlflow],

@@ -33,6 +33,7 @@ _TIMED_OUT = re.compile(
     r"\[\S*gloo\S*\] Timed out waiting (?P<gloo_ms>\d+)ms for (?P<gloo>\w+) operation to complete"
     r"|(\[Rank \d+\] )?Watchdog caught collective operation timeout: WorkNCCL\(.*?OpType=(?P<nccl>\w+)"
     r".*?Timeout\(ms\)=(?P<nccl_ms>\d+)\) ran for \d+ milliseconds before timing out\.?"
+    r"|wait timeout after (?P<store_ms>\d+)ms, keys: \S+"
 )
 _CLOSED = re.compile(r"(RuntimeError: )?\[\S*gloo/\S*\] (\w+ error \S+ )?Connection (closed|reset) by peer.*")
 
@@ -149,9 +150,10 @@ def _write_error_file(path: Path, failure: Failure) -> None:
 
 
 def _waited(match: re.Match[str]) -> str:
-    operation = (match["gloo"] or match["nccl"]).lower()
-    what = {"recv": "a message from", "send": "a message to be taken by"}.get(operation, f"{operation} with")
-    return waited(int(match["gloo_ms"] or match["nccl_ms"]) / 1000, what)
+    operation = (match["gloo"] or match["nccl"] or "connect").lower()
+    what = {"recv": "a message from", "send": "a message to be taken by", "connect": "a connection to"}
+    milliseconds = match["gloo_ms"] or match["nccl_ms"] or match["store_ms"]
+    return waited(int(milliseconds) / 1000, what.get(operation, f"{operation} with"))
 
 
 def waited(seconds: float, what: str = "a message from") -> str:

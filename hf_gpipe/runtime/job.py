@@ -40,8 +40,6 @@ STACK_VARIABLE = "HF_GPIPE_STACK_FILE"
 #: The first line of that file in a job with NCCL, followed by its time limit in seconds.
 NCCL_LIMIT = "NCCL's time limit in seconds: "
 
-#: What takes longer has failed in another way.
-_AS_LONG_AS_IT_TAKES = timedelta(days=365)
 #: Seconds between two checks of a process that its launcher still runs.
 WATCH_SECONDS = 0.5
 #: Seconds that the processes of a job may start apart, as on machines that read their programs over a network, and end
@@ -156,10 +154,14 @@ class Job:
 
     def new_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
         """Create a group of some processes with the job's time limit; torch's own default is 30 minutes."""
-        timeout = self.timeout or _timeout_of_default_group()
         if backend == "nccl":
-            self.note_abort(timeout)
-        return dist.new_group(list(ranks), timeout=timeout, backend=backend)
+            self.note_abort(self.limit)
+        return dist.new_group(list(ranks), timeout=self.limit, backend=backend)
+
+    @property
+    def limit(self) -> timedelta:
+        """How long a process waits for a message of another one."""
+        return self.timeout or _timeout_of_default_group()
 
     def note_abort(self, limit: timedelta) -> None:
         """Note for the launcher the time limit of NCCL, and the stack of every thread if this process is aborted.
@@ -206,20 +208,6 @@ class Job:
         self._store.set(f"hf_gpipe/ended/{dist.get_rank()}", "")
         limit = max(timedelta(seconds=APART_SECONDS), self.timeout or timedelta())
         self._store.wait([f"hf_gpipe/ended/{other}" for other in range(dist.get_world_size())], limit)
-
-    def wait_for_one(self, is_mine: bool) -> None:
-        """Wait for the work of one process, however long it takes: a launcher ends the others if that process dies.
-
-        Every process calls it, the one process after its work. Without a launcher the time limit of messages holds.
-        """
-        if self._store is None:
-            return
-        self._num_waits += 1
-        key = f"hf_gpipe/done/{self._num_waits}"
-        if is_mine:
-            self._store.set(key, "")
-        else:
-            self._store.wait([key], _AS_LONG_AS_IT_TAKES)
 
     # ------------------------------------------------------------------ current work
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.runtime.job import Job
+from hf_gpipe.runtime.waiting import wait_for, working
 
 Value = TypeVar("Value")
 
@@ -90,7 +92,8 @@ class Processes:
 
         Args:
             function: returns a small value.
-            takes_long: whether it may take longer than a message may, such as reading a corpus.
+            takes_long: whether it may take longer than a message may, such as reading a corpus: the others wait as long
+                as the reader is there.
 
         Raises:
             UserError: on every process, if `function` raises it in the reader.
@@ -103,13 +106,19 @@ class Processes:
 
     def _from(self, rank: int, function: Callable[[], Value], takes_long: bool = False) -> Value:
         outcome: Any = None
-        if self.rank == rank:
-            try:
-                outcome = function()
-            except UserError as error:
-                outcome = error
+        work: AbstractContextManager[None] = nullcontext()
         if takes_long and self.num_processes > 1:
-            Job.current().wait_for_one(self.rank == rank)
+            group = self.for_thread("waiting").group_on(_CPU)
+            if self.rank == rank:
+                work = working(group, rank, Job.current().limit)
+            else:
+                wait_for(group, rank)
+        if self.rank == rank:
+            with work:
+                try:
+                    outcome = function()
+                except UserError as error:
+                    outcome = error
         # Gathered, not broadcast: no process goes on before all are here.
         outcome = self.gather_objects(outcome)[rank]
         if isinstance(outcome, UserError):

@@ -15,8 +15,8 @@ from hf_gpipe.schedule import ActionKind
 
 logger = transformers.logging.get_logger(__name__)
 
-#: Steps that are timed between two comparisons, whose median counts.
-_TIMED = 5
+#: Steps that are timed between two comparisons. The fastest counts: other programs disturb some steps of any machine.
+_TIMED = 10
 #: How many times as long a machine may compute, compared with the others, before it is named: beside its own first
 #: steps, and beside the plan, whose estimates are less exact.
 _SLOWER, _SLOWER_THAN_PLANNED = 1.5, 2.0
@@ -62,7 +62,7 @@ class SlowMachines:
         is_due = self._passes(self._every, num_steps)
         self._num_steps += num_steps
         if is_due:
-            everyone = self._topology.gather_objects(median(self._seconds) if self._seconds else None)
+            everyone = self._topology.gather_objects(min(self._seconds, default=None))
             self._seconds = []
             if self._topology.is_reporter:
                 self._compare(everyone)

@@ -21,7 +21,7 @@ from hf_gpipe.runtime.processes import Processes
 
 
 def body(what: str, folder: Path) -> None:
-    job = Job.join(timeout_seconds=2 if what in ("stuck", "explained", "late", "preparing", "dies") else 60)
+    job = Job.join(timeout_seconds=2 if what in ("stuck", "explained", "late", "preparing", "dies", "stopped") else 60)
     rank = dist.get_rank()
     job.note("testing")
     (folder / f"{rank}.pid").write_text(str(os.getpid()))
@@ -44,7 +44,7 @@ def body(what: str, folder: Path) -> None:
     if what == "watchdog":
         job.note_abort(timedelta(seconds=2))
         threading.Timer(1, abort_in_a_thread_outside_of_python).start()
-    if what in ("preparing", "dies"):
+    if what in ("preparing", "dies", "stopped"):
         # Longer than a message may take.
         Processes.of_job().from_reader(lambda: prepare(what), takes_long=True)
     # Waits in gloo, where no Python handler runs.
@@ -59,6 +59,8 @@ def prepare(what: str) -> None:
     time.sleep(3)
     if what == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
+    if what == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def abort_in_a_thread_outside_of_python() -> None:

@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from torch.distributed import DistBackendError
+from torch.distributed import DistBackendError, DistStoreError
 
 from hf_gpipe.errors import EXIT_STOPPED, PeerError, StageError, UserError
 from hf_gpipe.runtime import failures
@@ -75,7 +75,18 @@ def test_processes_wait_longer_than_for_a_message(what: str, tmp_path: Path) -> 
             "error: process 1 was killed by SIGKILL while testing, as the system does when memory runs out; its loss "
             "was noticed by process 0, testing",
         ),
-        ("dies", 1, "error: process 0 was killed by SIGKILL while testing, as the system does when memory runs out"),
+        (
+            "dies",
+            1,
+            "error: process 0 was killed by SIGKILL while testing, as the system does when memory runs out; its loss "
+            "was noticed by process 1, testing",
+        ),
+        (
+            "stopped",
+            1,
+            "error: process 1, testing: RuntimeError: waited 2 seconds in vain for a message from another process; "
+            "process 0 was stuck while testing (the traceback is in {error})",
+        ),
         (
             "stuck",
             1,
@@ -178,6 +189,9 @@ def test_a_lost_connection_is_a_consequence_and_a_time_limit_is_not(monkeypatch:
     )
     assert (limit.is_consequence, limit.is_time_limit) == (False, True)
     assert "DistBackendError: waited 600 seconds in vain for a message from another process" in limit.message
+    unconnected = failures.describe(DistStoreError("wait timeout after 12000ms, keys: /98dc//0//2//cpu//0/1"))
+    assert (unconnected.is_consequence, unconnected.is_time_limit) == (False, True)
+    assert unconnected.message.endswith("waited 12 seconds in vain for a connection to another process")
     assert failures.describe(UserError("a\nb")).message == "a b"
     # On several machines the name of this one is told.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")

@@ -16,7 +16,7 @@ from hf_gpipe.training.slow_machines import SlowMachines, ratios, seconds_of_for
 from tests.gloo import run_gloo
 from tests.training.toy import trainer
 
-EVERY = 10
+EVERY = 20
 
 
 class Others:
@@ -48,10 +48,11 @@ def watch(others: Others, planned: list[float] | None = None) -> SlowMachines:
 
 def run(watched: SlowMachines, windows: int = 1) -> None:
     """Steps up to the next comparison; this process waits 7 s, computes for 2 and sends for 1 in each forward."""
-    for _ in range(windows * EVERY):
+    for step in range(windows * EVERY):
         times = watched.times(1)
         if times is not None:
-            times.append(ActionTime(Action.parse("0F0"), 100.0, 110.0, waiting=7.0, sending=1.0))
+            disturbed = 0.0 if step == 3 else 20.0  # most steps are disturbed
+            times.append(ActionTime(Action.parse("0F0"), 100.0, 110.0 + disturbed, waiting=7.0, sending=1.0))
             times.append(ActionTime(Action.parse("0U"), 110.0, 150.0))
         watched.count(1, times)
 
@@ -68,7 +69,7 @@ def test_a_machine_that_becomes_slow_is_named_once(caplog: pytest.LogCaptureFixt
     run(watched, 2)
     (message,) = caplog.messages
     assert message.startswith(
-        "machine c is slow: in the last 10 steps process 2 (stage 2) computed 3.0 times as long as in its first steps,"
+        "machine c is slow: in the last 20 steps process 2 (stage 2) computed 3.0 times as long as in its first steps,"
     )
 
 
@@ -93,7 +94,7 @@ def test_processes_are_compared_with_those_of_other_machines_alone() -> None:
     assert seconds_of_forward(actions[2:3]) is None
 
 
-def test_five_steps_of_a_comparison_are_timed_also_in_windows_of_several() -> None:
+def test_ten_steps_of_a_comparison_are_timed_also_in_windows_of_several() -> None:
     watched = watch(Others(["a", "b"]))
     timed = []
     for _ in range(20):
