@@ -107,6 +107,8 @@ class Source:
             autocast=autocast,
             quantization_config=quantization_config,
         )
+        # A language model's checkpoint, read as a classifier.
+        adapter.may_lack_head = adapter.is_classifier and "architectures" in (config_overrides or {})
         if depth_scaled_feed_forward:
             feed_forward_outputs(adapter)  # raises its error before any weight is made
         if not is_known_exact(adapter):

@@ -15,6 +15,7 @@ from transformers import (
     BertForSequenceClassification,
     GPT2Config,
     LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     T5Config,
@@ -22,7 +23,7 @@ from transformers import (
 )
 
 from hf_gpipe import Pipeline
-from hf_gpipe.errors import DataError, UnsupportedModelError, UserError
+from hf_gpipe.errors import CheckpointError, DataError, UnsupportedModelError, UserError
 from tests.oracle import VOCABULARY, Batch, Result, assert_same, run_pipeline
 from tests.training.toy import trainer
 
@@ -112,6 +113,23 @@ def test_lora_trains_the_head_too_and_is_saved_as_by_peft(tmp_path: Path) -> Non
     assert_same(run_pipeline(Pipeline(adapted, 2, 2), batch), expected)
     with pytest.raises(UnsupportedModelError, match=r"llama: PEFT's modules_to_save=\['norm', 'classifier', 'score'\]"):
         Pipeline(plain("llama"), peft_config=peft.LoraConfig(task_type="SEQ_CLS", modules_to_save=["norm"]))
+
+
+def test_a_language_model_s_checkpoint_gets_a_new_head(tmp_path: Path) -> None:
+    LlamaForCausalLM(_CONFIGS["llama"]()).save_pretrained(tmp_path)
+    overrides = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 3}
+    common: dict[str, Any] = {"dtype": torch.float64, "attn_implementation": "eager"}
+    pipes = [Pipeline(tmp_path, stages, 2, config_overrides=overrides, **common) for stages in (1, 2)]
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3, **common)
+    with torch.no_grad():
+        plain.score.weight.copy_(pipes[0].model.score.weight)
+    assert plain.score.weight.std() > 0
+    batch = batch_of(torch.tensor([0, 2, 1]))
+    for pipe in pipes:
+        assert pipe.eval_step(batch).loss == pytest.approx(plain(**batch).loss.item(), rel=1e-10)
+    pipes[1].adapter.may_lack_head = False
+    with pytest.raises(CheckpointError, match=r"lacks 1 parameters of the model: score.weight"):
+        pipes[1].load_pretrained(tmp_path)
 
 
 def test_the_trainer_learns_classes_and_gives_logits(tmp_path: Path) -> None:

@@ -140,18 +140,21 @@ def test_a_job_that_is_started_again_without_a_lost_machine_goes_on_with_those_l
     """torchrun's agents start processes anew, in a store that still has the addresses of those before."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     output = tmp_path / "out"
-    words = [str(prepared / "recipe.yaml"), f"training.output_dir={output}", "training.save_steps=2"]
+    words = [str(prepared / "recipe.yaml"), f"training.output_dir={output}", "evaluation.max_examples=1"]
     words += ["pipeline.num_stages=auto", "pipeline.replicas=auto"]
 
-    def start(num_processes: int) -> list[BaseProcess]:
+    def start(num_processes: int, save_steps: int) -> list[BaseProcess]:
         variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(num_processes)}
         variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         folders = [tmp_path / f"{num_processes}-{rank}" for rank in range(num_processes)]
         for folder in folders:
             folder.mkdir()
-        return [start_worker(folder, *words, RANK=str(rank), **variables) for rank, folder in enumerate(folders)]
+        saving = f"training.save_steps={save_steps}"
+        return [
+            start_worker(folder, *words, saving, RANK=str(rank), **variables) for rank, folder in enumerate(folders)
+        ]
 
-    processes = start(3)
+    processes = start(3, save_steps=2)
     try:
         wait_for_steps(output, processes[0].is_alive)
         while not list(output.glob("checkpoint-*")):
@@ -161,7 +164,7 @@ def test_a_job_that_is_started_again_without_a_lost_machine_goes_on_with_those_l
         for process in processes:
             process.join(60)
         assert [process.exitcode for process in processes] == [1, 1, -signal.SIGKILL]
-        processes = start(2)
+        processes = start(2, save_steps=60)
         for process in processes:
             process.join(60)
         assert [process.exitcode for process in processes] == [0, 0], (tmp_path / "2-0" / "run.err").read_text()

@@ -59,6 +59,8 @@ class Adapter(ABC):
 
     #: Whether the model classifies or scores rows: its logits are (B, C), those of one token of each row.
     is_classifier = False
+    #: Whether a checkpoint may lack the head's weights, which are then new.
+    may_lack_head = False
 
     def __init__(
         self,

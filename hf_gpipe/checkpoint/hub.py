@@ -176,11 +176,11 @@ def _read(stage: StageModel, path: str | os.PathLike[str], device: torch.device,
         raise CheckpointError(f"the checkpoint {str(path)!r} does not fit the model: {error}") from error
     finally:
         default_generator(device).set_state(state)
-    if info.missing_keys:
-        names = ", ".join(sorted(info.missing_keys)[:5])
-        raise CheckpointError(
-            f"the checkpoint {str(path)!r} lacks {len(info.missing_keys)} parameters of the model: {names}"
-        )
+    head = f"{stage.adapter.layers[-1].name}."
+    missing = {name for name in info.missing_keys if not (stage.adapter.may_lack_head and name.startswith(head))}
+    if missing:
+        names = ", ".join(sorted(missing)[:5])
+        raise CheckpointError(f"the checkpoint {str(path)!r} lacks {len(missing)} parameters of the model: {names}")
 
 
 def add_peft(stage: StageModel, peft: PeftAdapter, device: torch.device, seed: int) -> None:

@@ -11,8 +11,8 @@ layers are run in a short one, where it has a layer of every class.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.adapters.quantised import size_of_quantised
+from hf_gpipe.planner.by_rows import ByRows, Numbers
 from hf_gpipe.planner.costs import GraphCost, LayerCost, ModelCosts, Parameters, SharedParameter
 from hf_gpipe.planner.tracing import StageTracer, Trace
 from hf_gpipe.planner.workload import Workload
@@ -132,16 +133,15 @@ class LayerTracer:
         self._recomputes_blocks = self._can_recompute_blocks()
         #: By first layer, end, and whether blocks are recomputed.
         self._stages: dict[tuple[int, int, bool], StageTracer] = {}
-        #: Of one workload: see `_saved_of_pair`.
-        self._pairs: dict[tuple[int, bool], tuple[int, int]] = {}
+        #: Of these stages what was traced, for micro-batches of one shape apart from their rows.
+        self._by_rows: dict[tuple[int, int, bool, Workload], ByRows[Any]] = {}
 
     def costs(self, workload: Workload) -> ModelCosts:
         """Return the costs of each layer for one micro-batch."""
         adapter, layers = self.layers.adapter, self.layers
         workload = workload.within(adapter)
         inputs = workload.inputs(adapter)
-        self._pairs.clear()
-        traced = {index: self._traced(index, inputs) for index in dict.fromkeys(self.like)}
+        traced = {index: self._traced(index, workload, inputs) for index in dict.fromkeys(self.like)}
         owner: dict[str, int] = {}
         for index, names in enumerate(layers.shared):
             for name in names:
@@ -184,48 +184,55 @@ class LayerTracer:
             whole_logits=whole_logits(adapter, self.loss),
         )
 
-    def _traced(self, index: int, inputs: Inputs) -> _Traced:
+    def _traced(self, index: int, workload: Workload, inputs: Inputs) -> _Traced:
         """A layer of the model that is run."""
         layer = self.run.adapter.layers[index]
         sizes = boundary_bytes(self.run.adapter, index, inputs)
         hidden = sizes.get("hidden", 0)
-        trace = self._trace(index, inputs)
+        trace = self._trace(index, workload)
         saved_input = hidden if trace.saves_hidden else 0
         block, saved_block_input = trace, saved_input
         if layer.kind == "block":
             saved_block_input = hidden
             if self._recomputes_blocks:
-                block = self._trace(index, inputs, recompute_blocks=True)
+                block = self._trace(index, workload, recompute_blocks=True)
         if layer.kind == "embedding" and "encoder_hidden" in sizes:
             # The decoder's blocks read the encoder's output until the last of them is done.
             saved_input = saved_block_input = sizes["encoder_hidden"]
         return _Traced(
             trace,
-            self._graph_cost(index, inputs, trace, saved_input, recompute_blocks=False),
-            self._graph_cost(index, inputs, block, saved_block_input, recompute_blocks=block is not trace),
+            self._graph_cost(index, workload, inputs, trace, saved_input, recompute_blocks=False),
+            self._graph_cost(index, workload, inputs, block, saved_block_input, recompute_blocks=block is not trace),
             sum(sizes.values()),
         )
 
     def _graph_cost(
-        self, index: int, inputs: Inputs, trace: Trace, saved_input: int, *, recompute_blocks: bool
+        self,
+        index: int,
+        workload: Workload,
+        inputs: Inputs,
+        trace: Trace,
+        saved_input: int,
+        *,
+        recompute_blocks: bool,
     ) -> GraphCost:
         """The bytes that a layer's graph keeps, apart from what is made once for all layers of the stage."""
         own, outside = trace.saved - trace.saved_outside, trace.saved_outside
         if (second := self._second_of_shared_tables(index)) is not None:
             # The first block of a stage makes the bias, and the others are handed it.
-            saved, saved_before = self._saved_of_pair(second, inputs, recompute_blocks=recompute_blocks)
+            saved, saved_before = self._saved_of_pair(second, workload, recompute_blocks=recompute_blocks)
             own = saved - saved_before
             between = boundary_bytes(self.run.adapter, second, inputs).get("hidden", 0)
             outside = max(trace.saved - own, saved - between - 2 * own, 0)
         return GraphCost(own, saved_input, outside, trace.backward_peak)
 
-    def _saved_of_pair(self, second: int, inputs: Inputs, *, recompute_blocks: bool) -> tuple[int, int]:
+    def _saved_of_pair(self, second: int, workload: Workload, *, recompute_blocks: bool) -> tuple[int, int]:
         """Of block `second` and the one before it, what their graph keeps, and what of it the one before does."""
-        key = (second, recompute_blocks)
-        if key not in self._pairs:
-            stage = self._stage(second - 1, second + 1, recompute_blocks=recompute_blocks)
-            self._pairs[key] = stage.saved_bytes(inputs, second)
-        return self._pairs[key]
+
+        def saved(stage: StageTracer, inputs: Inputs) -> tuple[int, int]:
+            return stage.saved_bytes(inputs, second)
+
+        return self._of_stage(second - 1, second + 1, recompute_blocks, workload, saved)
 
     def _second_of_shared_tables(self, index: int) -> int | None:
         """Number of the second block of a stack whose first block makes something for all of them, as T5's bias."""
@@ -236,8 +243,33 @@ class LayerTracer:
             return None
         return next(i for i, layer in enumerate(adapter.layers) if layer.name == stack.blocks[1])
 
-    def _trace(self, index: int, inputs: Inputs, *, recompute_blocks: bool = False) -> Trace:
-        return self._stage(index, index + 1, recompute_blocks=recompute_blocks).trace(inputs)
+    def _trace(self, index: int, workload: Workload, *, recompute_blocks: bool = False) -> Trace:
+        return self._of_stage(index, index + 1, recompute_blocks, workload, StageTracer.trace)
+
+    def _of_stage(
+        self,
+        start: int,
+        stop: int,
+        recompute_blocks: bool,
+        workload: Workload,
+        run: Callable[[StageTracer, Inputs], Numbers],
+    ) -> Numbers:
+        """What `run` gives for these layers as a stage and a micro-batch; it may follow from that of other ones."""
+        key = start, stop, recompute_blocks, replace(workload, rows=1)
+        if key not in self._by_rows:
+            stage = self._stage(start, stop, recompute_blocks=recompute_blocks)
+            # The head takes some positions at a time, however many there are, and packed rows attend to each other.
+            has_head = self.run.adapter.layers[stop - 1].kind == "head"
+
+            def compute(rows: int) -> Numbers:
+                return run(stage, replace(workload, rows=rows).inputs(self.run.adapter))
+
+            def can_be_linear() -> bool:
+                return not (has_head or workload.is_packed or stage.is_real)
+
+            self._by_rows[key] = ByRows(compute, can_be_linear)
+        found: Numbers = self._by_rows[key](workload.rows)
+        return found
 
     def _stage(self, start: int, stop: int, *, recompute_blocks: bool) -> StageTracer:
         """These layers of the model that is run, as a stage."""

@@ -272,20 +272,25 @@ def _now(device: torch.device) -> float:
 
 
 def _loopback(size_bytes: int = 1 << 25) -> Link:
-    """Measure the link between two processes of this machine through a socket, as gloo uses it."""
-    sender, receiver = socket.socketpair()
-    data, buffer = bytes(size_bytes), bytearray(1 << 20)
+    """Measure the link between two processes of this machine through sockets, as gloo uses them.
 
-    def drain() -> None:
-        left = size_bytes
+    Both ends send and receive at once, as in a reduction over replicas: copying takes their cores' time.
+    """
+    data = bytes(size_bytes)
+
+    def drain(receiver: socket.socket) -> None:
+        buffer, left = bytearray(1 << 20), size_bytes
         while left:
             left -= receiver.recv_into(buffer)
 
-    with sender, receiver:
-        reader = threading.Thread(target=drain)
+    one, other = socket.socketpair()
+    with one, other:
+        threads = [threading.Thread(target=drain, args=(end,)) for end in (one, other)]
+        threads += [threading.Thread(target=end.sendall, args=(data,)) for end in (one, other)]
         start = time.perf_counter()
-        reader.start()
-        sender.sendall(data)
-        reader.join()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         seconds = time.perf_counter() - start
     return Link("loopback", size_bytes / seconds, 1e-4)

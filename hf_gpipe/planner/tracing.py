@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -36,17 +36,16 @@ _Result = TypeVar("_Result")
 _DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException, RuntimeError)
 
 
-@dataclass(frozen=True)
-class Trace:
+class Trace(NamedTuple):
     """One micro-batch on one stage; bytes unless said otherwise.
 
     Attributes:
         saved: what the graph keeps, its received input apart.
         saved_outside: the part of it that was made before the first own layer was called.
         saves_hidden: whether the graph keeps the received hidden states.
-        forward_peak: of a forward with a graph, above what was there before it.
-        forward_only_peak: of a forward without one.
-        backward_peak: above `saved`, the gradient that comes in included.
+        forward_levels: after each new tensor of a forward with a graph, what was alive above what was there before it.
+        forward_only_levels: the same of a forward without one.
+        backward_levels: of the backward, above `saved`, the gradient that comes in included.
         deferred: of blocks that are not recomputed, what I keeps for W where the backward is split.
         forward_flops, backward_flops: of matrix products, numbers.
         weight_flops: of the backward's matrix products those for the weights of linear layers.
@@ -57,9 +56,9 @@ class Trace:
     saved: int
     saved_outside: int
     saves_hidden: bool
-    forward_peak: int
-    forward_only_peak: int
-    backward_peak: int
+    forward_levels: tuple[int, ...]
+    forward_only_levels: tuple[int, ...]
+    backward_levels: tuple[int, ...]
     deferred: int
     forward_flops: int
     backward_flops: int
@@ -67,6 +66,21 @@ class Trace:
     stage_calls: int
     forward_calls: int
     backward_calls: int
+
+    @property
+    def forward_peak(self) -> int:
+        """The most that a forward with a graph needs."""
+        return max((0, *self.forward_levels))
+
+    @property
+    def forward_only_peak(self) -> int:
+        """The most that a forward without one needs."""
+        return max((0, *self.forward_only_levels))
+
+    @property
+    def backward_peak(self) -> int:
+        """The most that the backward needs."""
+        return max(self.backward_levels)
 
 
 class _AttentionOfAGpu(TorchFunctionMode):
@@ -129,6 +143,11 @@ class StageTracer:
 
         return self._run(inputs, run)
 
+    @property
+    def is_real(self) -> bool:
+        """Whether it runs on real tensors; known after the first run."""
+        return self._is_real
+
     def _run(self, inputs: Mapping[str, torch.Tensor], run: Callable[[Stage, Context, Tracker], _Result]) -> _Result:
         generator = default_generator(CPU)
         state = generator.get_state()
@@ -183,9 +202,9 @@ def _trace(stage: Stage, context: Context, tracker: Tracker) -> Trace:
         saved=forward.saved,
         saved_outside=forward.outside,
         saves_hidden=forward.saves_hidden,
-        forward_peak=forward.phase.peak_bytes,
-        forward_only_peak=forward_only.peak_bytes,
-        backward_peak=backward.peak_bytes + forward.incoming,
+        forward_levels=tuple(forward.phase.levels),
+        forward_only_levels=tuple(forward_only.levels),
+        backward_levels=tuple(level + forward.incoming for level in (0, *backward.levels)),
         deferred=_deferred_bytes(stage, context, forward.gradients),
         forward_flops=forward.phase.flops,
         backward_flops=backward.flops,

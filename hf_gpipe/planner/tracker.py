@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,21 +27,21 @@ class Phase:
 
     Attributes:
         start_bytes: what was alive when it began.
-        peak_bytes: the most that was alive beyond that.
         flops: of its matrix products, 2 for a multiplication and its addition.
         linear_flops: the part of them that has the form of a linear layer.
         calls: operations, views apart.
         calls_before: those of them before the first own layer was called.
         is_inside: whether an own layer was called, so that what is made from now on is the layers'.
+        levels: what was alive beyond `start_bytes`, after each new tensor.
     """
 
     start_bytes: int
-    peak_bytes: int = 0
     flops: int = 0
     linear_flops: int = 0
     calls: int = 0
     calls_before: int = 0
     is_inside: bool = False
+    levels: list[int] = field(default_factory=list)
 
     def enter_layers(self, *_: Any) -> None:
         """As a hook of the first own layer."""
@@ -115,7 +115,7 @@ class Tracker(TorchDispatchMode):
         self._known[number] = (weakref.ref(storage, lambda _: self._forget(number)), size, phase, is_inside)
         self.live_bytes += size
         if phase is not None:
-            phase.peak_bytes = max(phase.peak_bytes, self.live_bytes - phase.start_bytes)
+            phase.levels.append(self.live_bytes - phase.start_bytes)
 
     def _forget(self, number: int) -> None:
         self.live_bytes -= self._known.pop(number)[1]

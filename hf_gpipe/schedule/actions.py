@@ -60,7 +60,7 @@ class ActionKind(StrEnum):
     @property
     def takes_gradient(self) -> bool:
         """Whether it takes the gradient of the stage's outputs, uses up the graph and sends a gradient: B or I."""
-        return self in (ActionKind.BACKWARD, ActionKind.INPUT)
+        return self is ActionKind.BACKWARD or self is ActionKind.INPUT
 
     @property
     def completes_micro_batch(self) -> bool:
@@ -70,7 +70,7 @@ class ActionKind(StrEnum):
     @property
     def is_of_mini_batch(self) -> bool:
         """Whether an action of this kind concerns a whole step, and so has no micro-batch."""
-        return self in (ActionKind.REDUCE, ActionKind.UPDATE)
+        return self is ActionKind.REDUCE or self is ActionKind.UPDATE
 
 
 TEXT_VERSION = 4

@@ -26,9 +26,9 @@ one micro-batch with `pipedream` (U takes no time here), and two steps of three 
     stage 2  .. .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- F4 B4 -- F5 B5 -- .. .. .. ..
 
 Replicas of a stage take the micro-batches in turn (1F1B-RR, section 3.2). An update needs the sum of their gradients of
-a step, so each replica has a G and a U for every step, also where it has no micro-batch of that step, and all of them
-have the same versions. In flight are ceil(n / r) micro-batches on each of the r replicas of a stage, where n is the
-number of workers of this stage and those after it: K-s without replicas.
+a step, so each replica has a G and a U for every step, and all of them have the same versions. In flight are
+ceil(n / r) micro-batches on each of the r replicas of a stage, where n is the number of workers of this stage and those
+after it: K-s without replicas.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate
 
+from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action, ActionKind, Placement
 from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations
 from hf_gpipe.schedule.table import Schedule
@@ -55,7 +56,7 @@ def _newest(table: Schedule) -> Versions:
 def _on_all_stages(table: Schedule) -> Versions:
     """The newest version that all stages have: that of stage 0, which is the latest one.
 
-    Only where a step has fewer micro-batches than a stage has replicas, another stage can be later.
+    Only where a step does not give every replica as many micro-batches, another stage can be later.
     """
     stages = range(table.num_stages)
     oldest = [min(table.newest_version[stage, m] for stage in stages) for m in range(table.num_micro_batches)]
@@ -83,14 +84,24 @@ def asynchronous(name: str, steps: tuple[int, ...], placement: Placement, limits
         steps: the number of micro-batches of each step.
         placement: of the stages.
         limits: of live graphs, on each replica.
+
+    Raises:
+        ScheduleError: a step before the last one has fewer micro-batches than a stage has replicas.
     """
+    most, fewest = max(placement.replicas), min(steps[:-1], default=None)
+    if fewest is not None and fewest < most:
+        raise ScheduleError(
+            f"schedule {name!r}: a step has {fewest} micro-batches and a stage {most} replicas: all of them take part "
+            "in an update, so those without a micro-batch would hold up the others; give each step but the last at "
+            f"least {most}."
+        )
     waits = name == "pipedream_2bw"
     orders = [
         [action for process in own for action in _order(stage, process, placement, steps, waits=waits)]
         for stage, own in enumerate(placement.workers)
     ]
     rows = [
-        tuple(_with_updates(row, process, placement, steps, waits=waits))
+        tuple(_with_updates(row, process, placement, steps))
         for process, row in enumerate(merge_with_recomputations(orders, placement, fused_last(limits)))
     ]
     stashes = name != "pipedream_naive"
@@ -130,35 +141,25 @@ def _order(stage: int, process: int, placement: Placement, steps: tuple[int, ...
         yield Action(ActionKind.BACKWARD, stage, micro_batch)
 
 
-def _with_updates(
-    row: list[Action], process: int, placement: Placement, steps: tuple[int, ...], *, waits: bool
-) -> Iterator[Action]:
-    """The order of a worker with U, and before it G where the stage has replicas.
-
-    They stand directly after the last backward of a step on the worker. A replica without a micro-batch in the step has
-    them as late as it can, since it waits there for the others: before its next backward or, with `waits`, before the
-    forward that reads the new version.
-    """
-    step_of = [step for step, size in enumerate(steps) for _ in range(size)]
+def _with_updates(row: list[Action], process: int, placement: Placement, steps: tuple[int, ...]) -> Iterator[Action]:
+    """The order of a worker with U, and before it G where the stage has replicas, after the last backward of a step."""
     ends = list(accumulate(steps))
+    step_of = [step for step, size in enumerate(steps) for _ in range(size)]
     num_updates = dict.fromkeys(placement.stages_of(process), 0)
 
-    def updates(stage: int, until: int) -> Iterator[Action]:
-        for step in range(num_updates[stage], until):
-            if placement.replicas[stage] > 1:
-                yield Action(ActionKind.REDUCE, stage, step=step)
-            yield Action(ActionKind.UPDATE, stage, step=step)
-        num_updates[stage] = max(num_updates[stage], until)
+    def update(stage: int) -> Iterator[Action]:
+        updated = Action(ActionKind.UPDATE, stage, step=num_updates[stage])
+        if placement.replicas[stage] > 1:
+            yield updated.reduction
+        yield updated
+        num_updates[stage] += 1
 
     for action in row:
-        assert action.micro_batch is not None
-        step, replicas = step_of[action.micro_batch], placement.replicas[action.stage]
-        if action.kind == ActionKind.FORWARD:
-            yield from updates(action.stage, step - 1 if waits else 0)
-        else:
-            yield from updates(action.stage, step)
         yield action
-        if action.kind == ActionKind.BACKWARD and action.micro_batch + replicas >= ends[step]:
-            yield from updates(action.stage, step + 1)
-    for stage in num_updates:
-        yield from updates(stage, len(steps))
+        assert action.micro_batch is not None
+        next_own = action.micro_batch + placement.replicas[action.stage]
+        if action.kind == ActionKind.BACKWARD and next_own >= ends[step_of[action.micro_batch]]:
+            yield from update(action.stage)
+    for stage, count in num_updates.items():
+        if count < len(steps):  # without a micro-batch in the last step
+            yield from update(stage)

@@ -15,8 +15,8 @@ from enum import StrEnum
 from functools import lru_cache
 from itertools import accumulate
 
-from hf_gpipe.schedule.actions import Action, ActionKind
-from hf_gpipe.schedule.simulate import Costs, Seconds, Timeline, simulate
+from hf_gpipe.schedule.actions import ActionKind
+from hf_gpipe.schedule.simulate import Costs, Seconds, Span, Timeline, simulate
 from hf_gpipe.schedule.table import Schedule
 
 
@@ -51,18 +51,22 @@ class Held(StrEnum):
 def holdings(timeline: Timeline, stage: int, process: int) -> Iterator[tuple[Held, Seconds, Seconds]]:
     """Yield the things that a stage holds in one of its workers for each micro-batch: (what, from, until)."""
     schedule, ran = timeline.schedule, timeline.spans_of
-    completed = [
-        span for action, span in ran[stage].items() if action.kind.completes_micro_batch and span.process == process
-    ]
+    own = ran[stage]
+    before = ran[stage - 1] if stage else None
+    after = ran[stage + 1] if stage + 1 < len(ran) else None
+    completed = [span for (kind, _), span in own.items() if kind.completes_micro_batch and span.process == process]
     first_completed = min(completed, key=lambda span: span.end, default=None)
+
+    def backward_in(spans: Mapping[tuple[ActionKind, int], Span], micro_batch: int) -> Span | None:
+        return spans.get((ActionKind.BACKWARD, micro_batch)) or spans.get((ActionKind.INPUT, micro_batch))
+
     for micro_batch in schedule.placement.micro_batches_of(stage, process, schedule.num_micro_batches):
-        forward = ran[stage][Action(ActionKind.FORWARD, stage, micro_batch)]
-        backward = ran[stage].get(schedule.gradient_action(stage, micro_batch))
-        weight = ran[stage].get(Action(ActionKind.WEIGHT, stage, micro_batch))
+        forward, backward = own[ActionKind.FORWARD, micro_batch], backward_in(own, micro_batch)
+        weight = own.get((ActionKind.WEIGHT, micro_batch))
         yield Held.MICRO_BATCH, forward.computes, (weight or backward or forward).end
-        if source := schedule.source(forward.action):
-            yield Held.INPUT, ran[source.stage][source].end, (backward or forward).end
-        again = ran[stage].get(Action(ActionKind.RECOMPUTE, stage, micro_batch))
+        if before is not None:
+            yield Held.INPUT, before[ActionKind.FORWARD, micro_batch].end, (backward or forward).end
+        again = own.get((ActionKind.RECOMPUTE, micro_batch))
         if backward is None or again is not None:
             yield Held.FORWARD_ONLY, forward.computes, forward.end
         if backward is None:
@@ -70,8 +74,8 @@ def holdings(timeline: Timeline, stage: int, process: int) -> Iterator[tuple[Hel
         maker = again or forward
         yield Held.FORWARD, maker.computes, maker.end
         yield Held.GRAPH, maker.end, backward.end
-        if source := schedule.source(backward.action):
-            yield Held.GRADIENT, ran[source.stage][source].end, backward.computes
+        if after is not None and (source := backward_in(after, micro_batch)) is not None:
+            yield Held.GRADIENT, source.end, backward.computes
         yield Held.BACKWARD, backward.computes, backward.end
         if weight is not None:
             yield Held.DEFERRED, backward.end, weight.end

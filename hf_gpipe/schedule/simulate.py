@@ -140,12 +140,13 @@ class Timeline:
         return 1 - _busy(spans) / available if available else 0
 
     @cached_property
-    def spans_of(self) -> tuple[dict[Action, Span], ...]:
-        """For each stage the spans of its actions on micro-batches, each of which runs on one of its replicas."""
-        stages: tuple[dict[Action, Span], ...] = tuple({} for _ in range(self.schedule.num_stages))
+    def spans_of(self) -> tuple[dict[tuple[ActionKind, int], Span], ...]:
+        """For each stage, by kind and micro-batch, the spans of its actions, each of which runs on one replica."""
+        stages: tuple[dict[tuple[ActionKind, int], Span], ...] = tuple({} for _ in range(self.schedule.num_stages))
         for span in self.spans:
-            if span.action.micro_batch is not None:
-                stages[span.action.stage][span.action] = span
+            action = span.action
+            if action.micro_batch is not None:
+                stages[action.stage][action.kind, action.micro_batch] = span
         return stages
 
 

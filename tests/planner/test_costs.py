@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 
@@ -15,6 +16,7 @@ from hf_gpipe.adapters import StageModel, adapter_for
 from hf_gpipe.adapters.peft import make_peft
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.planner import layers as planner_layers
+from hf_gpipe.planner.by_rows import ByRows
 from hf_gpipe.planner.costs import InnerRecompute, ModelCosts
 from hf_gpipe.planner.layers import LayerTracer, ModelLayers, to_run
 from hf_gpipe.planner.prefix_sums import LayerSums
@@ -55,7 +57,8 @@ def numbers(parameters: dict[str, torch.nn.Parameter]) -> tuple[int, int, int]:
 @pytest.fixture
 def without_running(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs have the layers' parameters, and zeros of what is found by running them."""
-    nothing = Trace(**dict.fromkeys((field.name for field in fields(Trace)), 0))
+    numbers = {name: (0,) if name.endswith("levels") else 0 for name in Trace._fields}
+    nothing = Trace(**numbers)  # type: ignore[arg-type]  # the levels by name
     monkeypatch.setattr(StageTracer, "trace", lambda stage, inputs: nothing)
     monkeypatch.setattr(StageTracer, "saved_bytes", lambda stage, inputs, first_layer: (0, 0))
 
@@ -143,6 +146,46 @@ def test_fake_tensors_keep_what_real_ones_do(family: str) -> None:
         assert fake.forward_flops == real.forward_flops
         assert fake.backward_flops == real.backward_flops
         assert (fake.forward_calls, fake.backward_calls) == (real.forward_calls, real.backward_calls)
+
+
+@pytest.mark.parametrize("family", ["llama", "t5", "mixtral"])
+def test_a_few_numbers_of_rows_tell_the_others(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last byte. Of layers that do not depend on values three sizes are traced."""
+    adapter, trace, counts = adapter_for(clone(family)), StageTracer.trace, dict[int, int]()
+    runs: list[StageTracer] = []
+
+    def counted(stage: StageTracer, inputs: Mapping[str, torch.Tensor]) -> Trace:
+        runs.append(stage)
+        return trace(stage, inputs)
+
+    monkeypatch.setattr(StageTracer, "trace", counted)
+    tracer = LayerTracer(adapter)
+    for rows in (24, 12, 6, 5, 1):
+        runs.clear()
+        found = tracer.costs(replace(WORKLOAD, rows=rows))
+        counts[rows] = len(runs)
+        if rows in (5, 1):
+            assert found == LayerTracer(adapter).costs(replace(WORKLOAD, rows=rows))
+    if family != "mixtral":
+        assert counts[6] == counts[5] == 1, "the head"
+        assert counts[1] == counts[24] >= 5
+
+
+def test_what_lies_on_no_line_is_computed() -> None:
+    def largest(rows: int) -> tuple[int, tuple[int, int]]:
+        return 3, (10 * rows, max(100, 20 * rows))
+
+    asked: list[int] = []
+
+    def compute(rows: int) -> tuple[int, tuple[int, int]]:
+        asked.append(rows)
+        return largest(rows)
+
+    bent, straight = ByRows(compute, lambda: True), ByRows(lambda rows: (rows, 7 - rows), lambda: True)
+    for rows in (20, 12, 8, 4, 3):
+        assert bent(rows) == largest(rows)
+        assert straight(rows) == (rows, 7 - rows)
+    assert asked == [20, 2, 12, 8, 4, 3]
 
 
 def test_calls_of_a_block_do_not_depend_on_its_rows() -> None:

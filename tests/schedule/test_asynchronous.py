@@ -52,13 +52,13 @@ def replicated(draw: st.DrawFn) -> Placement:
 def windows(draw: st.DrawFn, places: st.SearchStrategy[Placement] | None = None) -> Schedule:
     name = draw(st.sampled_from(sorted(ASYNCHRONOUS_SCHEDULES)))
     placement = draw(placements() if places is None else places)
-    steps = draw(st.lists(st.integers(1, 5), min_size=1, max_size=7))
+    steps = [*draw(st.lists(st.integers(max(placement.replicas), 5), max_size=6)), draw(st.integers(1, 5))]
     recompute = draw(recomputes(placement.num_stages))
     return window(name, placement.num_stages, steps, placement=placement, recompute=recompute)
 
 
 @given(windows() | windows(replicated()))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=120)
 def test_every_window_is_valid_and_keeps_what_is_still_to_be_read(table: Schedule) -> None:
     check_table(table)
     assert Schedule.from_text(table.text()) == table
@@ -259,6 +259,8 @@ def test_what_cannot_be_built(tmp_path: Path) -> None:
         read_table(str(tmp_path / "mine.txt"), 2, 3, 2)
     with pytest.raises(ScheduleError, match="give each replica of each stage a process of its own"):
         window("pipedream", 2, [2, 2], placement=Placement([[0, 1], [0, 1]]))
+    with pytest.raises(ScheduleError, match="a step has 1 micro-batches and a stage 2 replicas"):
+        window("pipedream", 1, [2, 1, 2], replicas=[2])
     text = window("pipedream", 1, [2, 2], replicas=[2]).text().replace("0B3 0G1", "0B3")
     with pytest.raises(ScheduleError, match="0G1 is missing from process 1"):
         check_table(Schedule.from_text(text))

@@ -72,7 +72,7 @@ def test_the_time_of_i_and_w() -> None:
     assert spans["1W1"][1] == 13
     assert spans["0B1"] == (10, 14)
     halves = simulate(TABLE, Costs(Fraction(1), Fraction(4)))
-    assert halves.spans_of[1][Action.parse("1W1")].busy == halves.spans_of[1][Action.parse("1I1")].busy == 2
+    assert halves.spans_of[1][ActionKind.WEIGHT, 1].busy == halves.spans_of[1][ActionKind.INPUT, 1].busy == 2
     assert breakdown(halves).processes[1].backward == 8
     assert "I0 W0" in draw_text(simulate(TABLE, Costs(1, 2)))
 

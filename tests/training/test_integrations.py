@@ -28,6 +28,8 @@ def test_reports_to_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     content = events.read_bytes()
     for name in (b"train/loss", b"train/grad_norm", b"train/learning_rate", b"eval/loss"):
         assert name in content
+    for name in (b"train/tokens_per_second", b"train/seconds_left", b"train/peak_memory_bytes_stage_1"):
+        assert name in content
 
 
 def test_eight_bit_optimizers_where_their_package_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
