@@ -125,7 +125,9 @@ class _Parrot:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, dictionary: dict[str, str]) -> None:
         reference = SimpleNamespace(generation_config=GenerationConfig())
-        self.adapter = SimpleNamespace(config=tiny_config("marian"), autocast=None, reference=reference)
+        self.adapter = SimpleNamespace(
+            config=tiny_config("marian"), autocast=None, reference=reference, is_classifier=False
+        )
         self._tokenizer, self._dictionary = tokenizer, dictionary
         self.num_tokens = 0
 
