@@ -35,7 +35,7 @@ from transformers import AutoModelForSeq2SeqLM
 
 from hf_gpipe import pipeline
 from hf_gpipe.checkpoint import directory, save, state
-from hf_gpipe.checkpoint.directory import checkpoints, last_checkpoint
+from hf_gpipe.checkpoint.directory import checkpoints, last_checkpoint, step_of
 from hf_gpipe.data import train_tokenizer
 from hf_gpipe.errors import EXIT_STOPPED
 from hf_gpipe.planner.measure import this_machine
@@ -410,7 +410,7 @@ def _what_was_lost(
 ) -> list[str]:
     """Problems with the checkpoints, of which one was saved after `before` steps, and with the run that resumes."""
     newest = last_checkpoint(output, Processes.of_job())
-    steps = [int(path.name.rpartition("-")[2]) for path in checkpoints(output)]
+    steps = [step_of(path) for path in checkpoints(output)]
     if max(steps, default=0) < before:
         return [f"there are the checkpoints {steps}, and {before} had been saved"]
     problems = []

@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -299,7 +300,7 @@ def printed_command(words: list[str]) -> list[str]:
     return shlex.split(line)
 
 
-def strike(trial: Trial, fault: Fault, phase: str, number: int, step: int) -> tuple[list[str], dict[str, object]]:
+def strike(trial: Trial, fault: Fault, phase: str, number: int, step: int) -> tuple[list[str], dict[str, Any]]:
     """Start the run, and let the fault happen; what is not as it should be, and what happened."""
     with Hosts(2) as hosts:
         trial.start(hosts, phase)
@@ -327,7 +328,7 @@ def strike(trial: Trial, fault: Fault, phase: str, number: int, step: int) -> tu
 
 def try_fault(
     fault: Fault, phase: str, number: int, recipe: Path, folder: Path, expected: dict[str, torch.Tensor], step: int
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Run with the fault on a machine, then start again without it."""
     trial = Trial(folder, recipe)
     problems: list[str] = []
@@ -403,9 +404,9 @@ def note_result(
     result = try_fault(fault, phase, number, recipe, run, expected, step)
     with results.open("a") as file:
         file.write(json.dumps({"fault": key, **result}) + "\n")
-    told = "; ".join(result.get("told", []))  # type: ignore[arg-type]
+    told = "; ".join(result.get("told", []))
     print(f"{key:60} {result.get('seconds')!s:>6} s  exit codes {result.get('codes')}  {told}", flush=True)
-    for problem in result["problems"]:  # type: ignore[attr-defined]
+    for problem in result["problems"]:
         print(f"    WRONG: {problem}", flush=True)
     if not result["problems"]:
         shutil.rmtree(run, ignore_errors=True)

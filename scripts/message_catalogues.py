@@ -35,12 +35,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from catalogues.languages import language_of
 from catalogues.messages import CatalogueError, pair_of, read_catalogue
 from catalogues.sources import Found, downloaded, files_of_deb, files_of_directory, files_of_system
 
+from hf_gpipe.command import Parser, fail
 from hf_gpipe.errors import DataError, UserError
 
 PACKAGES = ("vlc-l10n", "krita-l10n", "gimp-data", "kstars-data", "gcc-12-locales", "evolution-common")
@@ -197,8 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"--output {options.output}: the name must end in {SUFFIX}")
         _say(build(_files(options), options.output, options.min_pairs), options.output)
     except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return fail(error)
     return 0
 
 
@@ -216,14 +216,8 @@ def _files(options: argparse.Namespace) -> Iterator[Found]:
     )
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line and exit code 2, as every other error here."""
-        raise UserError(f"{message}; --help lists the options")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _parser() -> Parser:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("data/l10n.jsonl.gz"), help="default: data/l10n.jsonl.gz")
     parser.add_argument(
         "--packages", nargs="+", metavar="NAME", help=f"Debian packages; default: {', '.join(PACKAGES)}"

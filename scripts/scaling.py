@@ -31,10 +31,8 @@ import json
 import os
 import subprocess
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
@@ -48,6 +46,7 @@ from translation_scaling.runs import Run, plan_runs
 from translation_scaling.share import part_of
 from translation_scaling.status import hours_text, status_text
 
+from hf_gpipe.command import Parser, run_command
 from hf_gpipe.data.files import check_files
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import load_recipe
@@ -59,17 +58,16 @@ _TRANSLATION = Path(__file__).parents[1] / "recipes" / "translation"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    warnings.filterwarnings("ignore")
-    try:
-        words = list(sys.argv[1:] if argv is None else argv)
-        # Taken out first, for an option that takes several words would take them too.
-        overrides = [word for word in words if _is_override(word)]
+    words = list(sys.argv[1:] if argv is None else argv)
+    # Taken out first, for an option that takes several words would take them too.
+    overrides = [word for word in words if _is_override(word)]
+
+    def work() -> int:
         options = _parser().parse_intermixed_args([word for word in words if not _is_override(word)])
         options.words = words
         return _scale(options, overrides)
-    except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+
+    return run_command(work)
 
 
 def _is_override(word: str) -> bool:
@@ -249,14 +247,8 @@ def _paper_recipes(options: argparse.Namespace) -> list[Path]:
     return [path for name in PAPER_RECIPES if (path := _TRANSLATION / f"{name}.yaml").exists()]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line and exit code 2, as every other error here."""
-        raise UserError(f"{message}; --help lists the options")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _parser() -> Parser:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "recipes",
         nargs="*",

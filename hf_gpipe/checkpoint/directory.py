@@ -40,6 +40,11 @@ def checkpoint_path(output_dir: Path, step: int) -> Path:
     return output_dir / f"checkpoint-{step}"
 
 
+def step_of(checkpoint: Path) -> int:
+    """The number of updates before a checkpoint, from its name."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
 def temporary_path(final: Path) -> Path:
     """Path of a checkpoint that is being written."""
     return final.with_name(f".{final.name}.tmp")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from hf_gpipe.checkpoint import digests
 from hf_gpipe.checkpoint.digests import DIGESTS_FILE, Digests
-from hf_gpipe.checkpoint.directory import checkpoints, last_checkpoint, remove, temporary_path
+from hf_gpipe.checkpoint.directory import checkpoint_path, checkpoints, last_checkpoint, remove, step_of, temporary_path
 from hf_gpipe.checkpoint.save import replace_directory
 from hf_gpipe.checkpoint.together import write_together
 from hf_gpipe.errors import CheckpointError
@@ -70,10 +70,9 @@ class MemoryCheckpoints:
 
         Every process calls it. Each machine has all files of it then.
         """
-        mine = [path.name for path in checkpoints(self.folder)] if self._is_first and _is_own(self.folder) else []
-        names = {name for own in self._processes.gather_objects(mine) for name in own}
-        for step in sorted((int(name.rpartition("-")[2]) for name in names), reverse=True):
-            path = self.folder / f"checkpoint-{step}"
+        mine = list(map(step_of, checkpoints(self.folder))) if self._is_first and _is_own(self.folder) else []
+        for step in sorted({step for own in self._processes.gather_objects(mine) for step in own}, reverse=True):
+            path = checkpoint_path(self.folder, step)
             if step > after and self._is_complete(path):
                 problem = self._completed(path)
                 if not problem:
@@ -91,7 +90,7 @@ class MemoryCheckpoints:
                 remove(left)
             temporary_path(final).mkdir()
 
-        write_together(self.folder, self._processes, make if self._is_first else _nothing)
+        write_together(self.folder, self._processes, make, is_writing=self._is_first)
 
     def spread(self, directory: Path, processes: Processes) -> None:
         """Copy what a machine has written to the next machine, and the small files to all.
@@ -114,7 +113,7 @@ class MemoryCheckpoints:
             if directory.exists():  # the writer has done it
                 replace_directory(directory, final)
 
-        write_together(final, processes, rename if self._is_first else _nothing)
+        write_together(final, processes, rename, is_writing=self._is_first)
         if self._is_first:
             for path in checkpoints(self.folder):
                 if path != final:
@@ -146,7 +145,7 @@ class MemoryCheckpoints:
         """Copy the files of a checkpoint that a machine lacks from the others, and check all; a problem, or empty."""
         problem = ""
         try:
-            write_together(self.folder, self._processes, self._make_folder if self._is_first else _nothing)
+            write_together(self.folder, self._processes, self._make_folder, is_writing=self._is_first)
             self._exchange(path, self._processes, lambda machine, owner, name: True)
             found = Digests.read(path)
             assert found is not None, "it was read before"
@@ -196,8 +195,8 @@ def newest_checkpoint(output_dir: Path, processes: Processes, memory: MemoryChec
         CheckpointError: as `last_checkpoint`.
     """
     if memory is not None:
-        on_disk = processes.from_writer(lambda: [path.name for path in checkpoints(output_dir)])
-        found = memory.find(after=int(on_disk[-1].rpartition("-")[2]) if on_disk else 0)
+        on_disk = processes.from_writer(lambda: list(map(step_of, checkpoints(output_dir))))
+        found = memory.find(after=max(on_disk, default=0))
         if found is not None:
             return found
     return last_checkpoint(output_dir, processes)
@@ -260,7 +259,3 @@ def _name_of(output_dir: Path) -> str:
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read or written: {error.strerror}") from error
     return f"hf_gpipe-{name}-{digests.digest(str(output_dir.resolve()).encode())[:8]}"
-
-
-def _nothing() -> None:
-    pass

@@ -14,13 +14,16 @@ from hf_gpipe.runtime.processes import Processes
 Value = TypeVar("Value")
 
 
-def write_together(directory: Path, processes: Processes, write: Callable[[], Value]) -> list[Value]:
+def write_together(
+    directory: Path, processes: Processes, write: Callable[[], Value], *, is_writing: bool = True
+) -> list[Value]:
     """Call `write` in this process and wait for the others. Every process must call it.
 
     Args:
         directory: where `write` writes to, for the error message.
         processes: the processes.
         write: returns a small value.
+        is_writing: whether this process calls it; otherwise it waits alone, and its value is None.
 
     Returns:
         The values that `write` returned in the processes, in order of rank.
@@ -30,7 +33,7 @@ def write_together(directory: Path, processes: Processes, write: Callable[[], Va
     """
     value, problem = None, ""
     try:
-        value = write()
+        value = write() if is_writing else None
     except (OSError, SafetensorError) as error:
         problem = " ".join(str(error).split())
     outcomes = processes.gather_objects((value, problem))
@@ -49,8 +52,4 @@ def write_once(directory: Path, processes: Processes, write: Callable[[], None])
     Raises CheckpointError, on every process, if the writer cannot write into `directory`.
     """
     processes.barrier()
-    write_together(directory, processes, write if processes.is_writer else _nothing)
-
-
-def _nothing() -> None:
-    pass
+    write_together(directory, processes, write, is_writing=processes.is_writer)

@@ -1,4 +1,4 @@
-"""What was traced for some numbers of rows, for the others too.
+"""Traces of any number of rows, from those of a few numbers.
 
 A tensor of a layer has a size that does not depend on the rows of a micro-batch, or one that is in proportion to them,
 and so have the operations of a product. So every number of a trace lies on a line over the rows: also the bytes that

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from hf_gpipe.checkpoint.directory import check_shared, checkpoints, remove, tidy
+from hf_gpipe.checkpoint.directory import check_shared, checkpoints, remove, step_of, tidy
 from hf_gpipe.checkpoint.in_memory import MemoryCheckpoints, newest_checkpoint
 from hf_gpipe.checkpoint.save import make_directory
 from hf_gpipe.checkpoint.state import read_state
@@ -79,7 +79,7 @@ def run(recipe: Recipe, job: Job) -> None:
     job.note("checking the recipe")
     processes.from_reader(lambda: _check(recipe))
     checkpoint = _checkpoint_of(recipe, output_dir, processes, job)
-    first_step = _step_of(checkpoint)
+    first_step = 0 if checkpoint is None else step_of(checkpoint)
     accumulation, num_processes = recipe.training.gradient_accumulation_steps, processes.num_processes
     table = processes.from_reader(lambda: recipe.pipeline.table(accumulation, num_processes))
     job.note("preparing the corpus and the tokenizer")
@@ -269,10 +269,6 @@ def _check_same_run(recipe: Recipe, earlier: Recipe, checkpoint: Path) -> None:
                 "value, choose another training.output_dir, or set training.resume=never to train anew and delete the "
                 "checkpoints"
             )
-
-
-def _step_of(checkpoint: Path | None) -> int:
-    return int(checkpoint.name.rpartition("-")[2]) if checkpoint is not None else 0
 
 
 def _pipeline(recipe: Recipe, config: PreTrainedConfig, resumed_num_micro_batches: int | None) -> Pipeline:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import combinations
+from typing import Any
 
 import pytest
 import torch
@@ -57,8 +58,8 @@ def numbers(parameters: dict[str, torch.nn.Parameter]) -> tuple[int, int, int]:
 @pytest.fixture
 def without_running(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs have the layers' parameters, and zeros of what is found by running them."""
-    numbers = {name: (0,) if name.endswith("levels") else 0 for name in Trace._fields}
-    nothing = Trace(**numbers)  # type: ignore[arg-type]  # the levels by name
+    numbers: dict[str, Any] = {name: (0,) if name.endswith("levels") else 0 for name in Trace._fields}
+    nothing = Trace(**numbers)
     monkeypatch.setattr(StageTracer, "trace", lambda stage, inputs: nothing)
     monkeypatch.setattr(StageTracer, "saved_bytes", lambda stage, inputs, first_layer: (0, 0))
 
