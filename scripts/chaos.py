@@ -36,13 +36,14 @@ from transformers import AutoModelForSeq2SeqLM
 from hf_gpipe import pipeline
 from hf_gpipe.checkpoint import directory, save, state
 from hf_gpipe.checkpoint.directory import checkpoints, last_checkpoint, step_of
+from hf_gpipe.checkpoint.together import PATIENCE
 from hf_gpipe.data import train_tokenizer
 from hf_gpipe.errors import EXIT_STOPPED
 from hf_gpipe.planner.measure import this_machine
 from hf_gpipe.runtime import batches, generation, launch, stage
 from hf_gpipe.runtime.processes import Processes
 from hf_gpipe.train import main as train
-from hf_gpipe.training import loader
+from hf_gpipe.training import loader, loop
 
 NUM_PROCESSES = 3
 #: How long processes wait for one that is stuck, and how long all of them may take to end.
@@ -69,7 +70,7 @@ class Place:
     Attributes:
         owner: the module or class that has the function.
         name: of the function.
-        call: counted from 1; after the first checkpoint was saved, wherever there is one already.
+        call: counted from 1.
         said: what the message says about the place.
         processes: those that call it; empty: all.
     """
@@ -144,6 +145,11 @@ class Fault:
     def place(self) -> Place:
         return PHASES[self.phase]
 
+    @property
+    def seconds_of_wait(self) -> int:
+        """How long the others wait where the process is stuck."""
+        return TIMEOUT_SECONDS * (PATIENCE if self.phase in WRITES else 1)
+
     def inject(self, folder: Path) -> None:
         """Let it happen in this process, which notes when it did."""
         original, calls = getattr(self.place.owner, self.place.name), 0
@@ -152,18 +158,11 @@ class Fault:
             nonlocal calls
             calls += 1
             if calls == self.place.call:
-                self._wait_for_checkpoint(folder)
                 (folder / "injected").write_text(str(time.time()))
                 KINDS[self.kind]()
             return original(*args, **kwargs)
 
         setattr(self.place.owner, self.place.name, broken)
-
-    def _wait_for_checkpoint(self, folder: Path) -> None:
-        """Wait until the first checkpoint, which is written in the background, has its name."""
-        deadline = time.monotonic() + TIMEOUT_SECONDS / 2
-        while not checkpoints(folder / "out") and time.monotonic() < deadline:
-            time.sleep(0.01)
 
 
 def all_faults() -> list[Fault]:
@@ -274,12 +273,32 @@ def train_forked(words: Sequence[str], folder: Path, num_processes: int, fault: 
     """Run the command in this process, with its processes forked; the exit code."""
 
     def worker(rank: int) -> int:
-        if fault is not None and fault.process == rank:
-            fault.inject(folder)
+        if fault is not None:
+            wait_for_checkpoint(folder)
+            if fault.process == rank:
+                fault.inject(folder)
         return train(list(words))
 
     fork_ahead(worker, folder, num_processes)
     return train(list(words))
+
+
+def wait_for_checkpoint(folder: Path) -> None:
+    """Let this process wait in step 3 until the checkpoint of step 2 is complete: it is written in the background.
+
+    All processes wait, at the same place: while one waits for a slow disk, no other reaches its time limit.
+    """
+    original, calls = loop.TrainingLoop._step, 0
+
+    def waiting(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        deadline = time.monotonic() + MEET_SECONDS / 2
+        while calls == 3 and not checkpoints(folder / "out") and time.monotonic() < deadline:
+            time.sleep(0.01)
+        original(*args)
+
+    loop.TrainingLoop._step = waiting  # type: ignore[method-assign]
 
 
 def fork_ahead(worker: Callable[[int], int], folder: Path, num_processes: int) -> None:
@@ -349,7 +368,7 @@ def try_fault(fault: Fault, recipe: Path, folder: Path, expected: dict[str, torc
     output = folder / "out"
     words = [str(recipe), f"training.output_dir={output}"]
     launcher = run_forked(words, folder, fault)
-    limit = LIMIT_SECONDS + (TIMEOUT_SECONDS if fault.kind == "stuck" else 0)
+    limit = LIMIT_SECONDS + (fault.seconds_of_wait if fault.kind == "stuck" else 0)
     deadline = time.time() + MEET_SECONDS
     while launcher.poll() is None and time.time() < _injected(folder, deadline) + limit:
         time.sleep(0.02)
@@ -395,7 +414,7 @@ def _wrong_end(fault: Fault, exit_code: int | None, told: list[str], stderr: str
     patterns = {
         "SIGTERM": r"stopped by SIGTERM after step \d of 6; all of it is saved" if is_stopped else "killed by SIGTERM",
         "SIGKILL": rf"process {fault.process} was killed by SIGKILL",
-        "stuck": rf"waited {TIMEOUT_SECONDS} seconds in vain.*process {fault.process} was stuck {stuck}",
+        "stuck": rf"waited {fault.seconds_of_wait} seconds in vain.*process {fault.process} was stuck {stuck}",
         "disk full": rf"process {fault.process}.*No space left on device",
     }
     # Where memory runs out, the planner's advice stands between the two.

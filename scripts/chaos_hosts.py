@@ -44,7 +44,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
 from hf_gpipe.checkpoint import state
 from hf_gpipe.launch import main as launch
 from hf_gpipe.planner.measure import this_machine
-from hf_gpipe.runtime.job import WORK_VARIABLE, Job, read_note
+from hf_gpipe.runtime.job import ENDING, WORK_VARIABLE, Job, read_note
 from hf_gpipe.train import main as train
 from scripts import chaos
 from scripts.emulated_hosts import Hosts, why_not
@@ -109,11 +109,14 @@ def both(first: Callable[[Hosts, int], None], second: Callable[[Hosts, int], Non
     return strike
 
 
-_LOST = r"machine [ab]: process \d.*(waited \d+ seconds in vain|lost the connection to another process)"
+_LOST = (
+    r"machine [ab]: process \d.*"
+    r"(waited \d+ seconds in vain|lost the connection to another process|has said nothing for \d+ seconds)"
+)
 _NOT_MET = r"|machine [ab].*(cannot meet the others|waited \d+ seconds in vain)"
 
 
-PHASES = ("training", "saving", "preparing", "first step", "evaluation", "generation", "recovery")
+PHASES = ("training", "saving", "preparing", "first step", "evaluation", "generation", "end", "recovery")
 
 
 @dataclass(frozen=True)
@@ -244,6 +247,7 @@ def is_in(phase: str, note: str, step: int = STEPS) -> bool:
         "saving": False,
         "evaluation": note == "evaluating",
         "generation": note.startswith("translating"),
+        "end": note == ENDING,
         "preparing": note.startswith("preparing"),
         "recovery": note.startswith("creating"),
     }[phase]
@@ -300,6 +304,17 @@ def printed_command(words: list[str]) -> list[str]:
     return shlex.split(line)
 
 
+def still_running(hosts: Hosts, phase: str) -> list[str]:
+    """The machines whose run has not ended.
+
+    Where training processes have come to their end, torchrun's agent waits for the other agents for up to 300 s, which
+    no option changes.
+    """
+    if phase != "end":
+        return hosts.still_running()
+    return [name for number, name in enumerate(hosts.names) if len(hosts.processes(number)) > 1]
+
+
 def strike(trial: Trial, fault: Fault, phase: str, number: int, step: int) -> tuple[list[str], dict[str, Any]]:
     """Start the run, and let the fault happen; what is not as it should be, and what happened."""
     with Hosts(2) as hosts:
@@ -309,7 +324,7 @@ def strike(trial: Trial, fault: Fault, phase: str, number: int, step: int) -> tu
         struck = time.monotonic()
         fault.strike(hosts, number)
         limit = LIMIT_SECONDS if fault.told else RUN_SECONDS
-        while (left := hosts.still_running()) and time.monotonic() < struck + limit:
+        while (left := still_running(hosts, phase)) and time.monotonic() < struck + limit:
             time.sleep(0.02)
         seconds = time.monotonic() - struck
         problems = [f"after {seconds:.0f} s still running: {', '.join(left)}; {trial.tail()}"] if left else []
@@ -320,7 +335,7 @@ def strike(trial: Trial, fault: Fault, phase: str, number: int, step: int) -> tu
     machines = [line.split(":")[1] for line in told]
     is_twice = len(set(machines)) < len(told)
     # A run that was at its end may be over before it notices.
-    is_over = phase == "generation" and not told and 0 in codes
+    is_over = phase in ("generation", "end") and not told and 0 in codes
     if fault.told and not is_over and (not told or is_twice or not all(re.search(fault.told, line) for line in told)):
         problems.append(f"{len(told)} messages, and each machine may have one, as {fault.told!r}: {trial.tail()}")
     return problems, {"seconds": round(seconds, 1), "codes": codes, "told": told, "hangs": bool(left)}

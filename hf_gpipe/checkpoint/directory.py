@@ -160,7 +160,7 @@ def written_whole(final: Path, processes: Processes) -> Iterator[Path]:
         replace_directory(temporary, final)
         _sync(final.parent)
 
-    processes.from_writer(prepare)
+    processes.from_writer(prepare, takes_long=True)
     try:
         yield temporary
         write_once(final, processes, publish)

@@ -13,6 +13,9 @@ from hf_gpipe.runtime.processes import Processes
 
 Value = TypeVar("Value")
 
+#: How many time limits of messages the processes wait for one that writes: a disk may be slow, or may not answer.
+PATIENCE = 6
+
 
 def write_together(
     directory: Path, processes: Processes, write: Callable[[], Value], *, is_writing: bool = True
@@ -32,10 +35,11 @@ def write_together(
         CheckpointError: on every process, if one of them cannot write.
     """
     value, problem = None, ""
-    try:
-        value = write() if is_writing else None
-    except (OSError, SafetensorError) as error:
-        problem = " ".join(str(error).split())
+    with processes.working(PATIENCE):
+        try:
+            value = write() if is_writing else None
+        except (OSError, SafetensorError) as error:
+            problem = " ".join(str(error).split())
     outcomes = processes.gather_objects((value, problem))
     for rank, (_, found) in enumerate(outcomes):
         if found:

@@ -2,7 +2,7 @@
 
 A random collator or a network stream is read once and so cannot differ between stages. Mini-batches travel as bytes
 in safetensors form, from which every process computes the shapes that it will receive. With replicas each process gets
-the rows of all of them: token ids are a few kilobytes per row, and the number of units needs all labels.
+the rows of all of them: docs/parallelism.md counts what parts would save.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ _TIMED_OUT = re.compile(
     r".*?Timeout\(ms\)=(?P<nccl_ms>\d+)\) ran for \d+ milliseconds before timing out\.?"
     r"|wait timeout after (?P<store_ms>\d+)ms, keys: \S+"
 )
+_WAITED = "seconds in vain for"
 _CLOSED = re.compile(r"(RuntimeError: )?\[\S*gloo/\S*\] (\w+ error \S+ )?Connection (closed|reset) by peer.*")
 
 
@@ -70,14 +71,14 @@ def describe(error: BaseException) -> Failure:
         text = f"process {_rank()}{', ' * bool(work)}{work}: {type(error).__name__}: {text}"
     if not is_user_error and _has_other_machines():
         text = f"machine {socket.gethostname()}: {text}"
-    is_time_limit = _TIMED_OUT.search(text) is not None
+    text = _TIMED_OUT.sub(_waited, text)
     return Failure(
-        message=_TIMED_OUT.sub(_waited, text),
+        message=text,
         exit_code=EXIT_USER_ERROR if is_user_error else EXIT_FAILURE,
         is_consequence=_is_consequence(error),
         time=time.time(),
         traceback="" if is_user_error else "".join(traceback.format_exception(error)),
-        is_time_limit=is_time_limit,
+        is_time_limit=_WAITED in text,
     )
 
 
@@ -158,7 +159,7 @@ def _waited(match: re.Match[str]) -> str:
 
 def waited(seconds: float, what: str = "a message from") -> str:
     """Text that says that a process gave up waiting for another one."""
-    return f"waited {seconds:g} seconds in vain for {what} another process"
+    return f"waited {seconds:g} {_WAITED} {what} another process"
 
 
 def _is_consequence(error: BaseException) -> bool:

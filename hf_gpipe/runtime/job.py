@@ -25,6 +25,7 @@ from torch.distributed import distributed_c10d
 
 from hf_gpipe.errors import EXIT_FAILURE, UserError
 from hf_gpipe.runtime import preflight
+from hf_gpipe.runtime.heartbeat import Heartbeat
 from hf_gpipe.runtime.meeting import meet
 from hf_gpipe.runtime.started import note_launcher
 
@@ -42,6 +43,8 @@ NCCL_LIMIT = "NCCL's time limit in seconds: "
 
 #: Seconds between two checks of a process that its launcher still runs.
 WATCH_SECONDS = 0.5
+#: What a process notes that waits for the others at the end.
+ENDING = "waiting for all processes to end"
 #: Seconds that the processes of a job may start apart, as on machines that read their programs over a network, and end
 #: apart, as when the main process draws and plans. It is more where the time limit of messages is longer.
 APART_SECONDS = 300.0
@@ -74,6 +77,7 @@ class Job:
         self.is_in_call = False
         self.machines: list[str] = []
         self._store: dist.Store | None = None
+        self._heartbeat: Heartbeat | None = None
         self._world: dist.ProcessGroup | None = None
         self._common_groups: dict[tuple[str, str], dist.ProcessGroup] = {}
         self._work_files: dict[str, int] = {}
@@ -151,6 +155,7 @@ class Job:
         # The time limit is that of messages. Processes may start further apart, so they meet here first.
         self.machines = preflight.check(self._store, rank, size, settings, max(apart, timeout))
         dist.init_process_group(backend, store=self._store, rank=rank, world_size=size, timeout=timeout)
+        self._heartbeat = Heartbeat(self._store, rank, size, timeout)
 
     def new_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
         """Create a group of some processes with the job's time limit; torch's own default is 30 minutes."""
@@ -194,20 +199,15 @@ class Job:
         """Leave the job at the end, once every process is here."""
         if not dist.is_initialized():
             return
-        if self._store is None:
+        self.note(ENDING)
+        if self._heartbeat is None:
             dist.barrier(group=self.common_group("gloo"))
         else:
-            self._wait_for_end()
-            self._store = None
+            self._heartbeat.wait_for_all("hf_gpipe/ended", max(timedelta(seconds=APART_SECONDS), self.limit))
+            self._heartbeat.stop()
+            self._store = self._heartbeat = None
         self._world, self._common_groups = None, {}
         dist.destroy_process_group()
-
-    def _wait_for_end(self) -> None:
-        """Wait until every process has come to its end, which may take longer than a message."""
-        assert self._store is not None
-        self._store.set(f"hf_gpipe/ended/{dist.get_rank()}", "")
-        limit = max(timedelta(seconds=APART_SECONDS), self.timeout or timedelta())
-        self._store.wait([f"hf_gpipe/ended/{other}" for other in range(dist.get_world_size())], limit)
 
     # ------------------------------------------------------------------ current work
 

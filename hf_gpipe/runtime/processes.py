@@ -6,6 +6,7 @@ talk over groups of their own: gloo for CPU tensors and Python objects, NCCL for
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.runtime.job import Job
-from hf_gpipe.runtime.waiting import wait_for, working
+from hf_gpipe.runtime.waiting import working
 
 Value = TypeVar("Value")
 
@@ -100,30 +101,35 @@ class Processes:
         """
         return self._from(self.reader, function, takes_long)
 
-    def from_writer(self, function: Callable[[], Value]) -> Value:
+    def from_writer(self, function: Callable[[], Value], *, takes_long: bool = False) -> Value:
         """`from_reader` for the writer."""
-        return self._from(self.writer, function)
+        return self._from(self.writer, function, takes_long)
 
     def _from(self, rank: int, function: Callable[[], Value], takes_long: bool = False) -> Value:
         outcome: Any = None
-        work: AbstractContextManager[None] = nullcontext()
-        if takes_long and self.num_processes > 1:
-            group = self.for_thread("waiting").group_on(_CPU)
-            if self.rank == rank:
-                work = working(group, rank, Job.current().limit)
-            else:
-                wait_for(group, rank)
-        if self.rank == rank:
-            with work:
-                try:
-                    outcome = function()
-                except UserError as error:
-                    outcome = error
+        with self.working() if takes_long else nullcontext():
+            try:
+                outcome = function() if self.rank == rank else None
+            except UserError as error:
+                outcome = error
         # Gathered, not broadcast: no process goes on before all are here.
         outcome = self.gather_objects(outcome)[rank]
         if isinstance(outcome, UserError):
             raise outcome
         return outcome
+
+    def working(self, limits: float = math.inf) -> AbstractContextManager[None]:
+        """Context manager in which each process may work for longer than a message may take; it ends when all have.
+
+        Every process must enter it; one that has nothing to do waits, as long as the others are there.
+
+        Args:
+            limits: how many of the job's time limits a process that is done waits for the others.
+        """
+        if self.num_processes == 1:
+            return nullcontext()
+        group = self.for_thread(f"waiting {self.thread}").group_on(_CPU)
+        return working(group, Job.current().limit, limits)
 
     # ------------------------------------------------------------------ messages, which every process must take part in
 

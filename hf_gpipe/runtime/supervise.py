@@ -124,8 +124,9 @@ def wait_for_all(children: Sequence[Child], stop: StopSignal, stop_seconds: floa
 def first_failure(children: Sequence[Child]) -> Failure | None:
     """The failure that caused the others; None if no process failed.
 
-    In this order: the first process that failed by itself; one that was killed by a signal; one that ended without a
-    message; one that did not end with the others; the first that lost its connection.
+    In this order: the first process that failed by itself; one that was killed by a signal; the first that waited
+    too long; one that ended without a message; one that did not end with the others; the first that lost its
+    connection.
     """
     noted = {child.rank: failure for child in children if (failure := read_error_file(child.error_file)) is not None}
     causes = [failure for failure in noted.values() if not failure.is_consequence]
@@ -136,13 +137,17 @@ def first_failure(children: Sequence[Child]) -> Failure | None:
         for child in children
         if child.rank not in noted and not child.was_ended and child.exit_code not in (0, EXIT_STOPPED)
     ]
+    # NCCL's watchdog aborts the processes that wait for one that ended otherwise.
+    aborted = {child.rank: failure for child in silent if (failure := _aborted_by_nccl(child)) is not None}
     if causes:
-        first = min(causes, key=lambda failure: failure.time)
-        return _with_stuck(first, ended) if first.is_time_limit else first
+        first = min(causes, key=lambda failure: (failure.is_time_limit, failure.time))
+        if not first.is_time_limit:
+            return first
+        # A process that was killed, but not by another launcher, is what the others waited for.
+        if not any((c.exit_code or 0) < 0 and c.exit_code != -signal.SIGTERM and c.rank not in aborted for c in silent):
+            return _with_stuck(first, ended)
     if silent:
         # SIGTERM comes last: another launcher sends it to the processes that are left.
-        # NCCL's watchdog aborts the processes that wait for one that ended otherwise.
-        aborted = {child.rank: failure for child in silent if (failure := _aborted_by_nccl(child)) is not None}
         child = min(silent, key=lambda c: (c.exit_code == -signal.SIGTERM, c.rank in aborted, c.exit_code or 0, c.rank))
         if child.rank in aborted:
             return _with_stuck(aborted[child.rank], ended)

@@ -1,11 +1,12 @@
-"""Wait for one process that works for longer than a message may take: it says now and then that it is still there.
+"""Wait for processes that work for longer than a message may take: each says now and then that it is still there.
 
-A wait without an end would never notice that the machine of that process has lost its power or its network.
+A wait without an end would never notice that the machine of a process has lost its power or its network.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,26 +19,23 @@ _MESSAGES_PER_LIMIT = 4
 
 
 @contextmanager
-def working(group: dist.ProcessGroup, rank: int, limit: timedelta) -> Iterator[None]:
-    """Context manager in which this process works, while all others call `wait_for`.
+def working(group: dist.ProcessGroup, limit: timedelta, limits: float) -> Iterator[None]:
+    """Context manager in which every process of a group works, some of them long; it ends when all have ended.
 
     Args:
         group: of CPU tensors, for nothing else meanwhile.
-        rank: of this process.
         limit: how long the others wait for a message.
+        limits: how many of these limits a process that is done waits for the others' work.
 
     Raises:
-        RuntimeError: after the work, if another process was lost.
+        RuntimeError: after the work, if another process was lost, or worked for too long.
     """
-    is_over, has_failed = threading.Event(), False
+    is_over, has_failed = threading.Event(), threading.Event()
     problems: list[RuntimeError] = []
 
     def tell() -> None:
         try:
-            while not is_over.wait(limit.total_seconds() / _MESSAGES_PER_LIMIT):
-                dist.broadcast(torch.zeros(1), group_src=rank, group=group)
-            if not has_failed:
-                dist.broadcast(torch.ones(1), group_src=rank, group=group)
+            _tell(group, is_over, has_failed, limit.total_seconds(), limits)
         except RuntimeError as error:
             problems.append(error)
 
@@ -46,7 +44,8 @@ def working(group: dist.ProcessGroup, rank: int, limit: timedelta) -> Iterator[N
     try:
         yield
     except BaseException:
-        has_failed = True
+        # The others learn it by the end of this process.
+        has_failed.set()
         is_over.set()
         raise
     is_over.set()
@@ -55,12 +54,22 @@ def working(group: dist.ProcessGroup, rank: int, limit: timedelta) -> Iterator[N
         raise problems[0]
 
 
-def wait_for(group: dist.ProcessGroup, rank: int) -> None:
-    """Wait until the process of this rank has done its work, in `working`.
-
-    Raises:
-        RuntimeError: it is lost, or says nothing within the group's time limit.
-    """
-    is_over = torch.zeros(1)
-    while not is_over:
-        dist.broadcast(is_over, group_src=rank, group=group)
+def _tell(
+    group: dist.ProcessGroup, is_over: threading.Event, has_failed: threading.Event, limit: float, limits: float
+) -> None:
+    """Send messages until all processes have ended their work."""
+    rank, deadline = dist.get_rank(group), float("inf")
+    while True:
+        is_done = is_over.wait(limit / _MESSAGES_PER_LIMIT)
+        if has_failed.is_set():
+            return
+        if is_done:
+            deadline = min(deadline, time.monotonic() + limits * limit)
+        done = torch.zeros(dist.get_world_size(group))
+        done[rank] = is_done
+        dist.all_reduce(done, group=group)
+        if done.all():
+            return
+        if time.monotonic() > deadline:
+            late = ", ".join(str(dist.get_global_rank(group, int(one))) for one in (done == 0).nonzero())
+            raise RuntimeError(f"waited {limits * limit:g} seconds in vain for the work of process {late}")

@@ -49,7 +49,7 @@ def windows(groups: Iterable[Group], pipe: Pipeline, args: Any, state: TrainerSt
 
 
 def _steps_to_next_end(args: PipelineTrainingArguments, state: TrainerState) -> int:
-    every = [args.timeline_steps, args.memory_save_steps]
+    every = [args.memory_save_steps]
     every += [state.logging_steps] if args.logging_strategy == IntervalStrategy.STEPS else []
     every += [state.eval_steps] if args.eval_strategy == IntervalStrategy.STEPS else []
     every += [state.save_steps] if args.save_strategy == SaveStrategy.STEPS else []

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from hf_gpipe import Pipeline
+from hf_gpipe.checkpoint import directory
 from hf_gpipe.errors import UserError
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.processes import Processes
@@ -72,6 +75,21 @@ def _fail(message: str) -> None:
 def test_messages_between_processes() -> None:
     for found in run_gloo(_messages, 2):
         assert found == (1.0, 0.0, 2, [{"rank": 0}, {"rank": 1}], 1, TIMEOUT)
+
+
+def _write_slowly(folder: str) -> None:
+    Job.current().timeout = timedelta(seconds=0.5)
+    processes = Processes.of_job()
+    with (
+        patch.object(directory, "_sync", lambda *paths: time.sleep(0.6)),
+        directory.written_whole(Path(folder) / "saved", processes) as temporary,
+    ):
+        (temporary / str(processes.rank)).touch()
+
+
+def test_a_disk_may_be_slower_than_messages(tmp_path: Path) -> None:
+    run_gloo(_write_slowly, 2, str(tmp_path))
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["0", "1"]
 
 
 def _rejoin(folder: str) -> list[list[int]]:
