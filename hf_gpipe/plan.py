@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_gpipe.command import Parser, run_command
 from hf_gpipe.errors import HfGpipeError, PartitionError, RecipeError, UserError
-from hf_gpipe.recipe import MESSAGE_KINDS, SEQUENCE_KINDS, Recipe, load_recipe
+from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, Recipe, load_recipe
 from hf_gpipe.recipe.sizes import read_bytes
 from hf_gpipe.schedule import Schedule, draw_text, recompute_under
 
@@ -153,7 +153,7 @@ def _plan(options: argparse.Namespace) -> int:
         if not options.json and not config.is_decided:
             print(f"{'chosen':11} {overrides(best)}", file=sys.stderr if options.table else sys.stdout)
     if options.longest:
-        key = "max_length" if recipe.data.kind in MESSAGE_KINDS else "max_target_tokens"
+        key = "max_length" if recipe.data.kind in ROW_LENGTH_KINDS else "max_target_tokens"
 
         def fits(tokens: int) -> bool:
             changes: dict[str, Any] = {key: tokens}
@@ -299,6 +299,7 @@ def _planner(
 
     from hf_gpipe.adapters import adapter_for
     from hf_gpipe.adapters.autocast import Autocast
+    from hf_gpipe.adapters.classifiers import classifier_of
     from hf_gpipe.adapters.peft import make_peft
     from hf_gpipe.planner.choose import micro_batch_counts
     from hf_gpipe.planner.plan import Planner
@@ -330,6 +331,7 @@ def _planner(
             config,
             model_dtype(recipe),
             recipe.model.attn_implementation,
+            classifier_of(config),
             trust_remote_code=recipe.model.trust_remote_code,
             autocast=None if half is None else Autocast(half, here),
             quantization_config=quantization_config_of(recipe),

@@ -13,14 +13,14 @@ from dataclasses import replace
 from hf_gpipe.errors import PartitionError, ScheduleError, UserError
 from hf_gpipe.partition import COST_STRATEGIES, by_cost
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.planner.costs import InnerRecompute
 from hf_gpipe.planner.limits import limit_text, limits_of, speeds_of
-from hf_gpipe.planner.memory import MemoryBound, StageLayers
+from hf_gpipe.planner.live_graphs import choose_recompute
+from hf_gpipe.planner.memory import StageLayers
 from hf_gpipe.planner.mesh import meshes, too_few_rows
-from hf_gpipe.planner.plan import Plan, Planner, inner_recompute, recompute_shares, stage_layers
-from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig, RecomputeChoice
+from hf_gpipe.planner.orders import exchanges, kinds_of
+from hf_gpipe.planner.plan import Plan, Planner, inner_recompute, recompute_shares
+from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.schedule import SPLIT_SCHEDULES, V_SHAPED, Placement, replicas_of
-from hf_gpipe.schedule.occupancy import Held
 
 AUTO_SCHEDULES = ("1f1b", "gpipe_fused", "gpipe", "interleaved_1f1b", *SPLIT_SCHEDULES)
 """The schedules that "auto" chooses from. Of equally good ones the first is chosen."""
@@ -121,6 +121,7 @@ def _try_meshes(tries: _Tries, config: PipelineConfig) -> None:
             room -= _num_actions(planner, one)
     if tries.best is None:
         return
+    _exchange(tries, config)
     for count in micro_batch_counts(planner.rows, config.num_micro_batches):
         best = tries.best
         if count > max(few):
@@ -129,6 +130,19 @@ def _try_meshes(tries: _Tries, config: PipelineConfig) -> None:
             )
             if tries.best is best:
                 break
+
+
+def _exchange(tries: _Tries, config: PipelineConfig) -> None:
+    """Exchange two unlike processes of the best plan as long as that helps."""
+    planner, room, before = tries.planner, _MOST_ACTIONS, None
+    kinds = kinds_of(planner.memory_bytes, planner.speeds, config.processes)
+    while tries.best is not None and tries.best is not before:
+        before = tries.best
+        again = before.settings.reopened(recompute=config.recompute, partition=config.partition)
+        for placement in exchanges(before.timeline.schedule.placement, kinds):
+            if room > 0:
+                tries.add(replace(again, placement=str(placement)))
+                room -= _num_actions(planner, again)
 
 
 def _num_actions(planner: Planner, config: PipelineConfig) -> int:
@@ -317,84 +331,3 @@ def _caps(planner: Planner, placement: Placement) -> list[float]:
             return []
         caps.append(limit / max(len(placement.stages_of(process)) for process in own))
     return caps
-
-
-def choose_recompute(planner: Planner, settings: DecidedConfig) -> RecomputeChoice:
-    """For each stage the largest number of live graphs that fits the planner's limit.
-
-    Each graph above the first spares the recomputation of a micro-batch. Where not even one whole graph fits, the stage
-    recomputes its blocks instead, if that needs less.
-
-    Args:
-        planner: of the model.
-        settings: with the partition; their recompute is not read.
-
-    Returns:
-        "none" where nothing need be recomputed, else an entry for each stage. It may not fit: then nothing does.
-    """
-    settings = replace(settings, recompute="none")
-    bound, layers = planner.memory_bound(settings), stage_layers(settings)
-    placement = planner.table(settings).placement
-    limits = limits_of(planner.memory_bytes, placement)
-    entries: list[str | int] = ["none"] * settings.num_stages
-    for own in dict.fromkeys(map(placement.stages_of, range(placement.num_processes))):
-        limit = min((one for stage in own if (one := limits[stage]) is not None), default=None)
-        if limit is None:
-            return "none"
-        for stage, entry in _Room(bound, layers, own).fill(limit).items():
-            entries[stage] = entry
-    return "none" if set(entries) == {"none"} else tuple(entries)
-
-
-class _Room:
-    """The memory that the stages of one process need, as they are allowed more live graphs."""
-
-    def __init__(self, bound: MemoryBound, layers: Sequence[StageLayers], own: Sequence[int]) -> None:
-        self._bound, self._layers = bound, layers
-        self._live = dict.fromkeys(own, 1)
-        self._inner: dict[int, InnerRecompute] = dict.fromkeys(own, "none")
-
-    def fill(self, limit_bytes: int) -> dict[int, str | int]:
-        """The most live graphs of each stage; "none" where that is as many as it ever has, or "block"."""
-        for stage in self._live:
-            if self._needed() > limit_bytes:
-                self._try_blocks(stage)
-        # In turn, so that no stage recomputes everything while another recomputes nothing.
-        growing = [stage for stage in self._live if self._inner[stage] == "none"]
-        while growing and self._needed() <= limit_bytes:
-            growing = [stage for stage in growing if self._grow(stage, limit_bytes)]
-        return {stage: self._entry(stage) for stage in self._live}
-
-    def _grow(self, stage: int, limit_bytes: int) -> bool:
-        """Allow a stage one graph more; False where it needs none, or there is no room."""
-        if self._live[stage] >= self._most(stage):
-            return False
-        self._live[stage] += 1
-        if self._needed() <= limit_bytes:
-            return True
-        self._live[stage] -= 1
-        return False
-
-    def _try_blocks(self, stage: int) -> None:
-        """Recompute a stage's blocks, with as many graphs of their inputs as the table has, where this needs less."""
-        before = self._needed()
-        self._live[stage], self._inner[stage] = self._most(stage), "block"
-        if self._needed() >= before:
-            self._live[stage], self._inner[stage] = 1, "none"
-
-    def _entry(self, stage: int) -> str | int:
-        if self._inner[stage] == "block":
-            return "block"
-        return "none" if self._live[stage] >= self._most(stage) else self._live[stage]
-
-    def _most(self, stage: int) -> int:
-        """How many live graphs a stage ever has."""
-        return self._bound.most[stage][Held.GRAPH]
-
-    def _needed(self) -> float:
-        parts = []
-        for stage, live in self._live.items():
-            layers = replace(self._layers[stage], inner=self._inner[stage])
-            parts.append(self._bound.parts(stage, layers, live))
-        # One action works at a time, so the largest working memory of all stages is enough.
-        return sum(kept for kept, _ in parts) + max(working for _, working in parts)

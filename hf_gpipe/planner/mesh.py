@@ -29,6 +29,7 @@ from hf_gpipe.partition.pricing import Array, LayerCosts, MemoryCosts, Objective
 from hf_gpipe.planner.costs import InnerRecompute
 from hf_gpipe.planner.limits import limit_of, limits_of, speeds_of
 from hf_gpipe.planner.network import Network, one_level
+from hf_gpipe.planner.orders import kinds_of, orders
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.recipe import AUTO, PipelineConfig
 from hf_gpipe.schedule import Placement, placement_for
@@ -89,7 +90,10 @@ def meshes(planner: Planner, config: PipelineConfig, counts: Sequence[int]) -> l
         UserError: no mesh has the stages and replicas that are asked for on this number of processes, or a mini-batch
             has too few rows for their replicas.
     """
-    every = dict.fromkeys(_meshes(planner, config, counts))
+    kinds = kinds_of(planner.memory_bytes, planner.speeds, config.processes)
+    every = dict.fromkeys(
+        Mesh.of(one) for mesh in dict.fromkeys(_meshes(planner, config, counts)) for one in orders(mesh.workers, kinds)
+    )
     if not every:
         raise UserError(
             f"no mesh of {config.processes} processes has num_stages={config.num_stages} and replicas="
@@ -242,9 +246,7 @@ class _StepCosts:
         own = [sums.owned(index, index + 1) for index in range(num_layers)]
         self._trained = _ranges([one.trainable_bytes for one in own])
         self._held = _ranges([one.num_bytes for one in own])
-        self._update = _ranges(
-            [sums.update_seconds(index, index + 1, planner.inputs.optim) for index in range(num_layers)]
-        )
+        self._update = _ranges([sums.update_seconds(index, index + 1, planner.inputs) for index in range(num_layers)])
         self._state_share = planner.inputs.state_share(sums.costs.dtype)
         self._fastest = max(planner.speeds or [1.0])
 

@@ -299,7 +299,7 @@ class Planner:
         sums, placement = self.sums(settings.num_micro_batches), table.placement
         network = Network(self.cluster or one_level(self.device, placement.num_processes), placement)
         speeds = speeds_of(self.speeds, placement)
-        return _table_costs(sums, stage_layers(settings), table, speeds, self.inputs.optim, settings, network)
+        return _table_costs(sums, stage_layers(settings), table, speeds, self.inputs, settings, network)
 
     def plan(self, settings: DecidedConfig) -> Plan:
         """Predict the memory and the time of one step of a pipeline with these settings.
@@ -373,14 +373,14 @@ def _table_costs(
     stages: Sequence[StageLayers],
     table: Schedule,
     speeds: Sequence[float],
-    optimizer: str,
+    inputs: PlanInputs,
     settings: DecidedConfig,
     network: Network,
 ) -> Costs:
     """The costs for the simulation of a table."""
 
     def update(number: int, stage: StageLayers, count: int) -> float:
-        seconds = sums.update_seconds(stage.start, stage.stop, optimizer) / speeds[number]
+        seconds = sums.update_seconds(stage.start, stage.stop, inputs) / speeds[number]
         if not settings.zero or count == 1:
             return seconds
         # Each replica updates a part, and sends it to the others: half of what a reduction takes.

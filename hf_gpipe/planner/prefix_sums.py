@@ -14,11 +14,13 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from hf_gpipe.planner.costs import InnerRecompute, LayerCost, ModelCosts, Parameters, Seconds, SharedParameter
-from hf_gpipe.planner.devices import Device
-from hf_gpipe.planner.workload import OPTIMIZER_SLOTS
+from hf_gpipe.planner.devices import LINKS, Device
+from hf_gpipe.planner.workload import OPTIMIZER_SLOTS, PlanInputs
 
 #: Share of a device's peak rate that matrix products of a transformer reach, where nothing was measured.
 EFFICIENCY = 0.5
+#: Between a device and the memory of its host, and what one process gets of that memory: what is usual, not measured.
+HOST_LINK, HOST_BYTES_PER_SECOND = LINKS["pcie4"], 2e10
 #: The executor's time for an action, in operations: 64 to 81 microseconds on a host that takes 7 for an operation.
 _CALLS_OF_ACTION = 10
 
@@ -116,13 +118,17 @@ class LayerSums:
             backward=self._backward(start, stop) + beyond.backward + blocks_again,
         )
 
-    def update_seconds(self, start: int, stop: int, optimizer: str) -> float:
+    def update_seconds(self, start: int, stop: int, inputs: PlanInputs) -> float:
         """Seconds of the optimizer's update of a stage."""
         owned = self.owned(start, stop)
+        if inputs.offload_optimizer:
+            # Gradients and weights travel, and the host reads and writes copies and state.
+            copies = inputs.copy_share(self.costs.dtype) * owned.trainable_bytes
+            return 2 * owned.trainable_bytes / HOST_LINK.bytes_per_second + 2 * copies / HOST_BYTES_PER_SECOND
         if self.costs.update_seconds_per_parameter is not None:
             return self.costs.update_seconds_per_parameter * owned.trainable_count
         # Gradients are read for their norm and for the update; weights and state are read and written.
-        passes = 4 + 2 * OPTIMIZER_SLOTS[optimizer]
+        passes = 4 + 2 * OPTIMIZER_SLOTS[inputs.optim]
         return passes * owned.trainable_bytes / self.device.bytes_per_second
 
 

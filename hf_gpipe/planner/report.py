@@ -13,7 +13,7 @@ from hf_gpipe.planner.advice import smallest_fix
 from hf_gpipe.planner.limits import limit_of, limit_text
 from hf_gpipe.planner.memory import MemoryEstimate
 from hf_gpipe.planner.plan import Plan, Planner, StagePlan
-from hf_gpipe.planner.saving import copy_bytes, saving_text
+from hf_gpipe.planner.saving import copy_bytes, offload_text, offloaded_bytes, saving_text
 from hf_gpipe.planner.search import Found
 from hf_gpipe.planner.times import seconds_text
 from hf_gpipe.planner.traffic import bytes_text, is_mesh, mesh_dict, mesh_lines, traffic
@@ -72,6 +72,7 @@ def report(plan: Plan) -> str:
     lines_after = [
         ("step", _step(plan)),
         ("memory", memory_why(plan)),
+        ("optimizer", offload_text(plan)),
         ("saving", saving_text(plan)),
         ("time", time_why(plan)),
         *asynchronous_lines(plan),
@@ -227,17 +228,22 @@ def _as_dict(plan: Plan) -> dict[str, Any]:
                 "memory_bytes": {**_items(process.memory), "total": process.memory.total},
                 # In the memory of its host, while a checkpoint is saved in the background.
                 "copy_bytes": copied,
+                "offloaded_bytes": offloaded,
                 "seconds": asdict(process.time),
             }
-            for process, copied in zip(plan.processes, copy_bytes(plan), strict=True)
+            for process, copied, offloaded in zip(plan.processes, copy_bytes(plan), offloaded_bytes(plan), strict=True)
         ],
     }
 
 
 def _settings(plan: Plan) -> dict[str, Any]:
-    names = ("num_stages", "num_micro_batches", "schedule", "recompute", "partition", "num_processes")
+    names = (
+        *("num_stages", "replicas", "placement", "num_micro_batches"),
+        *("schedule", "recompute", "partition", "num_processes"),
+    )
     inputs = plan.planner.inputs
-    optimizer = {"optimizer": inputs.optim, "fp32_master_weights": inputs.fp32_master_weights}
+    names_of_inputs = ("fp32_master_weights", "offload_optimizer")
+    optimizer = {"optimizer": inputs.optim} | {name: getattr(inputs, name) for name in names_of_inputs}
     return {name: getattr(plan.settings, name) for name in names} | optimizer
 
 

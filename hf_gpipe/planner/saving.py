@@ -1,8 +1,11 @@
-"""The memory of the hosts for saving in the background: the copies that checkpoints are written from."""
+"""The memory of the hosts: copies that checkpoints are written from, and what is offloaded of the optimizer."""
 
 from __future__ import annotations
 
-from hf_gpipe.planner.plan import Plan
+from collections.abc import Iterator, Sequence
+
+from hf_gpipe.planner.costs import Parameters
+from hf_gpipe.planner.plan import Plan, StagePlan
 from hf_gpipe.planner.workload import ITEM_BYTES, OPTIMIZER_SLOTS
 from hf_gpipe.recipe.sizes import size_text
 
@@ -13,28 +16,58 @@ def copy_bytes(plan: Plan) -> list[int]:
     The leader of a stage copies the stage's weights, or its adapters alone, and the optimizer's state of whole
     parameters with float32 master weights, if there are any. The copies are there until the checkpoint is written.
     """
-    inputs, settings, costs = plan.planner.inputs, plan.settings, plan.costs
+    inputs, costs = plan.planner.inputs, plan.costs
     sizes = [0] * len(plan.processes)
     if inputs.copied == "nothing":
         return sizes
     state_share = OPTIMIZER_SLOTS[inputs.optim]
     if inputs.fp32_master_weights:
         state_share = (state_share + 1) * 4 / ITEM_BYTES[costs.dtype]
-    sums, workers = plan.planner.sums(settings.num_micro_batches), plan.timeline.schedule.placement.workers
-    for stage in plan.stages:
-        owned = sums.owned(stage.layers.start, stage.layers.stop)
+    workers = plan.timeline.schedule.placement.workers
+    for stage, owned in _owned(plan):
         weights = owned.trainable_bytes if inputs.copied == "adapters" else owned.num_bytes
         sizes[workers[stage.number][0]] += round(weights + state_share * owned.trainable_bytes)
     return sizes
 
 
+def offloaded_bytes(plan: Plan) -> list[int]:
+    """For each process the bytes in the memory of its host of copies, their gradients and the optimizer's state."""
+    inputs, settings, placement = plan.planner.inputs, plan.settings, plan.timeline.schedule.placement
+    sizes = [0] * len(plan.processes)
+    if not inputs.offload_optimizer:
+        return sizes
+    share = inputs.copy_share(plan.costs.dtype)
+    for stage, owned in _owned(plan):
+        workers = placement.workers[stage.number]
+        for process in workers:
+            sizes[process] += round(share * owned.trainable_bytes / (len(workers) if settings.zero else 1))
+    return sizes
+
+
+def _owned(plan: Plan) -> Iterator[tuple[StagePlan, Parameters]]:
+    """Each stage with the parameters that it owns."""
+    sums = plan.planner.sums(plan.settings.num_micro_batches)
+    for stage in plan.stages:
+        yield stage, sums.owned(stage.layers.start, stage.layers.stop)
+
+
 def saving_text(plan: Plan) -> str:
     """The copies of a plan for people; empty where nothing is copied."""
-    sizes = copy_bytes(plan)
     if plan.planner.inputs.copied == "nothing":
         return ""
-    largest = max(range(len(sizes)), key=lambda number: sizes[number])
     return (
-        f"in the background from copies in the memory of the hosts: {size_text(sum(sizes))} in all, at most "
-        f"{size_text(sizes[largest])} (process {largest}); where processes compute on the CPU, they come on top"
+        f"in the background from copies in the memory of the hosts: {_sum_text(copy_bytes(plan))}; where processes "
+        "compute on the CPU, they come on top"
     )
+
+
+def offload_text(plan: Plan) -> str:
+    """The memory of the hosts that an offloaded optimizer needs, as a line of the report; empty without one."""
+    if not plan.planner.inputs.offload_optimizer:
+        return ""
+    return f"its state and copies of the weights are in the memory of the hosts: {_sum_text(offloaded_bytes(plan))}"
+
+
+def _sum_text(sizes: Sequence[int]) -> str:
+    largest = max(range(len(sizes)), key=lambda number: sizes[number])
+    return f"{size_text(sum(sizes))} in all, at most {size_text(sizes[largest])} (process {largest})"

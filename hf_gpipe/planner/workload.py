@@ -13,7 +13,7 @@ from hf_gpipe.adapters.base import IGNORED_LABEL, Tensors
 from hf_gpipe.adapters.documents import attends_by_document
 from hf_gpipe.adapters.layers import StackName
 from hf_gpipe.errors import UserError, nearest
-from hf_gpipe.recipe import MESSAGE_KINDS, SEQUENCE_KINDS, Recipe, TrainingSection
+from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, Recipe, TrainingSection
 from hf_gpipe.runtime.batches import tensors_of
 from hf_gpipe.runtime.packing import is_flattened, packed_parts
 from hf_gpipe.schedule import Schedule
@@ -106,7 +106,7 @@ class Workload:
         data = recipe.data
         source, target = (
             data.max_source_tokens,
-            data.max_length if data.kind in MESSAGE_KINDS else data.max_target_tokens,
+            data.max_length if data.kind in ROW_LENGTH_KINDS else data.max_target_tokens,
         )
         tokens, rows = recipe.training.batch_tokens, recipe.training.batch_size
         if tokens is not None:
@@ -194,6 +194,7 @@ class PlanInputs:
             known, so nothing can be planned.
         optim: the optimizer, by transformers' name.
         fp32_master_weights: whether it updates float32 copies of the weights.
+        offload_optimizer: whether its state and the copies are in the memory of the host.
         accumulation: mini-batches in a step.
         packing: whether the rows of a mini-batch are packed.
         copied: what of the model is copied where a checkpoint is saved in the background.
@@ -203,6 +204,7 @@ class PlanInputs:
     example: Mapping[str, torch.Tensor] | Workload | None = None
     optim: str = TrainingSection.optim
     fp32_master_weights: bool = TrainingSection.fp32_master_weights
+    offload_optimizer: bool = TrainingSection.offload_optimizer
     accumulation: int = TrainingSection.gradient_accumulation_steps
     packing: bool = False
     copied: Literal["model", "adapters", "nothing"] = "model"
@@ -216,6 +218,7 @@ class PlanInputs:
             Workload.of_recipe(recipe, num_micro_batches=1, is_encoder_decoder=is_encoder_decoder),
             training.optim,
             training.fp32_master_weights,
+            training.offload_optimizer,
             training.gradient_accumulation_steps,
             training.packing,
             "nothing" if training.save_in_background == "never" else "model" if recipe.lora.r is None else "adapters",
@@ -241,7 +244,13 @@ class PlanInputs:
             )
 
     def state_share(self, dtype: str) -> float:
-        """Bytes of the optimizer's state per byte of trainable weights of this type."""
-        slots = OPTIMIZER_SLOTS[self.optim]
-        # A master copy and its gradient in float32, and the state with them.
-        return (slots + 2) * 4 / ITEM_BYTES[dtype] if self.fp32_master_weights else slots
+        """Bytes of the optimizer's state on the device per byte of trainable weights of this type."""
+        if self.offload_optimizer:
+            return 0.0
+        # A master copy and its gradient, and the state with them.
+        return self.copy_share(dtype) if self.fp32_master_weights else OPTIMIZER_SLOTS[self.optim]
+
+    def copy_share(self, dtype: str) -> float:
+        """Bytes of copies of the weights, of their gradients and of the optimizer's state per byte of such weights."""
+        size = 4 if self.fp32_master_weights else ITEM_BYTES[dtype]
+        return (OPTIMIZER_SLOTS[self.optim] + 2) * size / ITEM_BYTES[dtype]

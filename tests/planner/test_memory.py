@@ -8,7 +8,7 @@ import pytest
 
 from hf_gpipe.planner.costs import Parameters, SharedParameter
 from hf_gpipe.planner.plan import Plan
-from hf_gpipe.planner.saving import copy_bytes, saving_text
+from hf_gpipe.planner.saving import copy_bytes, offload_text, offloaded_bytes, saving_text
 from tests.planner.models import MIB, blocks, layer, model, planner, settings
 
 
@@ -67,6 +67,21 @@ def test_master_weights_are_kept_in_float32() -> None:
     memory = planner(half, optim="adamw_torch", fp32_master_weights=True).plan(settings((2,))).stages[0].memory
     # A copy, its gradient and two moments, each of twice the bytes.
     assert memory.optimizer == 4 * 2 * 20 * MIB
+
+
+@pytest.mark.parametrize(("zero", "share"), [(0, 1), (1, 2)])
+def test_an_offloaded_optimizer_needs_the_host_s_memory(zero: int, share: int) -> None:
+    asked = settings((2,), num_processes=2, replicas=2, zero=zero)
+    with_it, without = (
+        planner(blocks(2), optim="adamw_torch", offload_optimizer=on).plan(asked) for on in (True, False)
+    )
+    assert {process.memory.optimizer for process in with_it.processes} == {0}
+    # A copy, its gradient and two moments.
+    assert offloaded_bytes(with_it) == [4 * 20 * MIB // share] * 2
+    assert f"{4 * 20 * 2 // share} MiB in all" in offload_text(with_it)
+    assert with_it.step_seconds > without.step_seconds
+    assert not any(offloaded_bytes(without))
+    assert offload_text(without) == ""
 
 
 def test_a_tied_weight_counts_once_a_process_and_its_state_once() -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from hf_gpipe.errors import PartitionError, UserError
 from hf_gpipe.planner.advice import smallest_fix
-from hf_gpipe.planner.choose import best_plan, choose_partition, choose_recompute
+from hf_gpipe.planner.choose import best_plan, choose_partition
+from hf_gpipe.planner.live_graphs import choose_recompute
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.search import search
 from hf_gpipe.recipe import PipelineConfig

@@ -46,7 +46,7 @@ def test_every_layer_gets_its_seconds_and_keeps_its_costs() -> None:
     assert measured.update_seconds_per_parameter is None
     blocks = measured.layers[1:5]
     assert len({layer.seconds for layer in blocks}) == 1
-    assert any(layer.seconds is not None and layer.seconds.backward > 0 for layer in measured.layers)
+    assert all(layer.seconds is not None for layer in measured.layers)
     for one, other in zip(computed.layers, measured.layers, strict=True):
         assert (one.name, one.parameters, one.plain) == (other.name, other.parameters, other.plain)
 
