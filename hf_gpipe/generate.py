@@ -154,7 +154,7 @@ def _tokenizer_of(model: str, *, trust_remote_code: bool) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of a broken file, the library raises whatever its reading comes upon
         raise CheckpointError(f"cannot read a tokenizer at {model!r}: {error}") from error
 
 

@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPTQConfig, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
+    GPTQConfig,
+    LlamaConfig,
+)
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for, quantised
@@ -233,6 +239,41 @@ def test_the_planner_runs_quantised_layers_like_those_that_are_not() -> None:
     largest = 64 * 128 * 4
     assert plain.forward_working_bytes < four.forward_working_bytes <= plain.forward_working_bytes + largest
     assert plain.plain.backward_working_bytes < four.plain.backward_working_bytes
+
+
+@pytest.mark.parametrize(("kind", "is_new"), [("nf4", False), ("int8", True)])
+def test_a_classifier_s_head_is_trained_beside_a_quantised_base(
+    kind: str, is_new: bool, directories: dict[bool, Path], tmp_path: Path
+) -> None:
+    """The head of a checkpoint, or a new one on a language model's."""
+    torch.manual_seed(0)
+    directory, overrides = tmp_path, {"num_labels": 3}
+    if is_new:
+        directory, overrides = directories[False], overrides | {"architectures": ["LlamaForSequenceClassification"]}
+    else:
+        given = config()
+        given.num_labels = 3
+        AutoModelForSequenceClassification.from_config(given).save_pretrained(tmp_path)
+    common: dict[str, Any] = {"quantization_config": asked(kind), "dtype": torch.float32}
+    common["attn_implementation"] = "eager"
+    lora = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules="all-linear", init_lora_weights=False)
+    batch = {**padded_batch(config()), "labels": torch.tensor([0, 2, 1, 2, 0, 1])}
+    pipe = Pipeline(directory, 2, 1, peft_config=lora, config_overrides=overrides, **common)
+    found = run_pipeline(pipe, batch)
+    plain = AutoModelForSequenceClassification.from_pretrained(directory, num_labels=3, **common)
+    model = peft.get_peft_model(plain, copy.deepcopy(lora)).train()
+    named = {n.removeprefix("base_model.model."): p for n, p in model.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for name, value in adapters_of(pipe).items():
+            named[name].copy_(value)
+    loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    assert "score.modules_to_save.default.weight" in named
+    assert not any(".score." in name or name.startswith("score.lora") for name in found.gradients if "lora" in name)
+    assert found.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert found.gradients.keys() == named.keys()
+    for name, gradient in found.gradients.items():
+        torch.testing.assert_close(gradient, named[name].grad, rtol=1e-4, atol=1e-6)
 
 
 def test_what_cannot_be_quantised_is_refused(

@@ -91,6 +91,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (folder / "preferences.jsonl").open("w", encoding="utf-8") as lines:
         for number in range(40):
             lines.write(json.dumps({"prompt": f"de {number}:", "chosen": f" en {number}", "rejected": " of"}) + "\n")
+    with (folder / "reviews.jsonl").open("w", encoding="utf-8") as lines:
+        for number in range(40):
+            row = {"text": f"{['de', 'en'][number % 2]} {number}", "label": ["negative", "positive"][number % 2]}
+            lines.write(json.dumps(row) + "\n")
     text = folder / "wikitext"
     text.mkdir()
     for split, count in splits.items():
@@ -116,6 +120,8 @@ def tiny(path: Path, data: Path, models: Path) -> list[str]:
         overrides.append("training.batch_tokens=40")
     if recipe.training.eval_steps is not None:
         overrides.append("training.eval_steps=2")
+    if recipe.training.load_best_model_at_end:
+        overrides.append("training.save_steps=2")
     if recipe.data.kind == "cldr":
         few = ["data.languages=[de, fr]"] if recipe.data.languages else ["data.num_languages=3"]
         return [
@@ -131,6 +137,8 @@ def tiny(path: Path, data: Path, models: Path) -> list[str]:
         ]
     if recipe.data.kind == "preferences":
         return [*overrides, f"data.path={data / 'preferences.jsonl'}"]
+    if recipe.data.kind == "classification":
+        return [*overrides, f"data.path={data / 'reviews.jsonl'}"]
     if recipe.data.kind == "chat":
         template = REPOSITORY / "examples/chatml.jinja"
         return [*overrides, f"data.path={data / 'chats.jsonl'}", f"data.chat_template={template}"]
@@ -218,6 +226,9 @@ def test_it_trains_once_it_is_small(
         assert 0 <= metrics["accuracy"] <= 1
         logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         assert "rewards/accuracies" in logged[0]
+    elif recipe.data.kind == "classification":
+        assert metrics["task"] == "classification"
+        assert 0 <= metrics["accuracy"] <= 1
     elif recipe.data.kind in SEQUENCE_KINDS:
         assert metrics["task"] == "language modelling"
         assert metrics["perplexity"] > 1

@@ -393,6 +393,28 @@ def test_never_resuming_starts_anew(recipe: Path, capsys: pytest.CaptureFixture[
     assert losses(recipe.parent / "out") != first
 
 
+def test_the_best_model_is_that_of_the_least_validation_loss(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The learning rate is so high that the first checkpoint is the best one."""
+    words = [str(recipe), "pipeline.num_processes=1", "training.max_steps=4", "training.learning_rate=0.3"]
+    words += ["training.eval_steps=2", "training.save_steps=2", "training.load_best_model_at_end=true"]
+    assert main(words) == 0
+    out = recipe.parent / "out"
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    validation = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
+    best = min(validation, key=validation.__getitem__)
+    assert best < 4
+    assert f"the model is that of step {best}, " in capsys.readouterr().out
+    assert {path.name for path in out.glob("checkpoint-*")} == {f"checkpoint-{best}", "checkpoint-4"}
+    assert same(weights(out), weights(out / f"checkpoint-{best}"))
+    assert not same(weights(out), weights(out / "checkpoint-4"))
+    assert main([*words, "training.save_steps=3"]) == 2
+    assert "training.eval_steps is 2 (a whole number) and training.save_steps is 3" in capsys.readouterr().err
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_a_checkpoint_that_was_being_replaced_is_resumed_from(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command looked for a checkpoint before it gave back the one that was moved aside."""
     words = [str(recipe), "pipeline.num_processes=1", "training.max_steps=2", "training.save_steps=1"]

@@ -64,6 +64,11 @@ def classifier_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """The class of a model whose configuration says that it classifies rows; None: it is a language model."""
     if (config.architectures or [""])[0] not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values():
         return None
+    return classifier_of_family(config)
+
+
+def classifier_of_family(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """AutoModelForSequenceClassification's class for a configuration's family; None: it has none."""
     found: type[PreTrainedModel] | None = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     return found
 

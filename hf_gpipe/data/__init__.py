@@ -10,6 +10,7 @@ through them:
     corpus, stream         all pairs at once, memory-mapped; or pairs read while they are trained on
     cldr/, text            generated pairs; documents
     chats, chat_labels, chat_examples   conversations; which tokens are learnt; conversations to examples
+    labelled               texts with a class, to examples
     preferences            a prompt with a chosen and a rejected answer, to examples
     encoded                what both kinds of examples have in common
     store                  the cache of prepared data
@@ -23,6 +24,7 @@ from hf_gpipe.data.batches import length_bucketed_batches, shuffled_batches
 from hf_gpipe.data.chat_examples import ChatExamples
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.corpus import build_corpus
+from hf_gpipe.data.labelled import LabelCollator, LabelledExamples
 from hf_gpipe.data.pairs import Corpus, Pair
 from hf_gpipe.data.preferences import PreferenceCollator, PreferenceExamples
 from hf_gpipe.data.stream import PairStream, StreamedCorpus
@@ -32,6 +34,8 @@ from hf_gpipe.data.tokenizer import train_tokenizer
 __all__ = [
     "ChatExamples",
     "Corpus",
+    "LabelCollator",
+    "LabelledExamples",
     "Pair",
     "PairCollator",
     "PairStream",

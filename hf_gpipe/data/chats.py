@@ -20,7 +20,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "functio
 #: ShareGPT's names of roles.
 _SHAREGPT = {"human": "user", "gpt": "assistant"}
 #: Columns with text or messages.
-_TEXTS = ("messages", "prompt", "completion", "chosen", "rejected")
+_TEXTS = ("messages", "prompt", "completion", "chosen", "rejected", "text")
 #: What is kept of a row.
 _COLUMNS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
 
@@ -71,7 +71,7 @@ def chat_corpus(data: DataSection, read: Read | None = None) -> ChatCorpus:
     two perhaps in .gz; otherwise the Hub id of a data set, or a directory in its form.
 
     Args:
-        data: the section, of the kind "chat" or "preferences".
+        data: the section, of the kind "chat", "preferences" or "classification".
         read: of a row what is kept; None: `conversation_of`.
 
     Raises:

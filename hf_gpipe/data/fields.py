@@ -117,11 +117,11 @@ class PairFields:
             DataError: a field that is missing or does not hold text; names the row and the field.
         """
         if self.language_field is not None:
-            language = _text(row, self.language_field, where)
+            language = text_in(row, self.language_field, where)
         known = ONE_LANGUAGE if language is None else language
         sides = []
         for field in (self.source_field, self.target_field):
-            text = _text(row, field.replace(PLACEHOLDER, known), where, may_be_empty=self.skip_empty)
+            text = text_in(row, field.replace(PLACEHOLDER, known), where, may_be_empty=self.skip_empty)
             if text is None:
                 return []
             sides.append(text)
@@ -142,9 +142,9 @@ class PairFields:
         return [side for side in SIDES if (side == self.english_side) == (self.direction == "to_english")]
 
 
-def _text(row: Mapping[str, Any], field: str, where: str, *, may_be_empty: bool = False) -> Any:
-    """The text in a field; None if it is empty and that is allowed."""
-    value = _value(row, field, where)
+def text_in(row: Mapping[str, Any], field: str, where: str, *, may_be_empty: bool = False) -> Any:
+    """The text in a field; None if it is empty and that is allowed. Raises DataError."""
+    value = value_in(row, field, where)
     if may_be_empty and (value is None or (isinstance(value, str) and not value.strip())):
         return None
     if not isinstance(value, str) or not value.strip():
@@ -161,7 +161,8 @@ def check_characters(text: str, field: str, where: str) -> None:
         raise DataError(f"{where}: field {field!r} has half of a surrogate pair, which is not a character") from error
 
 
-def _value(row: Mapping[str, Any], field: str, where: str) -> Any:
+def value_in(row: Mapping[str, Any], field: str, where: str) -> Any:
+    """The value of a field, or of `a.b` the one inside of a. Raises DataError, which names the fields found."""
     if field in row:
         return row[field]
     found: Any = row

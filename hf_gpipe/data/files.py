@@ -21,7 +21,9 @@ SUFFIXES = {
     "csv": (".csv", ".csv.gz", ".tsv", ".tsv.gz"),
     "parquet": (".parquet",),
     "parallel": (),
-    **dict.fromkeys(("chat", "preferences"), (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")),
+    **dict.fromkeys(
+        ("chat", "preferences", "classification"), (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
+    ),
     "text": (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet"),
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_gpipe.recipe.build import apply_overrides, build, drop_unused, kind_of
 from hf_gpipe.recipe.check import check
-from hf_gpipe.recipe.data import MESSAGE_KINDS, SEQUENCE_KINDS, DataSection
+from hf_gpipe.recipe.data import ROW_LENGTH_KINDS, SEQUENCE_KINDS, DataSection
 from hf_gpipe.recipe.extends import read_with_bases, refuse_extends
 from hf_gpipe.recipe.fields import (
     EvaluationSection,
@@ -27,7 +27,7 @@ from hf_gpipe.recipe.strict_yaml import Locations, read_mapping
 
 __all__ = [
     "AUTO",
-    "MESSAGE_KINDS",
+    "ROW_LENGTH_KINDS",
     "SEQUENCE_KINDS",
     "DataSection",
     "DecidedConfig",

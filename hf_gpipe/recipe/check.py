@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hf_gpipe.errors import RecipeError
 from hf_gpipe.recipe.data import DataSection
-from hf_gpipe.recipe.fields import LoraSection, ModelSection, Recipe, all_keys
+from hf_gpipe.recipe.fields import LoraSection, ModelSection, Recipe, TrainingSection, all_keys
 from hf_gpipe.recipe.pipeline import PipelineConfig
 from hf_gpipe.recipe.section import keys_of
 from hf_gpipe.recipe.strict_yaml import Locations
@@ -23,7 +23,7 @@ _PATHS = {
 #: Kinds that need files of these names, or a data set of the Hub.
 _FILES = {
     "text": ".txt, .jsonl or .parquet",
-    **dict.fromkeys(("chat", "preferences"), ".jsonl, .json or .parquet"),
+    **dict.fromkeys(("chat", "preferences", "classification"), ".jsonl, .json or .parquet"),
 }
 
 
@@ -64,6 +64,7 @@ def _check_fields(recipe: Recipe) -> None:
     _check_rows(recipe.data)
     _check_streaming(recipe)
     _check_preferences(recipe)
+    _check_classification(recipe)
     _check_precision(recipe)
     _check_quantization(recipe)
     training = recipe.training
@@ -78,10 +79,21 @@ def _check_fields(recipe: Recipe) -> None:
                 f"training.{name} is {show(getattr(training, name))} and training.push_to_hub is false; set it to "
                 f"true, or leave {name} out."
             )
+    _check_best_model(training)
     if training.decay_steps and training.lr_scheduler_type != "warmup_stable_decay":
         raise RecipeError(
             f"training.decay_steps is {training.decay_steps} and training.lr_scheduler_type is "
             f"{training.lr_scheduler_type}, which does not use it; use warmup_stable_decay, or leave it out."
+        )
+
+
+def _check_best_model(training: TrainingSection) -> None:
+    every, saved = training.eval_steps, training.save_steps
+    if training.load_best_model_at_end and (every is None or saved is None or saved % every):
+        raise RecipeError(
+            f"training.load_best_model_at_end is true, training.eval_steps is {show(every)} and training.save_steps is "
+            f"{show(saved)}; a checkpoint is the best one by the evaluation of its step: set both, save_steps to a "
+            "multiple of eval_steps."
         )
 
 
@@ -217,6 +229,23 @@ def _check_preferences(recipe: Recipe) -> None:
             raise RecipeError(
                 f"training.{name} is {show(value)} and data.kind is preferences, whose mini-batches and loss are of "
                 "pairs; leave it out."
+            )
+
+
+def _check_classification(recipe: Recipe) -> None:
+    data, training = recipe.data, recipe.training
+    if data.kind != "classification":
+        return
+    if len(set(data.labels)) < max(2, len(data.labels)):
+        raise RecipeError(
+            f"data.kind is classification and data.labels is {show(data.labels)}; name each class once, at least two, "
+            "such as [negative, positive]."
+        )
+    for name in ("batch_tokens", "packing"):
+        if value := getattr(training, name):
+            raise RecipeError(
+                f"training.{name} is {show(value)} and data.kind is classification, whose rows have one label each and "
+                "are padded; leave it out."
             )
 
 

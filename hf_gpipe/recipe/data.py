@@ -15,8 +15,11 @@ ROW_KINDS = (*LOCAL_KINDS, "hub")
 #: Kinds whose rows are messages, or text in their place.
 MESSAGE_KINDS = ("chat", "preferences")
 
+#: Kinds whose rows are cut to `max_length` tokens.
+ROW_LENGTH_KINDS = (*MESSAGE_KINDS, "classification")
+
 #: Kinds whose rows are one sequence, which decoder-only models learn.
-SEQUENCE_KINDS = ("text", *MESSAGE_KINDS)
+SEQUENCE_KINDS = ("text", *ROW_LENGTH_KINDS)
 
 CLDR = Kinds(("cldr",))
 ROWS = Kinds(ROW_KINDS)
@@ -24,7 +27,9 @@ FIELDS = Kinds(("jsonl", "csv", "parquet", "hub"))
 TEXT = Kinds(("text",))
 CHAT = Kinds(("chat",))
 PREFERENCES = Kinds(("preferences",))
+CLASSIFICATION = Kinds(("classification",))
 MESSAGES = Kinds(MESSAGE_KINDS)
+ROW_LENGTHS = Kinds(ROW_LENGTH_KINDS)
 PAIRS = Kinds((*CLDR.names, *ROWS.names))
 BY_TARGETS = Kinds((*PAIRS.names, *TEXT.names))
 READ = Kinds((*ROWS.names, *SEQUENCE_KINDS))
@@ -35,13 +40,14 @@ OF_THE_HUB = Kinds(("hub", *SEQUENCE_KINDS))
 class DataSection:
     """The corpus. A key that its kind does not use is an error."""
 
-    kind: Literal["cldr", "jsonl", "csv", "parquet", "parallel", "hub", "text", "chat", "preferences"]
+    kind: Literal["cldr", "jsonl", "csv", "parquet", "parallel", "hub", "text", "chat", "preferences", "classification"]
     """Where the data come from. cldr: dates, units, prices and names generated offline from Unicode CLDR. Pairs from
     local files: jsonl, one JSON object per line; csv, also with tabs; parquet; parallel, two text files whose lines
     translate each other. hub: pairs of a data set of the Hugging Face Hub, or of a directory of the same form. text:
     documents for a decoder-only model, cut into blocks of `max_target_tokens`. chat: conversations for a decoder-only
     model, or prompts and completions. preferences: prompts with a chosen and a rejected answer, for a decoder-only
-    model and the loss of the section `preferences`."""
+    model and the loss of the section `preferences`. classification: texts with a label, for a decoder-only model with
+    a new head, or the one that its checkpoint has."""
 
     seed: int = 0
     """Seed for generating and sampling the corpus; `training.seed` decides the order of training examples."""
@@ -97,7 +103,7 @@ class DataSection:
 
     path: Annotated[Text | None, READ] = None
     """A file, a directory of files, or a wildcard such as data/*.jsonl.gz; jsonl, csv, text and chat files may be
-    gzipped. hub, text, chat, preferences: id or directory of a data set. Required."""
+    gzipped. hub, text, chat, preferences, classification: id or directory of a data set. Required."""
 
     made_by: Annotated[Annotated[Text | None, MAY_CHANGE], ROWS] = None
     """Command that makes the file at `path`; the error says it if the file is not there."""
@@ -129,12 +135,18 @@ class DataSection:
     """Which side is English; `direction` needs to know it. null: if only one side's field has {language} in it, the
     other side."""
 
-    text_field: Annotated[Text, TEXT] = "text"
-    """Field that holds a document; in a .txt file each paragraph is a document."""
+    text_field: Annotated[Text, Kinds((*TEXT.names, *CLASSIFICATION.names))] = "text"
+    """Field that holds a document, or the text to classify; in a .txt file each paragraph is a document."""
 
-    max_length: Annotated[int, Field(ge=2), MESSAGES] = 1024
-    """Maximum length of a conversation, or of a prompt with its answer, in tokens; longer ones are truncated. Those
-    that have no target left are dropped and counted."""
+    label_field: Annotated[Text, CLASSIFICATION] = "label"
+    """Field that holds the label of a text: a name in `labels`, or its number, counted from 0."""
+
+    labels: Annotated[list[Text], CLASSIFICATION] = field(default_factory=list)
+    """Names of the classes, such as [negative, positive]: the model's first output is for the first. Required."""
+
+    max_length: Annotated[int, Field(ge=2), ROW_LENGTHS] = 1024
+    """Maximum length of a conversation, of a prompt with its answer, or of a text to classify, in tokens; longer ones
+    are truncated. Those that have no target left are dropped and counted."""
 
     truncation_mode: Annotated[Literal["keep_start", "keep_end"], CHAT] = "keep_start"
     """Which end of a conversation that is too long is kept."""

@@ -200,6 +200,10 @@ class TrainingSection:
     fp32_master_weights: bool = False
     """Whether the optimizer updates float32 copies of bfloat16 or float16 weights."""
 
+    offload_optimizer: Annotated[bool, MAY_CHANGE] = False
+    """Whether the optimizer's state is in the memory of the host, which updates copies of the weights there: for GPUs
+    that have too little for it. A step then waits for the host, and for gradients and weights on their way."""
+
     on_nonfinite_loss: Literal["ignore", "skip", "stop"] = "stop"
     """Action if a step's loss or gradient is inf or NaN. ignore: update anyway; skip: no update; stop: fail."""
 
@@ -216,8 +220,9 @@ class TrainingSection:
     logging_steps: Annotated[Count, MAY_CHANGE] = 10
     """Number of updates between two lines of metrics."""
 
-    timeline_steps: Annotated[Count | None, MAY_CHANGE] = None
-    """Number of updates between two that are timed to log their idle share (`bubble`); null: none is timed."""
+    timeline_steps: Annotated[Count | None, MAY_CHANGE] = 10
+    """With several processes, number of updates between two that are timed to log their idle share (`bubble`); null:
+    none is timed."""
 
     slow_machine_steps: Annotated[Count | None, MAY_CHANGE] = 100
     """On several machines, the number of updates between two comparisons of how long each of them computes, so that a
@@ -251,6 +256,10 @@ class TrainingSection:
 
     save_total_limit: Annotated[Count | None, MAY_CHANGE] = 2
     """Number of checkpoints to keep, the newest ones; null: all."""
+
+    load_best_model_at_end: Annotated[bool, MAY_CHANGE] = False
+    """Whether the trained model is that of the checkpoint with the least validation loss, not the last one; a multiple
+    of `eval_steps` updates must lie between two checkpoints."""
 
     save_in_background: Annotated[Literal["auto", "always", "never"], MAY_CHANGE] = "auto"
     """Whether a checkpoint is copied to the memory of the host and written while training goes on. auto: where the

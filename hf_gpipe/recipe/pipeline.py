@@ -121,7 +121,8 @@ class PipelineConfig:
     """The backend of torch.compile; null: its default, inductor."""
 
     timeout_seconds: Positive = 600.0
-    """How many seconds a process waits for another one before the run fails."""
+    """How many seconds a process waits for another one before the run fails; six times as long for one that writes a
+    checkpoint and says that it is still there."""
 
     measure_links: bool = False
     """Whether the links between the processes are measured before the model is made, also where all are on one machine.

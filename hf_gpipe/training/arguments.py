@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
@@ -16,6 +18,7 @@ from transformers.utils import is_bitsandbytes_available
 from hf_gpipe.errors import UserError, nearest
 from hf_gpipe.recipe import AUTO, DataSection, PipelineConfig, TrainingSection, keys_of
 from hf_gpipe.runtime.loss import TokenLoss
+from hf_gpipe.runtime.processes import Processes
 from hf_gpipe.training.supported import (
     BITSANDBYTES_OPTIMIZERS,
     HARMLESS_ARGUMENTS,
@@ -69,6 +72,7 @@ class PipelineTrainingArguments(TrainingArguments):
     fp32_master_weights: bool = field(
         default=TrainingSection.fp32_master_weights, metadata=_TRAINING["fp32_master_weights"]
     )
+    offload_optimizer: bool = field(default=TrainingSection.offload_optimizer, metadata=_TRAINING["offload_optimizer"])
     batch_tokens: int | None = field(
         default=TrainingSection.batch_tokens,
         metadata={
@@ -269,8 +273,25 @@ class PipelineTrainingArguments(TrainingArguments):
 
     @property
     def local_process_index(self) -> int:
-        """Rank of this process on its machine."""
-        return dist.get_node_local_rank(fallback_rank=0) if dist.is_initialized() else 0
+        """Rank of this process on its machine; among all where no launcher says it."""
+        return dist.get_node_local_rank(fallback_rank=dist.get_rank()) if dist.is_initialized() else 0
+
+    @contextmanager
+    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+        """Run a block in the main process before the others run it, however long it takes.
+
+        Before the processes have joined, nothing waits.
+
+        Args:
+            local: whether the first process of each machine counts as a main one.
+            desc: the work, for the library's signature.
+        """
+        is_first = (self.local_process_index if local else self.process_index) == 0
+        with Processes.of_job().working():
+            if is_first:
+                yield
+        if not is_first:
+            yield
 
 
 def _choose(name: str, value: str, allowed: tuple[str, ...]) -> None:

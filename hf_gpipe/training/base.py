@@ -35,6 +35,7 @@ from hf_gpipe.training.generating import generation_config_of
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.longest import longest_mini_batch
 from hf_gpipe.training.loss_scaling import LossScaler
+from hf_gpipe.training.master_weights import MasterWeights
 from hf_gpipe.training.optim import check_optimizer
 from hf_gpipe.training.progress import MetricsFile, ProgressBar
 
@@ -73,10 +74,19 @@ def check_optimizers(
     """Raise UserError where the given optimizer and scheduler cannot be used."""
     if optimizer is not None:
         check_optimizer(optimizer, pipe.parameters())
-        if args.fp32_master_weights:
-            raise UserError("optimizers: fp32_master_weights needs an optimizer that the trainer makes; leave one out")
+        for name in ("fp32_master_weights", "offload_optimizer"):
+            if getattr(args, name):
+                raise UserError(f"optimizers: {name} needs an optimizer that the trainer makes; leave one out")
     elif scheduler is not None:
         raise UserError("optimizers: a scheduler needs its optimizer; give both or leave both out")
+
+
+def master_weights_of(pipe: Pipeline, args: PipelineTrainingArguments) -> MasterWeights | None:
+    """The copies of the weights that the arguments ask for. Raises UserError where there can be none."""
+    if not (args.fp32_master_weights or args.offload_optimizer):
+        return None
+    parameters = dict(pipe.named_parameters())
+    return MasterWeights(parameters, in_float32=args.fp32_master_weights, on_host=args.offload_optimizer)
 
 
 def callbacks_of(
@@ -125,6 +135,7 @@ def _pipeline(
             shape,
             optim,
             args.fp32_master_weights,
+            args.offload_optimizer,
             args.gradient_accumulation_steps,
         ),
         seed=args.seed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,20 @@ from transformers import (
 )
 
 from hf_gpipe.adapters import Adapter, adapter_for
+from hf_gpipe.adapters.classifiers import ONE_CLASS, classifier_of, classifier_of_family
 from hf_gpipe.adapters.feed_forward import feed_forward_outputs
 from hf_gpipe.adapters.peft import make_peft, need_peft
 from hf_gpipe.adapters.quantised import need_bitsandbytes
 from hf_gpipe.data import Corpus, StreamedCorpus, build_corpus
 from hf_gpipe.data.chats import ChatCorpus, chat_corpus, preference_of
+from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.files import read_template
+from hf_gpipe.data.labelled import labelled_of
 from hf_gpipe.data.text import TextCorpus, text_corpus
 from hf_gpipe.data.tokenizer import trained_tokenizer
 from hf_gpipe.errors import DataError, RecipeError, UnsupportedModelError, UserError, nearest
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.recipe import MESSAGE_KINDS, SEQUENCE_KINDS, Recipe
+from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, Recipe
 from hf_gpipe.recipe.transformer import with_transformer
 from hf_gpipe.runtime.custom_loss import Loss
 from hf_gpipe.runtime.loss import TokenLoss
@@ -77,6 +81,7 @@ def checked_adapter(recipe: Recipe) -> Adapter:
             config,
             model_dtype(recipe),
             model.attn_implementation,
+            classifier_of(config),
             trust_remote_code=model.trust_remote_code,
             quantization_config=quantization_config_of(recipe),
         )
@@ -93,9 +98,7 @@ def checked_adapter(recipe: Recipe) -> Adapter:
         raise RecipeError(f"model: transformers cannot make a {config.model_type} model of this: {error}") from error
     if model.depth_scaled_feed_forward:
         feed_forward_outputs(adapter)
-    key, what = (
-        ("max_length", "a conversation") if data.kind in MESSAGE_KINDS else ("max_target_tokens", "a block of text")
-    )
+    key, what = ("max_length", "a row") if data.kind in ROW_LENGTH_KINDS else ("max_target_tokens", "a block of text")
     longest, most = getattr(data, key), adapter.num_positions.get("decoder")
     if data.kind in SEQUENCE_KINDS and most is not None and longest > most:
         raise RecipeError(
@@ -120,9 +123,16 @@ def text_corpus_of(recipe: Recipe) -> TextCorpus:
 
 
 def chat_corpus_of(recipe: Recipe) -> ChatCorpus:
-    """The conversations or preferences, with some to evaluate on. Raises DataError."""
-    corpus = chat_corpus(recipe.data, preference_of if recipe.data.kind == "preferences" else None)
-    _check_held_out(recipe, corpus, "conversations" if recipe.data.kind == "chat" else "preferences")
+    """The conversations, preferences or labelled texts, with some to evaluate on. Raises DataError."""
+    data = recipe.data
+    labelled = partial(labelled_of, labels=data.labels, text_field=data.text_field, label_field=data.label_field)
+    read, things = {
+        "chat": (None, "conversations"),
+        "preferences": (preference_of, "preferences"),
+        "classification": (labelled, "texts"),
+    }[data.kind]
+    corpus = chat_corpus(data, read)
+    _check_held_out(recipe, corpus, things)
     return corpus
 
 
@@ -190,12 +200,13 @@ def peft_config_of(recipe: Recipe, config: PreTrainedConfig) -> Any:
     need_peft()
     from peft import LoraConfig
 
+    task_type = "SEQ_2_SEQ_LM" if config.is_encoder_decoder else "CAUSAL_LM"
     return LoraConfig(
         r=lora.r,
         lora_alpha=lora.lora_alpha,
         lora_dropout=lora.lora_dropout,
         target_modules=lora.target_modules or "all-linear",
-        task_type="SEQ_2_SEQ_LM" if config.is_encoder_decoder else "CAUSAL_LM",
+        task_type="SEQ_CLS" if recipe.data.kind == "classification" else task_type,
     )
 
 
@@ -214,7 +225,7 @@ def autocast_of(recipe: Recipe) -> torch.dtype | None:
 
 
 def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedConfig:
-    """The model's configuration, which has the tokenizer's ids wherever the recipe gives none.
+    """The model's configuration, which has the tokenizer's ids wherever the recipe gives none, and its classes.
 
     Args:
         recipe: its model section.
@@ -223,6 +234,45 @@ def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> P
     Raises:
         UserError: an unknown family or field, a value that does not fit, or one that contradicts the tokenizer.
     """
+    config = _config_of_language_model(recipe, tokenizer)
+    if recipe.data.kind == "classification" and not config.is_encoder_decoder:
+        for name, value in _classifier_fields(recipe, config, tokenizer).items():
+            setattr(config, name, value)
+    return config
+
+
+def _classifier_fields(
+    recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> dict[str, Any]:
+    """What makes a language model's configuration that of a classifier. Raises UnsupportedModelError."""
+    model_class = classifier_of_family(config)
+    if model_class is None:
+        raise UnsupportedModelError(
+            f"data.kind is classification, and transformers has no model of the family {config.model_type} for "
+            "AutoModelForSequenceClassification; choose another family, such as llama or qwen3"
+        )
+    fields: dict[str, Any] = {
+        "architectures": [model_class.__name__],
+        "id2label": dict(enumerate(recipe.data.labels)),
+        "label2id": {name: number for number, name in enumerate(recipe.data.labels)},
+        "problem_type": ONE_CLASS,
+    }
+    if config.get_text_config().pad_token_id is None:
+        # The model finds a row's last token by it.
+        fields["pad_token_id"] = 0 if tokenizer is None else PairCollator.for_tokenizer(tokenizer).pad_token_id
+    return fields
+
+
+def config_overrides_of(recipe: Recipe, config: PreTrainedConfig) -> dict[str, Any] | None:
+    """The values in which the model at `model.path` shall differ from its configuration; `config`: `model_config`'s."""
+    if recipe.model.path is None:
+        return None
+    classes = ("architectures", "id2label", "label2id", "problem_type", "pad_token_id")
+    names = classes if recipe.data.kind == "classification" else ()
+    return recipe.model.config | {name: getattr(config, name) for name in names}
+
+
+def _config_of_language_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedConfig:
     model = recipe.model
     if model.path is not None:
         values = {name: value for name, value in model.config.items() if name != "model_type"}
@@ -295,9 +345,10 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
     same_name = (
         *("output_dir", "seed", "num_train_epochs", "gradient_accumulation_steps", "learning_rate"),
         *("lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
-        *("bf16", "fp16", "fp32_master_weights", "on_nonfinite_loss", "timeline_steps", "slow_machine_steps"),
+        *("bf16", "fp16", "fp32_master_weights", "offload_optimizer", "on_nonfinite_loss"),
+        *("timeline_steps", "slow_machine_steps"),
         *("max_grad_norm", "logging_steps", "save_total_limit", "save_in_background", "memory_save_steps"),
-        *("run_name", "push_to_hub", "hub_model_id", "hub_private_repo"),
+        *("load_best_model_at_end", "run_name", "push_to_hub", "hub_model_id", "hub_private_repo"),
     )
     made_as: type[PipelineTrainingArguments] = PipelineTrainingArguments
     others: dict[str, Any] = {}

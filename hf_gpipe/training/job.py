@@ -19,6 +19,7 @@ from hf_gpipe.checkpoint.save import make_directory
 from hf_gpipe.checkpoint.state import read_state
 from hf_gpipe.data import PairCollator
 from hf_gpipe.data.files import check_files, digest_of_files
+from hf_gpipe.data.labelled import LabelCollator
 from hf_gpipe.errors import DataError, RecipeError
 from hf_gpipe.pipeline import Pipeline, Update, UpdateStage
 from hf_gpipe.planner.workload import PlanInputs
@@ -31,11 +32,13 @@ from hf_gpipe.schedule import Schedule, Timeline, breakdown, draw_png, write_tra
 from hf_gpipe.training import summary
 from hf_gpipe.training.cost import CostMeter
 from hf_gpipe.training.dpo import PipelineDPOConfig, PipelineDPOTrainer
+from hf_gpipe.training.evaluate_classes import accuracy
 from hf_gpipe.training.from_recipe import (
     AnyCorpus,
     arguments_of,
     autocast_of,
     check_model,
+    config_overrides_of,
     loss_of,
     model_config,
     model_dtype,
@@ -90,7 +93,8 @@ def run(recipe: Recipe, job: Job) -> None:
 
     job.note("creating the model")
     pipe = _pipeline(recipe, config, _num_micro_batches_of(checkpoint))
-    pipe.adapter.reference.generation_config.max_new_tokens = recipe.evaluation.max_new_tokens
+    if not pipe.adapter.is_classifier:
+        pipe.adapter.reference.generation_config.max_new_tokens = recipe.evaluation.max_new_tokens
     trainer = _trainer(recipe, task, pipe, prepared)
     corpus_text = processes.from_reader(lambda: "" if prepared is None else task.corpus_text(prepared.corpus))
     say(summary.start_text(recipe, pipe, corpus_text, checkpoint))
@@ -99,6 +103,9 @@ def run(recipe: Recipe, job: Job) -> None:
     cost_meter.note_memory(pipe)
     if checkpoint is not None and output.global_step == first_step:
         say(f"the training in {output_dir} is finished ({first_step} steps); nothing is left to train")
+    if recipe.training.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
+        best = step_of(Path(trainer.state.best_model_checkpoint))
+        say(f"the model is that of step {best}, with the least validation loss of all checkpoints")
     job.note("saving the model")
     trainer.save_model()
 
@@ -284,7 +291,7 @@ def _pipeline(recipe: Recipe, config: PreTrainedConfig, resumed_num_micro_batche
         dtype=model_dtype(recipe),
         attn_implementation=model.attn_implementation,
         trust_remote_code=model.trust_remote_code,
-        config_overrides=model.config if model.path else None,
+        config_overrides=config_overrides_of(recipe, config),
         loss=loss_of(recipe),
         depth_scaled_feed_forward=model.depth_scaled_feed_forward,
         autocast=autocast_of(recipe),
@@ -319,7 +326,12 @@ def _trainer(recipe: Recipe, task: Task, pipe: Pipeline, prepared: _Prepared | N
     if isinstance(args, PipelineDPOConfig):
         tokenizer = None if prepared is None else prepared.tokenizer
         return PipelineDPOTrainer(pipe, args=args, processing_class=tokenizer, **datasets)
+    if pipe.adapter.is_classifier:
+        metrics = {"compute_metrics": accuracy}
     if prepared is None:
         return PipelineTrainer(pipe, args, **metrics)
-    collator, tokenizer = PairCollator.for_tokenizer(prepared.tokenizer), prepared.tokenizer
+    tokenizer = prepared.tokenizer
+    collator = PairCollator.for_tokenizer(tokenizer)
+    if pipe.adapter.is_classifier:
+        collator = LabelCollator.for_config(pipe.adapter.config)
     return PipelineTrainer(pipe, args, collator, processing_class=tokenizer, **datasets, **metrics)

@@ -178,7 +178,7 @@ class TrainingLoop:
         """One update from one or more mini-batches, or those of a window."""
         self._pipe.loss_scale = 1.0 if self._trainer.scaler is None else self._trainer.scaler.scale
         step = self._state.global_step + 1
-        times = self._logs.meter.times(step + len(window) - 1)
+        times = self._logs.meter.times(step, len(window))
         if times is None:
             times = self._slow_machines.times(len(window))
         if self._pipe.is_asynchronous:

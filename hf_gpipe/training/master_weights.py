@@ -1,17 +1,22 @@
-"""float32 copies of half-precision weights, which the optimizer updates in their place.
+"""Copies of the weights, which the optimizer updates in their place: in float32, or on the host, or both.
 
 An update of a bfloat16 weight that is smaller than 1/256 of it is lost in rounding; in a float32 copy such updates add
 up (Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740, section 3.1). The model keeps its half
 precision, and so do its gradients, what crosses stage boundaries and the model files.
+
+Where the copies are in the memory of the host, so is the optimizer's state, and the host computes the update (Ren et
+al. 2021, ZeRO-Offload, arXiv 2101.06840, section 4). The device keeps weights and gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from hf_gpipe.checkpoint.copies import on_cpu
 from hf_gpipe.errors import UserError
 from hf_gpipe.runtime.shards import Shards
 
@@ -20,26 +25,42 @@ SLOT = "master_weight"
 
 
 class MasterWeights:
-    """The float32 copies of this process's trainable parameters, by their Hugging Face names.
+    """The copies of this process's trainable parameters, by their Hugging Face names.
 
     Args:
-        parameters: name -> parameter; those that train must all be in half precision.
+        parameters: name -> parameter; for copies in float32, those that train must all be in half precision.
+        in_float32: whether the copies are in float32; otherwise they have the type of the weights.
+        on_host: whether the copies are in the memory of the host; otherwise they are where the weights are.
 
     Raises:
-        UserError: a parameter is not.
+        UserError: a parameter is not in half precision, or is in the memory of the host itself.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], *, in_float32: bool = True, on_host: bool = False
+    ) -> None:
         self._weights = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         for name, weight in self._weights.items():
-            if weight.dtype not in (torch.bfloat16, torch.float16):
+            if in_float32 and weight.dtype not in (torch.bfloat16, torch.float16):
                 raise UserError(
                     f"fp32_master_weights: {name} is {weight.dtype}, of which no copy in float32 is needed; load or "
                     "create the model in bfloat16, or leave the argument out"
                 )
+            if on_host and weight.device.type == "cpu":
+                raise UserError(
+                    "offload_optimizer: the stages are on the CPU, so the optimizer's state is in the memory of the "
+                    "host already; leave the argument out"
+                )
+        self._in_float32, self._on_host = in_float32, on_host
         self._shards: Shards | None = None
         #: The copies, by name; with `shard` of this replica's shards, and without elements where it has none.
-        self.copies = {name: torch.nn.Parameter(weight.detach().float()) for name, weight in self._weights.items()}
+        self.copies = {name: torch.nn.Parameter(self._copy(weight)) for name, weight in self._weights.items()}
+
+    @torch.no_grad()
+    def _copy(self, weight: torch.Tensor) -> torch.Tensor:
+        where: dict[str, Any] = {"device": "cpu", "pin_memory": True} if self._on_host else {"device": weight.device}
+        copy = torch.empty_like(weight, dtype=torch.float32 if self._in_float32 else weight.dtype, **where)
+        return copy.copy_(weight)
 
     def serve(self, optimizer: torch.optim.Optimizer) -> None:
         """Let every step of an optimizer of `copies` begin with the weights' gradients and end with new weights."""
@@ -56,7 +77,7 @@ class MasterWeights:
             if not self._shards.are_like(shards):
                 raise UserError(
                     f"zero is 1 and the optimizer is another one, {type(optimizer).__name__}, which would need other "
-                    "parts of the float32 master weights; make a new trainer"
+                    "parts of the copies of the weights; make a new trainer"
                 )
             return
         self._shards = shards
@@ -64,16 +85,22 @@ class MasterWeights:
         for name, copy in self.copies.items():
             part = shards.own(name, copy.data)
             if part is not copy.data:
-                copy.data = copy.data.new_empty(0) if part is None else part.clone()
+                # A clone would not be pinned.
+                copy.data = copy.data.new_empty(0) if part is None else self._copy(part)
 
     def _own(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         """What there is a copy of; None: of nothing."""
         return tensor if self._shards is None else self._shards.own(name, tensor)
 
     def _take_gradients(self) -> None:
-        for name, weight in self._weights.items():
-            gradient = None if weight.grad is None else self._own(name, weight.grad)
-            self.copies[name].grad = None if gradient is None else gradient.float()
+        owned = {
+            name: self._own(name, weight.grad) for name, weight in self._weights.items() if weight.grad is not None
+        }
+        gradients = {name: gradient for name, gradient in owned.items() if gradient is not None}
+        if self._on_host:
+            gradients = on_cpu(gradients)
+        for name, copy in self.copies.items():
+            copy.grad = gradients[name].to(copy.dtype) if name in gradients else None
 
     @torch.no_grad()
     def _give_values(self) -> None:
@@ -81,15 +108,23 @@ class MasterWeights:
             copy = self.copies[name]
             # Without a gradient it has not changed: a step may be of some stages alone.
             if copy.grad is not None and (own := self._own(name, weight)) is not None:
-                own.copy_(copy)
+                # On the same stream as the next gradients' way to the host, for which the next update waits.
+                own.copy_(copy, non_blocking=True)
             copy.grad = None
         if self._shards is not None:
             self._shards.share_values()
 
     @contextmanager
     def in_state_of(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Context manager in which the optimizer's state also holds the copies, to be saved with it."""
-        copies = [copy for name, copy in self.copies.items() if self._own(name, self._weights[name]) is not None]
+        """Context manager in which the optimizer's state also holds the copies, to be saved with it.
+
+        Those that have the type of the weights are equal to them.
+        """
+        copies = [
+            copy
+            for name, copy in self.copies.items()
+            if self._in_float32 and self._own(name, self._weights[name]) is not None
+        ]
         for copy in copies:
             optimizer.state[copy][SLOT] = copy.detach()
         try:

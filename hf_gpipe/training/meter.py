@@ -1,4 +1,4 @@
-"""Speed of a training for its logs: tokens per second, peak memory and, with `timeline_steps`, the bubble."""
+"""Speed of a training for its logs: tokens per second, peak memory and, with several processes, the bubble."""
 
 from __future__ import annotations
 
@@ -34,9 +34,15 @@ class Meter:
         self._timeline_steps = timeline_steps
         self._restart()
 
-    def times(self, step: int) -> list[ActionTime] | None:
-        """Where the executor notes the actions of this update, counted from 1; None: it is not timed."""
-        if self._timeline_steps is None or step % self._timeline_steps:
+    def times(self, step: int, num_steps: int = 1) -> list[ActionTime] | None:
+        """Where the executor notes the actions of an update or a window; None: it is not timed.
+
+        Args:
+            step: the number of the update, or of the first in the window, counted from 1.
+            num_steps: how many updates the window has. It is timed if one of them is to be.
+        """
+        every = self._timeline_steps
+        if every is None or (step + num_steps - 1) // every == (step - 1) // every:
             return None
         self._timed.append([])
         return self._timed[-1]

@@ -1,4 +1,4 @@
-"""Tasks: to translate, to predict text, to answer in conversations, or to answer as is preferred; see `data.kind`.
+"""Tasks: to translate, to predict text, to answer in conversations or as is preferred, to classify; see `data.kind`.
 
 A task knows which corpus there is, what the rows of a mini-batch are, how the model is evaluated, what is said of it.
 """
@@ -15,10 +15,12 @@ from hf_gpipe.data import Corpus, PairStream, StreamedCorpus, StreamedExamples, 
 from hf_gpipe.data.buckets import training_pairs
 from hf_gpipe.data.chat_examples import ChatExamples
 from hf_gpipe.data.chats import ChatCorpus
+from hf_gpipe.data.labelled import LabelledExamples
 from hf_gpipe.data.preferences import PreferenceExamples
 from hf_gpipe.data.text import TokenBlocks
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import Recipe
+from hf_gpipe.training.evaluate_classes import ClassReport, evaluate_classes
 from hf_gpipe.training.evaluate_preferences import PreferenceReport, evaluate_preferences
 from hf_gpipe.training.evaluate_text import evaluate_text
 from hf_gpipe.training.evaluate_translation import (
@@ -65,6 +67,7 @@ def task_of(recipe: Recipe) -> Task:
         "text": LanguageModelling,
         "chat": Chat,
         "preferences": Preferences,
+        "classification": Classification,
     }
     return kinds.get(recipe.data.kind, Translation)(recipe)
 
@@ -265,6 +268,45 @@ class Preferences(LanguageModelling):
         """The shares and the mean log-probabilities."""
         split = self.recipe.evaluation.split
         return f"Quality on held-out preferences ({split} split, {report.num_pairs} pairs)\n\n{report.text()}"
+
+
+@dataclass(frozen=True)
+class Classification(LanguageModelling):
+    """Texts with a label, for a decoder-only model with a head of classes."""
+
+    @property
+    def evaluating(self) -> str:
+        """A description of the evaluation at the end."""
+        return f"classifying the texts of the {self.recipe.evaluation.split} split"
+
+    def corpus(self) -> ChatCorpus:
+        """The texts with their labels."""
+        return chat_corpus_of(self.recipe)
+
+    def corpus_text(self, corpus: ChatCorpus) -> str:
+        """Texts, classes and the longest length."""
+        data = self.recipe.data
+        return f"{len(corpus.train)} training texts of up to {data.max_length} tokens, {len(data.labels)} classes"
+
+    def rows(self, split: Any, tokenizer: PreTrainedTokenizerBase, *, decoder_only: bool) -> LabelledExamples:
+        """The tokens of the texts, and their classes."""
+        data = self.recipe.data
+        return LabelledExamples(split, tokenizer, labels=data.labels, max_length=data.max_length)
+
+    def evaluate(self, pipe: Pipeline, tokenizer: PreTrainedTokenizerBase | None, corpus: Any) -> ClassReport:
+        """Loss and accuracy."""
+
+        def rows() -> LabelledExamples:
+            assert tokenizer is not None, "the reader has prepared the data"
+            return self.rows(_evaluated(self.recipe, corpus), tokenizer, decoder_only=True)
+
+        evaluation = self.recipe.evaluation
+        return evaluate_classes(pipe, rows, evaluation.batch_size, max_rows=evaluation.max_examples)
+
+    def report_text(self, report: ClassReport) -> str:
+        """Loss and accuracy."""
+        split = self.recipe.evaluation.split
+        return f"Quality on held-out texts ({split} split, {report.num_rows} texts)\n\n{report.text()}"
 
 
 def _evaluated(recipe: Recipe, corpus: AnyCorpus | None) -> Any:

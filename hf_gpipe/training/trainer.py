@@ -43,6 +43,7 @@ from hf_gpipe.training.base import (
     default_collator,
     example_of,
     loss_scaler,
+    master_weights_of,
     pipeline_of,
     restore_callbacks,
 )
@@ -53,7 +54,6 @@ from hf_gpipe.training.inspection import InspectedTrainer
 from hf_gpipe.training.loader import Batch, MiniBatches
 from hf_gpipe.training.logs import Logs
 from hf_gpipe.training.loop import TrainingLoop
-from hf_gpipe.training.master_weights import MasterWeights
 from hf_gpipe.training.optim import check_optimizer, make_optimizer, make_scheduler, shard_optimizer, updated_parameters
 from hf_gpipe.training.predicting import Preprocess
 from hf_gpipe.training.steps import Plan, data_facts
@@ -126,9 +126,7 @@ class PipelineTrainer(InspectedTrainer):
         )
         self.topology = self.pipe.topology
         self.scaler = loss_scaler(self.pipe)
-        self.master_weights = (
-            MasterWeights(dict(self.pipe.named_parameters())) if self.args.fp32_master_weights else None
-        )
+        self.master_weights = master_weights_of(self.pipe, self.args)
         self.processing_class = processing_class
         self.data_collator = data_collator or default_collator(processing_class)
         self.train_dataset = train_dataset

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hf_gpipe import PipelineTrainer, PipelineTrainingArguments
 from hf_gpipe.errors import UserError
 from hf_gpipe.training import arguments as arguments_module
 from hf_gpipe.training.supported import HONOURED, IRRELEVANT, REFUSED
+from tests.gloo import run_gloo
 from tests.oracle import tiny_config
 from tests.training.toy import arguments
 
@@ -183,3 +185,17 @@ def test_the_page_says_what_the_code_does(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sys, "argv", ["trainer_arguments.py", "--check"])
     names = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "trainer_arguments.py"))
     assert names["main"]() == 0
+
+
+def _main_first(folder: str) -> bool:
+    """Whether the main process's file is there when this process's turn has come."""
+    args = PipelineTrainingArguments(folder, use_cpu=True)
+    with args.main_process_first():
+        if args.process_index == 0:
+            time.sleep(0.3)
+            (Path(folder) / "made").touch()
+        return (Path(folder) / "made").exists()
+
+
+def test_the_main_process_is_first_where_the_processes_have_joined(tmp_path: Path) -> None:
+    assert run_gloo(_main_first, 2, str(tmp_path)) == [True, True]

@@ -45,6 +45,9 @@ def meter(timeline_steps: int | None = None) -> Meter:
 def test_only_the_updates_asked_for_are_timed() -> None:
     assert [meter().times(step) for step in range(1, 5)] == [None] * 4
     assert [meter(3).times(step) is not None for step in range(1, 8)] == [False, False, True, False, False, True, False]
+    # Windows of four steps, of which 3, 6 and 9, and 12 are to be timed.
+    assert [meter(3).times(first, 4) is not None for first in (1, 5, 9)] == [True] * 3
+    assert [meter(6).times(first, 4) is not None for first in (1, 5, 9)] == [False, True, True]
 
 
 def test_the_bubble_is_the_waiting_of_the_timed_updates() -> None:

@@ -1,0 +1,110 @@
+"""Texts with a label, one class of several, as token ids."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from hf_gpipe.data.chats import Conversation
+from hf_gpipe.data.collate import PairCollator
+from hf_gpipe.data.encoded import EncodedConversations, conversations_of
+from hf_gpipe.data.fields import text_in, value_in
+from hf_gpipe.errors import DataError, listed, nearest
+
+logger = logging.getLogger(__name__)
+
+
+def labelled_of(
+    where: str, row: Mapping[str, Any], *, labels: Sequence[str], text_field: str = "text", label_field: str = "label"
+) -> dict[str, Any]:
+    """A row's {"text", "label"}, the label as a number.
+
+    Args:
+        where: the row's name in messages.
+        row: has a text, and a label that is one of `labels` or the number of one.
+        labels: the names of the classes.
+        text_field: the field of the text; a dot leads into a field, as in `review.text`.
+        label_field: the field of the label.
+
+    Raises:
+        DataError: a field that is missing, a text that is empty, or an unknown label; names the row and the field.
+    """
+    text, label = text_in(row, text_field, where), value_in(row, label_field, where)
+    if isinstance(label, str) and label in labels:
+        label = labels.index(label)
+    if isinstance(label, bool) or not isinstance(label, int) or not 0 <= label < len(labels):
+        hint = nearest(label, labels) if isinstance(label, str) else ""
+        raise DataError(
+            f"{where}: field {label_field!r} is {label!r}{hint}; it must be one of data.labels, "
+            f"{listed(list(labels))}, or a number from 0 to {len(labels) - 1}"
+        )
+    return {"text": text, "label": label}
+
+
+class LabelledExamples(EncodedConversations):
+    """A dataset of {"input_ids": [...], "labels": [class]}, kept in the cache of `datasets`.
+
+    Args:
+        rows: {"text", "label"} as `labelled_of` reads them, or the split of a corpus that it has read.
+        tokenizer: adds the special tokens that it adds to one text.
+        labels: the names of the classes.
+        max_length: tokens to which a text is cut, by the tokenizer's own truncation; `num_truncated` counts those.
+
+    Raises:
+        DataError: a row of another form, or a text of which the tokenizer leaves no token.
+    """
+
+    _name, _columns = "labelled", ("input_ids", "labels")
+
+    def __init__(
+        self,
+        rows: Iterable[Conversation | Mapping[str, Any]],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        labels: Sequence[str],
+        max_length: int = 1024,
+    ) -> None:
+        found = conversations_of(rows, tokenizer, partial(labelled_of, labels=labels))
+        self._tokenizer, self._max_length = tokenizer, max_length
+        self._encode(found, tokenizer, [max_length])
+        if self.num_truncated:
+            logger.warning("of %d texts, %d were cut to %d tokens", len(found), self.num_truncated, max_length)
+
+    def _example(self, conversation: Conversation) -> tuple[Sequence[int], ...]:
+        row = conversation.row
+        ids = list(self._tokenizer(row["text"], verbose=False)["input_ids"])
+        if len(ids) > self._max_length:
+            self.num_truncated += 1
+            ids = list(self._tokenizer(row["text"], truncation=True, max_length=self._max_length)["input_ids"])
+        if not ids:
+            raise DataError(f"{conversation.where}: the tokenizer leaves no tokens of the text")
+        return ids, [row["label"]]
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens of each text, for length bucketing."""
+        lengths: list[int] = self._lengths_of("input_ids").tolist()
+        return lengths
+
+
+@dataclass(frozen=True)
+class LabelCollator(PairCollator):
+    """Mini-batches of {"input_ids", "labels": [class]}: labels (B,), the others as PairCollator makes them.
+
+    `pad_token_id` must be that of the model's configuration, by which the model finds the last token of each row.
+    """
+
+    @classmethod
+    def for_config(cls, config: PreTrainedConfig) -> LabelCollator:
+        """A collator for a model of this configuration, which has a padding token."""
+        return cls(config.get_text_config().pad_token_id)
+
+    def __call__(self, rows: Sequence[Mapping[str, list[int]]]) -> dict[str, torch.Tensor]:
+        batch = super().__call__(rows)
+        return batch | {"labels": batch["labels"].squeeze(1)}
