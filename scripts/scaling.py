@@ -7,10 +7,11 @@
     python scripts/scaling.py main --output outputs/scaling [--share 0.25] [--keep DIR] [--background]
     python scripts/scaling.py main --output outputs/scaling --status
 
-The first form trains every recipe with every seed (training.seed; the data stay the same), one run after the other,
-a seed of all recipes first. What is finished is skipped, and what was interrupted goes on from its last checkpoint:
-the same command may be given again at any time, and Ctrl-C leaves everything so. A run that fails ends the command
-and keeps the others' results. key=value are overrides for all recipes.
+The first form trains every recipe with every seed (training.seed; the data stay the same), one run after the other or
+--at-once N of them, a seed of all recipes first. What is finished is skipped, and what was interrupted goes on from
+its last checkpoint: the same command may be given again at any time, and Ctrl-C leaves everything so. After a run that
+failed no other begins, and the others' results are kept. key=value are overrides for all recipes. Small models are
+trained faster as several runs of one process each, --at-once 2 pipeline.num_stages=1, than as one pipeline.
 
 Words that are no files name experiments on the corpus of scripts/message_catalogues.py, whose models are trained to
 their end; --to-end does the same with recipes. A model is at its end after at least 3 passes, when the best validation
@@ -18,8 +19,8 @@ loss per character has changed by less than 1 % over the last tenth of its updat
 constant rate change it by less than 1 %. Then its learning rate falls to 0. docs/scaling.md has more.
 
 It writes into the output folder: RECIPE/seed-S/ (each run), results.csv (a row a language), runs.csv (a row a run),
-curves.csv, report.md, languages.png and buckets.png; the reports of experiments are in reports/NAME/. The paper is
-arXiv 1811.06965, section 5.
+curves.csv, report.md, languages.png, buckets.png and curves.png; the reports of experiments are in reports/NAME/. The
+paper is arXiv 1811.06965, section 5.
 
 Exit code: 0 all is finished, 1 a run failed, 2 an error that you can correct, 75 stopped, to be given again.
 """
@@ -39,7 +40,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 from translation_scaling.claims import Roles
 from translation_scaling.curves import curve_rows, read_curve
 from translation_scaling.execute import EXIT_STOPPED, execute
-from translation_scaling.experiments import EXPERIMENTS, experiment, plan_experiments
+from translation_scaling.experiments import EXPERIMENTS, SWEEP_STEPS, Asked, experiment, plan_experiments
 from translation_scaling.results import RESULTS_FILE, RUNS_FILE, Results, finished_runs, write_csv
 from translation_scaling.roles import roles_of
 from translation_scaling.runs import Run, plan_runs
@@ -94,7 +95,7 @@ def _scale(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         return 0
     code = 0
     if not options.report_only:
-        code = execute(runs, options.keep)
+        code = execute(runs, options.keep, options.at_once)
         write_curves(runs, options.output)
     if code == EXIT_STOPPED:
         # Whoever stops it does not want to wait for a report; --report-only makes one of what is finished.
@@ -103,7 +104,7 @@ def _scale(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     for name in names:
         one = experiment(name)
         if one.compares:
-            own = {run.name for seed in options.seeds or [1] for run in one.runs(seed, overrides, options.output)}
+            own = {run.name for asked in _asked(overrides, options) for run in one.runs(asked)}
             mine = [run for run in runs if run.name in own]
             code = max(code, _report(mine, options.output / "reports" / name, code, paper, options))
     return code if names else _report(runs, options.output, code, paper, options)
@@ -135,10 +136,15 @@ def _runs(asked: Sequence[str], overrides: Sequence[str], options: argparse.Name
         raise UserError(f"{recipes[0]} is a recipe and {names[0]} an experiment; give one command for each kind")
     if options.share is not None and not options.list:
         overrides = [*overrides, _part(recipes, overrides, options)]
-    seeds = options.seeds or [1]
     if names:
-        return plan_experiments(names, seeds, overrides, options.output)
-    return plan_runs([Path(word) for word in recipes], seeds, overrides, options.output, to_end=options.to_end)
+        return plan_experiments(names, _asked(overrides, options))
+    return plan_runs(
+        [Path(word) for word in recipes], options.seeds or [1], overrides, options.output, to_end=options.to_end
+    )
+
+
+def _asked(overrides: Sequence[str], options: argparse.Namespace) -> list[Asked]:
+    return [Asked(seed, overrides, options.output, options.sweep_steps) for seed in options.seeds or [1]]
 
 
 def _part(recipes: Sequence[str], overrides: Sequence[str], options: argparse.Namespace) -> str:
@@ -157,7 +163,7 @@ def _list_experiments(asked: Sequence[str], overrides: Sequence[str], options: a
             raise UserError(f"--list is for experiments, and {name} is a recipe; use --dry-run")
         one = experiment(name)
         print(f"{one.name}: {one.question}")
-        runs = plan_experiments([name], options.seeds or [1], overrides, options.output)
+        runs = plan_experiments([name], _asked(overrides, options))
         print("\n".join(f"    {line}" for line in hours_text(runs, options.share or 1.0, listed).splitlines()))
 
 
@@ -213,7 +219,8 @@ def write_report(
     folder: Path,
 ) -> None:
     """Write the report and its pictures into a folder."""
-    from translation_scaling.draw import BUCKETS_FILE, LANGUAGES_FILE, draw_buckets, draw_languages
+    from translation_scaling.draw import BUCKETS_FILE, LANGUAGES_FILE, draw_buckets, draw_curves, draw_languages
+    from translation_scaling.learning import CURVES_PICTURE, Learning
     from translation_scaling.plans import predict
     from translation_scaling.report import report
     from translation_scaling.sizes import size_of
@@ -222,12 +229,15 @@ def write_report(
     draw_buckets(folder / BUCKETS_FILE, results, measured)
     if measured.base is not None and measured.large:
         draw_languages(folder / LANGUAGES_FILE, results, measured)
+    learnt = [one for one in map(Learning.of, results.runs) if one.curve.best is not None]
+    if learnt:
+        draw_curves(folder / CURVES_PICTURE, learnt)
     recipes = dict.fromkeys((run.recipe, run.overrides) for run in runs)
     sizes = [*(size_of(path, own) for path, own in recipes), *map(size_of, paper)]
     plans = [predict(path, options.device) for path in paper]
     done = {run.folder for run in results.all_runs}
     unfinished = [run.title for run in runs if run.folder not in done]
-    text = report(results, measured, sizes, plans, options.device, unfinished)
+    text = report(results, measured, sizes, plans, options.device, unfinished, learnt)
     (folder / REPORT_FILE).write_text(text, encoding="utf-8")
     print(f"report  {folder / REPORT_FILE}", flush=True)
 
@@ -239,6 +249,12 @@ def _list(runs: Sequence[Run]) -> None:
         progress, detail = run.progress()
         print(f"[{number}/{len(runs)}] {run.title}: {words[progress]}{', ' + detail if detail else ''}")
         print(f"    python -m hf_gpipe.train {' '.join(run.arguments)}")
+
+
+def _at_least_one(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number of at least 1")
+    return int(word)
 
 
 def _paper_recipes(options: argparse.Namespace) -> list[Path]:
@@ -260,7 +276,17 @@ def _parser() -> Parser:
     parser.add_argument("--background", action="store_true", help="go on in a process that outlives the terminal")
     parser.add_argument("--to-end", action="store_true", help="train recipes until they are at their end")
     parser.add_argument("--share", type=float, help="train on this share of each language's pairs, such as 0.25")
+    parser.add_argument(
+        "--sweep-steps",
+        type=_at_least_one,
+        default=SWEEP_STEPS,
+        metavar="N",
+        help=f"updates of each run that tries a learning rate; default: {SWEEP_STEPS}",
+    )
     parser.add_argument("--keep", type=Path, metavar="DIR", help="folder that survives: copies of checkpoints, curves")
+    parser.add_argument(
+        "--at-once", type=_at_least_one, default=1, metavar="N", help="runs that are trained at a time; default: 1"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", help="values of training.seed; default: 1")
     parser.add_argument("--output", type=Path, default=Path("outputs/scaling"), help="folder; default: outputs/scaling")
     parser.add_argument("--baseline", metavar="NAME", help="the smallest model; default: the recipe named base")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_gpipe.checkpoint.directory import step_of
 from translation_scaling.ending import Point
 
 CURVE_FILE, STATE_FILE = "metrics.jsonl", "trainer_state.json"
@@ -91,11 +92,6 @@ def newest_checkpoint(folder: Path) -> Path | None:
     """The checkpoint with the most updates."""
     found = [path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
     return max(found, key=step_of, default=None)
-
-
-def step_of(checkpoint: Path) -> int:
-    """Updates made before a checkpoint."""
-    return int(checkpoint.name.rpartition("-")[2])
 
 
 def read_curve(folder: Path) -> Curve:

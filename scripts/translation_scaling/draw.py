@@ -1,7 +1,8 @@
-"""Two pictures: quality over the languages, as in the paper's figure, and over the buckets."""
+"""Pictures: quality over the languages, as in the paper's figure, and over the buckets; the runs' curves."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from translation_scaling.claims import Roles
 from translation_scaling.differences import compare, per_language
+from translation_scaling.learning import Learning
 from translation_scaling.results import MEASURES, Measure, Results
 
 if TYPE_CHECKING:
@@ -68,6 +70,28 @@ def draw_buckets(path: Path, results: Results, roles: Roles) -> None:
     for row, place in zip(panels, ("outside upper center", "outside lower center"), strict=False):
         handles, labels = row[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc=place, ncols=len(labels), frameon=False)
+    figure.savefig(path)
+
+
+def draw_curves(path: Path, runs: Sequence[Learning]) -> None:
+    """Validation loss per character against updates and against operations."""
+    figure = _figure((10.5, 4.6))
+    panels = figure.subplots(1, 2, sharey=True)
+    for number, one in enumerate(runs):
+        points, colour = one.curve.points, _COLOURS[number % len(_COLOURS)]
+        operations = [one.operations_per_token * one.curve.tokens(point.step) for point in points]
+        losses = [point.loss for point in points]
+        panels[0].plot([point.step for point in points], losses, color=colour, label=one.name)
+        panels[1].plot(operations, losses, color=colour)
+        best = min(range(len(points)), key=losses.__getitem__)
+        panels[0].plot(points[best].step, losses[best], "o", color=colour, markersize=4)
+        panels[1].plot(operations[best], losses[best], "o", color=colour, markersize=4)
+    for panel, title in zip(panels, ("updates", "operations (a dot is the best loss)"), strict=True):
+        panel.set_xlabel(title)
+        panel.set_xscale("log")
+        _plain(panel)
+    panels[0].set_title("validation loss per character (nats)", loc="left", fontsize=11)
+    figure.legend(loc="outside upper center", ncols=min(4, len(runs)), frameon=False)
     figure.savefig(path)
 
 

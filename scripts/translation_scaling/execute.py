@@ -1,27 +1,30 @@
-"""Runs one after the other, each by `python -m hf_gpipe.train`; signals pass on, and all can be resumed."""
+"""Runs, one or some at a time, each by `python -m hf_gpipe.train`; signals pass on, and all can be resumed."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
-import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 from typing import TextIO
 
 import hf_gpipe
 from hf_gpipe.errors import UserError
 from translation_scaling.keep import bring_back, keep
 from translation_scaling.runs import LOG_FILE, METRICS_FILE, STARTS_FILE, Run, folder_of
+from translation_scaling.signals import Signals
 
 TRAIN = (sys.executable, "-m", "hf_gpipe.train")
+
+EXIT_FAILED = 1
+"""Of this script's command: a run failed."""
 
 EXIT_STOPPED = 75
 """Of the training command: a signal stopped it, and all of it is saved."""
@@ -34,51 +37,91 @@ _POLL_SECONDS = 0.5
 _KEEP_SECONDS = 60.0
 
 
-def execute(runs: Sequence[Run], kept: Path | None = None) -> int:
-    """Run what is not finished, up to the first run that fails or until a signal.
+def execute(runs: Sequence[Run], kept: Path | None = None, at_once: int = 1) -> int:
+    """Run what is not finished, until a run fails or a signal comes.
 
     Args:
-        runs: in this order.
+        runs: in this order; one whose learning rate is swept begins once its sweep is finished.
         kept: a folder for copies of their checkpoints and curves, from which a run goes on if its own folder has less.
+        at_once: how many are trained at a time. After a failure those under way go on, and no other begins.
 
     Returns:
         0: all are finished; 1: a run failed; EXIT_STOPPED: a signal came, the same command goes on.
     """
-    with _Signals() as signals:
-        for number, run in enumerate(runs, 1):
-            copy = None if kept is None else folder_of(kept, run.name, run.seed)
-            if copy is not None:
-                bring_back(copy, run.folder)
-            progress, detail = run.progress()
-            label = f"[{number}/{len(runs)}] {run.title}"
-            if progress == "finished":
-                print(f"{label}: finished already, {result_text(run.folder)}", flush=True)
-                continue
-            if signals.received:
-                return EXIT_STOPPED
-            line = _Line(f"{label}: {detail + '; ' if detail else ''}log {run.folder / LOG_FILE}")
+    with Signals() as signals, ThreadPoolExecutor(at_once) as pool:
+        work = _Work(runs, kept, signals, writes_over=at_once == 1)
+        codes = [one.result() for one in [pool.submit(work.go_on) for _ in range(at_once)]]
+    return EXIT_STOPPED if EXIT_STOPPED in codes else max(codes)
+
+
+class _Work:
+    """The runs that are left, which several threads take one by one."""
+
+    def __init__(self, runs: Sequence[Run], kept: Path | None, signals: Signals, *, writes_over: bool) -> None:
+        self._waiting, self._kept, self._signals = list(enumerate(runs, 1)), kept, signals
+        self._writes_over, self._count = writes_over, len(runs)
+        self._unfinished = {(run.name, run.seed) for run in runs}
+        self._changed, self._has_failed = threading.Condition(), False
+
+    def go_on(self) -> int:
+        """Train one run after the other; returns the command's exit code as far as these runs decide it."""
+        code = EXIT_FAILED
+        try:
+            while (taken := self._take()) is not None:
+                code = self._run(*taken)
+                if code:
+                    return code
+                with self._changed:
+                    self._unfinished.discard((taken[1].name, taken[1].seed))
+                    self._changed.notify_all()
             code = 0
-            while code == 0 and not signals.received and (arguments := run.next_arguments()) is not None:
-                code = _train(run, arguments, signals, line, copy)
-                if not run.to_end:
-                    break
-            if code == 0 and not signals.received:
-                line.end(result_text(run.folder))
-            elif signals.received or code == EXIT_STOPPED:
-                line.end("stopped; the same command goes on from its last checkpoint")
-                return EXIT_STOPPED
-            else:
-                line.end(f"failed with exit code {code}")
-                print(f"\n{run.title} failed; its log {run.folder / LOG_FILE} ends with\n", file=sys.stderr)
-                print("\n".join(f"    {text}" for text in log_end(run.folder / LOG_FILE)), file=sys.stderr)
-                print(
-                    "\nThe other runs' results are kept. Correct the cause and give the same command again: it skips "
-                    "what is finished.",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                return 1
-    return 0
+            return EXIT_STOPPED if self._signals.received else code
+        finally:
+            with self._changed:
+                self._has_failed |= code != 0
+                self._changed.notify_all()
+
+    def _take(self) -> tuple[int, Run] | None:
+        """The first run whose sweep is finished, with its number; None: no more is to be begun."""
+        with self._changed:
+            while self._waiting and not self._has_failed and not self._signals.received:
+                for place, (_, run) in enumerate(self._waiting):
+                    if not self._unfinished & {(one.name, one.seed) for one in run.sweep}:
+                        return self._waiting.pop(place)
+                self._changed.wait(_POLL_SECONDS)
+        return None
+
+    def _run(self, number: int, run: Run) -> int:
+        copy = None if self._kept is None else folder_of(self._kept, run.name, run.seed)
+        if copy is not None:
+            bring_back(copy, run.folder)
+        progress, detail = run.progress()
+        label = f"[{number}/{self._count}] {run.title}"
+        if progress == "finished":
+            print(f"{label}: finished already, {result_text(run.folder)}", flush=True)
+            return 0
+        detail = f"{detail + '; ' if detail else ''}log {run.folder / LOG_FILE}"
+        line = _Line(label, detail) if self._writes_over else _Lines(label, detail)
+        code, signals = 0, self._signals
+        while code == 0 and not signals.received and (arguments := run.next_arguments()) is not None:
+            code = _train(run, arguments, signals, line, copy)
+            if not run.to_end:
+                break
+        if code == 0 and not signals.received:
+            line.end(result_text(run.folder))
+            return 0
+        if signals.received or code == EXIT_STOPPED:
+            line.end("stopped; the same command goes on from its last checkpoint")
+            return EXIT_STOPPED
+        line.end(f"failed with exit code {code}")
+        lines = [
+            f"\n{run.title} failed; its log {run.folder / LOG_FILE} ends with\n",
+            *(f"    {text}" for text in log_end(run.folder / LOG_FILE)),
+            "\nThe other runs' results are kept. Correct the cause and give the same command again: it skips what is "
+            "finished.",
+        ]
+        print("\n".join(lines), file=sys.stderr, flush=True)
+        return EXIT_FAILED
 
 
 def result_text(folder: Path) -> str:
@@ -108,7 +151,7 @@ def log_end(path: Path, count: int = _LOG_LINES) -> list[str]:
     return [line for line in lines if line.strip()][-count:]
 
 
-def _train(run: Run, arguments: Sequence[str], signals: _Signals, line: _Line, copy: Path | None) -> int:
+def _train(run: Run, arguments: Sequence[str], signals: Signals, line: _Line | _Lines, copy: Path | None) -> int:
     """One start of a run's command; its exit code."""
     run.folder.mkdir(parents=True, exist_ok=True)
     command = [*TRAIN, *arguments]
@@ -121,7 +164,7 @@ def _train(run: Run, arguments: Sequence[str], signals: _Signals, line: _Line, c
         # A session of its own: a terminal's Ctrl-C reaches it once, through this script, for a second one would end it
         # without saving.
         child = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=_environment(), start_new_session=True
+            command, stdout=log, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
         )
         with signals.passed_to(child):
             while True:
@@ -166,8 +209,8 @@ def _hold(log: TextIO, run: Run) -> None:
         ) from error
 
 
-def _environment() -> dict[str, str]:
-    """The child imports the same hf_gpipe as this script."""
+def environment() -> dict[str, str]:
+    """Of a training: it imports the same hf_gpipe as this script."""
     root = str(Path(hf_gpipe.__file__).parents[1])
     others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != root]
     return {**os.environ, "PYTHONPATH": os.pathsep.join([root, *others])}
@@ -191,10 +234,10 @@ def _progress(folder: Path) -> str:
 class _Line:
     """The line of one run: what goes on stands at its end, where the terminal can be written over."""
 
-    def __init__(self, text: str) -> None:
-        self._text, self._start, self._width = text, time.perf_counter(), 0
+    def __init__(self, label: str, detail: str) -> None:
+        self._text, self._start, self._width = f"{label}: {detail}", time.perf_counter(), 0
         self._is_terminal = sys.stdout.isatty()
-        print(text, end="" if self._is_terminal else ": ", flush=True)
+        print(self._text, end="" if self._is_terminal else ": ", flush=True)
 
     def show(self, what: str) -> None:
         if self._is_terminal and what:
@@ -213,40 +256,15 @@ class _Line:
         self._width = len(text)
 
 
-class _Signals:
-    """Passes SIGINT, SIGTERM and SIGHUP on to the run, as SIGINT and SIGTERM, and remembers that one came."""
+class _Lines:
+    """The first and the last line of one run of several at a time."""
 
-    def __init__(self) -> None:
-        self.received: int | None = None
-        self._child: subprocess.Popen[bytes] | None = None
+    def __init__(self, label: str, detail: str) -> None:
+        self._label = label
+        self.end(detail)
 
-    def __enter__(self) -> _Signals:
-        self._before = {}
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # What nohup ignores stays ignored.
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._receive)
-        return self
+    def show(self, what: str) -> None:
+        """Nothing: `--status` says how far each run is."""
 
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    @contextmanager
-    def passed_to(self, child: subprocess.Popen[bytes]) -> Iterator[None]:
-        """Context manager that passes the signals on to the child."""
-        self._child = child
-        if self.received is not None:
-            self._send(self.received)
-        try:
-            yield
-        finally:
-            self._child = None
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
-        self._send(number)
-
-    def _send(self, number: int) -> None:
-        if self._child is not None and self._child.poll() is None:
-            self._child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+    def end(self, what: str) -> None:
+        print(f"{self._label}: {what}", flush=True)

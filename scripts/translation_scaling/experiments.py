@@ -11,12 +11,15 @@ from translation_scaling.runs import Run, check_run
 
 _RECIPES = Path(__file__).parents[2] / "recipes" / "translation"
 
-RATES = (1e-3, 2e-3, 4e-3)
+RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)
 SWEEP_STEPS = 600
 """Updates of each run of the sweep of learning rates: a quarter of a pass over the whole corpus."""
 
 FIXED_PASSES = 3
 """Passes of the runs that are compared with others at equal updates instead of at their ends."""
+
+#: Target tokens of an update: a thousandth of the paper's.
+BATCH_TOKENS = (260, 1000, 4000)
 
 #: The third of the recipe's languages that has the fewest pairs in the corpus of the default packages.
 LOW = (
@@ -28,19 +31,36 @@ BILINGUAL = ("fr", "ru", "ja", "ar", "ka", "id", "cy", "or", "mn")
 
 
 @dataclass(frozen=True)
+class Asked:
+    """The options that all experiments share.
+
+    Attributes:
+        seed: training.seed.
+        overrides: key=value.
+        output: folder of all runs.
+        sweep_steps: updates of each run of a sweep of learning rates.
+    """
+
+    seed: int
+    overrides: Sequence[str]
+    output: Path
+    sweep_steps: int = SWEEP_STEPS
+
+
+@dataclass(frozen=True)
 class Experiment:
     """Some runs that answer a question.
 
     Attributes:
         name: on the command line.
         question: in a few words.
-        runs: (seed, overrides, output) -> its runs, in order.
+        runs: its runs, in order.
         compares: whether its runs are trained and tested on the same pairs, so that the report can compare them.
     """
 
     name: str
     question: str
-    runs: Callable[[int, Sequence[str], Path], list[Run]]
+    runs: Callable[[Asked], list[Run]]
     compares: bool = True
 
 
@@ -53,55 +73,62 @@ _DEEPER = "model.transformer=T(16, 256, 8)"
 _CONSTANT = (f"training.num_train_epochs={FIXED_PASSES}", "training.decay_steps=0")
 
 
-def _sweep(model: str, seed: int, overrides: Sequence[str], output: Path, *own: str) -> list[Run]:
+#: A sweep is decided by its losses, and needs no model.
+_LAST = "training.load_best_model_at_end=false"
+
+
+def _sweep(model: str, asked: Asked, *own: str) -> list[Run]:
     recipe = _recipe(model.removeprefix("deeper") or "deep")
-    few = (f"training.max_steps={SWEEP_STEPS}", "training.decay_steps=0", "evaluation.max_examples=1")
+    few = (f"training.max_steps={asked.sweep_steps}", "training.decay_steps=0", "evaluation.max_examples=1", _LAST)
     return [
-        Run(recipe, seed, (*overrides, *own, *few, f"training.learning_rate={rate}"), output, f"rate-{model}-{rate:g}")
-        for rate in RATES
+        _run(asked, recipe, f"rate-{model}-{rate:g}", *own, *few, f"training.learning_rate={rate}") for rate in RATES
     ]
 
 
-def _trained(
-    model: str, seed: int, overrides: Sequence[str], output: Path, *own: str, label: str = "", to_end: bool = True
-) -> Run:
+def _trained(model: str, asked: Asked, *own: str, label: str = "", to_end: bool = True) -> Run:
     """A run with the learning rate that the sweep of its model gives."""
     of_model = (_DEEPER,) if model == "deeper" else ()
-    sweep = tuple(_sweep(model, seed, overrides, output, *of_model))
+    sweep = tuple(_sweep(model, asked, *of_model))
     recipe = _recipe("deep" if model == "deeper" else model)
     constant = () if to_end else _CONSTANT
     name = "-".join(word for word in ("l10n", label, model) if word)
-    return Run(recipe, seed, (*overrides, *of_model, *constant, *own), output, name, to_end, sweep)
+    return _run(asked, recipe, name, *of_model, *constant, *own, to_end=to_end, sweep=sweep)
 
 
-def _rates(seed: int, overrides: Sequence[str], output: Path) -> list[Run]:
-    return [run for model in ("base", "deep", "wide") for run in _sweep(model, seed, overrides, output)]
+def _run(asked: Asked, recipe: Path, name: str, *own: str, to_end: bool = False, sweep: tuple[Run, ...] = ()) -> Run:
+    return Run(recipe, asked.seed, (*asked.overrides, *own), asked.output, name, to_end, sweep)
 
 
-def _main(seed: int, overrides: Sequence[str], output: Path) -> list[Run]:
-    return [_trained(model, seed, overrides, output) for model in ("base", "deep", "wide")]
+def _rates(asked: Asked) -> list[Run]:
+    return [run for model in ("base", "deep", "wide") for run in _sweep(model, asked)]
 
 
-def _deeper(seed: int, overrides: Sequence[str], output: Path) -> list[Run]:
-    return [_trained(model, seed, overrides, output) for model in ("base", "deep", "deeper")]
+def _main(asked: Asked) -> list[Run]:
+    return [_trained(model, asked) for model in ("base", "deep", "wide")]
 
 
-def _batch(seed: int, overrides: Sequence[str], output: Path) -> list[Run]:
+def _deeper(asked: Asked) -> list[Run]:
+    return [_trained(model, asked) for model in ("base", "deep", "deeper")]
+
+
+def _batch(asked: Asked) -> list[Run]:
+    """The largest batches make as many updates as the middle ones, so that all can be compared at equal updates."""
+    middle = BATCH_TOKENS[1]
     return [
         _trained(
-            *("base", seed, overrides, output, f"training.batch_tokens={tokens}"),
-            *(f"training.{key}_steps={every * 4000 // tokens}" for key, every in (("eval", 200), ("save", 200))),
+            *("base", asked, f"training.batch_tokens={tokens}"),
+            f"training.num_train_epochs={FIXED_PASSES * max(1, tokens // middle)}",
             label=f"batch-{tokens}",
             to_end=False,
         )
-        for tokens in (260, 1000, 4000)
+        for tokens in BATCH_TOKENS
     ]
 
 
-def _stability(seed: int, overrides: Sequence[str], output: Path) -> list[Run]:
+def _stability(asked: Asked) -> list[Run]:
     scaled, clipped = "model.depth_scaled_feed_forward=true", "training.logit_clipping=20.0"
     return [
-        _trained("deep", seed, overrides, output, *own, label=label, to_end=False)
+        _trained("deep", asked, *own, label=label, to_end=False)
         for label, own in (
             ("plain", ()),
             ("scaled", (scaled,)),
@@ -111,17 +138,14 @@ def _stability(seed: int, overrides: Sequence[str], output: Path) -> list[Run]:
     ]
 
 
-def _temperature(seed: int, overrides: Sequence[str], output: Path) -> list[Run]:
-    return [
-        _trained("deep", seed, overrides, output, f"data.temperature={t}", label=f"T-{t}", to_end=False)
-        for t in (1, 5, 100)
-    ]
+def _temperature(asked: Asked) -> list[Run]:
+    return [_trained("deep", asked, f"data.temperature={t}", label=f"T-{t}", to_end=False) for t in (1, 5, 100)]
 
 
-def _bilingual(seed: int, overrides: Sequence[str], output: Path) -> list[Run]:
+def _bilingual(asked: Asked) -> list[Run]:
     return [
         _trained(
-            *("base", seed, overrides, output, f"data.languages=[{language}]", "training.batch_tokens=1000"),
+            *("base", asked, f"data.languages=[{language}]", "training.batch_tokens=1000"),
             *("training.eval_steps=10", "training.save_steps=50"),
             label=f"only-{language}",
         )
@@ -129,11 +153,11 @@ def _bilingual(seed: int, overrides: Sequence[str], output: Path) -> list[Run]:
     ]
 
 
-def _low(seed: int, overrides: Sequence[str], output: Path) -> list[Run]:
+def _low(asked: Asked) -> list[Run]:
     languages = f"data.languages=[{', '.join(LOW)}]"
     # The end is found only if the last tenth of the updates has an evaluation, and here they are few.
     own = (languages, "training.eval_steps=25", "training.save_steps=50")
-    return [_trained(model, seed, overrides, output, *own, label="low") for model in ("base", "deep", "wide")]
+    return [_trained(model, asked, *own, label="low") for model in ("base", "deep", "wide")]
 
 
 EXPERIMENTS = (
@@ -159,12 +183,17 @@ def experiment(name: str) -> Experiment:
     return EXPERIMENTS[names.index(name)]
 
 
-def plan_experiments(names: Sequence[str], seeds: Sequence[int], overrides: Sequence[str], output: Path) -> list[Run]:
-    """The runs of experiments in order, each one once, and before it the sweep of learning rates that it needs."""
+def plan_experiments(names: Sequence[str], asked: Sequence[Asked]) -> list[Run]:
+    """The runs of experiments in order, each one once, and before it the sweep of learning rates that it needs.
+
+    Args:
+        names: of the experiments.
+        asked: for each seed.
+    """
     runs: dict[tuple[str, int], Run] = {}
-    for seed in seeds:
+    for of_seed in asked:
         for name in names:
-            for run in experiment(name).runs(seed, overrides, output):
+            for run in experiment(name).runs(of_seed):
                 for one in (*run.sweep, run):
                     runs.setdefault((one.name, one.seed), one)
     for run in runs.values():

@@ -1,26 +1,27 @@
-"""Copies of the runs in a folder that outlives this machine: the last checkpoint, the recipe and the curves."""
+"""Copies of the runs in a folder that outlives this machine: the last checkpoint and the best, recipe and curves."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
-from translation_scaling.curves import newest_checkpoint, read_curve, step_of
+from hf_gpipe.checkpoint.directory import step_of
+from translation_scaling.curves import STATE_FILE, newest_checkpoint, read_curve
 
 #: The small files of a run; its metrics exist once it is finished.
 _FILES = ("recipe.yaml", "metrics.jsonl", "metrics.json", "starts.jsonl", "run.log")
 
 
 def keep(folder: Path, kept: Path) -> None:
-    """Copy the newest checkpoint of a run, unless it is there, and its small files."""
-    checkpoint = newest_checkpoint(folder)
+    """Copy the newest checkpoint of a run and the best, unless they are there, and its small files."""
     kept.mkdir(parents=True, exist_ok=True)
-    if checkpoint is not None and not (kept / checkpoint.name).exists():
-        if not _copied(checkpoint, kept):
-            return
-        for older in kept.glob("checkpoint-*"):
-            if older.name != checkpoint.name:
-                shutil.rmtree(older)
+    wanted = _last_and_best(folder)
+    if not all((kept / one.name).exists() or _copied(one, kept) for one in wanted):
+        return
+    for older in kept.glob("checkpoint-*"):
+        if wanted and older.name not in {one.name for one in wanted}:
+            shutil.rmtree(older)
     for name in _FILES:
         if (folder / name).exists():
             _replace(folder / name, kept / name)
@@ -34,12 +35,25 @@ def bring_back(kept: Path, folder: Path) -> None:
     theirs, mine = newest_checkpoint(kept), newest_checkpoint(folder)
     if theirs is not None and (mine is None or step_of(mine) < step_of(theirs)):
         folder.mkdir(parents=True, exist_ok=True)
-        _copied(theirs, folder)
+        for one in _last_and_best(kept):
+            if not (folder / one.name).exists():
+                _copied(one, folder)
     if kept.is_dir() and read_curve(folder).step < read_curve(kept).step:
         folder.mkdir(parents=True, exist_ok=True)
         for name in _FILES:
             if (kept / name).exists():
                 _replace(kept / name, folder / name)
+
+
+def _last_and_best(folder: Path) -> list[Path]:
+    """The newest checkpoint, and the best one where that is another and is there."""
+    newest = newest_checkpoint(folder)
+    if newest is None:
+        return []
+    state = newest / STATE_FILE
+    best = json.loads(state.read_text(encoding="utf-8"))["best_model_checkpoint"] if state.exists() else None
+    found = {newest, *([folder / Path(best).name] if best is not None else [])}
+    return sorted((one for one in found if one.is_dir()), key=step_of)
 
 
 def _copied(checkpoint: Path, into: Path) -> bool:

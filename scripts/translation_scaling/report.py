@@ -15,6 +15,7 @@ from hf_gpipe.recipe.sizes import size_text
 from translation_scaling.claims import Claim, Roles, claims, interval_text, outcome
 from translation_scaling.differences import FEWEST_LANGUAGES, RESAMPLES, compare
 from translation_scaling.draw import BUCKETS_FILE, LANGUAGES_FILE
+from translation_scaling.learning import Learning, learning
 from translation_scaling.plans import Predicted
 from translation_scaling.results import MEASURES, RESULTS_FILE, RUNS_FILE, Finished, Measure, Results
 from translation_scaling.runs import differing_keys, flat
@@ -71,6 +72,7 @@ def report(
     plans: Sequence[Predicted],
     device: str,
     unfinished: Sequence[str],
+    learnt: Sequence[Learning] = (),
 ) -> str:
     """All sections.
 
@@ -81,6 +83,7 @@ def report(
         plans: the planner's predictions, of recipes that were not run.
         device: that they are for.
         unfinished: titles of runs that were asked for and are not there.
+        learnt: the runs that have validation losses.
     """
     parts = [
         "# Depth against width in translation from many languages",
@@ -92,6 +95,7 @@ def report(
         *(_levels(results, measure) for measure in MEASURES),
         f"![Scores and differences by bucket]({BUCKETS_FILE})",
         *([_differences(results, roles), f"![Gain over languages]({LANGUAGES_FILE})"] if roles.pairs else []),
+        *(["## Learning", learning(learnt)] if learnt else []),
         *(["## Parameters", _parameters(sizes)] if sizes else []),
         "## Cost: depth against width",
         _costs(results, roles),

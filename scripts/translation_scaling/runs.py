@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hf_gpipe.checkpoint.directory import step_of
 from hf_gpipe.errors import RecipeError, UserError
 from hf_gpipe.recipe import Recipe, load_recipe
 from translation_scaling import to_end
@@ -94,7 +95,7 @@ class Run:
             return "other", f"{self.folder} has a run of another recipe, which differs in {', '.join(changed[:4])}"
         if to_end.is_finished(self.folder) if self.to_end else (self.folder / METRICS_FILE).exists():
             return "finished", ""
-        steps = [int(path.name.rpartition("-")[2]) for path in self.folder.glob("checkpoint-*")]
+        steps = [step_of(path) for path in self.folder.glob("checkpoint-*")]
         return "begun", f"resumes from step {max(steps)}" if steps else "no checkpoint yet"
 
 

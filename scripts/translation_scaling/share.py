@@ -1,4 +1,4 @@
-"""A part of a corpus: the same share of each language's pairs."""
+"""A part of a corpus: the same share of each language's training pairs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import gzip
 import json
 import math
 from collections import defaultdict
+from operator import itemgetter
 from pathlib import Path
 
 from hf_gpipe.data.deterministic import stable_fraction
 from hf_gpipe.data.formats import read_jsonl
+from hf_gpipe.data.pairs import split_of
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import DataSection
 
@@ -17,8 +19,10 @@ from hf_gpipe.recipe import DataSection
 def part_of(data: DataSection, share: float, folder: Path) -> Path:
     """Write a part of a corpus of the kind jsonl, unless it is there; returns its path.
 
-    Of each language it has those pairs whose English sentence (`data.split_by`) has the lowest hash. So the parts of
-    two languages have the same sentences wherever both have them, and a larger share contains a smaller one.
+    Of each language it has a share of the training pairs, those with the lowest hash of the language and the English
+    sentence. So each language draws its own sentences, and a larger share contains a smaller one. All pairs for
+    validation and test are kept, for a language with few training pairs needs them as much. Rows are in the order of
+    their hashes: where `data.max_held_out` limits the pairs for validation and test, they are a sample.
 
     Raises:
         UserError: a share that is none, or a corpus of another kind.
@@ -38,15 +42,20 @@ def part_of(data: DataSection, share: float, folder: Path) -> Path:
     if target.exists():
         return target
     key = data.source_field if data.split_by == "source" else data.target_field
-    rows = [row for _, row in read_jsonl(path)]
-    places: dict[str, list[tuple[float, int]]] = defaultdict(list)
-    for place, row in enumerate(rows):
-        places[row[data.language_field]].append((stable_fraction(f"share\x1f{row[key]}"), place))
-    kept = sorted(place for own in places.values() for _, place in sorted(own)[: math.ceil(share * len(own))])
+    held_out = data.validation_fraction, data.test_fraction
+    rows: list[tuple[float, dict[str, str]]] = []
+    of_language: dict[str, list[tuple[float, dict[str, str]]]] = defaultdict(list)
+    for _, row in read_jsonl(path):
+        language = row[data.language_field]
+        place = stable_fraction(f"share\x1f{language}\x1f{row[key]}")
+        is_training = split_of(row[key].strip(), *held_out) == "train"
+        (of_language[language] if is_training else rows).append((place, row))
+    for own in of_language.values():
+        rows += sorted(own, key=itemgetter(0))[: math.ceil(share * len(own))]
     folder.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}")
     with temporary.open("wb") as file, gzip.GzipFile("", "wb", 6, file, mtime=0) as written:
-        for place in kept:
-            written.write((json.dumps(rows[place], ensure_ascii=False) + "\n").encode())
+        for _, row in sorted(rows, key=itemgetter(0)):
+            written.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
     temporary.rename(target)
     return target

@@ -44,12 +44,16 @@ class Size:
 
 def size_of(recipe: Path, overrides: Sequence[str] = ()) -> Size:
     """Raises UserError where the recipe is wrong."""
-    resolved = load_recipe(recipe, overrides)
-    config = _config(resolved)
-    text = resolved.model.transformer
+    return size_of_recipe(recipe.stem, load_recipe(recipe, overrides))
+
+
+def size_of_recipe(name: str, recipe: Recipe) -> Size:
+    """Of the model of a resolved recipe, under this name."""
+    config = _config(recipe)
+    text = recipe.model.transformer
     dial = None if text is None else str(TransformerSize.parse(text))
     return Size(
-        recipe.stem,
+        name,
         dial,
         total_parameters(config),
         body_parameters(config),

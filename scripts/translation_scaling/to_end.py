@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hf_gpipe.checkpoint.directory import step_of
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import Recipe, load_recipe
 from translation_scaling import ending
-from translation_scaling.curves import Curve, max_steps_of, newest_checkpoint, read_curve, restore_curve, step_of
+from translation_scaling.curves import Curve, max_steps_of, newest_checkpoint, read_curve, restore_curve
 
 RECIPE_FILE, METRICS_FILE = "recipe.yaml", "metrics.json"
 

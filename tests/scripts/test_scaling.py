@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -382,6 +382,10 @@ if folder.parent.name == "b" and not (folder.parents[1] / "repaired").exists():
     print("step 1\\nerror: the disk is full")
     sys.exit(1)
 (folder / "recipe.yaml").write_text(recipe.to_yaml())
+while (folder.parents[1] / "together").exists() and len((folder.parents[1] / "calls").read_text().splitlines()) < 2:
+    time.sleep(0.02)
+if (folder.parents[1] / "late").exists():
+    time.sleep(2)
 if (folder.parents[1] / "slow").exists():
     signal.signal(signal.SIGINT, lambda *_: sys.exit(75))
     (folder.parents[1] / "ready").touch()
@@ -421,6 +425,31 @@ def test_a_failure_ends_the_command_and_what_is_finished_is_skipped(
     with (runs[1].folder / "starts.jsonl").open("a") as file:
         file.write('{"seconds": 1000.0, "exit_code": 2}\n')
     assert 0 < executing.wall_seconds(runs[1].folder) < 1000, "a start that was refused trained nothing"
+
+
+def test_two_runs_are_trained_at_a_time_and_a_sweep_before_what_needs_it(
+    tmp_path: Path, fake_training: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_training.mkdir()
+    (fake_training / "repaired").touch()
+    (fake_training / "together").touch()
+    runs = runs_of(tmp_path)
+    needing = replace(runs[0], label="c", sweep=(runs[1], runs[3]))
+    assert executing.execute([runs[0], needing, runs[1], runs[3]], at_once=2) == 0
+    assert set(calls(fake_training)[:2]) == {"a 1", "b 1"}, "each waits for the other"
+    assert calls(fake_training)[2:] == ["b 2", "c 1"]
+    out = capsys.readouterr().out.splitlines()
+    assert sum("log " in line for line in out) == sum("chrF 50.0" in line for line in out) == 4
+
+
+def test_no_run_begins_after_a_failure_and_those_under_way_go_on(tmp_path: Path, fake_training: Path) -> None:
+    fake_training.mkdir()
+    (fake_training / "together").touch()
+    (fake_training / "late").touch()
+    runs = runs_of(tmp_path)
+    assert executing.execute(runs, at_once=2) == 1, "b fails at once, and a is trained meanwhile"
+    assert sorted(calls(fake_training)) == ["a 1", "b 1"]
+    assert (runs[0].folder / "metrics.json").exists()
 
 
 def test_a_run_that_goes_on_elsewhere_is_not_started_twice(tmp_path: Path, fake_training: Path) -> None:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from translation_scaling import ending, status
 from translation_scaling.curves import Curve, at_equal_compute, at_equal_updates, newest_checkpoint, read_curve
+from translation_scaling.draw import draw_curves
 from translation_scaling.ending import Point
-from translation_scaling.experiments import EXPERIMENTS, LOW, plan_experiments
+from translation_scaling.experiments import EXPERIMENTS, LOW, Asked, plan_experiments
 from translation_scaling.keep import bring_back, keep
+from translation_scaling.learning import Learning, learning
+from translation_scaling.results import Finished
 from translation_scaling.runs import Run
 from translation_scaling.share import part_of
 from translation_scaling.status import hours_text, status_text
@@ -165,23 +169,28 @@ def test_models_are_compared_at_equal_updates_and_at_equal_compute() -> None:
 # ---------------------------------------------------------------------- the data
 
 
-def test_a_share_has_the_same_part_of_each_language_and_of_the_sentences(tmp_path: Path) -> None:
+def test_a_share_has_the_same_part_of_each_language_s_training_pairs(tmp_path: Path) -> None:
     path = write_corpus(tmp_path / "pairs.jsonl.gz", {"de": 60, "fr": 60, "sw": 9})
     data = DataSection(kind="jsonl", path=str(path), source_field="tgt", target_field="src", split_by="target")
     with pytest.raises(UserError, match=r"needs a corpus in one file"):
         part_of(data, 0.5, tmp_path)
-    data = DataSection(
-        **{"kind": "jsonl", "path": str(path), "source_field": "tgt", "target_field": "src", "split_by": "target"},
-        language_field="tgt_lang",
-    )
-    assert part_of(data, 1.0, tmp_path) == path
+    data = load_recipe(recipe_of(tmp_path, de=90, fr=90, sw=20)).data
+    whole = build_corpus(data)
+    assert part_of(data, 1.0, tmp_path) == Path(str(data.path))
     with pytest.raises(UserError, match=r"--share 1.5: it must be"):
         part_of(data, 1.5, tmp_path)
-    rows = {share: rows_of(part_of(data, share, tmp_path / "parts")) for share in (0.25, 0.5)}
-    assert Counter(row["tgt_lang"] for row in rows[0.5]) == {"de": 30, "fr": 30, "sw": 5}
-    assert {str(row) for row in rows[0.25]} < {str(row) for row in rows[0.5]}
-    sentences = [{row["src"] for row in rows[0.5] if row["tgt_lang"] == language} for language in ("de", "fr")]
-    assert sentences[0] == sentences[1]
+    paths = {share: part_of(data, share, tmp_path / "parts") for share in (0.25, 0.5)}
+    rows = {share: {str(row) for row in rows_of(path)} for share, path in paths.items()}
+    assert rows[0.25] < rows[0.5]
+    part = build_corpus(replace(data, path=str(paths[0.5])))
+    of_language = {language: [pair for pair in part.train if pair.language == language] for language in part.languages}
+    trained = Counter(pair.language for pair in whole.train)
+    assert {language: len(pairs) for language, pairs in of_language.items()} == {
+        language: math.ceil(number / 2) for language, number in trained.items()
+    }
+    for split in ("validation", "test"):
+        assert Counter(getattr(part, split)) == Counter(getattr(whole, split)), "the same is evaluated"
+    assert {pair.target for pair in of_language["de"]} != {pair.target for pair in of_language["fr"]}
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -204,7 +213,7 @@ def test_no_english_sentence_is_in_two_splits(sizes: dict[str, int]) -> None:
 
 
 def test_the_plan_has_every_run_once_and_a_sweep_before_it(tmp_path: Path) -> None:
-    runs = plan_experiments([one.name for one in EXPERIMENTS], [1], [], tmp_path)
+    runs = plan_experiments([one.name for one in EXPERIMENTS], [Asked(1, [], tmp_path)])
     names = [run.name for run in runs]
     assert len(set(names)) == len(names)
     for place, run in enumerate(runs):
@@ -218,17 +227,17 @@ def test_the_plan_has_every_run_once_and_a_sweep_before_it(tmp_path: Path) -> No
     assert by_name["l10n-T-100-deep"].data.temperature == 100
     assert by_name["l10n-deeper"].model.transformer == "T(16, 256, 8)"
     with pytest.raises(UserError, match=r"neither a recipe \(.yaml\) nor an experiment; did you mean 'main'"):
-        plan_experiments(["mian"], [1], [], tmp_path)
+        plan_experiments(["mian"], [Asked(1, [], tmp_path)])
 
 
 def test_the_best_rate_of_a_sweep_is_taken(tmp_path: Path) -> None:
-    run = next(run for run in plan_experiments(["main"], [1], [], tmp_path) if run.name == "l10n-base")
+    run = next(run for run in plan_experiments(["main"], [Asked(1, [], tmp_path)]) if run.name == "l10n-base")
     assert run.resolved().training.learning_rate == 2e-3, "the recipe's own, before there is a sweep"
-    for one, loss in zip(run.sweep, (0.5, 0.4, 0.3), strict=True):
+    for one, loss in zip(run.sweep, (0.5, 0.4, 0.3, 0.6), strict=True):
         one.folder.mkdir(parents=True)
         entry = {"step": 1, "epoch": 0.1, "eval_nll_per_character": loss}
         (one.folder / "metrics.jsonl").write_text(json.dumps(entry) + "\n")
-    assert run.resolved().training.learning_rate == 4e-3
+    assert run.resolved().training.learning_rate == 8e-3
 
 
 def test_hours_follow_from_pairs_and_speed(
@@ -238,7 +247,7 @@ def test_hours_follow_from_pairs_and_speed(
     (tmp_path / "l10n.json").write_text(json.dumps({"pairs": {"fr": 1000, "de": 3000}}))
     path = f"data.path={tmp_path / 'l10n.jsonl.gz'}"
     words = [path, "data.languages=[fr]", "data.test_fraction=0.1", "data.validation_fraction=0.1"]
-    runs = [run for run in plan_experiments(["main"], [1], words, tmp_path) if run.name == "l10n-base"]
+    runs = [run for run in plan_experiments(["main"], [Asked(1, words, tmp_path)]) if run.name == "l10n-base"]
     hours = 3.6 * 1000 * 0.5 * 0.8 * status.TOKENS_PER_PAIR / 1000 / 3600
     monkeypatch.setattr(status, "TOKENS_PER_PAIR", status.TOKENS_PER_PAIR * 10 / hours)
     assert hours_text(runs, 0.5) == "[1/1] l10n-base, seed 1: at least 10.0 hours\nin all at least 10.0 hours"
@@ -334,6 +343,33 @@ def test_parts_follow_from_what_is_there(tmp_path: Path) -> None:
     assert next_part(folder, recipe) is None
 
 
+def test_the_report_says_how_the_runs_learnt(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, de=60, fr=40)
+    runs = []
+    for name, losses in (("small", [3.0, 2.5, 2.4]), ("large", [2.8, 2.2, 2.3, 2.1])):
+        run = Run(recipe, 1, (), tmp_path / "out", name)
+        run.folder.mkdir(parents=True)
+        (run.folder / "recipe.yaml").write_text(run.resolved().to_yaml())
+        lines = [
+            {"step": 10 * n, "epoch": n, "loss": loss - 1, "eval_loss": 2 * loss, "eval_nll_per_character": loss}
+            | {"training_seconds": 1.0, "tokens_per_second": 1000.0, "learning_rate": 1e-3}
+            for n, loss in enumerate(losses, 1)
+        ]
+        (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        metrics = {"per_language": {}, "nll_per_character": min(losses), "cost": {}}
+        (run.folder / "metrics.json").write_text(json.dumps(metrics))
+        runs.append(Learning.of(Finished.read(run.folder)))
+    text = learning(runs)
+    header, _, small, large = (line.split("|")[1:-1] for line in text.splitlines() if line.startswith("|"))
+    assert [word.strip() for word in header][7:9] == ["at 30 updates", "at 0.00M tokens"]
+    assert [word.strip() for word in small][1:] == ["30", "3.0", "2.4000", "30", "1.4000", "4.8000", *["2.4000"] * 3]
+    assert [word.strip() for word in large][1:] == ["40", "4.0", "2.1000", "40", "1.1000", "4.2000", *["2.2000"] * 3]
+    pairs = build_corpus(runs[0].run.recipe.data).train
+    assert f"The {len(pairs)} training pairs have {len({pair.target for pair in pairs})} distinct targets" in text
+    draw_curves(tmp_path / "curves.png", runs)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_recipe_that_has_no_end_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = recipe_of(tmp_path)
     assert train(recipe, tmp_path, "training.lr_scheduler_type=linear") == 2
@@ -357,6 +393,17 @@ def test_copies_are_made_and_brought_back_where_they_are_ahead(tmp_path: Path) -
     assert [path.name for path in kept.glob("checkpoint-*")] == ["checkpoint-20"]
     bring_back(kept, tmp_path / "new")
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["checkpoint-20", "metrics.jsonl"]
+    for best in ("checkpoint-10", "checkpoint-20"):
+        state = json.dumps({"best_model_checkpoint": str(folder / best)})
+        (folder / "checkpoint-20" / "trainer_state.json").write_text(state)
+        shutil.rmtree(kept)
+        keep(folder, kept)
+        keep(folder, kept)
+        names = sorted({best, "checkpoint-20"})
+        assert sorted(path.name for path in kept.glob("checkpoint-*")) == names
+        shutil.rmtree(tmp_path / "new")
+        bring_back(kept, tmp_path / "new")
+        assert sorted(path.name for path in (tmp_path / "new").glob("checkpoint-*")) == names
     (folder / "checkpoint-30").mkdir()
     bring_back(kept, folder)
     assert newest_checkpoint(folder).name == "checkpoint-30"
