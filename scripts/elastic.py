@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import contextlib
 
-from scripts.chaos import prepare, weights
+from scripts.chaos import TIMEOUT_SECONDS, prepare, weights
 
 STEPS, LIMIT_SECONDS = 60, 180
 TOLERANCE = 1e-9
@@ -138,7 +138,8 @@ def main() -> int:
         text = text.replace("model:\n", "model:\n  dtype: float64\n").replace(
             "num_micro_batches: 2", "num_micro_batches: 4"
         )
-        (folder / "recipe.yaml").write_text(text.replace("timeout_seconds: 4", "timeout_seconds: 60"))
+        text = text.replace(f"timeout_seconds: {TIMEOUT_SECONDS}", "timeout_seconds: 60")
+        (folder / "recipe.yaml").write_text(text)
         recipe = [str(folder / "recipe.yaml")]
         whole = [sys.executable, "-m", "hf_gpipe.train", *recipe, "pipeline.num_stages=1", "pipeline.replicas=1"]
         subprocess.run([*whole, f"training.output_dir={folder / 'whole'}"], check=True, stdout=subprocess.DEVNULL)

@@ -19,9 +19,13 @@ from hf_gpipe.runtime import failures, launch
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.processes import Processes
 
+#: What a message may take where one is waited for in vain, or where work takes longer; a busy machine takes some seconds.
+LIMIT_SECONDS, LONGER_SECONDS = 6, 8
+
 
 def body(what: str, folder: Path) -> None:
-    job = Job.join(timeout_seconds=2 if what in ("stuck", "explained", "late", "preparing", "dies", "stopped") else 60)
+    is_short = what in ("stuck", "explained", "late", "preparing", "dies", "stopped")
+    job = Job.join(timeout_seconds=LIMIT_SECONDS if is_short else 60)
     rank = dist.get_rank()
     job.note("testing")
     (folder / f"{rank}.pid").write_text(str(os.getpid()))
@@ -37,7 +41,7 @@ def body(what: str, folder: Path) -> None:
             # The other process has given up and ended when this one has found its words.
             error = KeyError("the cause")
             failures.note(error)
-            time.sleep(3)
+            time.sleep(LONGER_SECONDS)
             raise UserError("the cause, explained") from error
         if what in ("wait", "stuck", "watchdog"):
             time.sleep(600)
@@ -51,12 +55,12 @@ def body(what: str, folder: Path) -> None:
     dist.all_reduce(torch.ones(1))
     sys.stdout.write(f"process {rank} of {dist.get_world_size()}, {torch.get_num_threads()} threads\n")
     if what == "late" and rank == 0:
-        time.sleep(3)
+        time.sleep(LONGER_SECONDS)
     job.leave()
 
 
 def prepare(what: str) -> None:
-    time.sleep(3)
+    time.sleep(LONGER_SECONDS)
     if what == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "stopped":

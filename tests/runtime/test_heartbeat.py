@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hf_gpipe.runtime.heartbeat import Heartbeat
 
-LIMIT, LONGEST = timedelta(seconds=1), timedelta(seconds=60)
+LIMIT, LONGEST = timedelta(seconds=3), timedelta(seconds=60)
 
 
 @pytest.fixture
@@ -24,9 +24,9 @@ def store() -> dist.Store:
 def test_a_late_process_is_waited_for_longer_than_for_a_message(store: dist.Store) -> None:
     ours, theirs = (Heartbeat(store, rank, 2, LIMIT) for rank in range(2))
     start = time.monotonic()
-    threading.Timer(2.5, lambda: theirs.wait_for_all("end", LONGEST)).start()
+    threading.Timer(7, lambda: theirs.wait_for_all("end", LONGEST)).start()
     ours.wait_for_all("end", LONGEST)
-    assert 2.5 <= time.monotonic() - start < 20
+    assert 7 <= time.monotonic() - start < 30
     ours.stop()
     theirs.stop()
 
@@ -37,7 +37,7 @@ def test_a_lost_process_is_named(store: dist.Store) -> None:
     threading.Timer(1.5, theirs.stop).start()
     with pytest.raises(RuntimeError, match=r"process 1 has said nothing for \d+ seconds"):
         ours.wait_for_all("end", LONGEST)
-    assert 2 <= time.monotonic() - start < 20
+    assert 4 <= time.monotonic() - start < 30
     ours.stop()
 
 

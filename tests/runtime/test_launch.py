@@ -84,13 +84,13 @@ def test_processes_wait_longer_than_for_a_message(what: str, tmp_path: Path) -> 
         (
             "stopped",
             1,
-            "error: process 1, testing: RuntimeError: waited 2 seconds in vain for a message from another process; "
+            "error: process 1, testing: RuntimeError: waited 6 seconds in vain for a message from another process; "
             "process 0 was stuck while testing (the traceback is in {error})",
         ),
         (
             "stuck",
             1,
-            "error: process 0, testing: RuntimeError: waited 2 seconds in vain for a message from another process; "
+            "error: process 0, testing: RuntimeError: waited 6 seconds in vain for a message from another process; "
             "process 1 was stuck while testing, in body (launch_worker.py, line {line}) (the traceback is in {error})",
         ),
         (
@@ -116,7 +116,7 @@ def test_a_failure_is_told_once(what: str, exit_code: int, message: str, tmp_pat
     assert found == message.format(error=tmp_path / "error.txt", line=line, torch="{torch}") + "\n"
     assert (process.exitcode, out) == (exit_code, "")
     # Since both were there: starting them takes as long as the machine needs.
-    assert ended - max(file.stat().st_mtime for file in tmp_path.glob("*.pid")) < 30
+    assert ended - max(file.stat().st_mtime for file in tmp_path.glob("*.pid")) < 45
     assert_ended(tmp_path)
     if what == "fault":
         assert "raise KeyError" in (tmp_path / "error.txt").read_text()

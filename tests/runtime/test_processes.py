@@ -78,10 +78,10 @@ def test_messages_between_processes() -> None:
 
 
 def _write_slowly(folder: str) -> None:
-    Job.current().timeout = timedelta(seconds=0.5)
+    Job.current().timeout = timedelta(seconds=3)
     processes = Processes.of_job()
     with (
-        patch.object(directory, "_sync", lambda *paths: time.sleep(0.6)),
+        patch.object(directory, "_sync", lambda *paths: time.sleep(4)),
         directory.written_whole(Path(folder) / "saved", processes) as temporary,
     ):
         (temporary / str(processes.rank)).touch()
