@@ -19,7 +19,7 @@ from hf_gpipe.runtime import failures, launch
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.processes import Processes
 
-#: What a message may take where one is waited for in vain, or where work takes longer; a busy machine takes some seconds.
+#: What a message may take where one is waited for in vain, or where work takes longer: a busy machine takes seconds.
 LIMIT_SECONDS, LONGER_SECONDS = 6, 8
 
 
