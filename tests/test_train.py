@@ -165,11 +165,14 @@ def test_the_loss_does_not_depend_on_the_stages(
 
 
 def test_the_command_starts_a_process_for_each_replica(recipe: Path, tmp_path: Path) -> None:
-    """Dropout is on, and the losses are those of one process."""
-    words = ["training.max_steps=4", "training.save_steps=null", "evaluation.max_examples=2"]
-    result = forked(recipe, "pipeline.replicas=[2, 1]", *words, num_processes=3)
-    assert result.returncode == 0, result.stderr
-    assert "3 processes" in result.stdout
+    """Dropout is on, and the losses are those of one process, whatever the order of the processes."""
+    words = ["training.max_steps=4", "training.save_steps=2", "evaluation.max_examples=2"]
+    moved = ["pipeline.placement=2,0 1", "training.max_steps=2"]
+    for changed in (moved, []):
+        result = forked(recipe, "pipeline.replicas=[2, 1]", *words, *changed, num_processes=3)
+        assert result.returncode == 0, result.stderr
+        assert "3 processes" in result.stdout
+    assert "resuming   from" in result.stdout
     alone = tmp_path / "alone"
     assert main([str(recipe), "pipeline.num_processes=1", f"training.output_dir={alone}", *words]) == 0
     assert losses(recipe.parent / "out") == pytest.approx(losses(alone), abs=1e-6)
