@@ -310,7 +310,10 @@ def fork_ahead(worker: Callable[[int], int], folder: Path, num_processes: int) -
     Their numbers are written to the file `pids` in the folder.
     """
 
-    def wait_and_work(pipe: int) -> int:
+    def wait_and_work(pipe: int, own: int) -> int:
+        # Else it would wait for ever where the launcher ends without it.
+        for write in (own, *(other for _, other in waiting)):
+            os.close(write)
         with os.fdopen(pipe) as file:
             environment = json.loads(file.readline() or "null")
         if environment is None:
@@ -318,10 +321,10 @@ def fork_ahead(worker: Callable[[int], int], folder: Path, num_processes: int) -
         os.environ.update(environment)
         return worker(int(environment["RANK"]))
 
-    waiting = []
+    waiting: list[tuple[Forked, int]] = []
     for _ in range(num_processes):
         read, write = os.pipe()
-        waiting.append((Forked(partial(wait_and_work, read)), write))
+        waiting.append((Forked(partial(wait_and_work, read, write)), write))
         os.close(read)
     (folder / "pids").write_text("".join(f"{process.pid}\n" for process, _ in waiting))
 

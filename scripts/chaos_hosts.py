@@ -4,9 +4,9 @@
 
 Each run is that of the torchrun command that `hf_gpipe.launch` prints for two machines, in processes forked from this
 one, which has imported everything. In some phase of it a machine loses its power, its agent is killed, its network is
-cut or slow, its disk is full, its process is stopped, or two of these at once. Then: all that is left ends in time, or
-goes on to its end where the fault passes; a message says why, on both machines where they cannot reach each other; the
-newest checkpoint loads; the run, started again, ends with the weights of an undisturbed one.
+cut or slow, its disk is full, its process is stopped, its clock is wrong, or two of these at once. Then what is left
+ends in time, or goes on to its end where the fault passes; a message says why, on both machines where they cannot reach
+each other; the newest checkpoint loads; the run, started again, ends with the weights of an undisturbed one.
 
 The folder gets a line for each fault in results.jsonl. Started again with the same folder, the script goes on after the
 last one. Without the right to make network namespaces it says why and exits with 0.
@@ -29,7 +29,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,7 @@ class Fault:
         told: pattern of the message; None: the run must go on to its end.
         phases: in which it is tried.
         machines: on which it is tried.
+        clock: of the machine, as libfaketime reads it, from its start on; empty: the right time.
     """
 
     name: str
@@ -136,6 +137,7 @@ class Fault:
     told: str | None = _LOST + _NOT_MET
     phases: tuple[str, ...] = PHASES
     machines: tuple[int, ...] = (0, 1)
+    clock: str = ""
 
 
 def _kill_agent(hosts: Hosts, number: int) -> None:
@@ -152,6 +154,10 @@ def _cut(hosts: Hosts, number: int) -> None:
 
 def _cut_one_way(hosts: Hosts, number: int) -> None:
     hosts.cut(number, both_ways=False)
+
+
+def _nothing(hosts: Hosts, number: int) -> None:
+    """The fault is there from the start."""
 
 
 def _stop_for_a_moment(hosts: Hosts, number: int) -> None:
@@ -175,6 +181,8 @@ FAULTS = (
     Fault("power lost and the other stopped", both(lose_power, stop_process), _LOST + _NOT_MET, ("training", "saving")),
     Fault("agent killed and the network cut", both(_kill_agent, _cut), _LOST + _NOT_MET, ("training", "saving")),
     Fault("both cut one way", both(_cut_one_way, _cut_one_way), _LOST + _NOT_MET, ("training", "saving")),
+    Fault("clock an hour ahead", _nothing, None, ("training",), clock="+1h"),
+    Fault("clock an hour behind", _nothing, None, ("training",), clock="-1h"),
 )
 
 
@@ -192,17 +200,22 @@ class Trial:
         self.words = [str(recipe), f"training.output_dir={self.output}"]
         self.command = printed_command(self.words)
 
-    def start(self, hosts: Hosts, phase: str) -> None:
-        """Start torchrun's agents on all machines, with processes that linger in a phase."""
+    def start(self, hosts: Hosts, phase: str, clocks: Mapping[int, str]) -> None:
+        """Start torchrun's agents on all machines, with processes that linger in a phase.
+
+        A machine with a clock of its own starts all of its programs anew, since libfaketime must be there before them.
+        """
         for number, name in enumerate(hosts.names):
             self.note_file(number).unlink(missing_ok=True)
+            if number in clocks:
+                self._start_with_clock(hosts, number, clocks[number])
+                continue
 
             def on_the_machine(number: int = number, name: str = name) -> int:
                 hosts.settle(number)
                 os.environ[WORK_VARIABLE] = str(self.note_file(number))
                 fork_ahead(phase)
-                words = [{"$machine": str(number), "$first": "a"}.get(word, word) for word in self.command]
-                torchrun.main(words)
+                torchrun.main(self._words_on(number))
                 return 0
 
             def beside_it(number: int = number, first: Callable[[], int] = on_the_machine) -> int:
@@ -210,6 +223,16 @@ class Trial:
                 return chaos.Forked(first).wait(3600.0) or 0
 
             hosts.note(number, chaos.Forked(beside_it, self.folder / name))
+
+    def _start_with_clock(self, hosts: Hosts, number: int, clock: str) -> None:
+        environment = {"FAKETIME": clock, "LD_PRELOAD": str(faketime())}
+        environment[WORK_VARIABLE] = str(self.note_file(number))
+        with (self.folder / f"{hosts.names[number]}.err").open("w") as log:
+            command = [sys.executable, "-m", "torch.distributed.run", *self._words_on(number)]
+            hosts.start(number, command, log=log, environment=environment)
+
+    def _words_on(self, number: int) -> list[str]:
+        return [{"$machine": str(number), "$first": "a"}.get(word, word) for word in self.command]
 
     def note_file(self, number: int) -> Path:
         """Where the training process of a machine notes its work."""
@@ -236,6 +259,11 @@ class Trial:
     def tail(self) -> str:
         """The end of what the machines have printed."""
         return "\n".join(f"--- {p.name}\n{p.read_text()[-1500:]}" for p in sorted(self.folder.glob("?.err")))
+
+
+def faketime() -> Path | None:
+    """libfaketime, of Debian's package faketime; None: it is not here."""
+    return next(iter(sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))), None)
 
 
 def is_in(phase: str, note: str, step: int = STEPS) -> bool:
@@ -318,7 +346,7 @@ def still_running(hosts: Hosts, phase: str) -> list[str]:
 def strike(trial: Trial, fault: Fault, phase: str, number: int, step: int) -> tuple[list[str], dict[str, Any]]:
     """Start the run, and let the fault happen; what is not as it should be, and what happened."""
     with Hosts(2) as hosts:
-        trial.start(hosts, phase)
+        trial.start(hosts, phase, {number: fault.clock} if fault.clock else {})
         if not trial.wait_for(phase, number, hosts, step):
             return [f"the run did not come to {phase}: {trial.tail()}"], {}
         struck = time.monotonic()
@@ -380,6 +408,9 @@ def main() -> int:
             every = [(phase, fault, n) for phase in PHASES for fault in FAULTS for n in fault.machines]
             for phase, fault, number in every:
                 key = f"{fault.name}, in {phase}, on {'ab'[number]}, round {round_number}"
+                if fault.clock and faketime() is None:
+                    print(f"skipped: {key}: libfaketime is not here (Debian's package faketime)")
+                    continue
                 if phase in fault.phases and options.only in key:
                     step = random.Random(key).randrange(MET, STEPS - SAVED)
                     note_result(key, fault, phase, number, recipe, folder, expected, step)

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from statistics import median
 
 import torch
@@ -36,8 +36,10 @@ from hf_gpipe.runtime.stage import Stage
 #: Blocks that run in a row, where as many of one kind follow each other.
 _BLOCKS_IN_A_ROW = 3
 _DTYPES = ("float32", "bfloat16", "float16")
-#: Rows and columns of the matrices whose product is timed: large enough for a GPU, and on a CPU still quick.
-_PRODUCT_SIZES = {"cuda": 4096, "cpu": 512}
+#: Rows and columns of the matrices whose product is timed, up to those that are large enough for a GPU.
+_PRODUCT_SIZES = {"cuda": (512, 2048, 4096), "cpu": (512,)}
+#: A product that takes so long is large enough. Without units for its type a larger one would take minutes.
+_LONG_PRODUCT_SECONDS = 0.01
 _REPEATS = 3
 #: What glibc's allocator keeps of what comes and goes: from a third to a half in eight runs.
 _RESERVED_SHARE = 0.45
@@ -229,9 +231,14 @@ def device_memory(device: torch.device, num_processes: int = 1) -> int:
 
 def _matrix_rate(dtype: torch.dtype, device: torch.device) -> float:
     """Operations a second of a product that is large enough."""
-    size = _PRODUCT_SIZES[device.type]
-    left, right = torch.ones(size, size, dtype=dtype, device=device), torch.ones(size, size, dtype=dtype, device=device)
-    return 2 * size**3 / _seconds(lambda: left @ right, device)
+    rate = 0.0
+    for size in _PRODUCT_SIZES[device.type]:
+        left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+        seconds = _seconds(partial(torch.matmul, left, right), device)
+        rate = 2 * size**3 / seconds
+        if seconds > _LONG_PRODUCT_SECONDS:
+            break
+    return rate
 
 
 def _memory_rate(device: torch.device) -> float:

@@ -128,7 +128,7 @@ def measure(comparison: Comparison, reps: int, limit_seconds: float, *, emulated
 def steps(job: dict[str, Any]) -> dict[str, Any]:
     """One process of a case."""
     if job["emulated"]:  # the planner's products of large matrices, quick on a GPU, would take most of the time
-        planner_measure._PRODUCT_SIZES["cuda"] = 64
+        planner_measure._PRODUCT_SIZES["cuda"] = (64,)
     rank = int(os.environ["RANK"])
     torch.cuda.set_device(rank)
     work = Work(**job["work"])

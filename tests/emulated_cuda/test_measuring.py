@@ -49,7 +49,7 @@ def planned() -> list[object]:
 
 def make_products_small() -> None:
     """A product of matrices that is quick on a GPU takes long here."""
-    measure._PRODUCT_SIZES["cuda"] = 64
+    measure._PRODUCT_SIZES["cuda"] = (64,)
 
 
 @on_emulated_cuda()
