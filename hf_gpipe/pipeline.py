@@ -23,6 +23,7 @@ from hf_gpipe.partition import partition as cut
 from hf_gpipe.pipeline_steps import Evaluation, PipelineSteps, Update, UpdateStage
 from hf_gpipe.planner.advice import advising
 from hf_gpipe.planner.decide import Planning
+from hf_gpipe.planner.links import Machines
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.preflight import compare_with_machines
 from hf_gpipe.planner.workload import PlanInputs
@@ -175,7 +176,9 @@ class Pipeline(PipelineSteps):
         if packing:
             verify_packing(self.adapter)
         self._is_packing_verified = packing
-        self._planning = Planning(self._plan_inputs, self.adapter, self.peft, self._loss.planned, processes)
+        self._planning = Planning(
+            self._plan_inputs, self.adapter, self.peft, self._loss.planned, processes, Machines.of(processes)
+        )
         self.config, self.planned = self._planning.decide(given)
         config = self.config
         config.check_micro_batches(accumulation)

@@ -12,6 +12,7 @@ from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.choose import best_plan, micro_batch_counts
 from hf_gpipe.planner.costs import ModelCosts, mean_costs
 from hf_gpipe.planner.limits import MemoryLimit, limit_text
+from hf_gpipe.planner.links import Machines
 from hf_gpipe.planner.measure import device_memory, profile_layers, this_machine
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.times import seconds_text
@@ -37,6 +38,7 @@ class Planning:
         peft: PEFT layers that alone are trained.
         loss: of the micro-batch.
         processes: the processes, and their devices.
+        machines: of the processes.
     """
 
     inputs: PlanInputs
@@ -44,6 +46,7 @@ class Planning:
     peft: PeftAdapter | None
     loss: Loss
     processes: Processes
+    machines: Machines
 
     def decide(self, config: PipelineConfig) -> tuple[DecidedConfig, str | None]:
         """Decide what a configuration leaves open. Every process calls it; the main process decides for its own device.
@@ -59,6 +62,8 @@ class Planning:
             num_stages, _ = config.mesh
             stages = cut(len(self.adapter.layers), num_stages, config.partition)
             return config.decided(partition=tuple(map(len, stages))), None
+        if self.machines.are_several:
+            self.machines.measure_neighbours(self.processes)
         measured = self._measure(config) if config.partition == "profile" else {}
         memory = self._memory_bytes() if config.memory is None else config.memory_bytes
 
@@ -81,15 +86,17 @@ class Planning:
             UserError: there is no example.
         """
         device = self.processes.device
+        this = this_machine(device, self.processes.num_on_this_machine)
         return Planner.of(
             self.adapter,
             self.inputs,
-            this_machine(device, self.processes.num_on_this_machine),
+            this,
             peft=self.peft,
             loss=self.loss,
             as_on_gpu=device.type == "cuda",
             measured=measured,
             memory_bytes=config.memory_bytes,
+            cluster=self.machines.cluster(this.link),
             speeds=config.speeds,
         )
 

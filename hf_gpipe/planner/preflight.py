@@ -2,51 +2,25 @@
 
 from __future__ import annotations
 
-import socket
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 import torch
-import torch.distributed as dist
 
 from hf_gpipe.errors import UserError
+from hf_gpipe.partition.cluster import Level
 from hf_gpipe.planner.decide import Planning
-from hf_gpipe.planner.devices import Link
+from hf_gpipe.planner.links import MeasuredLink, pairs_to_measure
 from hf_gpipe.planner.measure import device_memory, this_machine
+from hf_gpipe.planner.network import one_level
 from hf_gpipe.planner.times import seconds_text
 from hf_gpipe.planner.traffic import bytes_text
 from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.recipe.sizes import size_text
-from hf_gpipe.runtime.processes import Processes
 from hf_gpipe.runtime.topology import Topology
-from hf_gpipe.schedule.actions import Placement
 
-#: Messages grow until one takes so long, or has the last size.
-_LONG_ENOUGH_SECONDS = 0.05
-_FIRST_BYTES, _LAST_BYTES, _GROWTH = 1 << 16, 1 << 25, 8
-_NUM_TRIPS = 5
 #: A link that is so much slower than the planner assumed makes its times worthless.
 _MUCH_SLOWER = 2.0
-
-
-@dataclass(frozen=True)
-class MeasuredLink:
-    """The link between two machines, or between two processes of one.
-
-    Attributes:
-        hosts: the names of the machines.
-        ranks: the two processes that have measured it.
-        bytes_per_second: in one direction.
-        latency_seconds: of a small message.
-    """
-
-    hosts: tuple[str, str]
-    ranks: tuple[int, int]
-    bytes_per_second: float
-    latency_seconds: float
 
 
 def compare_with_machines(planning: Planning, config: DecidedConfig, topology: Topology) -> list[str]:
@@ -62,24 +36,26 @@ def compare_with_machines(planning: Planning, config: DecidedConfig, topology: T
         UserError: on every process: a machine has less free memory than its processes need. Where the configuration
             says how much `memory` there is, that is believed.
     """
-    hosts = topology.gather_objects(socket.gethostname())
-    if len(set(hosts)) == 1 and not config.measure_links:
+    machines = planning.machines
+    if not machines.are_several and not config.measure_links:
         return []
     free = topology.gather_objects([free_bytes(device) for device in topology.devices])
     peaks, assumed = topology.from_reader(lambda: _planned(planning, config), takes_long=True)
-    is_shared = topology.device.type == "cpu"
-    if peaks and config.memory is None and (lacking := memory_problems(hosts, free, peaks, is_shared=is_shared)):
-        raise UserError("; ".join(lacking))
-    pairs = pairs_to_measure(topology.placement, hosts)
-    return [_line(link, assumed) for link in measure_links(topology, hosts, pairs)]
+    if peaks and config.memory is None:
+        is_shared = topology.device.type == "cpu"
+        if lacking := memory_problems(machines.hosts, free, peaks, is_shared=is_shared):
+            raise UserError("; ".join(lacking))
+    pairs = pairs_to_measure(topology.placement, machines.hosts)
+    return [_line(link, assumed) for link in machines.measure(topology, pairs)]
 
 
-def _planned(planning: Planning, config: DecidedConfig) -> tuple[list[int], Link]:
+def _planned(planning: Planning, config: DecidedConfig) -> tuple[list[int], Level]:
     """The bytes that each process needs, or none where no example of a mini-batch is given; and the assumed link."""
+    device = this_machine(planning.processes.device, planning.processes.num_on_this_machine)
+    assumed = (planning.machines.cluster(device.link) or one_level(device, 1)).levels[-1]
     if planning.inputs.example is None:
-        return [], this_machine(planning.processes.device).link
-    planner = planning.planner(config)
-    return [process.memory.total for process in planner.plan(config).processes], planner.device.link
+        return [], assumed
+    return [process.memory.total for process in planning.planner(config).plan(config).processes], assumed
 
 
 def memory_problems(
@@ -129,84 +105,7 @@ def free_bytes(device: torch.device) -> int:
         return device_memory(device)
 
 
-def pairs_to_measure(placement: Placement, hosts: Sequence[str]) -> list[tuple[int, int]]:
-    """Two processes for each pair of machines between which a plan sends; on one machine alone, two of its processes.
-
-    Args:
-        placement: its edges, and its reductions in a ring of each stage's replicas.
-        hosts: the machine of each process.
-    """
-    sending = {(worker, following) for _, worker, following in placement.edges if worker != following}
-    for group in placement.groups:
-        sending |= set(zip(group, (*group[1:], group[0]), strict=True))
-    is_one = len(set(hosts)) == 1
-    first: dict[frozenset[str], tuple[int, int]] = {}
-    for pair in sorted(tuple(sorted(pair)) for pair in sending):
-        ends = frozenset(hosts[rank] for rank in pair)
-        if is_one or len(ends) > 1:
-            first.setdefault(ends, (pair[0], pair[1]))
-    return list(first.values())
-
-
-def measure_links(processes: Processes, hosts: Sequence[str], pairs: Sequence[tuple[int, int]]) -> list[MeasuredLink]:
-    """Measure the links between pairs of processes, one after the other. Every process calls it.
-
-    Args:
-        processes: of the pipeline.
-        hosts: the machine of each process.
-        pairs: the processes at the ends of each link.
-    """
-    mine = {}
-    for first, second in pairs:
-        if processes.rank == first:
-            mine[first, second] = _send_and_measure(processes, second)
-        elif processes.rank == second:
-            _answer(processes, first)
-        processes.barrier()
-    measured = {pair: value for one in processes.gather_objects(mine) for pair, value in one.items()}
-    return [MeasuredLink((hosts[pair[0]], hosts[pair[1]]), pair, *measured[pair]) for pair in pairs]
-
-
-def _send_and_measure(processes: Processes, peer: int) -> tuple[float, float]:
-    """Bytes per second and seconds of latency to a process that calls `_answer`."""
-    device, group = processes.device, processes.group_on(processes.device)
-    token = torch.zeros(1, dtype=torch.int64, device=device)
-
-    def trip(size: int) -> float:
-        """Seconds until a message of so many bytes has arrived and the answer is here."""
-        content = torch.zeros(size, dtype=torch.uint8, device=device)
-        dist.send(torch.tensor([size], device=device), group_dst=peer, group=group)
-        dist.recv(token, group_src=peer, group=group)
-        token.item()  # on a GPU only this waits for the message
-        start = time.perf_counter()
-        dist.send(content, group_dst=peer, group=group)
-        dist.recv(token, group_src=peer, group=group)
-        token.item()
-        return time.perf_counter() - start
-
-    # The first message connects the two.
-    round_trip = median([trip(1) for _ in range(_NUM_TRIPS)][1:])
-    size = _FIRST_BYTES
-    while (seconds := trip(size)) < _LONG_ENOUGH_SECONDS and size < _LAST_BYTES:
-        size *= _GROWTH
-    dist.send(torch.tensor([0], device=device), group_dst=peer, group=group)
-    return size / max(seconds - round_trip / 2, 1e-9), round_trip / 2
-
-
-def _answer(processes: Processes, peer: int) -> None:
-    device, group = processes.device, processes.group_on(processes.device)
-    token = torch.zeros(1, dtype=torch.int64, device=device)
-    while True:
-        dist.recv(token, group_src=peer, group=group)
-        size = int(token.item())
-        if size == 0:
-            return
-        dist.send(token, group_dst=peer, group=group)
-        dist.recv(torch.empty(size, dtype=torch.uint8, device=device), group_src=peer, group=group)
-        dist.send(token, group_dst=peer, group=group)
-
-
-def _line(link: MeasuredLink, assumed: Link) -> str:
+def _line(link: MeasuredLink, assumed: Level) -> str:
     first, second = link.hosts
     where = f"{first} - {second}" if first != second else f"inside {first}"
     text = (

@@ -16,9 +16,12 @@ from transformers import LlamaConfig
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.planner import links
 from hf_gpipe.planner import preflight as plan_preflight
-from hf_gpipe.planner.preflight import memory_problems, pairs_to_measure
-from hf_gpipe.recipe import parse_recipe
+from hf_gpipe.planner.devices import Link
+from hf_gpipe.planner.links import Machines, MeasuredLink, pairs_to_measure
+from hf_gpipe.planner.preflight import memory_problems
+from hf_gpipe.recipe import AUTO, parse_recipe
 from hf_gpipe.runtime import preflight
 from hf_gpipe.runtime.preflight import Facts, check_main_address, complaints, unreached
 from hf_gpipe.runtime.processes import Processes
@@ -127,6 +130,25 @@ def test_memory_is_counted_per_machine_on_the_cpu_and_per_process_on_gpus() -> N
     assert found.startswith("machine m: process 2 needs 4")
 
 
+def test_machines_are_levels_of_a_cluster() -> None:
+    fast = Link("inside", 1e10, 1e-6)
+    assert Machines(["n", "n"]).cluster(fast) is None
+
+    def cluster(*hosts: str) -> list[tuple[int, float, float]]:
+        machines = Machines(hosts)
+        for number, host in enumerate(hosts[1:], 1):
+            ends = frozenset((hosts[0], host))
+            machines._measured[ends] = MeasuredLink((hosts[0], host), (0, number), 1e9 / number, number / 1e4)
+        made = machines.cluster(fast)
+        assert made is not None
+        return [(level.parts, level.bytes_per_second, level.latency_seconds) for level in made.levels]
+
+    assert cluster("n", "m") == [(2, 1e9, 1 / 1e4)]
+    assert cluster("n", "n", "m", "m") == [(2, 1e10, 1e-6), (2, 1e9 / 3, 3 / 1e4)], "the slowest, between machines"
+    assert cluster("n", "n", "m") == [(3, 5e8, 2 / 1e4)], "machines of unlike size"
+    assert cluster("n", "m", "n", "m") == [(4, 1e9 / 3, 3 / 1e4)], "their processes take turns"
+
+
 def test_one_pair_of_processes_measures_each_link_of_the_plan() -> None:
     two_pipelines = Placement([[0, 2], [1, 3]])
     assert pairs_to_measure(two_pipelines, ["n", "n", "m", "m"]) == [(0, 2)], "the reduction over replicas"
@@ -168,6 +190,13 @@ def _on_two_machines(folder: Path) -> list[Any]:
     plan_preflight.free_bytes = lambda device: 1000 if rank else 1 << 40
     found.append(_error(Pipeline, config, 2, 2, example=example))
     found.append(Pipeline(config, 2, 2, example=example, memory="1GiB").links != [])
+    for rate in (1e12, 1e4):
+        links._answer = lambda processes, peer: None
+        links._send_and_measure = lambda processes, peer, rate=rate: (rate, 1e-9)
+        pipe = Pipeline(config, AUTO, 2, AUTO, replicas=AUTO, example=example, memory="1GiB")
+        cluster = pipe._planning.planner(pipe.config).cluster
+        assert cluster is not None
+        found.append([pipe.config.num_stages, cluster.levels[0].bytes_per_second, *pipe.links])
     (folder / host).mkdir()
     os.chdir(folder / host)
     Path("pairs.jsonl").write_text(f'{{"source": "{host}", "target": "b"}}\n')
@@ -184,15 +213,19 @@ def _on_two_machines(folder: Path) -> list[Any]:
 def test_two_machines(tmp_path: Path) -> None:
     outcomes = run_gloo(_on_two_machines, 2, tmp_path)
     assert outcomes[0] == outcomes[1], "every process tells the same"
-    fine, recipe, name, links, memory, believes, other_data, same_data = outcomes[0]
+    fine, recipe, name, measured, memory, believes, near, far, other_data, same_data = outcomes[0]
     assert fine == ""
     assert recipe == "key is 0 on n, 1 on m; give all processes the same recipe and the same key=value arguments"
     assert name.startswith("machine n: its name resolves to 127.0.1.1,")
-    assert len(links) == 1
-    assert links[0].startswith("n - m, processes 0 and 1: ")
-    assert "; the planner assumes " in links[0]
+    assert len(measured) == 1
+    assert measured[0].startswith("n - m, processes 0 and 1: ")
+    assert "; the planner assumes " in measured[0]
     assert memory.startswith("machine m: its processes (1) need ")
     assert believes
+    # The planner knows the link before it chooses: a pipeline sends less than replicas, which have no bubble.
+    assert near[0] == 1
+    assert far[:2] == [2, 1e4]
+    assert "the planner assumes 10 kB/s" in far[2]
     assert other_data.startswith("data.path ")
     assert " on n, " in other_data
     assert same_data == ""

@@ -1,0 +1,176 @@
+"""The machines of a job and the links between them: which processes are where, and how fast their messages are."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from hf_gpipe.partition.cluster import Cluster, Level
+from hf_gpipe.planner.devices import Link
+from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.schedule.actions import Placement
+
+#: Messages grow until one takes so long, or has the last size.
+_LONG_ENOUGH_SECONDS = 0.05
+_FIRST_BYTES, _LAST_BYTES, _GROWTH = 1 << 16, 1 << 25, 8
+_NUM_TRIPS = 5
+
+
+@dataclass(frozen=True)
+class MeasuredLink:
+    """The link between two machines, or between two processes of one.
+
+    Attributes:
+        hosts: the names of the machines.
+        ranks: the two processes that have measured it.
+        bytes_per_second: in one direction.
+        latency_seconds: of a small message.
+    """
+
+    hosts: tuple[str, str]
+    ranks: tuple[int, int]
+    bytes_per_second: float
+    latency_seconds: float
+
+
+class Machines:
+    """The machine of each process, and what was measured of the links between them.
+
+    Args:
+        hosts: the name of each process's machine.
+    """
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self.hosts = tuple(hosts)
+        self._measured: dict[frozenset[str], MeasuredLink] = {}
+
+    @classmethod
+    def of(cls, processes: Processes) -> Machines:
+        """Those of a job. Every process calls it."""
+        return cls(processes.gather_objects(socket.gethostname()))
+
+    @property
+    def are_several(self) -> bool:
+        """Whether there is more than one machine."""
+        return len(set(self.hosts)) > 1
+
+    def measure_neighbours(self, processes: Processes) -> None:
+        """Measure the links that follow machine by machine, before there is a plan. Every process calls it."""
+        self.measure(processes, [(self.hosts.index(one), self.hosts.index(other)) for one, other in self._neighbours()])
+
+    def _neighbours(self) -> list[tuple[str, str]]:
+        names = list(dict.fromkeys(self.hosts))
+        return list(pairwise([*names, names[0]] if len(names) > 2 else names))
+
+    def measure(self, processes: Processes, pairs: Sequence[tuple[int, int]]) -> list[MeasuredLink]:
+        """The links between pairs of processes, measured unless they were. Every process calls it."""
+        missing = [pair for pair in pairs if self._ends(pair) not in self._measured]
+        for link in measure_links(processes, self.hosts, missing):
+            self._measured[frozenset(link.hosts)] = link
+        return [self._measured[self._ends(pair)] for pair in pairs]
+
+    def _ends(self, pair: tuple[int, int]) -> frozenset[str]:
+        return frozenset(self.hosts[rank] for rank in pair)
+
+    def cluster(self, inside: Link) -> Cluster | None:
+        """The machines as a cluster with the slowest link that was measured between two; None where none was.
+
+        Args:
+            inside: the link between the processes of a machine.
+        """
+        between = [link for ends, link in self._measured.items() if len(ends) > 1]
+        if not between:
+            return None
+        slowest = min(link.bytes_per_second for link in between), max(link.latency_seconds for link in between)
+        counts = Counter(self.hosts)
+        names, count = list(counts), counts[self.hosts[0]]
+        if self.hosts != tuple(name for name in names for _ in range(count)):
+            # Levels are of equal parts. Without them no link is taken for faster than it is.
+            return Cluster((Level(len(self.hosts), *slowest),))
+        levels = [Level(count, inside.bytes_per_second, inside.latency_seconds)] if count > 1 else []
+        return Cluster((*levels, Level(len(names), *slowest)))
+
+
+def pairs_to_measure(placement: Placement, hosts: Sequence[str]) -> list[tuple[int, int]]:
+    """Two processes for each pair of machines between which a plan sends; on one machine alone, two of its processes.
+
+    Args:
+        placement: its edges, and its reductions in a ring of each stage's replicas.
+        hosts: the machine of each process.
+    """
+    sending = {(worker, following) for _, worker, following in placement.edges if worker != following}
+    for group in placement.groups:
+        sending |= set(zip(group, (*group[1:], group[0]), strict=True))
+    is_one = len(set(hosts)) == 1
+    first: dict[frozenset[str], tuple[int, int]] = {}
+    for pair in sorted(tuple(sorted(pair)) for pair in sending):
+        ends = frozenset(hosts[rank] for rank in pair)
+        if is_one or len(ends) > 1:
+            first.setdefault(ends, (pair[0], pair[1]))
+    return list(first.values())
+
+
+def measure_links(processes: Processes, hosts: Sequence[str], pairs: Sequence[tuple[int, int]]) -> list[MeasuredLink]:
+    """Measure the links between pairs of processes, one after the other. Every process calls it.
+
+    Args:
+        processes: of the pipeline.
+        hosts: the machine of each process.
+        pairs: the processes at the ends of each link.
+    """
+    mine = {}
+    for first, second in pairs:
+        if processes.rank == first:
+            mine[first, second] = _send_and_measure(processes, second)
+        elif processes.rank == second:
+            _answer(processes, first)
+        processes.barrier()
+    measured = {pair: value for one in processes.gather_objects(mine) for pair, value in one.items()}
+    return [MeasuredLink((hosts[pair[0]], hosts[pair[1]]), pair, *measured[pair]) for pair in pairs]
+
+
+def _send_and_measure(processes: Processes, peer: int) -> tuple[float, float]:
+    """Bytes per second and seconds of latency to a process that calls `_answer`."""
+    device, group = processes.device, processes.group_on(processes.device)
+    token = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def trip(size: int) -> float:
+        """Seconds until a message of so many bytes has arrived and the answer is here."""
+        content = torch.zeros(size, dtype=torch.uint8, device=device)
+        dist.send(torch.tensor([size], device=device), group_dst=peer, group=group)
+        dist.recv(token, group_src=peer, group=group)
+        token.item()  # on a GPU only this waits for the message
+        start = time.perf_counter()
+        dist.send(content, group_dst=peer, group=group)
+        dist.recv(token, group_src=peer, group=group)
+        token.item()
+        return time.perf_counter() - start
+
+    # The first message connects the two.
+    round_trip = median([trip(1) for _ in range(_NUM_TRIPS)][1:])
+    size = _FIRST_BYTES
+    while (seconds := trip(size)) < _LONG_ENOUGH_SECONDS and size < _LAST_BYTES:
+        size *= _GROWTH
+    dist.send(torch.tensor([0], device=device), group_dst=peer, group=group)
+    return size / max(seconds - round_trip / 2, 1e-9), round_trip / 2
+
+
+def _answer(processes: Processes, peer: int) -> None:
+    device, group = processes.device, processes.group_on(processes.device)
+    token = torch.zeros(1, dtype=torch.int64, device=device)
+    while True:
+        dist.recv(token, group_src=peer, group=group)
+        size = int(token.item())
+        if size == 0:
+            return
+        dist.send(token, group_dst=peer, group=group)
+        dist.recv(torch.empty(size, dtype=torch.uint8, device=device), group_src=peer, group=group)
+        dist.send(token, group_dst=peer, group=group)
