@@ -95,8 +95,8 @@ class Machines:
         if self.hosts != tuple(name for name in names for _ in range(count)):
             # Levels are of equal parts. Without them no link is taken for faster than it is.
             return Cluster((Level(len(self.hosts), *slowest),))
-        levels = [Level(count, inside.bytes_per_second, inside.latency_seconds)] if count > 1 else []
-        return Cluster((*levels, Level(len(names), *slowest)))
+        machine = Level(count, inside.bytes_per_second, inside.latency_seconds)
+        return Cluster((machine, Level(len(names), *slowest)))
 
 
 def pairs_to_measure(placement: Placement, hosts: Sequence[str]) -> list[tuple[int, int]]:

@@ -13,7 +13,7 @@ from hf_gpipe.planner.advice import smallest_fix
 from hf_gpipe.planner.limits import limit_of, limit_text
 from hf_gpipe.planner.memory import MemoryEstimate
 from hf_gpipe.planner.plan import Plan, Planner, StagePlan
-from hf_gpipe.planner.saving import copy_bytes, offload_text, offloaded_bytes, saving_text
+from hf_gpipe.planner.saving import copy_bytes, kept_bytes, offload_text, offloaded_bytes, saving_text
 from hf_gpipe.planner.search import Found
 from hf_gpipe.planner.times import seconds_text
 from hf_gpipe.planner.traffic import bytes_text, is_mesh, mesh_dict, mesh_lines, traffic
@@ -233,6 +233,8 @@ def _as_dict(plan: Plan) -> dict[str, Any]:
             }
             for process, copied, offloaded in zip(plan.processes, copy_bytes(plan), offloaded_bytes(plan), strict=True)
         ],
+        # Of each machine, for checkpoints in memory.
+        "kept_bytes": kept_bytes(plan),
     }
 
 

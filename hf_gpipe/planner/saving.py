@@ -13,19 +13,39 @@ from hf_gpipe.recipe.sizes import size_text
 def copy_bytes(plan: Plan) -> list[int]:
     """For each process the bytes that it copies when a checkpoint is saved in the background.
 
-    The leader of a stage copies the stage's weights, or its adapters alone, and the optimizer's state of whole
-    parameters with float32 master weights, if there are any. The copies are there until the checkpoint is written.
+    The copies are there until the checkpoint is written.
+    """
+    return _saved_bytes(plan) if plan.planner.inputs.saves_in_background else [0] * len(plan.processes)
+
+
+def kept_bytes(plan: Plan) -> list[int]:
+    """For each machine the bytes under /dev/shm of checkpoints in memory, while a new one is written beside the last.
+
+    A machine has the files of its own processes, and of several machines those of the one before it. In a cluster of
+    one level all processes are on one machine.
+    """
+    cluster, saved = plan.planner.cluster, _saved_bytes(plan)
+    size = len(saved) if cluster is None or len(cluster.levels) == 1 else cluster.devices_in(1)
+    own = [sum(saved[start : start + size]) for start in range(0, len(saved), size)]
+    if not plan.planner.inputs.keeps_in_memory:
+        return [0] * len(own)
+    return [2 * (mine + (own[number - 1] if len(own) > 1 else 0)) for number, mine in enumerate(own)]
+
+
+def _saved_bytes(plan: Plan) -> list[int]:
+    """For each process the bytes that it writes of a checkpoint.
+
+    The leader of a stage writes the stage's weights, or its adapters alone, and the optimizer's state of whole
+    parameters with float32 master weights, if there are any.
     """
     inputs, costs = plan.planner.inputs, plan.costs
     sizes = [0] * len(plan.processes)
-    if inputs.copied == "nothing":
-        return sizes
     state_share = OPTIMIZER_SLOTS[inputs.optim]
     if inputs.fp32_master_weights:
         state_share = (state_share + 1) * 4 / ITEM_BYTES[costs.dtype]
     workers = plan.timeline.schedule.placement.workers
     for stage, owned in _owned(plan):
-        weights = owned.trainable_bytes if inputs.copied == "adapters" else owned.num_bytes
+        weights = owned.trainable_bytes if inputs.saved == "adapters" else owned.num_bytes
         sizes[workers[stage.number][0]] += round(weights + state_share * owned.trainable_bytes)
     return sizes
 
@@ -52,13 +72,18 @@ def _owned(plan: Plan) -> Iterator[tuple[StagePlan, Parameters]]:
 
 
 def saving_text(plan: Plan) -> str:
-    """The copies of a plan for people; empty where nothing is copied."""
-    if plan.planner.inputs.copied == "nothing":
-        return ""
-    return (
-        f"in the background from copies in the memory of the hosts: {_sum_text(copy_bytes(plan))}; where processes "
-        "compute on the CPU, they come on top"
-    )
+    """The memory of the hosts that checkpoints take, for people; empty where they take none."""
+    inputs, parts = plan.planner.inputs, []
+    if inputs.saves_in_background:
+        parts.append(f"in the background from copies in the memory of the hosts: {_sum_text(copy_bytes(plan))}")
+    if inputs.keeps_in_memory:
+        kept = kept_bytes(plan)
+        largest = max(range(len(kept)), key=lambda number: kept[number])
+        parts.append(
+            f"checkpoints in memory: at most {size_text(kept[largest])} under /dev/shm of a machine (the one of "
+            f"process {largest * (len(plan.processes) // len(kept))})"
+        )
+    return "; ".join([*parts, "where processes compute on the CPU, this comes on top"] if parts else [])
 
 
 def offload_text(plan: Plan) -> str:

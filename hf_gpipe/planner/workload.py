@@ -197,7 +197,9 @@ class PlanInputs:
         offload_optimizer: whether its state and the copies are in the memory of the host.
         accumulation: mini-batches in a step.
         packing: whether the rows of a mini-batch are packed.
-        copied: what of the model is copied where a checkpoint is saved in the background.
+        saved: what of the model a checkpoint has.
+        saves_in_background: whether checkpoints are written from copies in the memory of the hosts.
+        keeps_in_memory: whether the machines keep checkpoints in their memory.
         tables: by the path that names them as a schedule, the tables that were read from files.
     """
 
@@ -207,7 +209,9 @@ class PlanInputs:
     offload_optimizer: bool = TrainingSection.offload_optimizer
     accumulation: int = TrainingSection.gradient_accumulation_steps
     packing: bool = False
-    copied: Literal["model", "adapters", "nothing"] = "model"
+    saved: Literal["model", "adapters"] = "model"
+    saves_in_background: bool = True
+    keeps_in_memory: bool = False
     tables: Mapping[str, Schedule] = field(default_factory=dict)
 
     @classmethod
@@ -221,7 +225,9 @@ class PlanInputs:
             training.offload_optimizer,
             training.gradient_accumulation_steps,
             training.packing,
-            "nothing" if training.save_in_background == "never" else "model" if recipe.lora.r is None else "adapters",
+            "model" if recipe.lora.r is None else "adapters",
+            training.save_in_background != "never",
+            training.memory_save_steps is not None,
         )
 
     def mini_batch(self) -> Workload:

@@ -137,6 +137,8 @@ def _pipeline(
             args.fp32_master_weights,
             args.offload_optimizer,
             args.gradient_accumulation_steps,
+            saves_in_background=args.save_in_background != "never",
+            keeps_in_memory=args.memory_save_steps is not None,
         ),
         seed=args.seed,
         label_smoothing=args.label_smoothing_factor,
