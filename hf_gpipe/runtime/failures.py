@@ -34,6 +34,8 @@ _TIMED_OUT = re.compile(
     r"|(\[Rank \d+\] )?Watchdog caught collective operation timeout: WorkNCCL\(.*?OpType=(?P<nccl>\w+)"
     r".*?Timeout\(ms\)=(?P<nccl_ms>\d+)\) ran for \d+ milliseconds before timing out\.?"
     r"|wait timeout after (?P<store_ms>\d+)ms, keys: \S+"
+    # Another thread's message between the same two processes was the one that gloo had waited for.
+    r"|(\[\S*gloo\S*\] )?(?P<other_thread>Application timeout caused pair closure)"
 )
 _WAITED = "seconds in vain for"
 _CLOSED = re.compile(r"(RuntimeError: )?\[\S*gloo/\S*\] (\w+ error \S+ )?Connection (closed|reset) by peer.*")
@@ -151,6 +153,8 @@ def _write_error_file(path: Path, failure: Failure) -> None:
 
 
 def _waited(match: re.Match[str]) -> str:
+    if match["other_thread"]:
+        return waited(Job.current().limit.total_seconds())
     operation = (match["gloo"] or match["nccl"] or "connect").lower()
     what = {"recv": "a message from", "send": "a message to be taken by", "connect": "a connection to"}
     milliseconds = match["gloo_ms"] or match["nccl_ms"] or match["store_ms"]

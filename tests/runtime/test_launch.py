@@ -191,6 +191,12 @@ def test_a_lost_connection_is_a_consequence_and_a_time_limit_is_not(monkeypatch:
     )
     assert (limit.is_consequence, limit.is_time_limit) == (False, True)
     assert "DistBackendError: waited 600 seconds in vain for a message from another process" in limit.message
+    closed = failures.describe(StageError("process 0, stage 0, action 0B1: Application timeout caused pair closure"))
+    assert (closed.is_consequence, closed.is_time_limit) == (False, True)
+    assert re.search(r"0B1: waited \d+ seconds in vain for a message from another process", closed.message)
+    cause = StageError("process 0, stage 0, action 0B1")
+    cause.__cause__ = RuntimeError("Application timeout caused pair closure")
+    assert not failures.describe(cause).is_consequence
     unconnected = failures.describe(DistStoreError("wait timeout after 12000ms, keys: /98dc//0//2//cpu//0/1"))
     assert (unconnected.is_consequence, unconnected.is_time_limit) == (False, True)
     assert unconnected.message.endswith("waited 12 seconds in vain for a connection to another process")
