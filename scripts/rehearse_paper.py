@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from statistics import mean
 import pyarrow
 import pyarrow.parquet
 from bench.report import table
-from translation_scaling.execute import TRAIN, environment, log_end
+from translation_scaling import execute
 
 from hf_gpipe.command import Parser, run_command
 from hf_gpipe.data import build_corpus
@@ -94,12 +93,13 @@ def overrides(name: str, steps: int, data: Path, output: Path) -> list[str]:
 def rehearse(name: str, words: Sequence[str], output: Path) -> list[str]:
     """Train one recipe and load its model: a row of the table. Raises UserError where it fails."""
     began = time.perf_counter()
-    command = [*TRAIN, str(RECIPES / f"{name}.yaml"), *words]
     log = output.with_suffix(".log")
     with log.open("w") as file:
-        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment()).returncode
+        code = execute.start([str(RECIPES / f"{name}.yaml"), *words], file).wait()
     if code:
-        raise UserError(f"{name} ended with exit code {code}; its log {log} ends with: {' '.join(log_end(log, 3))}")
+        raise UserError(
+            f"{name} ended with exit code {code}; its log {log} ends with: {' '.join(execute.log_end(log, 3))}"
+        )
     from transformers import AutoModelForSeq2SeqLM
 
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import torch
@@ -48,11 +49,47 @@ def start_function(
     return process
 
 
+class Training:
+    """A training command in a forked process, in place of the subprocess.Popen of scripts/translation_scaling.
+
+    Args:
+        arguments: of a command that computes in one process.
+        log: for what it prints.
+    """
+
+    def __init__(self, arguments: Sequence[str], log: TextIO) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self._process = context.Process(target=_train_into, args=(list(arguments), log.name, dict(os.environ)))
+        self._process.start()
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, seconds: float | None = None) -> int:
+        self._process.join(seconds)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("train", seconds or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self._process.pid or 0, number)
+
+
+def _train_into(arguments: list[str], log: str, environment: dict[str, str]) -> None:
+    os.setsid()
+    _prepare({1: Path(log), 2: Path(log)}, environment, os.O_APPEND)
+    sys.exit(chaos.train(arguments))
+
+
 def _run(folder: Path, function: Callable[..., int], args: tuple[Any, ...], environment: dict[str, str]) -> None:
+    _prepare({1: folder / "run.out", 2: folder / "run.err"}, environment, os.O_TRUNC)
+    sys.exit(function(*args))
+
+
+def _prepare(files: Mapping[int, Path], environment: dict[str, str], flags: int) -> None:
     os.environ.clear()
     os.environ.update(environment | {"OMP_NUM_THREADS": "1"})
     torch.set_num_threads(1)
-    for descriptor, name in ((1, "run.out"), (2, "run.err")):
-        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
+    for descriptor, path in files.items():
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o644), descriptor)
     leave_out(pytest.MonkeyPatch())
-    sys.exit(function(*args))

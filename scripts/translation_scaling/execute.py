@@ -154,18 +154,13 @@ def log_end(path: Path, count: int = _LOG_LINES) -> list[str]:
 def _train(run: Run, arguments: Sequence[str], signals: Signals, line: _Line | _Lines, copy: Path | None) -> int:
     """One start of a run's command; its exit code."""
     run.folder.mkdir(parents=True, exist_ok=True)
-    command = [*TRAIN, *arguments]
-    began, start = datetime.now(UTC), time.perf_counter()
-    copied = start
+    began, begin = datetime.now(UTC), time.perf_counter()
+    copied = begin
     with (run.folder / LOG_FILE).open("a", encoding="utf-8") as log:
         _hold(log, run)
-        log.write(f"\n{began:%Y-%m-%d %H:%M:%S} {' '.join(command)}\n")
+        log.write(f"\n{began:%Y-%m-%d %H:%M:%S} {' '.join([*TRAIN, *arguments])}\n")
         log.flush()
-        # A session of its own: a terminal's Ctrl-C reaches it once, through this script, for a second one would end it
-        # without saving.
-        child = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
-        )
+        child = start(arguments, log)
         with signals.passed_to(child):
             while True:
                 try:
@@ -176,13 +171,23 @@ def _train(run: Run, arguments: Sequence[str], signals: Signals, line: _Line | _
                     if copy is not None and time.perf_counter() - copied > _KEEP_SECONDS:
                         keep(run.folder, copy)
                         copied = time.perf_counter()
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - begin
     with (run.folder / STARTS_FILE).open("a") as file:
         entry = {"began": f"{began:%Y-%m-%dT%H:%M:%SZ}", "seconds": round(seconds, 1), "exit_code": code}
         file.write(json.dumps(entry) + "\n")
     if copy is not None:
         keep(run.folder, copy)
     return code
+
+
+def start(arguments: Sequence[str], log: TextIO) -> subprocess.Popen[bytes]:
+    """Start the training command, which writes to a log.
+
+    It has a session of its own: a terminal's Ctrl-C reaches it once, through this script, for a second one would end it
+    without saving.
+    """
+    command = [*TRAIN, *arguments]
+    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment(), start_new_session=True)
 
 
 def is_running(run: Run) -> bool:

@@ -6,12 +6,17 @@ from pathlib import Path
 
 import pytest
 import rehearse_paper
+from translation_scaling import execute
 
 from hf_gpipe.recipe import load_recipe
 from hf_gpipe.recipe.transformer import TransformerSize
+from tests.forked_command import Training
 
 
-def test_the_deepest_recipe_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_deepest_recipe_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execute, "start", Training)
     words = ["model.config.d_model=16", 'model.transformer="T(2, 16, 1)"', "pipeline.num_stages=4"]
     assert rehearse_paper.main(["paper-6b", "--steps", "2", "--output", str(tmp_path), *words]) == 0
     (row,) = (line for line in capsys.readouterr().out.splitlines() if "paper-6b" in line)

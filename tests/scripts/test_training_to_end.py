@@ -22,7 +22,7 @@ import pytest
 import scaling
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from translation_scaling import ending, status
+from translation_scaling import ending, execute, status
 from translation_scaling.curves import Curve, at_equal_compute, at_equal_updates, newest_checkpoint, read_curve
 from translation_scaling.draw import draw_curves
 from translation_scaling.ending import Point
@@ -38,6 +38,7 @@ from translation_scaling.to_end import next_part
 from hf_gpipe.data import build_corpus
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import DataSection, load_recipe
+from tests.forked_command import Training
 
 ROOT = Path(__file__).parents[2]
 WORDS = ("file", "window", "picture", "letter", "number", "page", "line", "word", "key", "name")
@@ -285,6 +286,7 @@ def test_an_interrupted_run_ends_from_its_checkpoint_alone(
     assert f"tiny-base, seed 1: constant rate ({before.points[-1].passes:.1f} passes" in text
     assert f"update {before.step} of about " in text
 
+    monkeypatch.setattr(execute, "start", Training)
     # Another machine, on which only the copy of the checkpoint is left.
     shutil.rmtree(output)
     (copy,) = kept.glob("tiny-base/seed-1/checkpoint-*")
