@@ -10,12 +10,13 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters.autocast import Autocast
-from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, StageModel
+from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter
 from hf_gpipe.adapters.classifiers import Classifier, check_classifier, is_classifier
 from hf_gpipe.adapters.decoder_only import DecoderOnly
 from hf_gpipe.adapters.encoder_decoder import EncoderDecoder
 from hf_gpipe.adapters.families import EXACT, REFUSED, VERIFIED_VERSIONS
 from hf_gpipe.adapters.quantised import Quantisation, find_quantisation, quantised_layers
+from hf_gpipe.adapters.stage_model import StageModel
 from hf_gpipe.errors import UnsupportedModelError, UserError
 
 _WELL_KNOWN = ("llama", "mistral", "qwen3", "gemma3", "gpt2", "mixtral", "t5", "mt5", "bart", "m2m_100", "marian")

@@ -1,35 +1,33 @@
-"""From a Hugging Face model to its list of layers, and from consecutive layers to a stage's model.
+"""From a Hugging Face model to its list of layers.
 
 `Adapter` knows the whole model without its weights: its layers, which tensors cross each boundary, which
-parameters are tied. `StageModel` is the same Hugging Face model with only the layers of one stage in it (see stubs.py).
+parameters are tied. The model of one stage is made from it (see stage_model.py).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_gpipe.adapters.autocast import Autocast, scope_of
-from hf_gpipe.adapters.dropout import DropoutSeeds, default_generator, key
-from hf_gpipe.adapters.head import DeferredLogits, Projection
+from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.adapters.known_mask import with_known_masks
 from hf_gpipe.adapters.layers import Layer, StackName, stacks_of
-from hf_gpipe.adapters.linear import hand_over
-from hf_gpipe.adapters.position_tables import hollow, lend_tables, shared_tables
+from hf_gpipe.adapters.position_tables import shared_tables
 from hf_gpipe.adapters.probe import observe_family
 from hf_gpipe.adapters.quantised import Quantisation
-from hf_gpipe.adapters.routers import RouterPort, complete, find_routers
+from hf_gpipe.adapters.routers import find_routers
 from hf_gpipe.adapters.skeleton import build_skeleton
-from hf_gpipe.adapters.stubs import EmbeddingStub, HeadStub, PassThrough, Port, admit, resemble
-from hf_gpipe.adapters.weight_gradients import WeightGradients
+from hf_gpipe.adapters.stubs import EmbeddingStub, PassThrough, Port
 from hf_gpipe.errors import DataError, UserError
+
+if TYPE_CHECKING:
+    from hf_gpipe.adapters.stage_model import StageModel
 
 IGNORED_LABEL = -100
 
@@ -322,243 +320,3 @@ class Adapter(ABC):
 
         A cache is used only where `inputs` has one, as in generation: `past_key_values` and `use_cache`.
         """
-
-
-class StageModel:
-    """The Hugging Face model with the layers `start` to `stop` (exclusive) real and all others replaced by stubs.
-
-    It is built on the meta device and takes memory once it gets its weights (see checkpoint/hub.py). Then `seal` must
-    be called once.
-    """
-
-    def __init__(self, adapter: Adapter, start: int, stop: int) -> None:
-        self.adapter = adapter
-        self.start, self.stop = start, stop
-        self.model = adapter.skeleton()
-        self.port = Port()
-        self.router_port = RouterPort(is_last=self.is_last)
-        self._projection: Projection | None = None
-        #: Where the stage's linear layers put their weight gradients; None: they are autograd's.
-        self.weight_gradients: WeightGradients | None = None
-        self._is_compiled = False
-        self._pending: dict[str, nn.Module] = {}
-        self._strip()
-
-    @property
-    def layers(self) -> tuple[Layer, ...]:
-        return self.adapter.layers[self.start : self.stop]
-
-    @property
-    def is_first(self) -> bool:
-        return self.start == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.stop == len(self.adapter.layers)
-
-    def runs(self, stack: str) -> bool:
-        """Whether one of this stage's layers, the head included, is in this stack."""
-        return any(layer.stack == stack for layer in self.layers)
-
-    @property
-    def parameter_names(self) -> tuple[str, ...]:
-        """Names of the parameters and persistent buffers that this stage needs; a tied one has its source's name."""
-        ties = self.model.all_tied_weights_keys
-        names = dict.fromkeys(
-            ties.get(name, name)
-            for name in self.model.state_dict(keep_vars=True)
-            if self.start <= self.adapter.layer_of(name) < self.stop or name.startswith(self._borrowed_tables())
-        )
-        return tuple(names)
-
-    def _borrowed_tables(self) -> tuple[str, ...]:
-        """Prefixes of the parameters in another stage's block that this stage's blocks of the same stack use."""
-        return tuple(
-            f"{table}."
-            for stack in self.adapter.stacks
-            if any(layer.name in stack.blocks for layer in self.layers)
-            and all(layer.name != stack.blocks[0] for layer in self.layers)
-            for table in self.adapter.tables[stack.name]
-        )
-
-    def _strip(self) -> None:
-        """Replace the layers of other stages by stubs, except for modules whose tied weight this stage uses.
-
-        Those modules stay until the weights are loaded, because transformers initialises and loads a tied weight
-        through the module that it is tied to.
-        """
-        needed = set(self.parameter_names)
-        ties = self.model.all_tied_weights_keys
-        foreign = [
-            (name, self._stub(index, name))
-            for index, layer in enumerate(self.adapter.layers)
-            if not self.start <= index < self.stop
-            for name in layer.all_modules
-        ]
-        inside = tuple(f"{name}." for layer in self.adapter.layers for name in layer.all_modules)
-        # Modules outside of every layer that hold weights, such as the `shared` of an encoder-decoder.
-        for name, module in self.model.named_modules():
-            if name and any(True for _ in module.parameters(recurse=False)) and not f"{name}.".startswith(inside):
-                foreign.append((name, PassThrough()))
-                resemble(foreign[-1][1], module)
-        borrowed = self._borrowed_tables()
-        for name, stub in foreign:
-            module = self.model.get_submodule(name)
-            if any(table.startswith(f"{name}.") for table in borrowed):
-                hollow(module, name, borrowed)
-                self._pending[name] = stub
-                continue
-            if any(ties.get(alias, alias) in needed for alias in (f"{name}.{n}" for n, _ in module.named_parameters())):
-                self._pending[name] = stub
-                continue
-            self.model.set_submodule(name, stub)
-        self.model.all_tied_weights_keys = {alias: source for alias, source in ties.items() if source in needed}
-
-    def _stub(self, index: int, name: str) -> nn.Module:
-        """Return the stub that replaces module `name` of layer `index`, a layer of another stage."""
-        layer = self.adapter.layers[index]
-        port = self.port if index == self.stop and name == layer.modules[0] else None
-        if layer.kind == "head":
-            stub: nn.Module = HeadStub(port, has_positions=self.adapter.is_classifier)
-        else:
-            stub = self.adapter.stub(layer, name, port)
-        resemble(stub, self.adapter.reference.get_submodule(name))
-        return stub
-
-    def seal(self, device: torch.device) -> None:
-        """Complete the stage once its weights are in memory: insert the last stubs, the dropout seeds and the input."""
-        tied = dict(self.model.named_parameters(remove_duplicate=False))
-        self._parameters = {n: tied[n] for n in self.parameter_names if n in tied}
-        self._buffers = {n: b for n, b in self.model.named_buffers() if n in set(self.parameter_names)}
-        for stack in self.adapter.stacks:
-            own = [layer.name for layer in self.layers if layer.name in stack.blocks]
-            if own and own[0] != stack.blocks[0]:
-                lend_tables(self.model, self.adapter.tables[stack.name], stack.blocks[0], own[0])
-        for name, stub in self._pending.items():
-            self.model.set_submodule(name, stub)
-        self._pending.clear()
-        for module in self.model.modules():
-            if isinstance(module, EmbeddingStub):
-                module.zero = module.zero.to(device)
-        for layer in self.layers:
-            for position, name in enumerate(layer.modules):
-                is_entrance = layer is self.layers[0] and layer.kind != "embedding" and position == 0
-                admit(self.model.get_submodule(name), name, self.port, is_entrance=is_entrance)
-        if self.is_last and (projection := self.adapter.projection.name) is not None:
-            self._projection = Projection(self.model.get_submodule(projection))
-        if self.adapter.routers:
-            complete(self.model.get_submodule(self.adapter.stacks[-1].path), self.router_port)
-        self.device = device
-        self._generator = default_generator(device)
-        self._layer_keys = {name: key(name) for layer in self.layers for name in layer.modules}
-        self.model.train()
-
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """This stage's parameters by Hugging Face name; a tied one once, under its source's name."""
-        return self._parameters
-
-    def compile_blocks(self, backend: str | None = None) -> None:
-        """Compile each block of this stage by torch.compile. Blocks of one class share one compilation.
-
-        Args:
-            backend: of torch.compile; None: its default.
-        """
-        self._is_compiled = True
-        for layer in self.layers:
-            if layer.kind == "block":
-                self.model.get_submodule(layer.name).compile(**({"backend": backend} if backend else {}))
-
-    def defer_weight_gradients(self) -> WeightGradients:
-        """Let the linear layers give their weight gradients to `weight_gradients`, from the next forward on.
-
-        The head is left out: the gradient of its output is as large as the logits, and would be kept.
-
-        Raises UserError if the blocks are compiled: their backward computes every gradient at once.
-        """
-        if self.weight_gradients is None:
-            if self._is_compiled:
-                raise UserError(
-                    "the schedule has the gradients of weights (W) apart from those of inputs (I), and torch.compile "
-                    "compiles both into one backward; set torch_compile to false, or use a schedule without I and W, "
-                    "such as 1f1b"
-                )
-            self.weight_gradients = WeightGradients()
-            for layer in self.layers:
-                if layer.kind != "head":
-                    for name in layer.all_modules:
-                        hand_over(self.model.get_submodule(name), self.weight_gradients)
-        return self.weight_gradients
-
-    def checkpoint_blocks(self) -> None:
-        """Turn on transformers' gradient checkpointing, which recomputes each block's forward in backward.
-
-        The model's own method is not called, because it looks for the input embeddings, which may be on another stage.
-        """
-        function = partial(checkpoint, use_reentrant=False)
-        for module in self.model.modules():
-            if hasattr(module, "gradient_checkpointing"):
-                module._gradient_checkpointing_func = function
-                module.gradient_checkpointing = True
-
-    def replace_parameter(self, name: str, parameter: nn.Parameter) -> None:
-        """Replace a parameter by another tensor, wherever this stage uses it."""
-        old = self._parameters[name]
-        for path, candidate in list(self.model.named_parameters(remove_duplicate=False)):
-            if candidate is old:
-                parent, _, leaf = path.rpartition(".")
-                setattr(self.model.get_submodule(parent), leaf, parameter)
-        self._parameters[name] = parameter
-
-    @property
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """This stage's persistent buffers by Hugging Face name."""
-        return self._buffers
-
-    def deferred_logits(self) -> DeferredLogits | None:
-        """For a forward that leaves out the logits; None where the stage makes none, or can only make them whole."""
-        return None if self._projection is None else DeferredLogits()
-
-    def __call__(
-        self,
-        inputs: Inputs,
-        carry: Tensors,
-        micro_batch_seed: int | None = None,
-        deferred: DeferredLogits | None = None,
-    ) -> dict[str, torch.Tensor]:
-        """Run the stage on one micro-batch.
-
-        Args:
-            inputs: as returned by `Adapter.prepare` or prepared by transformers' `generate`, on the stage's device.
-            carry: the tensors received from the previous stage; empty on the first stage.
-            micro_batch_seed: seed of dropout for this micro-batch and step; None leaves the generator alone.
-            deferred: made by `deferred_logits`; the logits are left out, and can be computed by it.
-
-        Returns:
-            The carry for the next stage. On the last stage {"logits": (B, T, V)} unless they are deferred; for a
-            mixture of experts with an auxiliary loss also {"auxiliary_loss": ()}, times its coefficient.
-        """
-        if self.adapter.autocast is not None:
-            # Autocast converts a leaf once for all its uses, so their gradients would be summed in half precision.
-            # In the plain model these tensors are not leaves, and for autocast a view is not a leaf either.
-            carry = {name: tensor.view_as(tensor) for name, tensor in carry.items()}
-        self.port.received = carry.get("hidden")
-        self.router_port.open(self.adapter.routers, carry)
-        if micro_batch_seed is not None and self.model.training:
-            self.port.seeds = DropoutSeeds(self._generator, self._layer_keys, micro_batch_seed)
-        try:
-            with scope_of(self.adapter.autocast):
-                if deferred is None or self._projection is None:
-                    return self.adapter.run(self, inputs, carry)
-                return self._projection.run(lambda: self.adapter.run(self, inputs, carry), deferred)
-        finally:
-            self.port.close()
-            self.router_port.close()
-
-    def captured(self) -> torch.Tensor:
-        """The hidden states (B, T, D) at the end of the stage."""
-        hidden = self.port.captured
-        if hidden is None:
-            last = self.layers[-1].name
-            raise RuntimeError(f"the model's forward ended without passing the end of the stage, after layer {last!r}")
-        return hidden

@@ -17,7 +17,7 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
 )
 
-from hf_gpipe.adapters.base import StageModel
+from hf_gpipe.adapters.stage_model import StageModel
 from hf_gpipe.errors import UnsupportedModelError
 
 

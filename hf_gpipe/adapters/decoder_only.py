@@ -9,11 +9,12 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, Inputs, StageModel, Tensors
+from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, Inputs, Tensors
 from hf_gpipe.adapters.documents import Documents, is_flash
 from hf_gpipe.adapters.known_mask import KnownMask
 from hf_gpipe.adapters.layers import Layer
 from hf_gpipe.adapters.routers import Router, auxiliary_loss
+from hf_gpipe.adapters.stage_model import StageModel
 from hf_gpipe.errors import DataError
 
 

@@ -8,8 +8,9 @@ from collections.abc import Container
 
 import torch
 
-from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, Inputs, StageModel, Tensors
+from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, Inputs, Tensors
 from hf_gpipe.adapters.layers import Layer, StackName
+from hf_gpipe.adapters.stage_model import StageModel
 from hf_gpipe.errors import UnsupportedModelError
 
 _DECODER_SIDE = ("labels", "decoder_input_ids", "decoder_attention_mask")

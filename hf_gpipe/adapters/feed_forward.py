@@ -15,7 +15,8 @@ import torch
 from hf_gpipe.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from hf_gpipe.adapters.base import Adapter, StageModel
+    from hf_gpipe.adapters.base import Adapter
+    from hf_gpipe.adapters.stage_model import StageModel
 
 #: End of the name of a block's last feed-forward projection -> the families that use this name. Families whose blocks
 #: normalise the output of their feed-forward layers are left out, because the norm would undo the scale.

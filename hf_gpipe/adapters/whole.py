@@ -18,8 +18,9 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_gpipe.adapters.autocast import scope_of
-from hf_gpipe.adapters.base import Adapter, StageModel
+from hf_gpipe.adapters.base import Adapter
 from hf_gpipe.adapters.peft import PeftAdapter
+from hf_gpipe.adapters.stage_model import StageModel
 from hf_gpipe.errors import UserError
 
 _GIVE = "change the model before it is given to the Pipeline or the trainer"
