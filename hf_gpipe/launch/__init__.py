@@ -16,8 +16,8 @@ from hf_gpipe.launch.file import ENGINES, JobFile
 from hf_gpipe.recipe import Recipe, load_recipe
 
 if TYPE_CHECKING:
-    from hf_gpipe.plan import Question
     from hf_gpipe.planner.plan import Plan
+    from hf_gpipe.planner.question import Question
 
 DESCRIPTION = """\
 Prints a file that starts the training of a recipe on several machines, and submits nothing. It stops the training in
@@ -96,7 +96,7 @@ def _per_node(recipe: Recipe, nodes: int, asked: int | None) -> int:
 
 def _planned(options: argparse.Namespace, per_node: int) -> tuple[list[str], list[str]]:
     """The key=value arguments that the plan adds to the recipe's, and the plan in words."""
-    from hf_gpipe.plan import Question
+    from hf_gpipe.plan import read_question
     from hf_gpipe.planner.report import overrides, report
 
     links = f"@{options.links}" if options.links else ""
@@ -104,7 +104,7 @@ def _planned(options: argparse.Namespace, per_node: int) -> tuple[list[str], lis
     for name in ("device", "memory"):
         if value := getattr(options, name):
             words += [f"--{name}", value]
-    question = Question.read(words)
+    question = read_question(words)
     plan = _in_the_best_order(question)
     given = load_recipe(options.recipe, options.overrides).pipeline
     changed = []
