@@ -18,8 +18,9 @@ from hf_gpipe.planner.devices import Link
 from hf_gpipe.runtime.processes import Processes
 from hf_gpipe.schedule.actions import Placement
 
-#: Messages grow until one takes so long, or has the last size.
-_LONG_ENOUGH_SECONDS = 0.05
+#: Messages grow until one takes so long and so many round trips, or has the last size. TCP begins slowly: on a link
+#: with a delay, the first round trips of a message carry little.
+_LONG_ENOUGH_SECONDS, _ENOUGH_ROUND_TRIPS = 0.05, 20
 _FIRST_BYTES, _LAST_BYTES, _GROWTH = 1 << 16, 1 << 25, 8
 _NUM_TRIPS = 5
 
@@ -156,8 +157,8 @@ def _send_and_measure(processes: Processes, peer: int) -> tuple[float, float]:
 
     # The first message connects the two.
     round_trip = median([trip(1) for _ in range(_NUM_TRIPS)][1:])
-    size = _FIRST_BYTES
-    while (seconds := trip(size)) < _LONG_ENOUGH_SECONDS and size < _LAST_BYTES:
+    size, enough = _FIRST_BYTES, max(_LONG_ENOUGH_SECONDS, _ENOUGH_ROUND_TRIPS * round_trip)
+    while (seconds := trip(size)) < enough and size < _LAST_BYTES:
         size *= _GROWTH
     dist.send(torch.tensor([0], device=device), group_dst=peer, group=group)
     return size / max(seconds - round_trip / 2, 1e-9), round_trip / 2

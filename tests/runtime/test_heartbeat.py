@@ -37,7 +37,8 @@ def test_a_lost_process_is_named(store: dist.Store) -> None:
     threading.Timer(1.5, theirs.stop).start()
     with pytest.raises(RuntimeError, match=r"process 1 has said nothing for \d+ seconds"):
         ours.wait_for_all("end", LONGEST)
-    assert 4 <= time.monotonic() - start < 30
+    # It may have said its last word some time before it ended.
+    assert LIMIT.total_seconds() <= time.monotonic() - start < 30
     ours.stop()
 
 
