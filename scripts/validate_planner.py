@@ -203,8 +203,10 @@ def train(case: Case, num_steps: int) -> Measured:
     return Measured(sum(held.values()), _resident_bytes("VmHWM") - baseline, seconds)
 
 
-def train_pipeline(case: Case, num_steps: int) -> tuple[Pipeline, tuple[float, ...]]:
-    """Some steps of a case, and the seconds of each but the first."""
+def train_pipeline(
+    case: Case, num_steps: int, after_step: Callable[[], None] = lambda: None
+) -> tuple[Pipeline, tuple[float, ...]]:
+    """Some steps of a case, and the seconds of each but the first; `after_step` is not in them."""
     pipe = Pipeline(
         case.config,
         case.num_stages,
@@ -231,6 +233,7 @@ def train_pipeline(case: Case, num_steps: int) -> tuple[Pipeline, tuple[float, .
         pipe.zero_grad()
         _barrier()
         seconds.append(time.perf_counter() - start)
+        after_step()
     return pipe, tuple(seconds[1:])
 
 
