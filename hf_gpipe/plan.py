@@ -15,7 +15,7 @@ from hf_gpipe.recipe import ROW_LENGTH_KINDS
 from hf_gpipe.schedule import draw_text
 
 if TYPE_CHECKING:
-    from hf_gpipe.planner.question import Question
+    from hf_gpipe.question import Question
 
 #: Longer texts are not tried.
 _MOST_TOKENS = 1 << 20
@@ -52,13 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def read_question(args: Sequence[str]) -> Question:
     """The question of the command's arguments, for another command. Raises UserError for what they get wrong."""
-    from hf_gpipe.planner.question import Question
+    from hf_gpipe.question import Question
 
     return Question.of(_parser().parse_intermixed_args(args))
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from hf_gpipe.planner.question import Question
+    from hf_gpipe.question import Question
 
     question = Question.of(options)
 

@@ -30,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("pipeline",),
     ("data",),
     ("training",),
+    ("question",),
     ("plan", "check", "generate", "train"),
     ("launch",),
     ("__main__",),

@@ -17,7 +17,7 @@ from hf_gpipe.recipe import Recipe, load_recipe
 
 if TYPE_CHECKING:
     from hf_gpipe.planner.plan import Plan
-    from hf_gpipe.planner.question import Question
+    from hf_gpipe.question import Question
 
 DESCRIPTION = """\
 Prints a file that starts the training of a recipe on several machines, and submits nothing. It stops the training in
