@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters import IGNORED_LABEL, Adapter, StageModel, build_adapter, unsupported
-from hf_gpipe.adapters.decoder_only import packed_row
 from hf_gpipe.adapters.routers import auxiliary_loss
 from hf_gpipe.adapters.skeleton import build
 from hf_gpipe.adapters.tiny import tiny_config
@@ -234,20 +233,23 @@ def verify_packing(adapter: Adapter) -> None:
 
     Raises:
         UnsupportedModelError: the logits differ, or the clone does not run.
-        UserError: the model has an encoder, or attention that cannot keep documents apart.
+        UserError: the model has attention that cannot keep documents apart.
     """
-    adapter.packed([{"input_ids": torch.zeros(1, dtype=torch.long)}])
+    token = torch.zeros(1, dtype=torch.long)
+    adapter.packed([{"input_ids": token, "labels": token}])
     family, whole = adapter.given_config.model_type, adapter.reference
     try:
         options = {"trust_remote_code": adapter.trust_remote_code}
         model = exact_clone(adapter.given_config, torch.float32, adapter.model_class, **options).eval()
-        if whole.config._attn_implementation == "sdpa":
-            model.set_attn_implementation("sdpa")
-        ids = padded_batch(model)["input_ids"].flatten().repeat(PACKED_LENGTHS[0])
-        documents = [{"input_ids": ids[size : 2 * size], "position_ids": torch.arange(size)} for size in PACKED_LENGTHS]
+        attention = "sdpa" if whole.config._attn_implementation == "sdpa" else "eager"
+        clone = build_adapter(model.config, torch.float32, attention, type(model))
+        (stage,) = stage_models(model, clone, 1).values()
+        stage.model.eval()
+        documents = _documents(model, clone)
         with torch.no_grad():
-            packed = model(**packed_row(documents, model), use_cache=False).logits
-            alone = [model(input_ids=one["input_ids"][None], use_cache=False).logits for one in documents]
+            packed = stage(clone.packed(documents), {})["logits"]
+            rows = [{name: tensor[None] for name, tensor in one.items()} for one in documents]
+            alone = [stage(clone.with_known_masks(clone.prepare(row)), {})["logits"] for row in rows]
     except Exception as error:
         raise UnsupportedModelError(f"{family}: packed rows of a tiny clone fail: {_first(error)}") from error
     expected = torch.cat(alone, dim=1)
@@ -258,6 +260,15 @@ def verify_packing(adapter: Adapter) -> None:
             f"{family}: rows cannot be packed: documents in one row change each other's logits (by {difference:.0e} on "
             "a tiny clone); leave packing out, and use a collator that pads"
         )
+
+
+def _documents(model: PreTrainedModel, adapter: Adapter) -> list[Batch]:
+    """Documents of unlike lengths, as of `Adapter.packed`."""
+    ids = padded_batch(model)["input_ids"].flatten().repeat(PACKED_LENGTHS[0])
+    sources = [ids[size : 2 * size] for size in PACKED_LENGTHS]
+    if not adapter.target_keys:
+        return [{"input_ids": one, "position_ids": torch.arange(len(one)), "labels": one} for one in sources]
+    return [{"input_ids": one, "labels": other} for one, other in zip(sources, reversed(sources), strict=True)]
 
 
 def _first(error: Exception) -> str:
@@ -324,13 +335,7 @@ def split_step(
     model: PreTrainedModel, adapter: Adapter, batch: Batch, num_stages: int, *, splits_backward: bool = False
 ) -> Step:
     """Run the same step in stages, all of them in this process, with recomputation."""
-    cpu = torch.device("cpu")
-    models: dict[int, StageModel] = {}
-    for number, layers in enumerate(partition(len(adapter.layers), num_stages, "count")):
-        models[number] = StageModel(adapter, layers[0], layers[-1] + 1)
-        hub.take(models[number], model, cpu)
-        models[number].seal(cpu)
-    share_within_process(models)
+    cpu, models = torch.device("cpu"), stage_models(model, adapter, num_stages)
     stages = {
         n: Stage(one, lambda boundary: dict.fromkeys(adapter.sources(boundary), True)) for n, one in models.items()
     }
@@ -343,6 +348,17 @@ def split_step(
     assert loss is not None
     parameters = {name: p for one in models.values() for name, p in one.parameters.items()}
     return Step(float(loss), {name: p.grad for name, p in parameters.items() if p.grad is not None}, adapter.dtype)
+
+
+def stage_models(model: PreTrainedModel, adapter: Adapter, num_stages: int) -> dict[int, StageModel]:
+    """The stages of a model in this process, with its weights."""
+    models: dict[int, StageModel] = {}
+    for number, layers in enumerate(partition(len(adapter.layers), num_stages, "count")):
+        models[number] = StageModel(adapter, layers[0], layers[-1] + 1)
+        hub.take(models[number], model, torch.device("cpu"))
+        models[number].seal(torch.device("cpu"))
+    share_within_process(models)
+    return models
 
 
 def _with_weights_last(table: Schedule) -> Schedule:

@@ -86,7 +86,7 @@ class Pipeline(PipelineSteps):
         length_bucketing: whether training sorts the rows of a mini-batch by length before it is cut, and cuts it so
             that the largest micro-batch has as few tokens, padding included, as possible.
         packing: whether training packs the rows of a mini-batch: each micro-batch is one row, of documents that do not
-            see each other, without padding. Loss and gradients stay those of the rows. Decoder-only models alone.
+            see each other, without padding. Loss and gradients stay those of the rows.
         settings: other fields of `PipelineConfig` (`memory` also as a number of bytes, `torch_compile` also as the name
             of a backend) and of `PlanInputs` (`example`, `optim`, `accumulation`), in place of the two objects.
 

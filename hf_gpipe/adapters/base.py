@@ -9,25 +9,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters.autocast import Autocast
+from hf_gpipe.adapters.document_positions import is_position_table
 from hf_gpipe.adapters.known_mask import with_known_masks
 from hf_gpipe.adapters.layers import Layer, StackName, stacks_of
 from hf_gpipe.adapters.position_tables import shared_tables
 from hf_gpipe.adapters.probe import observe_family
 from hf_gpipe.adapters.quantised import Quantisation
-from hf_gpipe.adapters.routers import find_routers
+from hf_gpipe.adapters.routers import RouterPort, find_routers
 from hf_gpipe.adapters.skeleton import build_skeleton
 from hf_gpipe.adapters.stubs import EmbeddingStub, PassThrough, Port
-from hf_gpipe.errors import DataError, UserError
-
-if TYPE_CHECKING:
-    from hf_gpipe.adapters.stage_model import StageModel
+from hf_gpipe.errors import DataError
 
 IGNORED_LABEL = -100
 
@@ -37,6 +35,22 @@ _NOT_TEXT = ("inputs_embeds", "decoder_inputs_embeds", "pixel_values", "image_",
 Tensors = Mapping[str, torch.Tensor]
 #: Inputs of a model's forward: tensors in training; in generation also the cache and the other arguments of `generate`.
 Inputs = Mapping[str, Any]
+
+
+class Stage(Protocol):
+    """What `Adapter.run` needs of a `StageModel`."""
+
+    model: PreTrainedModel
+    device: torch.device
+    router_port: RouterPort
+    stop: int
+
+    @property
+    def is_last(self) -> bool: ...
+
+    def runs(self, stack: str) -> bool: ...
+
+    def captured(self) -> torch.Tensor: ...
 
 
 class Adapter(ABC):
@@ -54,6 +68,8 @@ class Adapter(ABC):
 
     #: Keys of a mini-batch that only the loss reads.
     loss_keys = ("labels", "ref_logps")
+    #: Keys of a mini-batch that have a value for each token of the target, where that is another text.
+    target_keys: tuple[str, ...] = ()
 
     #: Whether the model classifies or scores rows: its logits are (B, C), those of one token of each row.
     is_classifier = False
@@ -160,20 +176,24 @@ class Adapter(ABC):
         """Prepared inputs on the CPU, with masks of which transformers need not ask the device whether they pad."""
         return with_known_masks(inputs)
 
+    @abstractmethod
     def packed(self, documents: Sequence[Tensors], *, is_compiled: bool = False) -> dict[str, torch.Tensor]:
         """Return the inputs of a micro-batch's forward in which documents stand one after the other in one row.
 
         Args:
-            documents: of each document its tensors (T,), on the CPU: input_ids, labels, position_ids.
+            documents: of each document its tensors on the CPU. Of a decoder-only model input_ids, labels and
+                position_ids (T,); of an encoder-decoder input_ids (S,), labels and perhaps decoder_input_ids (T,).
             is_compiled: whether the blocks are compiled by torch.compile.
 
         Raises:
             UserError: the model cannot keep documents apart.
         """
-        raise UserError(
-            f"{self.config.model_type} has an encoder, and only rows of a decoder-only model can be packed; leave "
-            "packing out, and use a collator that pads"
-        )
+
+    def document_lengths(self, inputs: Inputs) -> dict[StackName, tuple[int, ...]]:
+        """Of a packed micro-batch the tokens of each document, for each stack; of rows nothing."""
+        masks = {stack.name: inputs.get(self.mask_of(stack.name)) for stack in self.stacks}
+        documents = {stack: getattr(mask, "documents", None) for stack, mask in masks.items()}
+        return {stack: found.lengths for stack, found in documents.items() if found is not None}
 
     @abstractmethod
     def row_lengths(self, batch: Tensors) -> torch.Tensor:
@@ -247,8 +267,8 @@ class Adapter(ABC):
         found: dict[StackName, int] = {}
         for layer in self.layers:
             for name in layer.all_modules if layer.kind == "embedding" else ():
-                table, own = self.reference.get_submodule(name), name.rpartition(".")[2]
-                if isinstance(table, nn.Embedding) and ("position" in own or own == "wpe"):
+                table = self.reference.get_submodule(name)
+                if isinstance(table, nn.Embedding) and is_position_table(name):
                     # In some tables the first rows are not positions.
                     found[layer.stack] = table.num_embeddings - getattr(table, "offset", 0)
         return found
@@ -257,12 +277,16 @@ class Adapter(ABC):
         """Name of the token ids that a stack reads."""
         return "input_ids"
 
+    def mask_of(self, stack: StackName) -> str:
+        """Name of the mask of the tokens that a stack reads."""
+        return "attention_mask"
+
     def check_lengths(self, inputs: Inputs) -> None:
         """Raise DataError where inputs, as returned by `prepare`, are longer than the model's table of positions."""
-        documents = getattr(inputs.get("attention_mask"), "documents", None)
+        documents = self.document_lengths(inputs)
         for stack, most in self.num_positions.items():
             name = self.ids_of(stack)
-            length = inputs[name].shape[1] if documents is None else max(documents.lengths)
+            length = max(documents.get(stack, (inputs[name].shape[1],)))
             if length > most:
                 raise DataError(
                     f"a row of {name} is {length} tokens long, and the {stack} has positions for {most}; cut the rows "
@@ -315,7 +339,7 @@ class Adapter(ABC):
         return {name: not trained.isdisjoint(layers) for name, layers in self.sources(boundary).items()}
 
     @abstractmethod
-    def run(self, stage: StageModel, inputs: Inputs, carry: Tensors) -> dict[str, torch.Tensor]:
+    def run(self, stage: Stage, inputs: Inputs, carry: Tensors) -> dict[str, torch.Tensor]:
         """Run a stage's layers and return what `StageModel.__call__` returns.
 
         A cache is used only where `inputs` has one, as in generation: `past_key_values` and `use_cache`.

@@ -9,12 +9,11 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, Inputs, Tensors
+from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, Inputs, Stage, Tensors
 from hf_gpipe.adapters.documents import Documents, is_flash
 from hf_gpipe.adapters.known_mask import KnownMask
 from hf_gpipe.adapters.layers import Layer
 from hf_gpipe.adapters.routers import Router, auxiliary_loss
-from hf_gpipe.adapters.stage_model import StageModel
 from hf_gpipe.errors import DataError
 
 
@@ -75,7 +74,7 @@ class DecoderOnly(Adapter):
         """Whether the auxiliary loss is computed: not in generation, which has no loss."""
         return bool(self.routers) and "labels" in inputs
 
-    def run(self, stage: StageModel, inputs: Inputs, carry: Tensors) -> dict[str, torch.Tensor]:
+    def run(self, stage: Stage, inputs: Inputs, carry: Tensors) -> dict[str, torch.Tensor]:
         forward = {name: value for name, value in inputs.items() if name not in self.loss_keys}
         has_auxiliary_loss = self._has_auxiliary_loss(inputs)
         if self.routers:

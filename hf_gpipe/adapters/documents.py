@@ -29,14 +29,23 @@ class Documents:
     Attributes:
         lengths: tokens of each, in order.
         has_whole_mask: whether attention gets one mask over the whole row; otherwise it runs document by document.
+        query_lengths: tokens of each that attend to it: the target's, where a decoder attends to an encoder.
     """
 
     lengths: tuple[int, ...]
     has_whole_mask: bool
+    query_lengths: tuple[int, ...]
 
     @classmethod
-    def of(cls, lengths: Sequence[int], model: PreTrainedModel, *, is_compiled: bool = False) -> Documents:
-        """The documents of a row for a model.
+    def of(
+        cls,
+        lengths: Sequence[int],
+        model: PreTrainedModel,
+        *,
+        is_compiled: bool = False,
+        query_lengths: Sequence[int] | None = None,
+    ) -> Documents:
+        """The documents of a row for a model; without `query_lengths` their own tokens attend to them.
 
         Raises:
             UserError: the model's attention function cannot keep documents apart.
@@ -47,7 +56,8 @@ class Documents:
                 f"attn_implementation={name!r} cannot keep packed documents apart here; use sdpa, eager or "
                 "flash_attention_2"
             )
-        return cls(tuple(lengths), is_compiled or not attends_by_document(model))
+        queries = lengths if query_lengths is None else query_lengths
+        return cls(tuple(lengths), is_compiled or not attends_by_document(model), tuple(queries))
 
 
 def attends_by_document(model: PreTrainedModel) -> bool:
@@ -63,16 +73,18 @@ def is_flash(attn_implementation: str) -> bool:
 
 
 class MaskOfDocuments(torch.Tensor):
-    """Stands for the mask (1, 1, T, T) of a packed row where attention runs document by document.
+    """Stands for the mask (1, 1, T, S) of a packed row where attention runs document by document.
 
     Its values take no memory and are NaN, so that code that uses it as a mask gives no numbers that look right.
 
     Attributes:
         lengths: tokens of each document.
+        query_lengths: tokens of each document that attend to it.
         masks: the mask of each document alone; None: it needs none.
     """
 
     lengths: tuple[int, ...]
+    query_lengths: tuple[int, ...]
     masks: tuple[torch.Tensor | None, ...]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -88,25 +100,26 @@ def mask_of_documents(documents: Documents, make_mask: MakeMask, options: Mappin
     """
     if is_flash(options["config"]._attn_implementation):
         return None
+    options = {**options, "attention_mask": None}
     if documents.has_whole_mask:
-        options = {**options, "allow_is_causal_skip": False}
-    options = {**options, "allow_is_bidirectional_skip": False, "attention_mask": None}
+        options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    sizes = list(zip(documents.query_lengths, documents.lengths, strict=True))
     alone = {
-        length: make_mask(**{**options, "q_length": length, "kv_length": length})
-        for length in dict.fromkeys(documents.lengths)
+        (queries, keys): make_mask(**{**options, "q_length": queries, "kv_length": keys})
+        for queries, keys in dict.fromkeys(sizes)
     }
-    masks = tuple(alone[length] for length in documents.lengths)
-    shape = (1, 1, sum(documents.lengths), sum(documents.lengths))
+    masks = tuple(alone[size] for size in sizes)
+    shape = (1, 1, sum(documents.query_lengths), sum(documents.lengths))
     if documents.has_whole_mask:
         dtype = masks[0].dtype
         whole = masks[0].new_full(shape, False if dtype == torch.bool else torch.finfo(dtype).min)
-        start = 0
-        for length, mask in zip(documents.lengths, masks, strict=True):
-            whole[..., start : start + length, start : start + length] = mask
-            start += length
+        row = column = 0
+        for (queries, keys), mask in zip(sizes, masks, strict=True):
+            whole[..., row : row + queries, column : column + keys] = mask
+            row, column = row + queries, column + keys
         return whole
     found = torch.full((), torch.nan, device=options["device"]).expand(shape).as_subclass(MaskOfDocuments)
-    found.lengths, found.masks = documents.lengths, masks
+    found.lengths, found.query_lengths, found.masks = documents.lengths, documents.query_lengths, masks
     return found
 
 
@@ -126,10 +139,11 @@ def _by_document(attend: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(attention_mask, MaskOfDocuments):
             return attend(module, query, key, value, attention_mask, *args, **options)
         # (B, heads, T, width); `split` has one backward for all documents.
-        parts = [tensor.split(attention_mask.lengths, dim=2) for tensor in (query, key, value)]
+        queries = query.split(attention_mask.query_lengths, dim=2)
+        keys, values = (tensor.split(attention_mask.lengths, dim=2) for tensor in (key, value))
         alone = [
             attend(module, *tensors, mask, *args, **options)[0]
-            for *tensors, mask in zip(*parts, attention_mask.masks, strict=True)
+            for *tensors, mask in zip(queries, keys, values, attention_mask.masks, strict=True)
         ]
         return torch.cat(alone, dim=1), None
 

@@ -4,31 +4,54 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 import torch
 
-from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, Inputs, Tensors
+from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, Inputs, Stage, Tensors
+from hf_gpipe.adapters.documents import Documents, is_flash
+from hf_gpipe.adapters.known_mask import KnownMask
 from hf_gpipe.adapters.layers import Layer, StackName
-from hf_gpipe.adapters.stage_model import StageModel
-from hf_gpipe.errors import UnsupportedModelError
+from hf_gpipe.errors import UnsupportedModelError, UserError
 
-_DECODER_SIDE = ("labels", "decoder_input_ids", "decoder_attention_mask")
+#: The mask of a packed row for the decoder, which attends to the source of each document from its target.
+_CROSS_MASK = "cross_attention_mask"
 
 
 class EncoderDecoder(Adapter):
     """Marian, BART and M2M100: a stack of encoder blocks, a stack of decoder blocks with cross-attention, a head."""
+
+    target_keys = ("labels", "decoder_input_ids", "decoder_attention_mask")
 
     def _prepared(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if (mask := inputs.get("attention_mask")) is not None and mask.dim() == 2:
             source = {name: inputs[name] for name in ("input_ids", "attention_mask")}
             inputs |= self._trimmed(source, mask.bool())
         if (labels := inputs.get("labels")) is not None:
-            target = {n: t for n, t in inputs.items() if n in _DECODER_SIDE}
+            target = {n: t for n, t in inputs.items() if n in self.target_keys}
             inputs |= self._trimmed(target, labels != IGNORED_LABEL)
         if "decoder_input_ids" not in inputs:
             inputs["decoder_input_ids"] = self._shift_right(inputs["labels"])
         return inputs
+
+    def packed(self, documents: Sequence[Tensors], *, is_compiled: bool = False) -> dict[str, torch.Tensor]:
+        model = self.reference
+        if is_flash(name := model.config._attn_implementation):
+            raise UserError(
+                f"attn_implementation={name!r} cannot keep packed documents of a model with an encoder "
+                f"({self.config.model_type}) apart; use sdpa or eager"
+            )
+        if "decoder_input_ids" not in documents[0]:
+            documents = [{**one, "decoder_input_ids": self._shift_right(one["labels"][None])[0]} for one in documents]
+        row = {name: torch.cat([one[name] for one in documents])[None] for name in documents[0]}
+        source, target = ([len(one[name]) for one in documents] for name in ("input_ids", "decoder_input_ids"))
+        of_source, of_target = torch.ones_like(row["input_ids"]), torch.ones_like(row["decoder_input_ids"])
+        masks = {
+            "attention_mask": (of_source, Documents.of(source, model, is_compiled=is_compiled)),
+            "decoder_attention_mask": (of_target, Documents.of(target, model, is_compiled=is_compiled)),
+            _CROSS_MASK: (of_source, Documents.of(source, model, is_compiled=is_compiled, query_lengths=target)),
+        }
+        return row | {name: KnownMask.of(*values) for name, values in masks.items()}
 
     def row_lengths(self, batch: Tensors) -> torch.Tensor:
         mask, ids = batch.get("attention_mask"), batch["input_ids"]
@@ -57,6 +80,9 @@ class EncoderDecoder(Adapter):
 
     def ids_of(self, stack: StackName) -> str:
         return "input_ids" if stack == "encoder" else "decoder_input_ids"
+
+    def mask_of(self, stack: StackName) -> str:
+        return "attention_mask" if stack == "encoder" else "decoder_attention_mask"
 
     def carry_shapes(self, boundary: int, inputs: Inputs) -> dict[str, tuple[int, ...]]:
         carried = self._carried(boundary, inputs)
@@ -90,7 +116,7 @@ class EncoderDecoder(Adapter):
         sources = {"hidden": hidden, "encoder_hidden": encoder}
         return {name: sources[name] for name in self._carried(boundary)}
 
-    def run(self, stage: StageModel, inputs: Inputs, carry: Tensors) -> dict[str, torch.Tensor]:
+    def run(self, stage: Stage, inputs: Inputs, carry: Tensors) -> dict[str, torch.Tensor]:
         """Like the base class. Generation runs encoder and decoder separately.
 
         Without `decoder_input_ids` only the encoder runs, with `encoder_outputs` only the decoder.
@@ -112,8 +138,10 @@ class EncoderDecoder(Adapter):
             encoder_hidden = torch.zeros((), dtype=self.dtype, device=stage.device).expand(shape)
         if not stage.runs("decoder") or "decoder_input_ids" not in inputs:
             return {"encoder_hidden": encoder_hidden}
-        skip = ("input_ids", *self.loss_keys)
+        skip = ("input_ids", _CROSS_MASK, *self.loss_keys)
         forward = {name: value for name, value in inputs.items() if name not in skip}
+        if _CROSS_MASK in inputs:
+            forward["attention_mask"] = inputs[_CROSS_MASK]
         forward["encoder_outputs"] = self.stacks[0].output(last_hidden_state=encoder_hidden)
         logits = stage.model(**{"use_cache": False, **forward}).logits
         if stage.is_last:

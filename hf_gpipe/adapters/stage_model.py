@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_gpipe.adapters.autocast import scope_of
 from hf_gpipe.adapters.base import Adapter, Inputs, Tensors
+from hf_gpipe.adapters.document_positions import Borders, is_position_table, number_anew
 from hf_gpipe.adapters.dropout import DropoutSeeds, default_generator, key
 from hf_gpipe.adapters.head import DeferredLogits, Projection
 from hf_gpipe.adapters.layers import Layer
@@ -34,6 +35,7 @@ class StageModel:
         self.model = adapter.skeleton()
         self.port = Port()
         self.router_port = RouterPort(is_last=self.is_last)
+        self._borders = Borders()
         self._projection: Projection | None = None
         #: Where the stage's linear layers put their weight gradients; None: they are autograd's.
         self.weight_gradients: WeightGradients | None = None
@@ -137,6 +139,11 @@ class StageModel:
         for module in self.model.modules():
             if isinstance(module, EmbeddingStub):
                 module.zero = module.zero.to(device)
+        for stack in self.adapter.stacks:
+            # A table without weights, as M2M100's sines, belongs to no layer, and is in every stage.
+            for name, module in self.model.get_submodule(stack.path).named_children():
+                if is_position_table(name) and not isinstance(module, EmbeddingStub):
+                    number_anew(module, stack.name, self._borders)
         for layer in self.layers:
             for position, name in enumerate(layer.modules):
                 is_entrance = layer is self.layers[0] and layer.kind != "embedding" and position == 0
@@ -241,6 +248,8 @@ class StageModel:
             carry = {name: tensor.view_as(tensor) for name, tensor in carry.items()}
         self.port.received = carry.get("hidden")
         self.router_port.open(self.adapter.routers, carry)
+        # Positions that are given begin anew already.
+        self._borders.lengths = {} if "position_ids" in inputs else self.adapter.document_lengths(inputs)
         if micro_batch_seed is not None and self.model.training:
             self.port.seeds = DropoutSeeds(self._generator, self._layer_keys, micro_batch_seed)
         try:

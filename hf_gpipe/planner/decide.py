@@ -109,7 +109,7 @@ class Planning:
     def _measure(self, config: PipelineConfig) -> dict[int, ModelCosts]:
         """The costs of each size of micro-batch that may be chosen, measured by all processes at once, as in a run."""
         processes = self.processes
-        mini_batch = processes.from_reader(self.inputs.mini_batch)
+        mini_batch = processes.from_reader(lambda: self.inputs.mini_batch(self.adapter.target_keys))
         measured = {}
         for count in micro_batch_counts(mini_batch.rows, config.num_micro_batches):
             rows = largest_micro_batch(mini_batch.rows, count)

@@ -211,7 +211,7 @@ class Planner:
         Raises:
             UserError: there is no mini-batch, or the optimizer's state has no known size.
         """
-        mini_batch = inputs.mini_batch()
+        mini_batch = inputs.mini_batch(adapter.target_keys)
         tracer = cache(lambda: LayerTracer(adapter, peft=peft, loss=loss, as_on_gpu=as_on_gpu))
 
         def costs_of(rows: int) -> ModelCosts:

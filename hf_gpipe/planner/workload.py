@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -60,8 +60,8 @@ class Workload:
         source_tokens: columns of an encoder's ids; a decoder-only model does not read it.
         target_tokens: columns of a decoder's ids and labels: T of a decoder-only model.
         has_padding: whether some row is shorter than the others, so that attention needs a mask.
-        is_packed: whether the rows are packed, without padding: `target_tokens` is their mean length, rounded up.
-        longest_tokens: of packed rows, the tokens of the longest; of others, 0.
+        is_packed: whether the rows are packed, without padding: the tokens are their mean lengths, rounded up.
+        longest_source, longest_target: of packed rows, the tokens of the longest; of others, 0.
 
     Raises:
         UserError: a size below 1.
@@ -72,7 +72,8 @@ class Workload:
     target_tokens: int
     has_padding: bool = True
     is_packed: bool = False
-    longest_tokens: int = 0
+    longest_source: int = 0
+    longest_target: int = 0
 
     def __post_init__(self) -> None:
         for name in ("rows", "source_tokens", "target_tokens"):
@@ -94,15 +95,7 @@ class Workload:
             recipe: its batch size, in rows or target tokens, and its longest texts are read.
             num_micro_batches: M, since a recipe may leave it open.
             is_encoder_decoder: of the model's configuration.
-
-        Raises:
-            UserError: the recipe packs rows of an encoder-decoder.
         """
-        if recipe.training.packing and is_encoder_decoder:
-            raise UserError(
-                "training.packing is true, and the model has an encoder: only rows of a decoder-only model can be "
-                "packed; leave it out (training.length_bucketing saves padding too)"
-            )
         data = recipe.data
         source, target = (
             data.max_source_tokens,
@@ -114,29 +107,39 @@ class Workload:
         if not is_encoder_decoder:
             # Text comes in blocks of the longest target, and conversations are targets as a whole.
             source = target = target if data.kind in SEQUENCE_KINDS else source + target
-            if recipe.training.packing:
-                return cls.packed(largest_micro_batch(rows, num_micro_batches), target, target)
         rows = largest_micro_batch(rows, num_micro_batches)
+        if recipe.training.packing:
+            return cls.packed(rows, (source, source), (target, target))
         return cls(2 * rows if data.kind == "preferences" else rows, source, target)
 
     @classmethod
-    def packed(cls, rows: int, tokens: int, longest: int) -> Workload:
-        """Rows without padding of `tokens` each on average, of which one has `longest`."""
-        return cls(rows, tokens, tokens, has_padding=False, is_packed=True, longest_tokens=longest)
+    def packed(cls, rows: int, source: tuple[int, int], target: tuple[int, int]) -> Workload:
+        """Rows without padding; of their sources and of their targets the mean length and the longest."""
+        return cls(rows, source[0], target[0], False, True, longest_source=source[1], longest_target=target[1])
 
     @classmethod
-    def of_batch(cls, batch: Tensors, num_micro_batches: int = 1, *, packing: bool = False) -> Workload:
+    def of_batch(
+        cls,
+        batch: Tensors,
+        num_micro_batches: int = 1,
+        *,
+        packing: bool = False,
+        target_keys: Collection[str] = (),
+    ) -> Workload:
         """The largest micro-batch of a mini-batch, which has input_ids (N, T), labels (N, T') and perhaps a mask.
 
         Args:
             batch: the mini-batch; a flattened one is always packed.
             num_micro_batches: M.
             packing: whether its rows are packed.
+            target_keys: of the model's adapter.
         """
         on_cpu = {name: tensor.cpu() for name, tensor in tensors_of(batch).items()}
         if packing or is_flattened(on_cpu):
-            lengths = [len(one["input_ids"]) for one in packed_parts(on_cpu, num_micro_batches)[0]]
-            return cls.packed(len(lengths), -(-sum(lengths) // len(lengths)), max(lengths))
+            documents = packed_parts(on_cpu, num_micro_batches, target_keys)[0]
+            sources = [len(one["input_ids"]) for one in documents]
+            targets = [len(one["labels"]) for one in documents] if target_keys else sources
+            return cls.packed(len(documents), _mean_and_most(sources), _mean_and_most(targets))
         num_rows, source = batch["input_ids"].shape
         mask = batch.get("attention_mask")
         rows, has_padding = largest_micro_batch(num_rows, num_micro_batches), mask is not None and not bool(mask.all())
@@ -149,8 +152,10 @@ class Workload:
 
     def of_rows(self, rows: int) -> Workload:
         """A micro-batch of so many of its rows, of packed ones a micro-batch that has the longest."""
-        tokens = max(self.target_tokens, -(-self.longest_tokens // rows))
-        return replace(self, rows=rows, target_tokens=tokens) if self.is_packed else replace(self, rows=rows)
+        # Of rows that are not packed the longest are 0.
+        source = max(self.source_tokens, -(-self.longest_source // rows))
+        target = max(self.target_tokens, -(-self.longest_target // rows))
+        return replace(self, rows=rows, source_tokens=source, target_tokens=target)
 
     def within(self, adapter: Adapter) -> Workload:
         """As much of it as the model has positions for; longer rows cannot be trained on."""
@@ -173,6 +178,8 @@ class Workload:
             labels = torch.zeros(self.rows, dtype=torch.long)
         inputs = {"input_ids": ids, "labels": labels}
         if self.is_packed and not attends_by_document(adapter.reference):
+            if adapter.config.is_encoder_decoder:
+                return adapter.packed([{"input_ids": ids[row], "labels": labels[row]} for row in range(self.rows)])
             inputs["position_ids"] = torch.arange(length).expand(ids.shape)
             inputs = {name: tensor.reshape(1, -1) for name, tensor in inputs.items()}
         if self.has_padding:
@@ -183,6 +190,11 @@ class Workload:
                     labels[-1, -1] = IGNORED_LABEL
             inputs["attention_mask"] = mask
         return adapter.prepare(inputs)
+
+
+def _mean_and_most(lengths: Sequence[int]) -> tuple[int, int]:
+    """The mean, rounded up, and the longest."""
+    return -(-sum(lengths) // len(lengths)), max(lengths)
 
 
 @dataclass(frozen=True)
@@ -230,8 +242,8 @@ class PlanInputs:
             training.memory_save_steps is not None,
         )
 
-    def mini_batch(self) -> Workload:
-        """The shape of `example`. Raises UserError where there is none."""
+    def mini_batch(self, target_keys: Collection[str] = ()) -> Workload:
+        """The shape of `example`; `target_keys` is of the model's adapter. Raises UserError where there is none."""
         if self.example is None:
             raise UserError(
                 "the planner needs the shape of a mini-batch to choose auto values or to cut the model by cost: give "
@@ -239,7 +251,7 @@ class PlanInputs:
             )
         if isinstance(self.example, Workload):
             return self.example
-        return Workload.of_batch(self.example, packing=self.packing)
+        return Workload.of_batch(self.example, packing=self.packing, target_keys=target_keys)
 
     def check(self) -> None:
         """Raise UserError where the optimizer's state has no known size."""

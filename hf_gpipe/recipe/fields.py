@@ -151,8 +151,8 @@ class TrainingSection:
 
     packing: bool = False
     """Whether the rows of a training mini-batch are packed: each micro-batch is one row of whole examples without
-    padding, which do not see each other. Mini-batches, loss and gradients stay those of the rows. Decoder-only
-    models."""
+    padding, which do not see each other. Mini-batches, loss and gradients stay those of the rows. Models that
+    cannot keep examples apart are refused."""
 
     learning_rate: NotNegative = 5e-5
     """Peak learning rate."""

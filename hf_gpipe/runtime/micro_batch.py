@@ -202,7 +202,7 @@ def make_micro_batches(
         if packing or is_flattened(batch):
             if not isinstance(loss, TokenLoss):
                 raise UserError(NOT_PACKED.format(type(loss).__name__))
-            parts = packed_parts(batch, num_micro_batches)
+            parts = packed_parts(batch, num_micro_batches, adapter.target_keys)
             inputs += [adapter.packed(documents, is_compiled=is_compiled) for documents in parts]
         else:
             rows = (

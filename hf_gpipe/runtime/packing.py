@@ -2,11 +2,13 @@
 
 A collator may have put several documents into one row already (transformers' `DataCollatorWithFlattening`, TRL's
 collator with `padding_free`): such a mini-batch is flattened. Its documents are found as transformers finds them.
+
+A document of an encoder-decoder has a source and a target. Each micro-batch has a row of sources and a row of targets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -16,7 +18,10 @@ from hf_gpipe.errors import DataError
 
 Batch = Mapping[str, torch.Tensor]
 Document = dict[str, torch.Tensor]
-"""The tensors (T,) of a document: input_ids, position_ids, labels and what else a mini-batch has for each token."""
+"""The tensors (T,) of a document: input_ids, position_ids, labels and what else a mini-batch has for each token.
+
+Those of a target may be of another length than those of its source.
+"""
 
 #: Entries of flattened mini-batches that say where documents begin, in the forms of kernels.
 BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
@@ -32,24 +37,58 @@ def is_flattened(batch: Batch) -> bool:
     return restarts or any(name in batch for name in BORDERS)
 
 
-def documents_of(batch: Batch) -> list[Document]:
+def documents_of(batch: Batch, target_keys: Collection[str] = ()) -> list[Document]:
     """The documents of a mini-batch on the CPU, in order: those of its flattened rows, else its rows without padding.
 
+    Args:
+        batch: the mini-batch.
+        target_keys: its entries that have a value for each token of the target, where that is another text.
+
     Raises:
-        DataError: an entry has no value for each token, or a row is padded between its tokens.
+        DataError: an entry has no value for each token, a row is padded between its tokens, or rows of sources and
+            targets are flattened.
     """
-    ids = batch["input_ids"]
-    entries = {name: tensor for name, tensor in batch.items() if name not in (*BORDERS, "attention_mask")}
-    if odd := [name for name, tensor in entries.items() if tensor.shape != ids.shape]:
-        raise DataError(
-            f"{odd[0]} has the shape {tuple(entries[odd[0]].shape)} and input_ids {tuple(ids.shape)}; to pack rows, "
-            "each entry needs one value for each token"
-        )
+    if target_keys:
+        return _pairs_of(batch, target_keys)
+    entries = _entries(batch, "input_ids")
     pieces = _flattened_pieces(batch) if is_flattened(batch) else _row_pieces(batch)
     documents = [{name: tensor[row, start:stop] for name, tensor in entries.items()} for row, start, stop in pieces]
     for one in documents:
         one.setdefault("position_ids", torch.arange(len(one["input_ids"])))
     return documents
+
+
+def _pairs_of(batch: Batch, target_keys: Collection[str]) -> list[Document]:
+    """The documents of a mini-batch whose rows are pairs of a source and a target."""
+    if is_flattened(batch):
+        raise DataError(
+            "the rows of the mini-batch are flattened, and a model with an encoder cannot tell its sources and targets "
+            "apart; use a collator that pads (with packing=True their padding is left out)"
+        )
+    source = {name: tensor for name, tensor in batch.items() if name not in target_keys}
+    target = {name: tensor for name, tensor in batch.items() if name in target_keys}
+    sources, targets = _entries(source, "input_ids"), _entries(target, "labels")
+    used = _last_used(batch["labels"] != IGNORED_LABEL).tolist()
+    return [
+        {
+            **{name: tensor[row, start:stop] for name, tensor in sources.items()},
+            **{name: tensor[row, : used[row]] for name, tensor in targets.items()},
+        }
+        for row, start, stop in _row_pieces(source)
+    ]
+
+
+def _entries(batch: Batch, like: str) -> dict[str, torch.Tensor]:
+    """The entries of a mini-batch that are cut. Raises DataError for one that has another shape than `like`."""
+    shape = batch[like].shape
+    masks = ("attention_mask", "decoder_attention_mask")
+    entries = {name: tensor for name, tensor in batch.items() if name not in (*BORDERS, *masks)}
+    if odd := [name for name, tensor in entries.items() if tensor.shape != shape]:
+        raise DataError(
+            f"{odd[0]} has the shape {tuple(entries[odd[0]].shape)} and {like} {tuple(shape)}; to pack rows, "
+            "each entry needs one value for each token"
+        )
+    return entries
 
 
 def as_rows(batch: Batch) -> Batch:
@@ -92,18 +131,19 @@ def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
     return [sorted(parts[part]) for part in sorted(range(count), key=lambda part: -tokens[part])]
 
 
-def packed_parts(batch: Batch, num_micro_batches: int) -> list[list[Document]]:
+def packed_parts(batch: Batch, num_micro_batches: int, target_keys: Collection[str] = ()) -> list[list[Document]]:
     """The documents of a mini-batch on the CPU, in min(M, N) parts of about equally many tokens.
 
     Args:
         batch: the mini-batch, flattened or padded.
         num_micro_batches: M.
+        target_keys: as for `documents_of`; the tokens of both texts count.
 
     Raises:
         DataError: the mini-batch has no documents, or cannot be packed.
     """
-    documents = documents_of(batch)
-    lengths = [len(one["input_ids"]) for one in documents]
+    documents = documents_of(batch, target_keys)
+    lengths = [len(one["input_ids"]) + (len(one["labels"]) if target_keys else 0) for one in documents]
     if not sum(lengths):
         raise DataError("a mini-batch needs at least one token; found none")
     return [[documents[index] for index in part] for part in balanced(lengths, num_micro_batches)]
@@ -138,10 +178,14 @@ def _row_pieces(batch: Batch) -> list[tuple[int, int, int]]:
         )
     used = mask.bool() | (batch["labels"] != IGNORED_LABEL) if "labels" in batch else mask.bool()
     columns = torch.arange(ids.shape[1])
-    first = used.int().argmax(dim=1, keepdim=True)
-    last = (used * columns).amax(dim=1, keepdim=True)
-    if len(holes := ((columns >= first) & (columns < last) & (mask == 0)).any(dim=1).nonzero()):
+    first, stop = used.int().argmax(dim=1, keepdim=True), _last_used(used)[:, None]
+    if len(holes := ((columns >= first) & (columns < stop - 1) & (mask == 0)).any(dim=1).nonzero()):
         raise DataError(
             f"row {int(holes[0])} of attention_mask has a 0 between two tokens; to pack rows, pad at their ends only"
         )
-    return [(row, start, stop + 1) for row, (start, stop) in enumerate(torch.cat([first, last], dim=1).tolist())]
+    return [(row, *piece) for row, piece in enumerate(torch.cat([first, stop], dim=1).tolist())]
+
+
+def _last_used(is_used: torch.Tensor) -> torch.Tensor:
+    """For each row of (N, T) the number of columns up to the last used one, at least 1: (N,)."""
+    return (is_used * torch.arange(is_used.shape[1])).amax(dim=1) + 1

@@ -43,10 +43,16 @@ def longest_mini_batch(
         typical = max(counts) if by_length else sum(counts) // len(counts)
         num_rows = rows_of_tokens(batch_tokens, max(1, typical))
     if packing:
-        lengths = [len(row["input_ids"]) for row in rows]
-        # Rows that are drawn at random: beyond four standard deviations of their sum there is next to nothing.
-        large = source if by_length else mean(lengths) + 4 * pstdev(lengths) / math.sqrt(num_rows)
-        return Workload.packed(num_rows, max(1, min(source, math.ceil(large))), max(source, 1))
+
+        def large_and_longest(lengths: list[int]) -> tuple[int, int]:
+            longest = max(*lengths, 1)
+            # Rows that are drawn at random: beyond four standard deviations of their sum there is next to nothing.
+            large = longest if by_length else mean(lengths) + 4 * pstdev(lengths) / math.sqrt(num_rows)
+            return max(1, min(longest, math.ceil(large))), longest
+
+        sources = [len(row["input_ids"]) for row in rows]
+        targets = [len(row["labels"]) if _is_sequence(row.get("labels")) else len(row["input_ids"]) for row in rows]
+        return Workload.packed(num_rows, large_and_longest(sources), large_and_longest(targets))
     return Workload(num_rows, max(source, 1), max(target, 1))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -59,21 +57,22 @@ def test_of_a_batch() -> None:
 def test_packed_rows_count_by_their_tokens() -> None:
     mask = (torch.arange(8) < torch.tensor([[8], [2], [3], [2]])).long()
     batch = {"input_ids": torch.ones(4, 8, dtype=torch.long), "attention_mask": mask}
-    assert Workload.of_batch(batch, packing=True) == Workload.packed(4, 4, 8)
-    assert Workload.of_batch(batch, 2, packing=True) == Workload.packed(1, 8, 8)
+    assert Workload.of_batch(batch, packing=True) == Workload.packed(4, (4, 8), (4, 8))
+    assert Workload.of_batch(batch, 2, packing=True) == Workload.packed(1, (8, 8), (8, 8))
+    pairs = batch | {"labels": torch.tensor([[5, -100, -100], [5, 5, 5], [5, 5, -100], [5, 5, -100]])}
+    found = Workload.of_batch(pairs, packing=True, target_keys=("labels",))
+    assert found == Workload.packed(4, (4, 8), (2, 3))
     flattened = {name: torch.cat([torch.arange(n) for n in (3, 5)])[None] for name in ("input_ids", "position_ids")}
-    assert Workload.of_batch(flattened | {"max_length_q": 5}) == Workload.packed(2, 4, 5)
-    assert Workload.packed(4, 4, 8).of_rows(3) == Workload.packed(3, 4, 8)
-    assert Workload.packed(4, 4, 8).of_rows(1) == replace(Workload.packed(1, 8, 8), source_tokens=4)
+    assert Workload.of_batch(flattened | {"max_length_q": 5}) == Workload.packed(2, (4, 5), (4, 5))
+    assert found.of_rows(3) == Workload.packed(3, (4, 8), (2, 3))
+    assert found.of_rows(1) == Workload.packed(1, (8, 8), (3, 3))
     recipe = parse_recipe(RECIPE.replace("batch_size: 10", "batch_size: 10, packing: true"))
-    assert Workload.of_recipe(recipe, 4, is_encoder_decoder=False) == Workload.packed(3, 50, 50)
-    with pytest.raises(UserError, match="packing is true, and the model has an encoder"):
-        Workload.of_recipe(recipe, 4, is_encoder_decoder=True)
+    assert Workload.of_recipe(recipe, 4, is_encoder_decoder=False) == Workload.packed(3, (50, 50), (50, 50))
 
 
 @pytest.mark.parametrize(("attention", "shape"), [("sdpa", (3, 5)), ("eager", (1, 15))])
 def test_packed_rows_are_one_where_attention_has_one_mask(attention: str, shape: tuple[int, int]) -> None:
-    inputs = Workload.packed(3, 5, 5).inputs(adapter_for(tiny_config("llama"), attn_implementation=attention))
+    inputs = Workload.packed(3, (5, 5), (5, 5)).inputs(adapter_for(tiny_config("llama"), attn_implementation=attention))
     assert {tuple(tensor.shape) for tensor in inputs.values()} == {shape}
     assert "attention_mask" not in inputs
 

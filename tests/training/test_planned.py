@@ -44,7 +44,8 @@ def test_the_longest_rows_are_planned_for() -> None:
     packed = longest_mini_batch(rows, 8, packing=True)
     assert packed is not None
     assert packed.is_packed
-    assert mean <= packed.target_tokens <= packed.longest_tokens == longest
+    assert mean <= packed.source_tokens <= packed.longest_source == longest
+    assert mean <= packed.target_tokens <= packed.longest_target == longest + 1
     masked = [{"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 4]}]
     assert longest_mini_batch(masked, 4, batch_tokens=9) == Workload(5, 4, 4)
     for unknown in (Stream(), [], ["text"], None):
