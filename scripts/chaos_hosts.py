@@ -332,13 +332,13 @@ def printed_command(words: list[str]) -> list[str]:
     return shlex.split(line)
 
 
-def still_running(hosts: Hosts, phase: str) -> list[str]:
+def still_running(hosts: Hosts, phase: str, fault: Fault) -> list[str]:
     """The machines whose run has not ended.
 
-    Where training processes have come to their end, torchrun's agent waits for the other agents for up to 300 s, which
-    no option changes.
+    Where training processes have come to their end, torchrun's agent waits for another one that is lost for up to
+    300 s, which no option changes.
     """
-    if phase != "end":
+    if phase != "end" or fault.told is None:
         return hosts.still_running()
     return [name for number, name in enumerate(hosts.names) if len(hosts.processes(number)) > 1]
 
@@ -352,7 +352,7 @@ def strike(trial: Trial, fault: Fault, phase: str, number: int, step: int) -> tu
         struck = time.monotonic()
         fault.strike(hosts, number)
         limit = LIMIT_SECONDS if fault.told else RUN_SECONDS
-        while (left := still_running(hosts, phase)) and time.monotonic() < struck + limit:
+        while (left := still_running(hosts, phase, fault)) and time.monotonic() < struck + limit:
             time.sleep(0.02)
         seconds = time.monotonic() - struck
         problems = [f"after {seconds:.0f} s still running: {', '.join(left)}; {trial.tail()}"] if left else []
