@@ -26,7 +26,7 @@ from translation_scaling import ending, execute, status
 from translation_scaling.curves import Curve, at_equal_compute, at_equal_updates, newest_checkpoint, read_curve
 from translation_scaling.draw import draw_curves
 from translation_scaling.ending import Point
-from translation_scaling.experiments import EXPERIMENTS, LOW, Asked, plan_experiments
+from translation_scaling.experiments import EXPERIMENTS, LOW, RELATED, Asked, plan_experiments
 from translation_scaling.keep import bring_back, keep
 from translation_scaling.learning import Learning, learning
 from translation_scaling.results import Finished
@@ -223,9 +223,11 @@ def test_the_plan_has_every_run_once_and_a_sweep_before_it(tmp_path: Path) -> No
     assert len(recipe.data.languages) == len(set(recipe.data.languages)) == 102
     assert set(LOW) < set(recipe.data.languages)
     assert len(LOW) == 34
+    assert set(RELATED) < set(recipe.data.languages)
     by_name = {run.name: run.resolved() for run in runs}
     assert by_name["l10n-batch-260-base"].training.batch_tokens == 260
     assert by_name["l10n-T-100-deep"].data.temperature == 100
+    assert by_name["rate-related-deep-0.004"].data.languages == by_name["l10n-related-deep"].data.languages == RELATED
     assert by_name["l10n-deeper"].model.transformer == "T(16, 256, 8)"
     with pytest.raises(UserError, match=r"neither a recipe \(.yaml\) nor an experiment; did you mean 'main'"):
         plan_experiments(["mian"], [Asked(1, [], tmp_path)])
