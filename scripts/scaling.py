@@ -234,7 +234,7 @@ def write_report(
         draw_curves(folder / CURVES_PICTURE, learnt)
     recipes = dict.fromkeys((run.recipe, run.overrides) for run in runs)
     sizes = [*(size_of(path, own) for path, own in recipes), *map(size_of, paper)]
-    plans = [predict(path, options.device) for path in paper]
+    plans = [predict(path, ["--device", options.device]) for path in paper]
     done = {run.folder for run in results.all_runs}
     unfinished = [run.title for run in runs if run.folder not in done]
     text = report(results, measured, sizes, plans, options.device, unfinished, learnt)

@@ -329,6 +329,15 @@ def test_mini_batches_that_cannot_be_packed(changes: dict[str, torch.Tensor], me
         packed_parts({"input_ids": torch.ones(2, 4, dtype=torch.long), **changes}, 2)
 
 
+def test_a_target_that_is_masked_is_refused() -> None:
+    ids = torch.ones(2, 4, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids, "decoder_attention_mask": torch.tensor([[1, 1, 1, 1], [1, 0, 1, 1]])}
+    with pytest.raises(DataError, match="row 1 of decoder_attention_mask has a 0 before the target's last token"):
+        packed_parts(batch, 2, ("labels", "decoder_attention_mask"))
+    batch["labels"] = ids.masked_fill(torch.tensor([[0, 0, 0, 0], [0, 1, 1, 1]]).bool(), -100)
+    assert [len(one["labels"]) for one in packed_parts(batch, 1, ("labels", "decoder_attention_mask"))[0]] == [4, 1]
+
+
 def test_an_entry_that_is_no_tensor_is_named_in_one_process_too() -> None:
     pipe = Pipeline(exact_clone(default_config("llama"), torch.float32), 1, 1)
     with pytest.raises(DataError, match="'row' is a int"):

@@ -27,6 +27,9 @@ Those of a target may be of another length than those of its source.
 BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
+_NO_HOLES = "; to pack rows, pad at their ends only"
+
+
 def is_flattened(batch: Batch) -> bool:
     """Whether the rows of a mini-batch on the CPU are made of documents."""
     if "attention_mask" in batch:
@@ -50,7 +53,7 @@ def documents_of(batch: Batch, target_keys: Collection[str] = ()) -> list[Docume
     """
     if target_keys:
         return _pairs_of(batch, target_keys)
-    entries = _entries(batch, "input_ids")
+    entries = _entries(batch, "input_ids", "attention_mask")
     pieces = _flattened_pieces(batch) if is_flattened(batch) else _row_pieces(batch)
     documents = [{name: tensor[row, start:stop] for name, tensor in entries.items()} for row, start, stop in pieces]
     for one in documents:
@@ -67,8 +70,15 @@ def _pairs_of(batch: Batch, target_keys: Collection[str]) -> list[Document]:
         )
     source = {name: tensor for name, tensor in batch.items() if name not in target_keys}
     target = {name: tensor for name, tensor in batch.items() if name in target_keys}
-    sources, targets = _entries(source, "input_ids"), _entries(target, "labels")
+    sources = _entries(source, "input_ids", "attention_mask")
+    targets = _entries(target, "labels", "decoder_attention_mask")
     used = _last_used(batch["labels"] != IGNORED_LABEL).tolist()
+    if (mask := batch.get("decoder_attention_mask")) is not None:
+        for row, length in enumerate(used):
+            if not mask[row, :length].all():
+                raise DataError(
+                    f"row {row} of decoder_attention_mask has a 0 before the target's last token{_NO_HOLES}"
+                )
     return [
         {
             **{name: tensor[row, start:stop] for name, tensor in sources.items()},
@@ -78,11 +88,10 @@ def _pairs_of(batch: Batch, target_keys: Collection[str]) -> list[Document]:
     ]
 
 
-def _entries(batch: Batch, like: str) -> dict[str, torch.Tensor]:
+def _entries(batch: Batch, like: str, mask: str) -> dict[str, torch.Tensor]:
     """The entries of a mini-batch that are cut. Raises DataError for one that has another shape than `like`."""
     shape = batch[like].shape
-    masks = ("attention_mask", "decoder_attention_mask")
-    entries = {name: tensor for name, tensor in batch.items() if name not in (*BORDERS, *masks)}
+    entries = {name: tensor for name, tensor in batch.items() if name not in (*BORDERS, mask)}
     if odd := [name for name, tensor in entries.items() if tensor.shape != shape]:
         raise DataError(
             f"{odd[0]} has the shape {tuple(entries[odd[0]].shape)} and {like} {tuple(shape)}; to pack rows, "
@@ -180,9 +189,7 @@ def _row_pieces(batch: Batch) -> list[tuple[int, int, int]]:
     columns = torch.arange(ids.shape[1])
     first, stop = used.int().argmax(dim=1, keepdim=True), _last_used(used)[:, None]
     if len(holes := ((columns >= first) & (columns < stop - 1) & (mask == 0)).any(dim=1).nonzero()):
-        raise DataError(
-            f"row {int(holes[0])} of attention_mask has a 0 between two tokens; to pack rows, pad at their ends only"
-        )
+        raise DataError(f"row {int(holes[0])} of attention_mask has a 0 between two tokens{_NO_HOLES}")
     return [(row, *piece) for row, piece in enumerate(torch.cat([first, stop], dim=1).tolist())]
 
 

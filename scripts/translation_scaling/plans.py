@@ -44,13 +44,19 @@ class Predicted:
         return found
 
 
-def predict(recipe: Path, device: str, overrides: Sequence[str] = ()) -> Predicted:
-    """Ask the planner's command, in a process of its own. Raises RecipeError where the recipe is wrong."""
-    accumulation = load_recipe(recipe, overrides).training.gradient_accumulation_steps
-    command = [sys.executable, "-m", "hf_gpipe.plan", str(recipe), *overrides, "--json", "--device", device]
+def predict(recipe: Path, words: Sequence[str]) -> Predicted:
+    """Ask the planner's command, in a process of its own; with --search in its words, for the fastest plan.
+
+    Raises RecipeError where the recipe is wrong.
+    """
+    accumulation = load_recipe(recipe).training.gradient_accumulation_steps
+    command = [sys.executable, "-m", "hf_gpipe.plan", str(recipe), *words, "--json"]
     result = subprocess.run(command, capture_output=True, text=True)
     # 1: it does not fit, which the plan says too.
     if result.returncode not in (0, 1) or not result.stdout.strip():
         lines = [line for line in result.stderr.splitlines() if line.strip()]
         return Predicted(recipe.stem, None, lines[-1] if lines else f"exit code {result.returncode}", accumulation)
-    return Predicted(recipe.stem, json.loads(result.stdout), "", accumulation)
+    found = json.loads(result.stdout)
+    if "--search" in words:
+        found = found["fastest"][0] if found["fastest"] else found["leanest"]
+    return Predicted(recipe.stem, found, "", accumulation)
