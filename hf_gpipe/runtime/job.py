@@ -6,6 +6,7 @@ one object, `Job.current()`; other modules hold none of it.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import os
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -48,6 +50,9 @@ ENDING = "waiting for all processes to end"
 #: Seconds that the processes of a job may start apart, as on machines that read their programs over a network, and end
 #: apart, as when the main process draws and plans. It is more where the time limit of messages is longer.
 APART_SECONDS = 300.0
+
+#: Seconds in which a thread of gloo's surely drops the last message.
+LAST_MESSAGE_SECONDS = 0.05
 
 #: A note has this size, so that one write replaces the note before it completely.
 _NOTE_BYTES = 120
@@ -161,6 +166,7 @@ class Job:
         """Create a group of some processes with the job's time limit; torch's own default is 30 minutes."""
         if backend == "nccl":
             self.note_abort(self.limit)
+        _wait_at_exit()
         return dist.new_group(list(ranks), timeout=self.limit, backend=backend)
 
     @property
@@ -276,6 +282,16 @@ def read_note(path: Path) -> str:
         return path.read_bytes().decode(errors="replace").strip()
     except OSError:
         return ""
+
+
+@cache
+def _wait_at_exit() -> None:
+    """Let the interpreter wait for a moment before it ends.
+
+    A thread of gloo's that drops a tensor while the interpreter ends is aborted by it, and with it the process, which
+    had done all its work ("terminate called without an active exception", pytorch issue 190489).
+    """
+    atexit.register(time.sleep, LAST_MESSAGE_SECONDS)
 
 
 def _end_with(parent: int) -> None:

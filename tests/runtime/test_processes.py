@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from hf_gpipe import Pipeline
 from hf_gpipe.checkpoint import directory
 from hf_gpipe.errors import UserError
-from hf_gpipe.runtime.job import Job
+from hf_gpipe.runtime.job import LAST_MESSAGE_SECONDS, Job
 from hf_gpipe.runtime.processes import Processes
 from tests.gloo import NO_CPU, TIMEOUT, run_gloo
 from tests.oracle import assert_same, padded_batch, plain_model, run_pipeline, run_plain, tiny_config
@@ -118,3 +120,22 @@ def test_one_process_needs_no_group() -> None:
     assert processes.broadcast_object("a", 0) == "a"
     assert (processes.is_reader, processes.is_writer, processes.is_reporter) == (True, True, True)
     assert Job.current()._common_groups == {}
+
+
+ENDS = """
+import subprocess
+import sys
+import time
+import torch.distributed as dist
+from hf_gpipe.runtime.job import LAST_MESSAGE_SECONDS, Job
+time.sleep = lambda seconds: print("waited", seconds)
+dist.init_process_group("gloo", "file://STORE", rank=0, world_size=1)
+for _ in range(2):
+    Job.current().new_group([0], "gloo")
+"""
+
+
+def test_a_process_that_has_sent_messages_waits_once_before_it_ends(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", ENDS.replace("STORE", str(tmp_path / "store"))]
+    ended = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert ended.stdout == f"waited {LAST_MESSAGE_SECONDS}\n"

@@ -227,7 +227,9 @@ def test_the_plan_has_every_run_once_and_a_sweep_before_it(tmp_path: Path) -> No
     by_name = {run.name: run.resolved() for run in runs}
     assert by_name["l10n-batch-260-base"].training.batch_tokens == 260
     assert by_name["l10n-T-100-deep"].data.temperature == 100
-    assert by_name["rate-related-deep-0.004"].data.languages == by_name["l10n-related-deep"].data.languages == RELATED
+    assert (
+        by_name["rate-related-deep-0.004"].data.languages == by_name["l10n-related-deep"].data.languages == [*RELATED]
+    )
     assert by_name["l10n-deeper"].model.transformer == "T(16, 256, 8)"
     with pytest.raises(UserError, match=r"neither a recipe \(.yaml\) nor an experiment; did you mean 'main'"):
         plan_experiments(["mian"], [Asked(1, [], tmp_path)])
