@@ -53,7 +53,8 @@ class Device:
             freed blocks that fit nothing. PyTorch's allocator of GPUs wastes little; glibc's on a CPU keeps freed
             memory below what is still alive (measured: see docs/planner.md).
         call_seconds: the host's time for one operation, however small.
-        is_asynchronous: whether the host is free while an operation runs, so that the longer of both times counts.
+        is_asynchronous: whether it computes, moves bytes and is told what to do next at the same time, so that the
+            longest of the three counts. A CPU does one after the other.
     """
 
     name: str
@@ -65,10 +66,10 @@ class Device:
     call_seconds: float = 0.0
     is_asynchronous: bool = True
 
-    def seconds(self, busy_seconds: float, calls: int) -> float:
-        """The time of some operations that keep the device busy for so long."""
-        host = calls * self.call_seconds
-        return max(busy_seconds, host) if self.is_asynchronous else busy_seconds + host
+    def seconds(self, arithmetic_seconds: float, moved_bytes: float, calls: int) -> float:
+        """The time of some operations that compute for so long, move so many bytes, and are so many."""
+        parts = arithmetic_seconds, moved_bytes / self.bytes_per_second, calls * self.call_seconds
+        return max(parts) if self.is_asynchronous else sum(parts)
 
     def flops_for(self, dtype: str) -> float:
         """Peak rate of matrix products; of a type that is not listed as of float32, in float64 half of it."""

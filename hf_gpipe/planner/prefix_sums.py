@@ -179,24 +179,22 @@ class GraphSums:
 
 
 def estimated_seconds(layer: LayerCost, compute_dtype: str, device: Device) -> Seconds:
-    """A layer's seconds by a device's rates: of its arithmetic or of moving its bytes, whichever is longer, and of the
-    calls of its operations."""
+    """A layer's seconds by a device's rates: of its arithmetic, of the bytes that it moves, and of its operations."""
     rate = EFFICIENCY * device.flops_for(compute_dtype)
     held = sum((shared.size for shared in layer.shared), start=layer.parameters)
     # What a layer keeps it has written once, and weights it has read once, but for the rows of a table.
     kept, read = layer.plain.saved_bytes, 0 if layer.kind == "embedding" else held.num_bytes
-    forward = max(layer.forward_flops / rate, (kept + read) / device.bytes_per_second)
+    forward = device.seconds(layer.forward_flops / rate, kept + read, layer.forward_calls)
     # A gradient of weights is written, read, and added to what is there.
     moved = 2 * kept + read + 4 * held.trainable_bytes
-    backward = max(layer.backward_flops / rate, moved / device.bytes_per_second)
-    forward, backward = device.seconds(forward, layer.forward_calls), device.seconds(backward, layer.backward_calls)
+    backward = device.seconds(layer.backward_flops / rate, moved, layer.backward_calls)
     return Seconds(forward, forward, backward)
 
 
 def estimated_stage_seconds(layers: Sequence[LayerCost], device: Device) -> Seconds:
     """The seconds of a stage beyond its layers: its own operations, and the executor's time for an action."""
-    action = device.seconds(0.0, _CALLS_OF_ACTION)
-    forward = action + device.seconds(0.0, max(layer.stage_calls for layer in layers))
+    action = device.seconds(0.0, 0, _CALLS_OF_ACTION)
+    forward = action + device.seconds(0.0, 0, max(layer.stage_calls for layer in layers))
     return Seconds(forward, forward, action)
 
 
