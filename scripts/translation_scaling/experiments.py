@@ -11,7 +11,7 @@ from translation_scaling.runs import Run, check_run
 
 _RECIPES = Path(__file__).parents[2] / "recipes" / "translation"
 
-RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)
+RATES = (1e-3, 2e-3, 4e-3)
 SWEEP_STEPS = 600
 """Updates of each run of the sweep of learning rates: a quarter of a pass over the whole corpus."""
 
@@ -71,7 +71,7 @@ def _recipe(model: str) -> Path:
 
 
 #: The deep model with twice the layers has no recipe of its own.
-_DEEPER = "model.transformer=T(16, 256, 8)"
+_DEEPER = ("model.config.encoder_layers=16", "model.config.decoder_layers=16")
 _CONSTANT = (f"training.num_train_epochs={FIXED_PASSES}", "training.decay_steps=0")
 
 
@@ -92,7 +92,7 @@ def _trained(
     model: str, asked: Asked, *own: str, label: str = "", to_end: bool = True, has_own_sweep: bool = False
 ) -> Run:
     """A run with the learning rate that the sweep of its model gives; `has_own_sweep`: with the run's own overrides."""
-    of_model = (_DEEPER,) if model == "deeper" else ()
+    of_model = _DEEPER if model == "deeper" else ()
     sweep = tuple(
         _sweep(model, asked, *of_model, *own, label=label) if has_own_sweep else _sweep(model, asked, *of_model)
     )
