@@ -8,6 +8,7 @@ the pipeline; commands exit with code 1.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Sequence
 
 #: Exit codes of a command other than 0: a failure; an error that the user can correct; a signal stopped the training
@@ -32,7 +33,15 @@ class DataError(UserError):
 
 
 class PartitionError(UserError):
-    """An impossible split of the layers: names both numbers."""
+    """An impossible split of the layers: names both numbers.
+
+    Attributes:
+        fullness: where the memory is too little, how many times the limit of a stage would be enough; else inf.
+    """
+
+    def __init__(self, message: str, fullness: float = math.inf) -> None:
+        super().__init__(message)
+        self.fullness = fullness
 
 
 class ScheduleError(UserError):

@@ -71,7 +71,8 @@ def by_cost(
         raise PartitionError(
             f"no split of {num_layers} layers into {num_stages} stages fits {_gib(cap_bytes)} per stage: the fullest "
             f"stage of the least demanding split needs {_gib(least_bytes)}; allow that much, or use more stages or "
-            "smaller micro-batches."
+            "smaller micro-batches.",
+            least_bytes / cap_bytes,
         )
     return _least(
         num_layers,

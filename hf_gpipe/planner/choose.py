@@ -7,6 +7,7 @@ open, and shows more than the best.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -59,77 +60,102 @@ def allowed_plans(planner: Planner, config: PipelineConfig) -> list[Plan]:
 
 
 class _Tries:
-    """The plans that were tried, and the error of the first one that cannot be."""
+    """The plans that were tried, and the error of the least demanding one that cannot be."""
 
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
         self.plans: list[Plan] = []
         self.best: Plan | None = None
-        self._failure: UserError | None = None
+        self._failure: PartitionError | ScheduleError | None = None
 
     def add(self, config: PipelineConfig) -> bool:
         """Try a configuration that leaves at most its partition and its recomputation open; returns if it can be."""
         try:
             plan = _plan(self.planner, config)
         except (PartitionError, ScheduleError) as error:
-            self._failure = self._failure or error
+            if self._failure is None or _fullness(error) < _fullness(self._failure):
+                self._failure = error
             return False
         self.plans.append(plan)
         if self.best is None or rank(plan) < rank(self.best):
             self.best = plan
         return True
 
+    def has_fit(self) -> bool:
+        """Whether a plan fits the memory."""
+        return self.best is not None and self.best.fits
+
     def is_beaten(self, least_seconds: float) -> bool:
         """Whether a plan that fits is faster than a step that takes at least so long."""
         return self.best is not None and self.best.fits and _rounded(least_seconds) > _rounded(self.best.step_seconds)
 
     def result(self) -> list[Plan]:
-        """All plans. Raises the first error where there is none."""
+        """All plans. Raises an error where there is none."""
         if not self.plans:
             assert self._failure is not None, "a configuration allows something"
             raise self._failure
         return self.plans
 
 
-def _try_meshes(tries: _Tries, config: PipelineConfig) -> None:
-    """Try the meshes in the order of the least that their steps can take, until no other can be faster.
+def _fullness(error: PartitionError | ScheduleError) -> float:
+    return error.fullness if isinstance(error, PartitionError) else math.inf
 
-    One schedule and not too many micro-batches come first, then the other schedules, and for the best mesh more
-    micro-batches as long as they help. Where there are many processes the work is limited, so the last meshes of the
-    order may be left out.
+
+def _try_meshes(tries: _Tries, config: PipelineConfig) -> None:
+    """Try the meshes with few micro-batches, and more micro-batches for the best mesh as long as they help.
+
+    If nothing fits the memory with few, the longest pipelines, which need the least, get more and so smaller ones. Once
+    one fits, other meshes are tried with as many.
     """
     planner = tries.planner
     few = few_micro_batches(planner, config.num_micro_batches, config.processes)
+    more = [count for count in micro_batch_counts(planner.rows, config.num_micro_batches) if count > max(few)]
+    _try_counts(tries, config, few)
+    is_free = config.num_stages == config.replicas == AUTO
+    longest = replace(config, replicas=1) if is_free else config
+    while more and not tries.has_fit() and more[0] * config.processes < _MOST_ACTIONS:
+        count = more.pop(0)
+        _try_counts(tries, longest, [count])
+        if is_free and tries.has_fit():
+            _try_counts(tries, config, [count])
+    if tries.best is None:
+        return
+    _exchange(tries, config)
+    for count in more:
+        best = tries.best
+        tries.add(
+            best.settings.reopened(num_micro_batches=count, recompute=config.recompute, partition=config.partition)
+        )
+        if tries.best is best:
+            break
+
+
+def _try_counts(tries: _Tries, config: PipelineConfig, counts: Sequence[int]) -> None:
+    """Try the meshes with some numbers of micro-batches, those whose steps may be the shortest first, until no other
+    can be faster.
+
+    One schedule comes first, then the others. Where there are many processes the work is limited, so the last meshes of
+    the order may be left out.
+    """
+    planner = tries.planner
     schedules = AUTO_SCHEDULES if config.schedule == AUTO else (config.schedule,)
     room = _MOST_ACTIONS
-    tried: list[tuple[float, PipelineConfig]] = []
-    for bound, one in meshes(planner, config, few):
+    tried: list[tuple[tuple[float, ...], float, PipelineConfig]] = []
+    for bound, one in meshes(planner, config, counts):
         is_enough = room < 0 and tries.best is not None and (tries.best.fits or room < -_MOST_ACTIONS)
         if tries.is_beaten(bound) or is_enough:
             continue
         if tries.add(replace(one, schedule=schedules[0])):
-            tried.append((bound, one))
+            tried.append((rank(tries.plans[-1]), bound, one))
         room -= _num_actions(planner, one)
     room = _MOST_ACTIONS
-    ranks = map(rank, tries.plans)
-    for _, (bound, one) in sorted(zip(ranks, tried, strict=True), key=lambda pair: pair[0]):
+    for _, bound, one in sorted(tried, key=lambda each: each[0]):
         for schedule in schedules[1:]:
             is_asked = config.schedule != AUTO or _is_worth_a_try(schedule, one)
             if room < 0 or not is_asked or tries.is_beaten(bound):
                 continue
             tries.add(replace(one, schedule=schedule))
             room -= _num_actions(planner, one)
-    if tries.best is None:
-        return
-    _exchange(tries, config)
-    for count in micro_batch_counts(planner.rows, config.num_micro_batches):
-        best = tries.best
-        if count > max(few):
-            tries.add(
-                best.settings.reopened(num_micro_batches=count, recompute=config.recompute, partition=config.partition)
-            )
-            if tries.best is best:
-                break
 
 
 def _exchange(tries: _Tries, config: PipelineConfig) -> None:
@@ -314,12 +340,13 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
             largest if caps else None,
             memory_dip_bytes=dip_bytes,
         )
-    except PartitionError:
+    except PartitionError as error:
         if not isinstance(planner.memory_bytes, tuple):
             raise
         raise PartitionError(
             f"no split of {planner.num_layers} layers into {settings.num_stages} stages fits the processes' memory "
-            f"({limit_text(planner.memory_bytes)}); allow more, or use more stages or smaller micro-batches."
+            f"({limit_text(planner.memory_bytes)}); allow more, or use more stages or smaller micro-batches.",
+            error.fullness,
         ) from None
 
 

@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 from hf_gpipe.errors import PartitionError, UserError
 from hf_gpipe.partition.cluster import parse_cluster
 from hf_gpipe.planner.choose import best_plan, rank
+from hf_gpipe.planner.costs import ModelCosts
 from hf_gpipe.planner.limits import limits_of
 from hf_gpipe.planner.mesh import Mesh, meshes
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.search import search
+from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import DecidedConfig, PipelineConfig
 from hf_gpipe.schedule import Placement, placement_for
-from tests.planner.models import MIB, blocks, layer, model, planner
+from tests.planner.models import DEVICE, MIB, blocks, layer, model, planner
 
 FREE = PipelineConfig(num_stages="auto", replicas="auto", recompute="none", partition="auto")
 
@@ -189,3 +191,26 @@ def test_a_faster_device_gets_more_layers() -> None:
     assert plan.settings.partition == (6, 3)
     with pytest.raises(UserError, match="speeds has 2 entries and the plan has 3 processes"):
         best_plan(within, PipelineConfig(3, 8, "1f1b", "none", "auto"))
+
+
+def _of_rows(memory_bytes: int) -> Planner:
+    """64 rows; what a block keeps grows with the rows of a micro-batch."""
+
+    def costs_of(rows: int) -> ModelCosts:
+        return blocks(8, weights=MIB, boundary=rows * MIB, saved=64 * rows * MIB, block_saved=64 * rows * MIB)
+
+    return Planner(costs_of, PlanInputs(Workload(64, 1, 1), optim="sgd"), DEVICE, memory_bytes)
+
+
+def test_smaller_micro_batches_are_tried_where_nothing_fits() -> None:
+    free = replace(FREE, num_micro_batches="auto", schedule="auto", recompute="auto", num_processes=2)
+    # With recomputation a stage of four blocks holds 256 MiB a row for the micro-batch that runs backward.
+    best = best_plan(_of_rows(1024 * MIB), free)
+    assert best.fits
+    assert best.settings.num_micro_batches > 8, "two processes begin with at most eight"
+    small = _of_rows(8 * MIB)
+    with pytest.raises(PartitionError) as found:
+        best_plan(small, free)
+    with pytest.raises(PartitionError) as smallest:
+        best_plan(small, replace(free, num_stages=2, replicas=1, num_micro_batches=64))
+    assert found.value.fullness <= smallest.value.fullness, "the message is that of the one that lacks the least"
