@@ -21,6 +21,7 @@ from translation_scaling.plans import predict
 
 from hf_gpipe.command import Parser, run_command
 from hf_gpipe.errors import UserError
+from hf_gpipe.planner.report import runs_text
 from hf_gpipe.planner.traffic import bytes_text
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "translation"
@@ -43,16 +44,25 @@ MACHINES = (
 )
 
 
+def mesh(found: dict[str, Any]) -> str:
+    """Stages and devices of a pipeline, and how many pipelines there are."""
+    replicas = found["replicas"]
+    if not isinstance(replicas, int):
+        return f"{found['num_stages']} stages, {replicas}"
+    return f"{found['num_stages']} on {found['num_processes'] // replicas}, x {replicas}"
+
+
 def row(machines: Machines, recipe: str, found: dict[str, Any]) -> list[str]:
     """A line of the table."""
     if "error" in found:
         return [machines.name, recipe, found["error"], *[""] * 6]
+    recompute = found["recompute"]
     return [
         machines.name,
         recipe,
-        f"{found['num_stages']} x {found['replicas']}",
+        mesh(found),
         f"{found['num_micro_batches']}",
-        f"{found['schedule']}, {found['recompute']}",
+        f"{found['schedule']}, {recompute if isinstance(recompute, str) else runs_text(recompute)}",
         f"{found['step_seconds']:.2f}",
         f"{found['tokens_per_step'] / found['step_seconds'] * SECONDS_OF_A_DAY / 1e9:.2f}",
         f"{found['bubble']:.1%}",
@@ -69,6 +79,7 @@ def planned(machines: Machines, recipe: str) -> dict[str, Any]:
     replicas = settings["replicas"]
     return {
         "num_stages": settings["num_stages"],
+        "num_processes": settings["num_processes"],
         "replicas": replicas if isinstance(replicas, int) else "-".join(map(str, replicas)),
         "num_micro_batches": settings["num_micro_batches"],
         "schedule": settings["schedule"],
@@ -103,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         options.output.write_text(json.dumps(plans, indent=2), encoding="utf-8")
                 rows.append(row(machines, recipe, plans[name]))
                 print(" | ".join(rows[-1]), file=sys.stderr)
-        head = ["devices", "recipe", "K x D", "M", "schedule, recomputation", "seconds a step"]
+        head = ["devices", "recipe", "stages on devices, x D", "M", "schedule, recomputation", "seconds a step"]
         print(table([*head, "10^9 tokens a day", "bubble", "fullest process"], rows))
         return 0
 

@@ -62,7 +62,7 @@ def report(plan: Plan) -> str:
         (
             "pipeline",
             f"{settings.num_stages} stages, schedule {settings.schedule}, recompute {_recompute(plan)}, layers a stage "
-            f"{_runs(settings.partition)}",
+            f"{runs_text(settings.partition)}",
         ),
     ]
     if costs.whole_logits:
@@ -308,10 +308,10 @@ def _search_row(plan: Plan) -> tuple[str, ...]:
         bytes_text(sent.total),
         str(settings.num_stages),
         str(settings.num_micro_batches),
-        _runs(plan.timeline.schedule.placement.replicas),
+        runs_text(plan.timeline.schedule.placement.replicas),
         settings.schedule,
         _recompute(plan),
-        f"{_runs(settings.partition)}{order}",
+        f"{runs_text(settings.partition)}{order}",
     )
 
 
@@ -333,10 +333,10 @@ def _each_process(planner: Planner) -> str:
 
 def _recompute(plan: Plan) -> str:
     recompute = plan.settings.recompute
-    return recompute if isinstance(recompute, str) else _runs(recompute)
+    return recompute if isinstance(recompute, str) else runs_text(recompute)
 
 
-def _runs(entries: Sequence[Any]) -> str:
+def runs_text(entries: Sequence[Any]) -> str:
     """A list with its repetitions counted: [3, 3, 2] is "2 x 3, 2"."""
     runs = [(entry, len(list(group))) for entry, group in groupby(entries)]
     return "[" + ", ".join(f"{count} x {entry}" if count > 1 else str(entry) for entry, count in runs) + "]"
