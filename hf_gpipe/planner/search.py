@@ -59,10 +59,10 @@ def _mesh_of(plan: Plan) -> object:
 
 
 def _lean(planner: Planner, plans: list[Plan]) -> Iterator[PipelineConfig]:
-    """The mesh with the most stages and that of the best plan, where they need the least memory."""
+    """The mesh with the most stages and that of the best plan, as they are and where they need the least memory."""
     most = max(plans, key=lambda plan: plan.settings.num_stages)
     for plan in (most,) if most is plans[0] else (most, plans[0]):
-        for recompute in ("block", "stage"):
+        for recompute in (AUTO, "block", "stage"):
             yield plan.settings.reopened(
                 schedule="1f1b",
                 recompute=recompute,
