@@ -29,13 +29,15 @@ NAMES = [str(path.relative_to(REPOSITORY / "recipes")) for path in RECIPES]
 PLANNED = ("quickstart.yaml", "translation/laptop-deep.yaml", "causal/pretrain.yaml")
 every_recipe = pytest.mark.parametrize("path", RECIPES, ids=NAMES)
 
+_TINY_BART = [
+    *(f"model.config.{side}_{name}" for side in ("encoder", "decoder") for name in ("layers=1", "ffn_dim=16")),
+    *(f"model.config.{side}_attention_heads=2" for side in ("encoder", "decoder")),
+    "model.config.d_model=16",
+]
 #: What makes a model of each family tiny; T(L, H, A) comes from the dial.
 TINY_MODEL = {
-    "marian": [
-        *(f"model.config.{side}_{name}" for side in ("encoder", "decoder") for name in ("layers=1", "ffn_dim=16")),
-        *(f"model.config.{side}_attention_heads=2" for side in ("encoder", "decoder")),
-        "model.config.d_model=16",
-    ],
+    "marian": _TINY_BART,
+    "m2m_100": _TINY_BART,
     "t5": ["model.transformer=T(1, 16, 1)", "model.config.d_model=16"],
     "llama": [
         *("model.config.hidden_size=16", "model.config.intermediate_size=16", "model.config.num_hidden_layers=2"),

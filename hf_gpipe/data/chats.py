@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,7 +64,12 @@ class ChatCorpus(Splits[Conversation]):
                 yield from [part] if isinstance(part, str) else filter(None, map(text_of_message, part))
 
 
-def chat_corpus(data: DataSection, read: Read | None = None) -> ChatCorpus:
+def chat_corpus(
+    data: DataSection,
+    read: Read | None = None,
+    what: str = "conversations",
+    evaluated: Collection[str] = ("validation", "test"),
+) -> ChatCorpus:
     """The conversations of local files, or of a data set of the Hub.
 
     `data.path` is a file, wildcards, or a directory with files whose names end in .jsonl, .json or .parquet, the first
@@ -73,9 +78,11 @@ def chat_corpus(data: DataSection, read: Read | None = None) -> ChatCorpus:
     Args:
         data: the section, of the kind "chat", "preferences" or "classification".
         read: of a row what is kept; None: `conversation_of`.
+        what: the rows, in messages.
+        evaluated: the splits to evaluate on. A data set's own others are not read: they may have no labels.
 
     Raises:
-        DataError: no such files or data set, a row that is not a conversation, or none to train on.
+        DataError: no such files or data set, a row of another form, or none to train on.
     """
 
     def of_rows(rows: Iterable[Row]) -> Iterator[Conversation]:
@@ -84,20 +91,21 @@ def chat_corpus(data: DataSection, read: Read | None = None) -> ChatCorpus:
     return ChatCorpus(
         *read_splits(
             data,
-            of_file=lambda file: of_rows(_rows(file)),
+            of_file=lambda file: of_rows(_rows(file, what)),
             of_rows=of_rows,
             text_of=lambda one: one.text,
-            what="conversations",
+            what=what,
+            evaluated=evaluated,
         )
     )
 
 
-def _rows(path: Path) -> Iterator[Row]:
+def _rows(path: Path, what: str) -> Iterator[Row]:
     name = path.name.removesuffix(".gz")
     for suffix, read in ((".jsonl", read_jsonl), (".json", read_json), (".parquet", read_parquet)):
         if name.endswith(suffix):
             return read(path)
-    raise DataError(f"data.path: {path} has no conversations; names that end in .jsonl, .json or .parquet are read")
+    raise DataError(f"data.path: {path} has no {what}; names that end in .jsonl, .json or .parquet are read")
 
 
 def conversation_of(where: str, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,8 @@ class EncodedConversations(ABC):
 
     #: Of an entry of the cache.
     _name: str
+    #: The rows, in messages.
+    _what = "conversations"
     _columns: tuple[str, ...]
     num_truncated: int
     num_dropped: int
@@ -64,7 +66,7 @@ class EncodedConversations(ABC):
         (folder / "counts.json").write_text(json.dumps([self.num_truncated, self.num_dropped]))
 
     def _batches(self, conversations: list[Conversation], schema: pyarrow.Schema) -> Iterator[pyarrow.RecordBatch]:
-        with progress(None, "tokenising", "conversations", len(conversations)) as shown:
+        with progress(None, "tokenising", self._what, len(conversations)) as shown:
             for block in in_blocks(conversations, BATCH_ROWS):
                 rows = [row for row in map(self._example, block) if row is not None]
                 columns = [pyarrow.array(column, pyarrow.list_(pyarrow.int32())) for column in zip(*rows, strict=True)]

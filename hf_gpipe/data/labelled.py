@@ -19,6 +19,9 @@ from hf_gpipe.errors import DataError, listed, nearest
 
 logger = logging.getLogger(__name__)
 
+UNLABELLED = -1
+"""What data sets have in place of the labels that they keep secret."""
+
 
 def labelled_of(
     where: str, row: Mapping[str, Any], *, labels: Sequence[str], text_field: str = "text", label_field: str = "label"
@@ -38,6 +41,11 @@ def labelled_of(
     text, label = text_in(row, text_field, where), value_in(row, label_field, where)
     if isinstance(label, str) and label in labels:
         label = labels.index(label)
+    if label == UNLABELLED:
+        raise DataError(
+            f"{where}: field {label_field!r} is {UNLABELLED}, as of a text without a label; evaluate on a split that "
+            "has labels (evaluation.split), or leave such rows out"
+        )
     if isinstance(label, bool) or not isinstance(label, int) or not 0 <= label < len(labels):
         hint = nearest(label, labels) if isinstance(label, str) else ""
         raise DataError(
@@ -60,7 +68,7 @@ class LabelledExamples(EncodedConversations):
         DataError: a row of another form, or a text of which the tokenizer leaves no token.
     """
 
-    _name, _columns = "labelled", ("input_ids", "labels")
+    _name, _columns, _what = "labelled", ("input_ids", "labels"), "texts"
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -38,6 +38,7 @@ def read_splits(
     of_rows: Callable[[Iterable[Row]], Iterable[Item]],
     text_of: Callable[[Item], str],
     what: str,
+    evaluated: Collection[str] = ("validation", "test"),
 ) -> tuple[list[Item], list[Item], list[Item]]:
     """Read `data.path`: local files, otherwise a data set of the Hub or a directory in its form.
 
@@ -50,6 +51,7 @@ def read_splits(
         of_rows: the items of a data set's rows.
         text_of: text by which an item is put into a split.
         what: the items, in messages.
+        evaluated: the splits to evaluate on; of a data set's own splits the others are left empty.
 
     Returns:
         The items of the training, validation and test splits.
@@ -71,7 +73,9 @@ def read_splits(
         found = of_rows(part.train())
         held_out = {"validation": part.validation, "test": part.test}
         own = {
-            name: list(progress(of_rows(rows()), f"reading {name}", what)) for name, rows in held_out.items() if rows
+            name: list(progress(of_rows(rows()), f"reading {name}", what)) if name in evaluated else []
+            for name, rows in held_out.items()
+            if rows
         }
     read = list(progress(found, f"reading {path}", what))
     splits = split(

@@ -11,7 +11,7 @@ from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.choose import best_plan, micro_batch_counts
 from hf_gpipe.planner.costs import ModelCosts, mean_costs
-from hf_gpipe.planner.limits import MemoryLimit, limit_text
+from hf_gpipe.planner.limits import ALIKE, MemoryLimit, limit_text
 from hf_gpipe.planner.links import Machines
 from hf_gpipe.planner.measure import device_memory, profile_layers, this_machine
 from hf_gpipe.planner.plan import Plan, Planner
@@ -21,9 +21,6 @@ from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.recipe.sizes import size_text
 from hf_gpipe.runtime.custom_loss import Loss
 from hf_gpipe.runtime.processes import Processes
-
-#: Devices of one kind have as much free memory, up to this factor.
-_ALIKE = 1.05
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +101,7 @@ class Planning:
         """The memory of each process's device; one number where all are nearly alike."""
         mine = device_memory(self.processes.device, self.processes.num_on_this_machine)
         limits = tuple(self.processes.gather_objects(mine))
-        return min(limits) if max(limits) < _ALIKE * min(limits) else limits
+        return min(limits) if max(limits) < ALIKE * min(limits) else limits
 
     def _measure(self, config: PipelineConfig) -> dict[int, ModelCosts]:
         """The costs of each size of micro-batch that may be chosen, measured by all processes at once, as in a run."""

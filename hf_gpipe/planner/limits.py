@@ -12,6 +12,9 @@ from hf_gpipe.schedule import Placement
 MemoryLimit: TypeAlias = int | tuple[int, ...] | None
 """Bytes that any process may use, or each of them; None: no limit is known."""
 
+#: Devices whose memory differs by less are alike: what is free on equal ones differs a little.
+ALIKE = 1.05
+
 
 def limit_of(memory_bytes: MemoryLimit, process: int) -> int | None:
     """The most bytes that a process may use; None: no limit is known."""

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, islice, permutations, product
 
-from hf_gpipe.planner.limits import MemoryLimit, limit_of
+from hf_gpipe.planner.limits import ALIKE, MemoryLimit, limit_of
 from hf_gpipe.schedule import Placement
 
 #: Up to so many orders of a placement all are tried: those of four unlike processes.
@@ -26,8 +26,16 @@ Kinds = Sequence[int]
 
 
 def kinds_of(memory_bytes: MemoryLimit, speeds: Sequence[float] | None, num_processes: int) -> Kinds:
-    """The kind of each process. Processes of one kind have the same limit of memory and the same speed."""
-    each = [(limit_of(memory_bytes, one), 1.0 if speeds is None else speeds[one]) for one in range(num_processes)]
+    """The kind of each process. Processes of one kind have the same speed, and limits of memory that are `ALIKE`.
+
+    A plan must fit the limit of each process all the same.
+    """
+    limits = [limit_of(memory_bytes, one) or 0 for one in range(num_processes)]
+    group: dict[float, float] = {}
+    for limit in sorted(set(limits)):
+        least = next(reversed(group.values()), limit)
+        group[limit] = least if limit < ALIKE * least else limit
+    each = [(group[limit], 1.0 if speeds is None else speeds[one]) for one, limit in enumerate(limits)]
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(each))}
     return [numbers[kind] for kind in each]
 
@@ -75,12 +83,22 @@ def _shares(sizes: Sequence[int], left: Mapping[int, int]) -> Iterator[list[Coun
     if not sizes:
         yield []
         return
-    numbers = [range(min(sizes[0], count) + 1) for count in left.values()]
-    for chosen in product(*numbers):
-        if sum(chosen) == sizes[0]:
-            own = Counter(dict(zip(left, chosen, strict=True)))
-            for rest in _shares(sizes[1:], {kind: left[kind] - own[kind] for kind in left}):
-                yield [own, *rest]
+    for own in _filled(sizes[0], list(left.items())):
+        for rest in _shares(sizes[1:], {kind: left[kind] - own[kind] for kind in left}):
+            yield [own, *rest]
+
+
+def _filled(size: int, left: Sequence[tuple[int, int]]) -> Iterator[Counter[int]]:
+    """Every way to take `size` of the kinds that are left, each given with its number."""
+    if not left:
+        if size == 0:
+            yield Counter()
+        return
+    (kind, count), others = left[0], left[1:]
+    enough = size - sum(number for _, number in others)
+    for chosen in range(max(0, enough), min(size, count) + 1):
+        for rest in _filled(size - chosen, others):
+            yield rest + Counter({kind: chosen})
 
 
 def _in_a_row(sizes: Sequence[int], kinds: Sequence[int]) -> list[Counter[int]]:

@@ -89,11 +89,10 @@ def _check_fields(recipe: Recipe) -> None:
 
 def _check_best_model(training: TrainingSection) -> None:
     every, saved = training.eval_steps, training.save_steps
-    if training.load_best_model_at_end and (every is None or saved is None or saved % every):
+    if training.load_best_model_at_end and (every is None or saved != every):
         raise RecipeError(
             f"training.load_best_model_at_end is true, training.eval_steps is {show(every)} and training.save_steps is "
-            f"{show(saved)}; a checkpoint is the best one by the evaluation of its step: set both, save_steps to a "
-            "multiple of eval_steps."
+            f"{show(saved)}; every model that is evaluated must have a checkpoint: set both to the same number."
         )
 
 

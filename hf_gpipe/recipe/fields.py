@@ -258,8 +258,8 @@ class TrainingSection:
     """Number of checkpoints to keep, the newest ones; null: all."""
 
     load_best_model_at_end: Annotated[bool, MAY_CHANGE] = False
-    """Whether the trained model is that of the checkpoint with the least validation loss, not the last one; a multiple
-    of `eval_steps` updates must lie between two checkpoints."""
+    """Whether the trained model is that of the checkpoint with the least validation loss, not the last one; as many
+    updates must lie between two checkpoints as between two evaluations."""
 
     save_in_background: Annotated[Literal["auto", "always", "never"], MAY_CHANGE] = "auto"
     """Whether a checkpoint is copied to the memory of the host and written while training goes on. auto: where the

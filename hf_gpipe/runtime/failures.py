@@ -21,6 +21,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from hf_gpipe.errors import EXIT_FAILURE, EXIT_USER_ERROR, HfGpipeError, PeerError, StageError, UserError
+from hf_gpipe.runtime.heartbeat import SilentError
 from hf_gpipe.runtime.job import LAUNCHER_PID, Job
 
 #: How long a process on another machine has to tell its own failure, which is the cause of this one's.
@@ -80,7 +81,7 @@ def describe(error: BaseException) -> Failure:
         is_consequence=_is_consequence(error),
         time=time.time(),
         traceback="" if is_user_error else "".join(traceback.format_exception(error)),
-        is_time_limit=_WAITED in text,
+        is_time_limit=_WAITED in text or isinstance(error, SilentError),
     )
 
 

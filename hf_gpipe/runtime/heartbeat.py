@@ -20,8 +20,16 @@ _BEATS_PER_LIMIT = 4
 _POLL_SECONDS = 0.02
 
 _BEATS = "hf_gpipe/beats/{rank}"
-_SILENT = "waited for all processes to come to their end, and {what} has said nothing for {seconds:.0f} seconds"
 _LOST = "waited for all processes to come to their end, and lost the connection to another process, which has the store"
+
+
+class SilentError(RuntimeError):
+    """A process that is waited for says nothing."""
+
+    def __init__(self, what: str, seconds: float) -> None:
+        super().__init__(
+            f"waited for all processes to come to their end, and {what} has said nothing for {seconds:.0f} seconds"
+        )
 
 
 class Heartbeat:
@@ -56,7 +64,8 @@ class Heartbeat:
             longest: how long to wait, whatever beats: a process that is stuck may do so.
 
         Raises:
-            RuntimeError: one that has not called does not beat any more, or has not come in time; the store is lost.
+            SilentError: one that has not called does not beat any more, or the store does not answer.
+            RuntimeError: one has not come in time, or the store is lost.
         """
         start = self._answered = time.monotonic()
         is_done, problems = threading.Event(), list[Exception]()
@@ -64,8 +73,10 @@ class Heartbeat:
         def listen() -> None:
             try:
                 self._listen(name)
-            except dist.DistNetworkError:
-                problems.append(RuntimeError(_LOST))
+            except dist.DistNetworkError as error:
+                lost = RuntimeError(_LOST)
+                lost.__cause__ = error
+                problems.append(lost)
             except RuntimeError as error:
                 problems.append(error)
             is_done.set()
@@ -75,7 +86,7 @@ class Heartbeat:
         while not is_done.wait(self._interval.total_seconds()):
             now = time.monotonic()
             if now - self._answered > (self._limit + self._interval).total_seconds():
-                raise RuntimeError(_SILENT.format(what="the process that has the store", seconds=now - self._answered))
+                raise SilentError("the process that has the store", now - self._answered)
             if now - start > longest.total_seconds():
                 raise RuntimeError(f"waited {now - start:.0f} seconds in vain for all processes to come to their end")
         if problems:
@@ -109,7 +120,7 @@ class Heartbeat:
             if count != last:
                 heard[rank] = count, now
             elif now - since > self._limit.total_seconds():
-                raise RuntimeError(_SILENT.format(what=f"process {rank}", seconds=now - since))
+                raise SilentError(f"process {rank}", now - since)
 
     def _beat(self, store: dist.Store) -> None:
         try:

@@ -50,6 +50,9 @@ ENDING = "waiting for all processes to end"
 #: Seconds that the processes of a job may start apart, as on machines that read their programs over a network, and end
 #: apart, as when the main process draws and plans. It is more where the time limit of messages is longer.
 APART_SECONDS = 300.0
+#: How many times the limit of a message a process may come to its end after the others, as long as it says that it is
+#: there: one that does not is noticed after little more than one.
+_END_LIMITS = 4
 
 #: Seconds in which a thread of gloo's surely drops the last message.
 LAST_MESSAGE_SECONDS = 0.05
@@ -209,7 +212,9 @@ class Job:
         if self._heartbeat is None:
             dist.barrier(group=self.common_group("gloo"))
         else:
-            self._heartbeat.wait_for_all("hf_gpipe/ended", max(timedelta(seconds=APART_SECONDS), self.limit))
+            self._heartbeat.wait_for_all(
+                "hf_gpipe/ended", max(timedelta(seconds=APART_SECONDS), _END_LIMITS * self.limit)
+            )
             self._heartbeat.stop()
             self._store = self._heartbeat = None
         self._world, self._common_groups = None, {}

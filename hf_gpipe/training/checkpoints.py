@@ -75,7 +75,7 @@ class Checkpoints:
     Args:
         args: the trainer's arguments.
         pipe: whose weights are saved and loaded.
-        master_weights: the float32 copies that the optimizer updates, if any.
+        master_weights: the copies of the weights that the optimizer updates, if any.
         scaler: of the loss, if any.
 
     Attributes:

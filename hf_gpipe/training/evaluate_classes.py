@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from transformers import EvalPrediction
 
 from hf_gpipe.data.labelled import LabelCollator, LabelledExamples
 from hf_gpipe.pipeline import Pipeline
-from hf_gpipe.training.loader import Batch
+from hf_gpipe.training.held_out import held_out
 from hf_gpipe.training.predicting import predict
 
 
@@ -59,21 +59,10 @@ def evaluate_classes(
     Raises:
         DataError: on every process, what `make_rows` raises in the main one.
     """
-    made: list[LabelledExamples] = []
-
-    def prepare() -> int:
-        made.append(make_rows())
-        return min(len(made[0]), max_rows or len(made[0]))
-
-    num_rows = pipe.topology.from_reader(prepare, takes_long=True)
     collate = LabelCollator.for_config(pipe.adapter.config)
-
-    def mini_batches(rows: LabelledExamples) -> Iterator[Batch]:
-        for start in range(0, num_rows, batch_size):
-            yield collate([rows[index] for index in range(start, min(start + batch_size, num_rows))])
-
+    num_rows, batches = held_out(pipe, make_rows, collate, batch_size, max_rows)
     nll, num_right = 0.0, 0
-    for one in predict(pipe, mini_batches(made[0]) if made else None, with_logits=True):
+    for one in predict(pipe, batches, with_logits=True):
         nll += float(one.evaluation.row_nll.sum())
         if one.logits is not None:  # in the last stage's leader
             num_right += int((one.logits.argmax(-1) == one.batch["labels"].numpy()).sum())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.pipeline import Pipeline
-from hf_gpipe.training.loader import Batch
+from hf_gpipe.training.held_out import held_out
 from hf_gpipe.training.predicting import predict
 
 
@@ -61,22 +61,10 @@ def evaluate_text(
     Raises:
         DataError: on every process, what `make_rows` raises in the main one.
     """
-    made: list[Sequence[Mapping[str, list[int]]]] = []
-
-    def prepare() -> int:
-        made.append(make_rows())
-        return min(len(made[0]), max_rows or len(made[0]))
-
-    num_rows = pipe.topology.from_reader(prepare, takes_long=True)
-
-    def mini_batches(rows: Sequence[Mapping[str, list[int]]]) -> Iterator[Batch]:
-        # The mask leaves padding out, so any token serves as padding.
-        collate = PairCollator(0)
-        for start in range(0, num_rows, batch_size):
-            yield collate([rows[index] for index in range(start, min(start + batch_size, num_rows))])
-
+    # The mask leaves padding out, so any token serves as padding.
+    num_rows, batches = held_out(pipe, make_rows, PairCollator(0), batch_size, max_rows)
     nll, num_tokens = 0.0, 0
-    for one in predict(pipe, mini_batches(made[0]) if made else None):
+    for one in predict(pipe, batches):
         nll += float(one.evaluation.row_nll.sum())
         num_tokens += int(one.evaluation.row_tokens.sum())
     return TextReport(num_rows, num_tokens, nll / max(num_tokens, 1))

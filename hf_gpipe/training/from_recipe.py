@@ -131,7 +131,8 @@ def chat_corpus_of(recipe: Recipe) -> ChatCorpus:
         "preferences": (preference_of, "preferences"),
         "classification": (labelled, "texts"),
     }[data.kind]
-    corpus = chat_corpus(data, read)
+    evaluated = {recipe.evaluation.split, *(["validation"] if recipe.training.eval_steps else [])}
+    corpus = chat_corpus(data, read, things, evaluated)
     _check_held_out(recipe, corpus, things)
     return corpus
 
@@ -236,14 +237,16 @@ def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> P
     """
     config = _config_of_language_model(recipe, tokenizer)
     if recipe.data.kind == "classification" and not config.is_encoder_decoder:
-        for name, value in _classifier_fields(recipe, config, tokenizer).items():
+        for name, value in _classifier_fields(recipe, config).items():
             setattr(config, name, value)
+        text = config.get_text_config()
+        if text.pad_token_id is None:
+            # The model finds a row's last token by it.
+            text.pad_token_id = 0 if tokenizer is None else PairCollator.for_tokenizer(tokenizer).pad_token_id
     return config
 
 
-def _classifier_fields(
-    recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None
-) -> dict[str, Any]:
+def _classifier_fields(recipe: Recipe, config: PreTrainedConfig) -> dict[str, Any]:
     """What makes a language model's configuration that of a classifier. Raises UnsupportedModelError."""
     model_class = classifier_of_family(config)
     if model_class is None:
@@ -251,25 +254,28 @@ def _classifier_fields(
             f"data.kind is classification, and transformers has no model of the family {config.model_type} for "
             "AutoModelForSequenceClassification; choose another family, such as llama or qwen3"
         )
-    fields: dict[str, Any] = {
+    return {
         "architectures": [model_class.__name__],
         "id2label": dict(enumerate(recipe.data.labels)),
         "label2id": {name: number for number, name in enumerate(recipe.data.labels)},
         "problem_type": ONE_CLASS,
     }
-    if config.get_text_config().pad_token_id is None:
-        # The model finds a row's last token by it.
-        fields["pad_token_id"] = 0 if tokenizer is None else PairCollator.for_tokenizer(tokenizer).pad_token_id
-    return fields
 
 
 def config_overrides_of(recipe: Recipe, config: PreTrainedConfig) -> dict[str, Any] | None:
     """The values in which the model at `model.path` shall differ from its configuration; `config`: `model_config`'s."""
     if recipe.model.path is None:
         return None
-    classes = ("architectures", "id2label", "label2id", "problem_type", "pad_token_id")
-    names = classes if recipe.data.kind == "classification" else ()
-    return recipe.model.config | {name: getattr(config, name) for name in names}
+    if recipe.data.kind != "classification":
+        return recipe.model.config
+    names = ("architectures", "id2label", "label2id", "problem_type")
+    overrides = recipe.model.config | {name: getattr(config, name) for name in names}
+    text = config.get_text_config()
+    of_text = {"pad_token_id": text.pad_token_id}
+    if text is config:
+        return overrides | of_text
+    part = next(name for name in config.sub_configs if getattr(config, name, None) is text)
+    return overrides | {part: overrides.get(part, {}) | of_text}
 
 
 def _config_of_language_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedConfig:
@@ -285,9 +291,10 @@ def _config_of_language_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase
                 f"model.config.model_type is {model.config['model_type']} and the model at {model.path!r} is a "
                 f"{config.model_type}; leave model.config.model_type out, or give the path of another model"
             )
-        if tokenizer is not None and len(tokenizer) > config.vocab_size:
+        size = config.get_text_config().vocab_size
+        if tokenizer is not None and len(tokenizer) > size:
             raise RecipeError(
-                f"the tokenizer has {len(tokenizer)} tokens and the model at {model.path!r} only {config.vocab_size}; "
+                f"the tokenizer has {len(tokenizer)} tokens and the model at {model.path!r} only {size}; "
                 "set tokenizer.path to the model's own tokenizer"
             )
         return config

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -16,6 +17,7 @@ import transformers
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput
 
+from hf_gpipe.checkpoint.directory import step_of
 from hf_gpipe.checkpoint.run_state import Position, RunState
 from hf_gpipe.errors import NonFiniteError
 from hf_gpipe.runtime.batches import shared_stream
@@ -431,12 +433,24 @@ class TrainingLoop:
             )
         raise TrainingStopped(step, checkpoint)
 
+    def _load_best_model(self) -> None:
+        state = self._state
+        if state.best_model_checkpoint is not None:
+            self._pipe.load_pretrained(state.best_model_checkpoint)
+        saved = None if state.best_model_checkpoint is None else step_of(Path(state.best_model_checkpoint))
+        if saved != state.best_global_step and self._topology.is_reporter:
+            logger.warning(
+                f"the best evaluation was that of step {state.best_global_step}, of which there is no checkpoint; the "
+                f"model is that of step {state.global_step if saved is None else saved}. Save as often as you evaluate "
+                "to get the best one"
+            )
+
     def _finish(self) -> TrainOutput:
         mine = self._logs.summary(self._state)
         metrics = self._topology.broadcast_object(mine, self._topology.reporter)
         self._trainer.log(metrics)
-        if self._args.load_best_model_at_end and self._state.best_model_checkpoint is not None:
-            self._pipe.load_pretrained(self._state.best_model_checkpoint)
+        if self._args.load_best_model_at_end:
+            self._load_best_model()
         self._checkpoints.forget_memory()
         self._trainer.fire("on_train_end")
         self._trainer.uploads.finish()

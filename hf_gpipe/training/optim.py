@@ -34,7 +34,7 @@ def make_optimizer(
         pipe: the pipeline.
         args: `optim` and its settings.
         cls_and_kwargs: another class and its arguments, in place of `args.optim`.
-        master_weights: the float32 copies to update in place of the parameters.
+        master_weights: the copies to update in place of the parameters.
         get_cls_and_kwargs: from the arguments and None, the class that they ask for and its arguments.
         get_decayed: from the model of a stage, the names of the parameters that weight decay is for; None: Trainer's.
     """

@@ -156,7 +156,7 @@ def _bilingual(asked: Asked) -> list[Run]:
     return [
         _trained(
             *("base", asked, f"data.languages=[{language}]", "training.batch_tokens=1000"),
-            *("training.eval_steps=10", "training.save_steps=50"),
+            *("training.eval_steps=10", "training.save_steps=10"),
             label=f"only-{language}",
         )
         for language in BILINGUAL
@@ -166,7 +166,7 @@ def _bilingual(asked: Asked) -> list[Run]:
 def _low(asked: Asked) -> list[Run]:
     languages = f"data.languages=[{', '.join(LOW)}]"
     # The end is found only if the last tenth of the updates has an evaluation, and here they are few.
-    own = (languages, "training.eval_steps=25", "training.save_steps=50")
+    own = (languages, "training.eval_steps=25", "training.save_steps=25")
     return [_trained(model, asked, *own, label="low") for model in ("base", "deep", "wide")]
 
 

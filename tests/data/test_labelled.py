@@ -7,9 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, LlamaForCausalLM
 
 from hf_gpipe.data import LabelCollator, LabelledExamples, train_tokenizer
 from hf_gpipe.data.labelled import labelled_of
@@ -17,8 +19,9 @@ from hf_gpipe.errors import DataError, RecipeError, UnsupportedModelError
 from hf_gpipe.recipe import Recipe, parse_recipe
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.training import job
-from hf_gpipe.training.from_recipe import check_model
+from hf_gpipe.training.from_recipe import chat_corpus_of, check_model, config_overrides_of, model_config
 from hf_gpipe.training.tasks import Classification
+from scripts.families import default_config
 from tests.oracle import tiny_config
 
 WORDS = ["bad", "good"]
@@ -87,6 +90,7 @@ def test_a_recipe_trains_a_new_head_with_the_loss_of_plain_transformers(folder: 
         ({"text": "a", "label": "god"}, "x: field 'label' is 'god'; did you mean 'good'"),
         ({"text": "a", "label": 2}, "x: field 'label' is 2; it must be one of data.labels"),
         ({"text": "a", "label": True}, "x: field 'label' is True"),
+        ({"text": "a", "label": -1}, "x: field 'label' is -1, as of a text without a label; evaluate on a split"),
     ],
 )
 def test_what_is_no_row_with_a_label(row: dict[str, Any], message: str) -> None:
@@ -116,3 +120,33 @@ def test_models_that_have_no_head_of_classes(tmp_path: Path) -> None:
         check_model(of("marian"))
     with pytest.raises(UnsupportedModelError, match="no model of the family cohere for AutoModelForSequence"):
         check_model(of("cohere"))
+
+
+def test_a_split_without_labels_is_not_read(folder: Path) -> None:
+    rows = folder / "with-splits"
+    rows.mkdir()
+    for name, size, label in (("train", 20, 1), ("validation", 5, 0), ("test", 5, -1)):
+        columns = {"text": [f"{name} {number}" for number in range(size)], "label": [label] * size}
+        pyarrow.parquet.write_table(pyarrow.table(columns), rows / f"{name}-00000-of-00001.parquet")
+    words = [f"data.path={rows}", "data.text_field=text", "data.kind=classification", "data.validation_fraction=0.0"]
+    evaluated = recipe(folder, *words, "data.test_fraction=0.0", "evaluation.split=validation")
+    corpus = chat_corpus_of(evaluated)
+    assert [len(corpus.train), len(corpus.validation), len(corpus.test)] == [20, 5, 0]
+    with pytest.raises(DataError, match=r"split test: field 'label' is -1, as of a text without a label"):
+        chat_corpus_of(recipe(folder, *words, "data.test_fraction=0.0"))
+
+
+def test_a_text_model_inside_of_a_composite_one_knows_its_padding(folder: Path, tmp_path: Path) -> None:
+    config = default_config("gemma3")
+    config.get_text_config().pad_token_id = None
+    config.save_pretrained(tmp_path)
+    given = recipe(folder, f"model.path={tmp_path}", "model.config={text_config: {hidden_act: gelu}}")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    made = model_config(given, tokenizer)
+    assert made.get_text_config().pad_token_id is not None
+    overrides = config_overrides_of(given, made)
+    assert overrides is not None
+    again = AutoConfig.from_pretrained(tmp_path, **overrides)
+    assert again.get_text_config().pad_token_id == made.get_text_config().pad_token_id
+    assert again.get_text_config().hidden_act == "gelu"
+    assert again.architectures == made.architectures

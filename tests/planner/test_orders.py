@@ -126,3 +126,11 @@ def test_two_processes_are_exchanged_as_long_as_it_helps() -> None:
     assert plan.timeline.schedule.placement.workers[3] == (0,)
     assert plan.step_seconds < 0.6 * best_plan(within, config).step_seconds
     assert kinds_of(None, within.speeds, 5) == list(range(5))
+
+
+def test_many_processes_that_are_hardly_alike_have_some_orders() -> None:
+    free = [80_000 * MIB - index * MIB for index in range(31)]
+    assert set(kinds_of((*free, 70_000 * MIB), None, 32)) == {0, 1}, "what is free differs a little on equal devices"
+    together = Placement([tuple(range(32))])
+    assert orders(together, range(32)) == [together]
+    assert orders(Placement([tuple(range(16)), tuple(range(16, 32))]), range(32))

@@ -14,10 +14,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from torch.distributed import DistBackendError, DistStoreError
+from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
 from hf_gpipe.errors import EXIT_STOPPED, PeerError, StageError, UserError
 from hf_gpipe.runtime import failures
+from hf_gpipe.runtime.heartbeat import SilentError
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.supervise import Child, first_failure, work_file
 from scripts import chaos
@@ -202,6 +203,11 @@ def test_a_lost_connection_is_a_consequence_and_a_time_limit_is_not(monkeypatch:
     unconnected = failures.describe(DistStoreError("wait timeout after 12000ms, keys: /98dc//0//2//cpu//0/1"))
     assert (unconnected.is_consequence, unconnected.is_time_limit) == (False, True)
     assert unconnected.message.endswith("waited 12 seconds in vain for a connection to another process")
+    silent = failures.describe(SilentError("process 1", 12.0))
+    assert (silent.is_consequence, silent.is_time_limit) == (False, True)
+    lost_store = RuntimeError("lost the connection to another process, which has the store")
+    lost_store.__cause__ = DistNetworkError("connection refused")
+    assert failures.describe(lost_store).is_consequence
     assert failures.describe(UserError("a\nb")).message == "a b"
     # On several machines the name of this one is told.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")

@@ -28,6 +28,7 @@ from transformers import (
 from hf_gpipe import Pipeline, PipelineTrainer
 from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.training import loop
 from hf_gpipe.training.optim import make_optimizer
 from hf_gpipe.training.stopping import TrainingStopped
 from tests.gloo import run_gloo
@@ -299,6 +300,19 @@ def test_evaluation_of_several_datasets_and_early_stopping(tmp_path: Path) -> No
     assert made.state.best_global_step == 2
     assert made.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
     assert {"eval_a_loss", "eval_b_loss"} <= made.evaluate().keys()
+
+
+def test_a_best_model_that_was_not_saved_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(loop.logger, "warning", told.append)
+    saving = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
+    # The learning rate is 0, so nothing gets better than the first evaluation, after which nothing is saved.
+    evaluating = {"eval_dataset": Rows(3, seed=1), "eval_strategy": "steps", "eval_steps": 1}
+    trainer(tmp_path, max_steps=2, learning_rate=0.0, **saving, **evaluating).train()
+    assert told == [
+        "the best evaluation was that of step 1, of which there is no checkpoint; the model is that of step 2. Save as "
+        "often as you evaluate to get the best one"
+    ]
 
 
 def test_predictions_are_the_plain_model_s(tmp_path: Path) -> None:
