@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from hf_gpipe.data.preferences import PreferenceCollator, PreferenceExamples
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.batches import shared_stream
-from hf_gpipe.training.loader import Batch
+from hf_gpipe.training.held_out import held_out
 
 
 @dataclass(frozen=True)
@@ -58,21 +58,10 @@ def evaluate_preferences(
     Raises:
         DataError: on every process, what `make_rows` raises in the main one.
     """
-    made: list[PreferenceExamples] = []
-
-    def prepare() -> None:
-        made.append(make_rows())
-
-    pipe.topology.from_reader(prepare, takes_long=True)
-
-    def mini_batches(rows: PreferenceExamples) -> Iterator[list[Batch]]:
-        # The mask leaves padding out, so any token serves as padding.
-        collate, num_pairs = PreferenceCollator(0), min(len(rows), max_pairs or len(rows))
-        for start in range(0, num_pairs, batch_size):
-            yield [collate([rows[index] for index in range(start, min(start + batch_size, num_pairs))])]
-
+    # The mask leaves padding out, so any token serves as padding.
+    _, batches = held_out(pipe, make_rows, PreferenceCollator(0), batch_size, max_pairs)
     with pipe.holding_weights():
-        stream = shared_stream(mini_batches(made[0]) if made else None, pipe.topology)
+        stream = shared_stream(None if batches is None else ([batch] for batch in batches), pipe.topology)
         found = torch.cat([pipe.log_probs(batch) for (batch,) in stream]).view(-1, 2)
     chosen, rejected = found.unbind(dim=1)
     accuracy = float((chosen > rejected).double().mean())
