@@ -1,6 +1,6 @@
 """What `num_micro_batches: auto` costs: the step of the M that the planner chooses, over that of the best M.
 
-    python scripts/bench_auto.py                  five models of unlike sizes, about 5 minutes
+    python scripts/bench_auto.py                  five models of unlike sizes, about 25 minutes
     python scripts/bench_auto.py marian-small     these only
     python scripts/bench_auto.py --tiny           models of a few thousand weights: does the script work?
 

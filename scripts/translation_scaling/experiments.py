@@ -12,8 +12,8 @@ from translation_scaling.runs import Run, check_run
 _RECIPES = Path(__file__).parents[2] / "recipes" / "translation"
 
 RATES = (1e-3, 2e-3, 4e-3)
-SWEEP_STEPS = 600
-"""Updates of each run of the sweep of learning rates: a quarter of a pass over the whole corpus."""
+SWEEP_STEPS = 1000
+"""Updates of each run of the sweep of learning rates: the models begin to translate within them."""
 
 FIXED_PASSES = 3
 """Passes of the runs that are compared with others at equal updates instead of at their ends."""
