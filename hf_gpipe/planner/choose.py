@@ -111,8 +111,8 @@ def _try_meshes(tries: _Tries, config: PipelineConfig) -> None:
     few = few_micro_batches(planner, config.num_micro_batches, config.processes)
     more = [count for count in micro_batch_counts(planner.rows, config.num_micro_batches) if count > max(few)]
     _try_counts(tries, config, few)
-    is_free = config.num_stages == config.replicas == AUTO
-    longest = replace(config, replicas=_fewest_replicas(planner, config.processes)) if is_free else config
+    is_free = config.num_stages == config.replicas == AUTO and config.processes <= planner.num_layers
+    longest = replace(config, replicas=1) if is_free else config
     while more and not tries.has_fit() and more[0] * config.processes < _MOST_ACTIONS:
         count = more.pop(0)
         _try_counts(tries, longest, [count])
@@ -128,15 +128,6 @@ def _try_meshes(tries: _Tries, config: PipelineConfig) -> None:
         )
         if tries.best is best:
             break
-
-
-def _fewest_replicas(planner: Planner, num_processes: int) -> int:
-    """The replicas of the longest pipelines: with one process a stage, no longer than the model."""
-    return next(
-        count
-        for count in range(1, num_processes + 1)
-        if num_processes % count == 0 and num_processes // count <= planner.num_layers
-    )
 
 
 def _try_counts(tries: _Tries, config: PipelineConfig, counts: Sequence[int]) -> None:

@@ -214,3 +214,10 @@ def test_smaller_micro_batches_are_tried_where_nothing_fits() -> None:
     with pytest.raises(PartitionError) as smallest:
         best_plan(small, replace(free, num_stages=2, replicas=1, num_micro_batches=64))
     assert found.value.fullness <= smallest.value.fullness, "the message is that of the one that lacks the least"
+
+
+def test_more_processes_than_layers_get_smaller_micro_batches_too() -> None:
+    free = replace(FREE, num_micro_batches="auto", schedule="auto", recompute="auto", num_processes=12)
+    best = best_plan(_of_rows(140 * MIB), free)
+    assert best.fits
+    assert best.settings.num_micro_batches == 64, "twelve processes begin with at most 32, of two rows"
