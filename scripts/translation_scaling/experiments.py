@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hf_gpipe.errors import UserError, nearest
@@ -19,7 +20,9 @@ FIXED_PASSES = 3
 """Passes of the runs that are compared with others at equal updates instead of at their ends."""
 
 #: Target tokens of an update: a thousandth of the paper's.
-BATCH_TOKENS = (260, 1000, 4000)
+BATCH_TOKENS = (4000, 1000, 260)
+#: Updates that all sizes are compared at; the smaller ones are compared at the largest one's tokens too.
+BATCH_UPDATES = 1500
 
 #: The third of the recipe's languages that has the fewest pairs in the corpus of the default packages.
 LOW = (
@@ -28,6 +31,8 @@ LOW = (
 )
 #: The Romance languages of the corpus, and two made from them: from 33,000 pairs to a few hundred, many words alike.
 RELATED = ("fr", "es", "ca", "it", "pt", "pt_BR", "gl", "ro", "oc", "ast", "an", "fur", "co", "wa", "ia", "ie")
+#: Ten of them, from the fewest pairs to the most.
+ALONE = ("ie", "ia", "wa", "co", "an", "fur", "ast", "oc", "ro", "fr")
 #: Of each third three languages, apart in size and script.
 BILINGUAL = ("fr", "ru", "ja", "ar", "ka", "id", "cy", "or", "mn")
 
@@ -122,17 +127,28 @@ def _deeper(asked: Asked) -> list[Run]:
 
 
 def _batch(asked: Asked) -> list[Run]:
-    """The largest batches make as many updates as the middle ones, so that all can be compared at equal updates."""
-    middle = BATCH_TOKENS[1]
-    return [
-        _trained(
-            *("base", asked, f"training.batch_tokens={tokens}"),
-            f"training.num_train_epochs={FIXED_PASSES * max(1, tokens // middle)}",
-            label=f"batch-{tokens}",
-            to_end=False,
-        )
-        for tokens in BATCH_TOKENS
-    ]
+    """Each size with as many updates as the largest, and with as many tokens."""
+    updates = {(tokens, BATCH_UPDATES * of // tokens) for tokens in BATCH_TOKENS for of in (tokens, max(BATCH_TOKENS))}
+    return [_of_batch(asked, *one) for one in sorted(updates, key=lambda one: (-one[1] * one[0], -one[0]))]
+
+
+def _of_batch(asked: Asked, tokens: int, updates: int) -> Run:
+    every = max(100, updates // 30)
+    own = (
+        *(f"training.batch_tokens={tokens}", f"training.max_steps={updates}"),
+        *(f"training.decay_steps={updates // 5}", f"training.eval_steps={every}", f"training.save_steps={every}"),
+    )
+    name = _named("l10n", "batch", str(tokens), str(updates), "base")
+    return _with_rate_of_related(_run(asked, _recipe("base"), name, *_OF_RELATED, *own), asked, tokens)
+
+
+def _with_rate_of_related(run: Run, asked: Asked, tokens: int) -> Run:
+    """A run of base with updates of so many tokens, with the rate that was swept for the related languages.
+
+    With Adam the rate is to grow as the root of the size of a mini-batch (Malladi et al., arXiv 2205.10287).
+    """
+    sweep = tuple(_sweep("base", asked, *_RELATED, label="related"))
+    return replace(run, sweep=sweep, rate_factor=round(math.sqrt(tokens / _RELATED_TOKENS), 4))
 
 
 def _stability(asked: Asked) -> list[Run]:
@@ -152,10 +168,14 @@ def _temperature(asked: Asked) -> list[Run]:
     return [_trained("deep", asked, f"data.temperature={t}", label=f"T-{t}", to_end=False) for t in (1, 5, 100)]
 
 
+#: A thousand pairs yield little more than 2,000 different tokens.
+_OF_ONE = "tokenizer.vocab_size=2000"
+
+
 def _bilingual(asked: Asked) -> list[Run]:
     return [
         _trained(
-            *("base", asked, f"data.languages=[{language}]", "training.batch_tokens=1000"),
+            *("base", asked, f"data.languages=[{language}]", _OF_ONE, "training.batch_tokens=1000"),
             *("training.eval_steps=10", "training.save_steps=10"),
             label=f"only-{language}",
         )
@@ -170,21 +190,44 @@ def _low(asked: Asked) -> list[Run]:
     return [_trained(model, asked, *own, label="low") for model in ("base", "deep", "wide")]
 
 
+_OF_RELATED = (f"data.languages=[{', '.join(RELATED)}]", "tokenizer.vocab_size=4000")
+_RELATED_TOKENS = 2000
+_RELATED = (*_OF_RELATED, f"training.batch_tokens={_RELATED_TOKENS}")
+
+
 def _related(asked: Asked) -> list[Run]:
-    own = (f"data.languages=[{', '.join(RELATED)}]", "tokenizer.vocab_size=4000", "training.batch_tokens=2000")
-    models = ("base", "deep", "wide")
-    return [_trained(model, asked, *own, label="related", has_own_sweep=True) for model in models]
+    return [
+        _trained(model, asked, *_RELATED, label="related", has_own_sweep=True) for model in ("base", "deep", "wide")
+    ]
+
+
+def _alone(asked: Asked) -> list[Run]:
+    tokens = 1000
+    return [
+        _with_rate_of_related(
+            _run(
+                *(asked, _recipe("base"), f"l10n-alone-{language}-base", f"data.languages=[{language}]"),
+                *(_OF_ONE, f"training.batch_tokens={tokens}", "training.warmup_steps=100"),
+                # The end is found only if the last tenth of the updates has an evaluation, and here they are few.
+                *("training.eval_steps=50", "training.save_steps=50"),
+                to_end=True,
+            ),
+            *(asked, tokens),
+        )
+        for language in ALONE
+    ]
 
 
 EXPERIMENTS = (
     Experiment("rates", "which learning rate each model learns fastest with", _rates, compares=False),
     Experiment("main", "base, deep and wide, each to its end", _main),
-    Experiment("batch", "260, 1000 and 4000 target tokens an update", _batch),
+    Experiment("batch", "260, 1000 and 4000 target tokens an update, on the related languages", _batch),
     Experiment("stability", "scaled feed-forward initialisation and clipped logits, on and off", _stability),
     Experiment("temperature", "T = 1, 5 and 100", _temperature),
     Experiment("deeper", "twice the layers of deep", _deeper),
     Experiment("low", "the languages with the fewest pairs alone", _low),
     Experiment("related", "sixteen related languages alone, which share much", _related),
+    Experiment("alone", "ten of the related languages, each one alone", _alone, compares=False),
     Experiment("bilingual", "one language alone, for nine languages", _bilingual, compares=False),
 )
 

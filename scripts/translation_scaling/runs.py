@@ -35,6 +35,7 @@ class Run:
         label: its name in the report; None: the recipe's.
         to_end: whether it trains until it is at its end; otherwise the recipe says how long.
         sweep: short runs with other learning rates, of which the best one's is taken; without any, the recipe's is.
+        rate_factor: how much larger the rate is than the sweep's, for a run with other mini-batches than its sweep.
     """
 
     recipe: Path
@@ -44,6 +45,7 @@ class Run:
     label: str | None = None
     to_end: bool = False
     sweep: tuple[Run, ...] = ()
+    rate_factor: float = 1.0
 
     @property
     def name(self) -> str:
@@ -67,11 +69,11 @@ class Run:
 
     @property
     def swept_rate(self) -> float | None:
-        """The learning rate with the best validation loss of the sweep; None: no run of it has been evaluated."""
+        """The rate with the best validation loss of the sweep, by the factor; None: no run of it has been evaluated."""
         losses = {run: best.loss for run in self.sweep if (best := read_curve(run.folder).best) is not None}
         if not losses:
             return None
-        return min(losses, key=losses.__getitem__).resolved().training.learning_rate
+        return self.rate_factor * min(losses, key=losses.__getitem__).resolved().training.learning_rate
 
     def next_arguments(self) -> list[str] | None:
         """The arguments of the next start of the training command; None: the run is finished."""

@@ -26,7 +26,7 @@ from translation_scaling import ending, execute, status
 from translation_scaling.curves import Curve, at_equal_compute, at_equal_updates, newest_checkpoint, read_curve
 from translation_scaling.draw import draw_curves
 from translation_scaling.ending import Point
-from translation_scaling.experiments import EXPERIMENTS, LOW, RELATED, Asked, plan_experiments
+from translation_scaling.experiments import ALONE, EXPERIMENTS, LOW, RELATED, Asked, plan_experiments
 from translation_scaling.keep import bring_back, keep
 from translation_scaling.learning import Learning, learning
 from translation_scaling.results import Finished
@@ -225,7 +225,13 @@ def test_the_plan_has_every_run_once_and_a_sweep_before_it(tmp_path: Path) -> No
     assert len(LOW) == 34
     assert set(RELATED) < set(recipe.data.languages)
     by_name = {run.name: run.resolved() for run in runs}
-    assert by_name["l10n-batch-260-base"].training.batch_tokens == 260
+    batches = {name: one.training for name, one in by_name.items() if name.startswith("l10n-batch-")}
+    tokens = {name: one.batch_tokens * one.max_steps for name, one in batches.items() if one.batch_tokens}
+    assert [name for name, count in tokens.items() if count > 5_990_000] == [
+        f"l10n-batch-{name}-base" for name in ("4000-1500", "1000-6000", "260-23076")
+    ]
+    assert [one.batch_tokens for one in batches.values() if one.max_steps == 1500] == [4000, 1000, 260]
+    assert set(ALONE) < set(RELATED)
     assert by_name["l10n-T-100-deep"].data.temperature == 100
     assert (
         by_name["rate-related-deep-0.004"].data.languages == by_name["l10n-related-deep"].data.languages == [*RELATED]
@@ -243,6 +249,8 @@ def test_the_best_rate_of_a_sweep_is_taken(tmp_path: Path) -> None:
         entry = {"step": 1, "epoch": 0.1, "eval_nll_per_character": loss}
         (one.folder / "metrics.jsonl").write_text(json.dumps(entry) + "\n")
     assert run.resolved().training.learning_rate == 4e-3
+    half = replace(run, rate_factor=0.5)
+    assert half.resolved().training.learning_rate == 2e-3
 
 
 def test_hours_follow_from_pairs_and_speed(
