@@ -19,8 +19,9 @@ loss per character has changed by less than 1 % over the last tenth of its updat
 constant rate change it by less than 1 %. Then its learning rate falls to 0. docs/scaling.md has more.
 
 It writes into the output folder: RECIPE/seed-S/ (each run), results.csv (a row a language), runs.csv (a row a run),
-curves.csv, report.md, languages.png, buckets.png and curves.png; the reports of experiments are in reports/NAME/. The
-paper is arXiv 1811.06965, section 5.
+curves.csv, report.md with learning.csv (the curves of finished runs), languages.png, buckets.png and curves.png; the
+reports of experiments are in reports/NAME/, with baselines.csv and transfer.png where models of one language are
+finished. --draw DIR draws the pictures of such a folder from its tables. The paper is arXiv 1811.06965, section 5.
 
 Exit code: 0 all is finished, 1 a run failed, 2 an error that you can correct, 75 stopped, to be given again.
 """
@@ -34,6 +35,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
@@ -41,18 +43,22 @@ from translation_scaling.claims import Roles
 from translation_scaling.curves import curve_rows, read_curve
 from translation_scaling.execute import EXIT_STOPPED, execute
 from translation_scaling.experiments import EXPERIMENTS, SWEEP_STEPS, Asked, experiment, plan_experiments
-from translation_scaling.results import RESULTS_FILE, RUNS_FILE, Results, finished_runs, write_csv
+from translation_scaling.results import RESULTS_FILE, RUNS_FILE, Finished, Results, finished_runs, write_csv
 from translation_scaling.roles import roles_of
 from translation_scaling.runs import Run, plan_runs
 from translation_scaling.share import part_of
 from translation_scaling.status import hours_text, status_text
+from translation_scaling.transfer import BASELINES_FILE, with_baselines
 
 from hf_gpipe.command import Parser, run_command
 from hf_gpipe.data.files import check_files
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import load_recipe
 
-REPORT_FILE, CURVES_FILE, LOG_FILE = "report.md", "curves.csv", "scaling.log"
+if TYPE_CHECKING:
+    from translation_scaling.learning import Learning
+
+REPORT_FILE, CURVES_FILE, LEARNING_FILE, LOG_FILE = "report.md", "curves.csv", "learning.csv", "scaling.log"
 PAPER_RECIPES = ("paper-400m", "paper-1.3b-deep", "paper-1.3b-wide", "paper-3b", "paper-6b")
 _TRANSLATION = Path(__file__).parents[1] / "recipes" / "translation"
 
@@ -76,6 +82,8 @@ def _is_override(word: str) -> bool:
 
 
 def _scale(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    if options.draw is not None:
+        return _draw_again(options.draw, options)
     asked = options.recipes or ([one.name for one in EXPERIMENTS] if options.list or options.status else [])
     if not asked and not options.report_only:
         raise UserError("no recipe is given; name those to compare, or give --report-only for what is there")
@@ -101,26 +109,33 @@ def _scale(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         # Whoever stops it does not want to wait for a report; --report-only makes one of what is finished.
         return code
     names = [word for word in asked if not _is_recipe(word)]
-    for name in names:
-        one = experiment(name)
+    for one in (experiment(name) for name in names):
         if one.compares:
-            own = {run.name for asked in _asked(overrides, options) for run in one.runs(asked)}
-            mine = [run for run in runs if run.name in own]
-            code = max(code, _report(mine, options.output / "reports" / name, code, paper, options))
-    return code if names else _report(runs, options.output, code, paper, options)
+            wanted = _asked(overrides, options)
+            mine = [run for each in wanted for run in one.runs(each)]
+            alone = [run for each in wanted for run in experiment(one.baselines).runs(each)] if one.baselines else []
+            code = max(code, _report(mine, alone, options.output / "reports" / one.name, code, paper, options))
+    return code if names else _report(runs, [], options.output, code, paper, options)
 
 
-def _report(runs: Sequence[Run], folder: Path, code: int, paper: Sequence[Path], options: argparse.Namespace) -> int:
+def _report(
+    runs: Sequence[Run],
+    alone: Sequence[Run],
+    folder: Path,
+    code: int,
+    paper: Sequence[Path],
+    options: argparse.Namespace,
+) -> int:
     """Write the report of the finished runs into a folder; returns the exit code of the command."""
     try:
-        results = _results(options, runs, folder)
+        results = Results(_finished(options, runs))
     except UserError:
         if code:
             return code
         raise
     models = [run.name for run in runs] or results.models
     roles = roles_of(tuple(dict.fromkeys(models)), options.baseline, options.pair)
-    write_report(results, roles, runs, paper, options, folder)
+    write_report(results, roles, runs, _finished(options, alone) if alone else [], paper, options, folder)
     return code
 
 
@@ -192,8 +207,8 @@ def write_curves(runs: Sequence[Run], output: Path) -> None:
         write_csv(output / CURVES_FILE, rows)
 
 
-def _results(options: argparse.Namespace, runs: Sequence[Run], folder: Path) -> Results:
-    """The finished ones of the runs; without any given, all in the output folder. Writes their tables into a folder."""
+def _finished(options: argparse.Namespace, runs: Sequence[Run]) -> list[Finished]:
+    """The finished ones of the runs; without any given, all in the output folder."""
     models = list(dict.fromkeys(run.name for run in runs)) or None
     found = finished_runs(
         options.output, models, options.seeds or ([1] if models and not options.report_only else None)
@@ -203,43 +218,60 @@ def _results(options: argparse.Namespace, runs: Sequence[Run], folder: Path) -> 
         print(f"{folder} has results of another recipe; they are left out", file=sys.stderr)
     # A training to its end has metrics after each of its parts.
     unfinished = {run.folder for run in runs if run.to_end and run.progress()[0] != "finished"}
-    results = Results([run for run in found if run.folder not in others | unfinished])
-    folder.mkdir(parents=True, exist_ok=True)
-    write_csv(folder / RESULTS_FILE, (row for run in results.all_runs for row in run.rows()))
-    write_csv(folder / RUNS_FILE, (run.cost_row() for run in results.all_runs))
-    return results
+    return [run for run in found if run.folder not in others | unfinished]
 
 
 def write_report(
     results: Results,
     roles: Roles,
     runs: Sequence[Run],
+    alone: Sequence[Finished],
     paper: Sequence[Path],
     options: argparse.Namespace,
     folder: Path,
 ) -> None:
-    """Write the report and its pictures into a folder."""
-    from translation_scaling.draw import BUCKETS_FILE, LANGUAGES_FILE, draw_buckets, draw_curves, draw_languages
-    from translation_scaling.learning import CURVES_PICTURE, Learning
+    """Write the report, its tables and its pictures into a folder."""
+    from translation_scaling.learning import Learning
     from translation_scaling.plans import predict
     from translation_scaling.report import report
     from translation_scaling.sizes import size_of
 
+    folder.mkdir(parents=True, exist_ok=True)
     measured = roles.only(results.models)
-    draw_buckets(folder / BUCKETS_FILE, results, measured)
-    if measured.base is not None and measured.large:
-        draw_languages(folder / LANGUAGES_FILE, results, measured)
     learnt = [one for one in map(Learning.of, results.runs) if one.curve.best is not None]
-    if learnt:
-        draw_curves(folder / CURVES_PICTURE, learnt)
+    write_csv(folder / RESULTS_FILE, (row for run in results.all_runs for row in run.rows()))
+    write_csv(folder / RUNS_FILE, (run.cost_row() for run in [*results.all_runs, *alone]))
+    write_csv(folder / BASELINES_FILE, (row for run in alone for row in run.rows()))
+    write_csv(folder / LEARNING_FILE, (row for one in learnt for row in one.rows()))
+    transfer = with_baselines(results, alone)
+    _draw(folder, results, measured, learnt, transfer)
     recipes = dict.fromkeys((run.recipe, run.overrides) for run in runs)
     sizes = [*(size_of(path, own) for path, own in recipes), *map(size_of, paper)]
     plans = [predict(path, ["--device", options.device]) for path in paper]
     done = {run.folder for run in results.all_runs}
     unfinished = [run.title for run in runs if run.folder not in done]
-    text = report(results, measured, sizes, plans, options.device, unfinished, learnt)
+    text = report(results, measured, sizes, plans, options.device, unfinished, learnt, transfer)
     (folder / REPORT_FILE).write_text(text, encoding="utf-8")
     print(f"report  {folder / REPORT_FILE}", flush=True)
+
+
+def _draw_again(folder: Path, options: argparse.Namespace) -> int:
+    """Draw the pictures of a report from its tables."""
+    from translation_scaling.tables import read_learning, read_results
+
+    results = Results(read_results(folder / RESULTS_FILE))
+    baselines = folder / BASELINES_FILE
+    transfer = with_baselines(results, read_results(baselines)) if baselines.exists() else None
+    roles = roles_of(results.models, options.baseline, options.pair)
+    _draw(folder, results, roles, read_learning(folder / LEARNING_FILE, results.runs), transfer)
+    print(f"pictures in {folder}")
+    return 0
+
+
+def _draw(folder: Path, results: Results, roles: Roles, learnt: Sequence[Learning], transfer: Results | None) -> None:
+    from translation_scaling.draw import draw
+
+    draw(folder, results, roles, learnt, transfer)
 
 
 def _list(runs: Sequence[Run]) -> None:
@@ -294,6 +326,9 @@ def _parser() -> Parser:
         "--pair", nargs=2, metavar=("DEEP", "WIDE"), help="the two of one size; default: those named deep and wide"
     )
     parser.add_argument("--report-only", action="store_true", help="train nothing; report on what is finished")
+    parser.add_argument(
+        "--draw", type=Path, metavar="DIR", help="draw the pictures of a report from its tables, no more"
+    )
     parser.add_argument("--dry-run", action="store_true", help="list the runs and how far each has come")
     parser.add_argument("--device", default="tpu-v3", help="of the planner's predictions; default: tpu-v3, the paper's")
     parser.add_argument(

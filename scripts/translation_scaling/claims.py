@@ -25,6 +25,11 @@ class Roles:
     wide: str | None
 
     @property
+    def is_any(self) -> bool:
+        """Whether some model has a role."""
+        return any((self.base, self.deep, self.wide))
+
+    @property
     def large(self) -> tuple[str, ...]:
         return tuple(name for name in (self.deep, self.wide) if name is not None)
 
@@ -66,6 +71,11 @@ def claims(results: Results, roles: Roles) -> list[Claim]:
             ("Not measured: of larger models the report has the planner's predictions alone, if any.",),
         ),
     ]
+
+
+def compared(results: Results, roles: Roles) -> tuple[tuple[str, str], ...]:
+    """The pairs of models that a report compares: those of the roles, or each with the first if there is no role."""
+    return roles.pairs or tuple((model, results.models[0]) for model in results.models[1:])
 
 
 def outcome(difference: Difference) -> str:

@@ -149,7 +149,7 @@ def at_equal_compute(
 
 def curve_rows(name: str, seed: int, curve: Curve) -> Sequence[dict[str, Any]]:
     """A row of a table for each entry that has a loss."""
-    keys = ("step", "epoch", "loss", VALIDATION, "learning_rate", "tokens_per_second")
+    keys = ("step", "epoch", "loss", "eval_loss", VALIDATION, "learning_rate", "tokens_per_second", "training_seconds")
     return [
         {"run": name, "seed": seed} | {key: entry.get(key) for key in keys}
         for entry in curve.entries

@@ -8,19 +8,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from translation_scaling.claims import Roles
+from translation_scaling.claims import Roles, compared
 from translation_scaling.differences import compare, per_language
-from translation_scaling.learning import Learning
+from translation_scaling.learning import CURVES_PICTURE, Learning
 from translation_scaling.results import MEASURES, Measure, Results
+from translation_scaling.transfer import BASELINE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LANGUAGES_FILE, BUCKETS_FILE = "languages.png", "buckets.png"
+LANGUAGES_FILE, BUCKETS_FILE, TRANSFER_FILE = "languages.png", "buckets.png", "transfer.png"
 
 # Colours that stay apart for colour-blind readers and in greyscale.
 _COLOURS = ("#9a9a9a", "#2a7f62", "#d98b2b", "#5b9bd5", "#8e5ea2", "#b5525c")
+_OF_PAIRS = ("#2a7f62", "#d98b2b", "#3b3b6d", "#b5525c")
+_MOST_TICKS = 16
 _WINDOW = 0.06
 """Of the smoothing, as a share of the languages."""
 
@@ -33,39 +36,57 @@ def smoothed(values: np.ndarray, width: float) -> np.ndarray:
     return averages
 
 
-def draw_languages(path: Path, results: Results, roles: Roles) -> None:
-    """The gain of each larger model over the base in every language, the one with the most training pairs first."""
-    assert roles.base is not None, "there is something to compare with"
+def draw(folder: Path, results: Results, roles: Roles, learnt: Sequence[Learning], transfer: Results | None) -> None:
+    """All pictures of a report, into its folder.
+
+    Args:
+        folder: of the report.
+        results: of its runs.
+        roles: which model stands for which of the paper's.
+        learnt: the runs that have validation losses.
+        transfer: results with baselines, if there are any.
+    """
+    draw_buckets(folder / BUCKETS_FILE, results, compared(results, roles))
+    if roles.base is not None and roles.large:
+        draw_languages(folder / LANGUAGES_FILE, results, roles.large, roles.base)
+    if learnt:
+        draw_curves(folder / CURVES_PICTURE, learnt)
+    if transfer is not None:
+        draw_languages(folder / TRANSFER_FILE, transfer, results.models, BASELINE)
+
+
+def draw_languages(path: Path, results: Results, models: Sequence[str], other: str) -> None:
+    """The gain of models over another one in every language, the one with the most training pairs first."""
     figure = _figure((10.5, 7.4))
     panels = figure.subplots(len(MEASURES), 1, sharex=True)
     places = np.arange(1, len(results.languages) + 1)
     for panel, measure in zip(panels, MEASURES, strict=True):
-        for name in roles.large:
-            gains = measure.sign * per_language(results, name, roles.base, measure)
+        for name in models:
+            gains = measure.sign * per_language(results, name, other, measure)
             colour = _colour(results, name)
             panel.plot(places, gains, "o", color=colour, alpha=0.35, markersize=4, markeredgewidth=0)
             panel.plot(places, smoothed(gains, max(1.0, _WINDOW * len(gains))), color=colour, linewidth=2.2, label=name)
         panel.axhline(0, color="black", linewidth=0.8)
-        panel.set_title(f"{measure.title}: gain over {roles.base} (above 0 is better)", loc="left", fontsize=11)
+        panel.set_title(f"{measure.title}: gain over {other} (above 0 is better)", loc="left", fontsize=11)
         _mark_buckets(panel, results)
         _plain(panel)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(models), frameon=False)
     panels[-1].set_xlabel(
         "languages with their training pairs, the most first; a dot is a language, a line is smoothed"
     )
-    ticks = np.unique(np.linspace(0, len(places) - 1, min(9, len(places))).round().astype(int))
+    ticks = np.unique(np.linspace(0, len(places) - 1, min(_MOST_TICKS, len(places))).round().astype(int))
     panels[-1].set_xticks(places[ticks], [f"{results.languages[i]}\n{results.training_pairs[i]}" for i in ticks])
     figure.savefig(path)
 
 
-def draw_buckets(path: Path, results: Results, roles: Roles) -> None:
-    """Above, each model's score in each bucket, a dot a seed; below, differences with their intervals."""
+def draw_buckets(path: Path, results: Results, pairs: Sequence[tuple[str, str]]) -> None:
+    """Above, each model's score in each bucket, a dot a seed; below, differences of pairs with their intervals."""
     figure = _figure((11.0, 7.4))
-    panels = figure.subplots(2 if roles.pairs else 1, len(MEASURES), squeeze=False)
+    panels = figure.subplots(2 if pairs else 1, len(MEASURES), squeeze=False)
     for column, measure in enumerate(MEASURES):
         _bars(panels[0, column], results, measure)
-        if roles.pairs:
-            _intervals(panels[1, column], results, roles, measure)
+        if pairs:
+            _intervals(panels[1, column], results, pairs, measure)
     # Beside the panels, where no score lies under it.
     for row, place in zip(panels, ("outside upper center", "outside lower center"), strict=False):
         handles, labels = row[0].get_legend_handles_labels()
@@ -110,18 +131,18 @@ def _bars(panel: Axes, results: Results, measure: Measure) -> None:
     _plain(panel)
 
 
-def _intervals(panel: Axes, results: Results, roles: Roles, measure: Measure) -> None:
-    width = 0.7 / len(roles.pairs)
-    colours = ("#2a7f62", "#d98b2b", "#3b3b6d")
-    for number, (first, second) in enumerate(roles.pairs):
+def _intervals(panel: Axes, results: Results, pairs: Sequence[tuple[str, str]], measure: Measure) -> None:
+    width = 0.7 / len(pairs)
+    for number, (first, second) in enumerate(pairs):
         for place, bucket in enumerate(results.bucket_names):
             difference = compare(results, first, second, measure, bucket)
             x = place - 0.35 + (number + 0.5) * width
             label = f"{first} - {second}" if place == 0 else None
-            panel.plot(x, difference.mean, "o", color=colours[number], label=label)
+            colour = _OF_PAIRS[number % len(_OF_PAIRS)]
+            panel.plot(x, difference.mean, "o", color=colour, label=label)
             if difference.interval is not None:
                 ends = (difference.interval.low, difference.interval.high)
-                panel.plot([x, x], ends, color=colours[number], linewidth=2)
+                panel.plot([x, x], ends, color=colour, linewidth=2)
     panel.axhline(0, color="black", linewidth=0.8)
     panel.set_xticks(range(len(results.bucket_names)), _bucket_labels(results))
     panel.set_title(f"difference, with its 95 % interval over languages ({measure.direction})", loc="left", fontsize=10)

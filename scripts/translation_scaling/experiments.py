@@ -63,12 +63,14 @@ class Experiment:
         question: in a few words.
         runs: its runs, in order.
         compares: whether its runs are trained and tested on the same pairs, so that the report can compare them.
+        baselines: the experiment with models of one language, which its report compares them with; None: there is none.
     """
 
     name: str
     question: str
     runs: Callable[[Asked], list[Run]]
     compares: bool = True
+    baselines: str | None = None
 
 
 def _recipe(model: str) -> Path:
@@ -220,13 +222,13 @@ def _alone(asked: Asked) -> list[Run]:
 
 EXPERIMENTS = (
     Experiment("rates", "which learning rate each model learns fastest with", _rates, compares=False),
-    Experiment("main", "base, deep and wide, each to its end", _main),
+    Experiment("main", "base, deep and wide, each to its end", _main, baselines="bilingual"),
     Experiment("batch", "260, 1000 and 4000 target tokens an update, on the related languages", _batch),
     Experiment("stability", "scaled feed-forward initialisation and clipped logits, on and off", _stability),
     Experiment("temperature", "T = 1, 5 and 100", _temperature),
     Experiment("deeper", "twice the layers of deep", _deeper),
     Experiment("low", "the languages with the fewest pairs alone", _low),
-    Experiment("related", "sixteen related languages alone, which share much", _related),
+    Experiment("related", "sixteen related languages alone, which share much", _related, baselines="alone"),
     Experiment("alone", "ten of the related languages, each one alone", _alone, compares=False),
     Experiment("bilingual", "one language alone, for nine languages", _bilingual, compares=False),
 )

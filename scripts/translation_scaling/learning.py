@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from bench.report import table
 
@@ -11,7 +12,7 @@ from hf_gpipe.data import build_corpus
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import Recipe
 from translation_scaling import ending
-from translation_scaling.curves import Curve, at_equal_compute, at_equal_updates, read_curve
+from translation_scaling.curves import Curve, at_equal_compute, at_equal_updates, curve_rows, read_curve
 from translation_scaling.results import Finished
 from translation_scaling.sizes import size_of_recipe
 from translation_scaling.to_end import begin_of_decay
@@ -51,6 +52,11 @@ class Learning:
     @property
     def name(self) -> str:
         return f"{self.run.model}, seed {self.run.seed}"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row of a table for each entry that has a loss."""
+        own = {"operations_per_token": self.operations_per_token}
+        return [row | own for row in curve_rows(self.run.model, self.run.seed, self.curve)]
 
     @property
     def verdict(self) -> ending.Verdict | None:

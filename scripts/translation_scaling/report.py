@@ -12,14 +12,15 @@ import transformers
 from bench.report import table
 
 from hf_gpipe.recipe.sizes import size_text
-from translation_scaling.claims import Claim, Roles, claims, interval_text, outcome
+from translation_scaling.claims import Claim, Roles, claims, compared, interval_text, outcome
 from translation_scaling.differences import FEWEST_LANGUAGES, RESAMPLES, compare
-from translation_scaling.draw import BUCKETS_FILE, LANGUAGES_FILE
+from translation_scaling.draw import BUCKETS_FILE, LANGUAGES_FILE, TRANSFER_FILE
 from translation_scaling.learning import Learning, learning
 from translation_scaling.plans import Predicted
 from translation_scaling.results import MEASURES, RESULTS_FILE, RUNS_FILE, Finished, Measure, Results
 from translation_scaling.runs import differing_keys, flat
 from translation_scaling.sizes import Size
+from translation_scaling.transfer import BASELINE
 
 #: Of each run, or where it runs and what it says about itself: no difference between models.
 _OF_A_RUN = ("training.seed", "training.output_dir")
@@ -41,6 +42,11 @@ first the mean over seeds for each language, then the difference, then the mean 
 a percentile bootstrap over languages ({resamples} resamples; none for fewer than {fewest} languages): it holds the
 chance of the languages, not that of the seeds. Better or worse is said where the interval excludes 0; where it
 includes 0 no difference is shown, which does not say that there is none."""
+
+_TRANSFER = """\
+The paper's figure shows gains over bilingual baselines. Here these are models of the base's shape, each trained to its
+end on one of {num_languages} of the languages alone, from {most:,} training pairs to {fewest:,}, with a vocabulary of
+its own."""
 
 _COUNTED = """\
 Counted on the models themselves, without memory. `body` is the matrices of attention and feed-forward layers; `one
@@ -73,6 +79,7 @@ def report(
     device: str,
     unfinished: Sequence[str],
     learnt: Sequence[Learning] = (),
+    transfer: Results | None = None,
 ) -> str:
     """All sections.
 
@@ -84,17 +91,22 @@ def report(
         device: that they are for.
         unfinished: titles of runs that were asked for and are not there.
         learnt: the runs that have validation losses.
+        transfer: the results with baselines of one language, if there are any.
     """
+    pairs = compared(results, roles)
+    found = claims(results, roles) if roles.is_any else []
     parts = [
-        "# Depth against width in translation from many languages",
+        "# Depth against width in translation from many languages" if found else "# Translation from many languages",
         _what(results, unfinished),
-        "## The paper's findings, and what was measured",
-        *(_claim(number, claim) for number, claim in enumerate(claims(results, roles), 1)),
+        *(["## The paper's findings, and what was measured"] if found else []),
+        *(_claim(number, claim) for number, claim in enumerate(found, 1)),
         "## Quality by resource",
         _explanation(results),
         *(_levels(results, measure) for measure in MEASURES),
         f"![Scores and differences by bucket]({BUCKETS_FILE})",
-        *([_differences(results, roles), f"![Gain over languages]({LANGUAGES_FILE})"] if roles.pairs else []),
+        *([_differences(results, pairs)] if pairs else []),
+        *([f"![Gain over languages]({LANGUAGES_FILE})"] if roles.pairs else []),
+        *(["## Many languages against one", _transfer(transfer)] if transfer is not None else []),
         *(["## Learning", learning(learnt)] if learnt else []),
         *(["## Parameters", _parameters(sizes)] if sizes else []),
         "## Cost: depth against width",
@@ -157,10 +169,21 @@ def _levels(results: Results, measure: Measure) -> str:
     return f"{measure.title}, {measure.direction}:\n\n{table(header, rows)}"
 
 
-def _differences(results: Results, roles: Roles) -> str:
+def _transfer(transfer: Results) -> str:
+    num, sizes = len(transfer.languages), transfer.training_pairs
+    return "\n\n".join(
+        [
+            _TRANSFER.format(num_languages=num, most=sizes[0], fewest=sizes[-1]),
+            _differences(transfer, [(model, BASELINE) for model in transfer.models if model != BASELINE]),
+            f"![Gain over models of one language]({TRANSFER_FILE})",
+        ]
+    )
+
+
+def _differences(results: Results, pairs: Sequence[tuple[str, str]]) -> str:
     header = ["difference", "measure", "bucket", "mean", "95 % interval", "each seed", "languages better", "outcome"]
     rows = []
-    for first, second in roles.pairs:
+    for first, second in pairs:
         for measure in MEASURES:
             for bucket in (*results.bucket_names, None):
                 one = compare(results, first, second, measure, bucket)

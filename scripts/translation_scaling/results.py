@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isfinite
 from pathlib import Path
@@ -58,13 +58,12 @@ _OF_COST = (
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that has ended, as its folder tells it."""
+    """A run that has ended, as its folder tells it, or a table of such runs."""
 
     model: str
     seed: int
     folder: Path
     metrics: dict[str, Any]
-    recipe: Recipe
 
     @classmethod
     def read(cls, folder: Path) -> Finished:
@@ -84,7 +83,11 @@ class Finished:
                     "bucket; give them by data.counts and run again"
                 )
         seed = int(folder.name.removeprefix("seed-"))
-        return cls(folder.parent.name, seed, folder, metrics, load_recipe(folder / RECIPE_FILE))
+        return cls(folder.parent.name, seed, folder, metrics)
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        return load_recipe(self.folder / RECIPE_FILE)
 
     @property
     def cost(self) -> dict[str, Any]:
@@ -96,7 +99,7 @@ class Finished:
         """Whether every score that models are compared by is a number; after a training that diverged none may be."""
         return all(
             (value := _with_margin(scores)[measure.key]) is not None and isfinite(value)
-            for scores in self.metrics["per_language"].values()
+            for scores in self.per_language.values()
             for measure in MEASURES
         )
 
@@ -115,12 +118,22 @@ class Finished:
         """Of all starts of the command, imports included, where the script started it."""
         return wall_seconds(self.folder) or float(self.cost["wall_seconds"])
 
+    @property
+    def per_language(self) -> dict[str, dict[str, Any]]:
+        """The scores of each language."""
+        scores: dict[str, dict[str, Any]] = self.metrics["per_language"]
+        return scores
+
+    def with_scores(self, per_language: dict[str, dict[str, Any]], model: str | None = None) -> Finished:
+        """The same run with the scores of other languages, and with another name if one is given."""
+        return replace(self, model=model or self.model, metrics={**self.metrics, "per_language": per_language})
+
     def rows(self) -> list[dict[str, Any]]:
         """One row per language."""
         return [
             {"recipe": self.model, "seed": self.seed, "language": language}
             | {name: _with_margin(scores).get(name) for name in _OF_LANGUAGE}
-            for language, scores in self.metrics["per_language"].items()
+            for language, scores in self.per_language.items()
         ]
 
     def cost_row(self) -> dict[str, Any]:
@@ -153,8 +166,11 @@ def finished_runs(output: Path, models: Sequence[str] | None, seeds: Sequence[in
 
 
 def write_csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """One table; the first row names the columns."""
+    """One table; the first row names the columns. Without rows there is no table."""
     rows = list(rows)
+    if not rows:
+        path.unlink(missing_ok=True)
+        return
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
@@ -189,7 +205,7 @@ class Results:
                 "is nothing to report; lower training.learning_rate"
             )
         self.models = tuple(dict.fromkeys(run.model for run in runs))
-        first = runs[0].metrics["per_language"]
+        first = runs[0].per_language
         for run in runs[1:]:
             self._check_same_corpus(runs[0], run)
         self.languages = sorted(first, key=lambda language: (-first[language]["training_pairs"], language))
@@ -211,7 +227,7 @@ class Results:
         """(seeds, languages)."""
         return np.array(
             [
-                [_with_margin(run.metrics["per_language"][language])[measure.key] for language in self.languages]
+                [_with_margin(run.per_language[language])[measure.key] for language in self.languages]
                 for run in self.of_model(model)
             ]
         )
@@ -225,9 +241,9 @@ class Results:
         facts = [
             {
                 language: (scores["training_pairs"], scores["num_pairs"], scores["bucket"])
-                for language, scores in m.items()
+                for language, scores in of_run.items()
             }
-            for m in (one.metrics["per_language"], other.metrics["per_language"])
+            for of_run in (one.per_language, other.per_language)
         ]
         if facts[0] != facts[1]:
             raise DataError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import fcntl
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,10 +31,11 @@ from translation_scaling.differences import (
     percentiles,
 )
 from translation_scaling.draw import smoothed
-from translation_scaling.results import CHRF, NLL, Results, finished_runs
+from translation_scaling.results import CHRF, NLL, Finished, Results, finished_runs
 from translation_scaling.roles import roles_of
 from translation_scaling.runs import Run, plan_runs
 from translation_scaling.sizes import Size, size_of
+from translation_scaling.transfer import BASELINE, with_baselines
 
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.recipe import load_recipe
@@ -532,6 +534,49 @@ def test_the_report_has_every_number_and_both_pictures(tmp_path: Path) -> None:
     assert {row["bucket"] for row in rows} == {"high", "middle", "low"}
     with (tmp_path / "runs.csv").open(newline="") as file:
         assert [row["peak_bytes"] for row in csv.DictReader(file)] == [str(400 << 20)] * 6
+
+
+def test_pictures_are_drawn_again_from_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results_of(tmp_path, World(same(5.0), same(2.0)))
+    curve = [
+        {"step": 10 * n, "epoch": n, "loss": 1 / n, "eval_nll_per_character": 2 / n}
+        | {"training_seconds": 1.0, "tokens_per_second": 100.0}
+        for n in (1, 2, 3)
+    ]
+    lines = "".join(json.dumps(entry) + "\n" for entry in curve)
+    (tmp_path / "laptop-deep" / "seed-1" / "metrics.jsonl").write_text(lines)
+    assert "![Curves](curves.png)" in report_of(tmp_path)
+    tables = tmp_path / "committed"
+    tables.mkdir()
+    for path in tmp_path.glob("*.csv"):
+        shutil.copy(path, tables)
+    assert scaling.main(["--draw", str(tables)]) == 0
+    for name in ("languages.png", "buckets.png", "curves.png"):
+        assert (tables / name).read_bytes() == (tmp_path / name).read_bytes()
+    assert scaling.main(["--draw", str(tmp_path / "none")]) == 2
+    assert "there is no" in capsys.readouterr().err
+
+
+def test_models_of_many_languages_are_compared_with_those_of_one(tmp_path: Path) -> None:
+    results = results_of(tmp_path, World(same(5.0), same(2.0), spread=0.0), seeds=(1,))
+    base = results.of_model("laptop-base")[0]
+
+    def alone(language: str, **changes: Any) -> Finished:
+        scores = base.per_language[language]
+        own = {"bucket": "high", "nll_per_character": scores["nll_per_character"] + 0.5, **changes}
+        return base.with_scores({language: {**scores, **own}}, f"alone-{language}")
+
+    languages = results.languages[::3]
+    found = with_baselines(results, [*map(alone, languages), base])
+    assert found is not None
+    assert found.models == (*MODELS, BASELINE)
+    assert found.languages == languages
+    assert set(found.buckets) == {"high", "middle", "low"}, "not those of a language alone"
+    assert compare(found, "laptop-base", BASELINE, NLL).mean == pytest.approx(-0.5)
+    assert compare(found, "laptop-deep", BASELINE, NLL).mean == pytest.approx(-0.55)
+    assert with_baselines(results, []) is None
+    with pytest.raises(DataError, match="not trained and tested on the same pairs"):
+        with_baselines(results, [alone("l00", training_pairs=3)])
 
 
 def test_a_report_of_a_part_says_what_is_missing(tmp_path: Path) -> None:
