@@ -84,6 +84,12 @@ def recorded(folder: Path) -> dict[int, float]:
     return {line["step"]: line[LOSS] for line in lines if LOSS in line}
 
 
+def dropouts(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """What the configuration of a run's model says of values and layers that are dropped."""
+    config = model_config(recipe, AutoTokenizer.from_pretrained(folder / "tokenizer")).to_dict()
+    return {name: value for name, value in config.items() if "drop" in name}
+
+
 def losses_of_plain_trainer(recipe: Recipe, folder: Path, steps: Sequence[int]) -> dict[int, float]:
     """Train by `Seq2SeqTrainer` up to the last of `steps`; the validation loss per character after each."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
@@ -135,10 +141,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"{options.folder} has no run: metrics.jsonl is missing")
         recipe = load_recipe(options.folder / "recipe.yaml")
         training = recipe.training
-        if training.lr_scheduler_type != "warmup_stable_decay" or recipe.model.config.get("dropout_rate", 0.1):
+        wrong = {name: value for name, value in dropouts(recipe, options.folder).items() if value}
+        if training.lr_scheduler_type != "warmup_stable_decay":
+            wrong["training.lr_scheduler_type"] = training.lr_scheduler_type
+        if wrong:
             raise UserError(
-                f"{options.folder}: training.lr_scheduler_type must be warmup_stable_decay and the dropout 0, for the "
-                "learning rate of others depends on the last update, and dropout is not transformers' own"
+                f"{options.folder} has {', '.join(f'{name} = {value}' for name, value in wrong.items())}; only a run "
+                "with warmup_stable_decay and without dropout can be compared: the learning rate of others depends on "
+                "the last update, and dropout is not transformers' own"
             )
         ours = recorded(options.folder)
         constant = max(ours, default=0) if training.max_steps is None else training.max_steps - training.decay_steps

@@ -37,3 +37,7 @@ def test_the_losses_are_seq2seq_trainer_s(tmp_path: Path, capsys: pytest.Capture
     assert reference_trainer.main([str(folder), "--tolerance", "-1"]) == 1
     assert reference_trainer.main([str(tmp_path)]) == 2
     assert "metrics.jsonl is missing" in capsys.readouterr().err
+    of_run = folder / "recipe.yaml"
+    of_run.write_text(of_run.read_text().replace("dropout_rate: 0.0", "dropout_rate: 0.1"))
+    assert reference_trainer.main([str(folder)]) == 2
+    assert "dropout_rate = 0.1" in capsys.readouterr().err
