@@ -3,8 +3,9 @@
     python scripts/reference_trainer.py outputs/scaling/l10n-base/seed-1 [--steps 600] [--tolerance 0.01]
 
 The folder is that of a finished or interrupted run of `python -m hf_gpipe.train`, or of scripts/scaling.py, on pairs.
-`Seq2SeqTrainer` gets the same first weights, the same mini-batches in the same order, and the same learning rates. At
-each evaluation of the run the plain model's validation loss per character is printed beside it.
+`Seq2SeqTrainer` gets the same first weights, the same mini-batches in the same order, and the same learning rates, the
+final decay's too. At each evaluation of the run the plain model's validation loss per character is printed beside it.
+The two round differently, and while a model learns fastest that can set one of them back by some updates.
 
 Exit code: 0 the best losses until the last of these updates differ by at most the tolerance, 1 they do not, 2 an error
 that you can correct.
@@ -31,6 +32,7 @@ from transformers import (
     Seq2SeqTrainingArguments,
     TrainerCallback,
 )
+from translation_scaling.curves import max_steps_of, newest_checkpoint
 
 from hf_gpipe import Pipeline, PipelineTrainer
 from hf_gpipe.command import Parser, run_command
@@ -61,7 +63,7 @@ class Batches(torch.utils.data.IterableDataset[Batch]):
 
 
 class Validation(TrainerCallback):
-    """Computes the validation loss per character after some of the updates."""
+    """Computes the validation loss per character after some of the updates, the last of which ends the training."""
 
     def __init__(self, batches: Sequence[Batch], characters: int, steps: Sequence[int]) -> None:
         self._batches, self._characters, self._steps = batches, characters, set(steps)
@@ -76,6 +78,7 @@ class Validation(TrainerCallback):
             nll = sum(float(model(**batch).loss) * int((batch["labels"] != -100).sum()) for batch in self._batches)
         model.train()
         self.losses[state.global_step] = nll / self._characters
+        control.should_training_stop = state.global_step == max(self._steps)
 
 
 def recorded(folder: Path) -> dict[int, float]:
@@ -90,8 +93,19 @@ def dropouts(recipe: Recipe, folder: Path) -> dict[str, Any]:
     return {name: value for name, value in config.items() if "drop" in name}
 
 
+def updates_of(recipe: Recipe, folder: Path) -> int:
+    """The updates that the training in a folder was to have."""
+    if recipe.training.max_steps is not None:
+        return recipe.training.max_steps
+    checkpoint = newest_checkpoint(folder)
+    if checkpoint is None:
+        raise UserError(f"{folder} has no checkpoint, which would tell the number of updates; set training.max_steps")
+    return max_steps_of(checkpoint)
+
+
 def losses_of_plain_trainer(recipe: Recipe, folder: Path, steps: Sequence[int]) -> dict[int, float]:
     """Train by `Seq2SeqTrainer` up to the last of `steps`; the validation loss per character after each."""
+    max_steps = updates_of(recipe, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     task = task_of(recipe)
     corpus = task.corpus()
@@ -106,10 +120,10 @@ def losses_of_plain_trainer(recipe: Recipe, folder: Path, steps: Sequence[int]) 
         pipe.save_pretrained(temporary)
         args = Seq2SeqTrainingArguments(
             output_dir=temporary,
-            max_steps=max(steps),
+            max_steps=max_steps,
             per_device_train_batch_size=1,  # a mini-batch
             **{name: getattr(own.args, name) for name in SHARED_ARGUMENTS},
-            lr_scheduler_kwargs={**(own.args.lr_scheduler_kwargs or {}), "num_decay_steps": 0},
+            lr_scheduler_kwargs=own.args.lr_scheduler_kwargs,
             remove_unused_columns=False,
             save_strategy="no",
             logging_steps=100,
@@ -132,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="of the run")
-    parser.add_argument("--steps", type=int, help="updates to compare; default: those at a constant learning rate")
+    parser.add_argument("--steps", type=int, help="updates to compare; default: all")
     parser.add_argument("--tolerance", type=float, default=0.01, help="relative; default: 0.01")
 
     def work() -> int:
@@ -151,11 +165,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "the last update, and dropout is not transformers' own"
             )
         ours = recorded(options.folder)
-        constant = max(ours, default=0) if training.max_steps is None else training.max_steps - training.decay_steps
-        last = constant if options.steps is None else min(options.steps, constant)
-        steps = [step for step in ours if step <= last]
+        steps = [step for step in ours if options.steps is None or step <= options.steps]
         if not steps:
-            raise UserError(f"{options.folder} has no evaluation in its first {last} updates")
+            raise UserError(f"{options.folder} has no evaluation in its first {options.steps} updates")
         plain = losses_of_plain_trainer(recipe, options.folder, steps)
         rows = [[str(step), f"{ours[step]:.4f}", f"{plain[step]:.4f}"] for step in steps]
         print(table(["update", "this run", "Seq2SeqTrainer"], rows))
