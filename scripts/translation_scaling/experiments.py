@@ -82,6 +82,14 @@ _DEEPER = ("model.config.encoder_layers=16", "model.config.decoder_layers=16")
 _CONSTANT = (f"training.num_train_epochs={FIXED_PASSES}", "training.decay_steps=0")
 
 
+#: The related languages, and with the mini-batches of their sweep.
+_OF_RELATED = (f"data.languages=[{', '.join(RELATED)}]", "tokenizer.vocab_size=4000")
+_RELATED_TOKENS = 2000
+_RELATED = (*_OF_RELATED, f"training.batch_tokens={_RELATED_TOKENS}")
+
+#: One language: a thousand pairs yield little more than 2,000 different tokens.
+_OF_ONE = "tokenizer.vocab_size=2000"
+
 #: A sweep is decided by its losses, and needs no model.
 _LAST = "training.load_best_model_at_end=false"
 
@@ -170,10 +178,6 @@ def _temperature(asked: Asked) -> list[Run]:
     return [_trained("deep", asked, f"data.temperature={t}", label=f"T-{t}", to_end=False) for t in (1, 5, 100)]
 
 
-#: A thousand pairs yield little more than 2,000 different tokens.
-_OF_ONE = "tokenizer.vocab_size=2000"
-
-
 def _bilingual(asked: Asked) -> list[Run]:
     return [
         _trained(
@@ -190,11 +194,6 @@ def _low(asked: Asked) -> list[Run]:
     # The end is found only if the last tenth of the updates has an evaluation, and here they are few.
     own = (languages, "training.eval_steps=25", "training.save_steps=25")
     return [_trained(model, asked, *own, label="low") for model in ("base", "deep", "wide")]
-
-
-_OF_RELATED = (f"data.languages=[{', '.join(RELATED)}]", "tokenizer.vocab_size=4000")
-_RELATED_TOKENS = 2000
-_RELATED = (*_OF_RELATED, f"training.batch_tokens={_RELATED_TOKENS}")
 
 
 def _related(asked: Asked) -> list[Run]:

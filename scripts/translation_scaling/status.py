@@ -21,7 +21,7 @@ from translation_scaling.to_end import begin_of_decay, is_finished
 #: Target tokens of a pair on average, and those that two cores train on in a second, for the recipes l10n-*.yaml;
 #: docs/scaling.md says how this was measured.
 TOKENS_PER_PAIR = 8.7
-TOKENS_PER_SECOND = {"base": 2900, "deep": 1100, "wide": 1250}
+TOKENS_PER_SECOND = {"base": 8000, "deep": 3000, "wide": 3500}
 #: The passes to the end of a training that may end as soon as it has made the fewest.
 FEWEST_PASSES_TO_END = ending.FEWEST_PASSES * (1 + ending.DECAY)
 
