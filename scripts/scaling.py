@@ -18,10 +18,11 @@ their end; --to-end does the same with recipes. A model is at its end after at l
 loss per character has changed by less than 1 % over the last tenth of its updates, and 20 % more updates at a
 constant rate change it by less than 1 %. Then its learning rate falls to 0. docs/scaling.md has more.
 
-It writes into the output folder: RECIPE/seed-S/ (each run), results.csv (a row a language), runs.csv (a row a run),
-curves.csv, report.md with learning.csv (the curves of finished runs), languages.png, buckets.png and curves.png; the
-reports of experiments are in reports/NAME/, with baselines.csv and transfer.png where models of one language are
-finished. --draw DIR draws the pictures of such a folder from its tables. The paper is arXiv 1811.06965, section 5.
+It writes into the output folder: RECIPE/seed-S/ (each run), curves.csv (of all runs), report.md with its pictures
+languages.png, buckets.png and curves.png, and its tables: results.csv (a row a language), runs.csv (a row a run),
+differences.csv, and learning.csv (the curves of finished runs). The reports of experiments are in reports/NAME/, with
+baselines.csv and transfer.png where models of one language are finished. --draw DIR draws the pictures of such a folder
+from its tables. The paper is arXiv 1811.06965, section 5.
 
 Exit code: 0 all is finished, 1 a run failed, 2 an error that you can correct, 75 stopped, to be given again.
 """
@@ -35,12 +36,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-from translation_scaling.claims import Roles
+from translation_scaling.claims import Roles, compared
 from translation_scaling.curves import curve_rows, read_curve
+from translation_scaling.differences import compare_all
 from translation_scaling.execute import EXIT_STOPPED, execute
 from translation_scaling.experiments import EXPERIMENTS, SWEEP_STEPS, Asked, experiment, plan_experiments
 from translation_scaling.results import RESULTS_FILE, RUNS_FILE, Finished, Results, finished_runs, write_csv
@@ -55,10 +56,8 @@ from hf_gpipe.data.files import check_files
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import load_recipe
 
-if TYPE_CHECKING:
-    from translation_scaling.learning import Learning
-
-REPORT_FILE, CURVES_FILE, LEARNING_FILE, LOG_FILE = "report.md", "curves.csv", "learning.csv", "scaling.log"
+REPORT_FILE, CURVES_FILE, LOG_FILE = "report.md", "curves.csv", "scaling.log"
+LEARNING_FILE, DIFFERENCES_FILE = "learning.csv", "differences.csv"
 PAPER_RECIPES = ("paper-400m", "paper-1.3b-deep", "paper-1.3b-wide", "paper-3b", "paper-6b")
 _TRANSLATION = Path(__file__).parents[1] / "recipes" / "translation"
 
@@ -231,6 +230,7 @@ def write_report(
     folder: Path,
 ) -> None:
     """Write the report, its tables and its pictures into a folder."""
+    from translation_scaling.draw import draw
     from translation_scaling.learning import Learning
     from translation_scaling.plans import predict
     from translation_scaling.report import report
@@ -243,35 +243,36 @@ def write_report(
     write_csv(folder / RUNS_FILE, (run.cost_row() for run in [*results.all_runs, *alone]))
     write_csv(folder / BASELINES_FILE, (row for run in alone for row in run.rows()))
     write_csv(folder / LEARNING_FILE, (row for one in learnt for row in one.rows()))
+    differences = compare_all(results, compared(results, measured))
+    write_csv(folder / DIFFERENCES_FILE, (one.row() for one in differences))
     transfer = with_baselines(results, alone)
-    _draw(folder, results, measured, learnt, transfer)
+    draw(folder, results, measured, differences, learnt, transfer)
     recipes = dict.fromkeys((run.recipe, run.overrides) for run in runs)
     sizes = [*(size_of(path, own) for path, own in recipes), *map(size_of, paper)]
     plans = [predict(path, ["--device", options.device]) for path in paper]
     done = {run.folder for run in results.all_runs}
     unfinished = [run.title for run in runs if run.folder not in done]
-    text = report(results, measured, sizes, plans, options.device, unfinished, learnt, transfer)
+    text = report(results, measured, sizes, plans, options.device, unfinished, differences, learnt, transfer)
     (folder / REPORT_FILE).write_text(text, encoding="utf-8")
     print(f"report  {folder / REPORT_FILE}", flush=True)
 
 
 def _draw_again(folder: Path, options: argparse.Namespace) -> int:
     """Draw the pictures of a report from its tables."""
-    from translation_scaling.tables import read_learning, read_results
+    from translation_scaling.draw import draw
+    from translation_scaling.tables import read_differences, read_learning, read_results
 
     results = Results(read_results(folder / RESULTS_FILE))
     baselines = folder / BASELINES_FILE
     transfer = with_baselines(results, read_results(baselines)) if baselines.exists() else None
     roles = roles_of(results.models, options.baseline, options.pair)
-    _draw(folder, results, roles, read_learning(folder / LEARNING_FILE, results.runs), transfer)
+    differences = folder / DIFFERENCES_FILE
+    draw(
+        *(folder, results, roles, read_differences(differences) if differences.exists() else []),
+        *(read_learning(folder / LEARNING_FILE, results.runs), transfer),
+    )
     print(f"pictures in {folder}")
     return 0
-
-
-def _draw(folder: Path, results: Results, roles: Roles, learnt: Sequence[Learning], transfer: Results | None) -> None:
-    from translation_scaling.draw import draw
-
-    draw(folder, results, roles, learnt, transfer)
 
 
 def _list(runs: Sequence[Run]) -> None:

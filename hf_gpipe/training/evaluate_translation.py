@@ -56,12 +56,14 @@ class Scores:
 
 @dataclass(frozen=True)
 class Translated:
-    """A pair with its translation."""
+    """A pair with its translation, and the negative log-likelihood of its reference with the characters it is of."""
 
     language: str
     source: str
     target: str
     translation: str
+    nll: float
+    num_characters: int
 
 
 @dataclass(frozen=True)
@@ -308,10 +310,12 @@ def _report(
         language: _score([pairs[i] for i in of_language[language]], [outcomes[i] for i in of_language[language]])
         for language in largest_first
     }
-    translations = (
-        Translated(pair.language, pair.source, pair.target, outcomes[i].translation) for i, pair in enumerate(pairs)
-    )
-    return TranslationReport(per_language, tuple(translations), num_samples, dict(training_pairs))
+    translations = tuple(_translated(pair, outcomes[i]) for i, pair in enumerate(pairs))
+    return TranslationReport(per_language, translations, num_samples, dict(training_pairs))
+
+
+def _translated(pair: Pair, one: _Outcome) -> Translated:
+    return Translated(pair.language, pair.source, pair.target, one.translation, one.nll, one.num_characters)
 
 
 def _score(pairs: Sequence[Pair], outcomes: Sequence[_Outcome]) -> Scores:

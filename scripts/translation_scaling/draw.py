@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from translation_scaling.claims import Roles, compared
-from translation_scaling.differences import compare, per_language
+from translation_scaling.claims import Roles
+from translation_scaling.differences import Difference, per_language
 from translation_scaling.learning import CURVES_PICTURE, Learning
 from translation_scaling.results import MEASURES, Measure, Results
 from translation_scaling.transfer import BASELINE
@@ -36,17 +36,25 @@ def smoothed(values: np.ndarray, width: float) -> np.ndarray:
     return averages
 
 
-def draw(folder: Path, results: Results, roles: Roles, learnt: Sequence[Learning], transfer: Results | None) -> None:
+def draw(
+    folder: Path,
+    results: Results,
+    roles: Roles,
+    differences: Sequence[Difference],
+    learnt: Sequence[Learning],
+    transfer: Results | None,
+) -> None:
     """All pictures of a report, into its folder.
 
     Args:
         folder: of the report.
         results: of its runs.
         roles: which model stands for which of the paper's.
+        differences: between its models.
         learnt: the runs that have validation losses.
         transfer: results with baselines, if there are any.
     """
-    draw_buckets(folder / BUCKETS_FILE, results, compared(results, roles))
+    draw_buckets(folder / BUCKETS_FILE, results, differences)
     if roles.base is not None and roles.large:
         draw_languages(folder / LANGUAGES_FILE, results, roles.large, roles.base)
     if learnt:
@@ -79,14 +87,14 @@ def draw_languages(path: Path, results: Results, models: Sequence[str], other: s
     figure.savefig(path)
 
 
-def draw_buckets(path: Path, results: Results, pairs: Sequence[tuple[str, str]]) -> None:
-    """Above, each model's score in each bucket, a dot a seed; below, differences of pairs with their intervals."""
+def draw_buckets(path: Path, results: Results, differences: Sequence[Difference]) -> None:
+    """Above, each model's score in each bucket, a dot a seed; below, differences with their intervals."""
     figure = _figure((11.0, 7.4))
-    panels = figure.subplots(2 if pairs else 1, len(MEASURES), squeeze=False)
+    panels = figure.subplots(2 if differences else 1, len(MEASURES), squeeze=False)
     for column, measure in enumerate(MEASURES):
         _bars(panels[0, column], results, measure)
-        if pairs:
-            _intervals(panels[1, column], results, pairs, measure)
+        if differences:
+            _intervals(panels[1, column], results, [one for one in differences if one.measure == measure])
     # Beside the panels, where no score lies under it.
     for row, place in zip(panels, ("outside upper center", "outside lower center"), strict=False):
         handles, labels = row[0].get_legend_handles_labels()
@@ -131,21 +139,21 @@ def _bars(panel: Axes, results: Results, measure: Measure) -> None:
     _plain(panel)
 
 
-def _intervals(panel: Axes, results: Results, pairs: Sequence[tuple[str, str]], measure: Measure) -> None:
+def _intervals(panel: Axes, results: Results, differences: Sequence[Difference]) -> None:
+    pairs = list(dict.fromkeys((one.first, one.second) for one in differences))
     width = 0.7 / len(pairs)
-    for number, (first, second) in enumerate(pairs):
-        for place, bucket in enumerate(results.bucket_names):
-            difference = compare(results, first, second, measure, bucket)
-            x = place - 0.35 + (number + 0.5) * width
-            label = f"{first} - {second}" if place == 0 else None
-            colour = _OF_PAIRS[number % len(_OF_PAIRS)]
-            panel.plot(x, difference.mean, "o", color=colour, label=label)
-            if difference.interval is not None:
-                ends = (difference.interval.low, difference.interval.high)
-                panel.plot([x, x], ends, color=colour, linewidth=2)
+    for one in differences:
+        if one.bucket is None:
+            continue
+        number, place = pairs.index((one.first, one.second)), results.bucket_names.index(one.bucket)
+        x, colour = place - 0.35 + (number + 0.5) * width, _OF_PAIRS[number % len(_OF_PAIRS)]
+        panel.plot(x, one.mean, "o", color=colour, label=f"{one.first} - {one.second}" if place == 0 else None)
+        if one.interval is not None:
+            panel.plot([x, x], (one.interval.low, one.interval.high), color=colour, linewidth=2)
     panel.axhline(0, color="black", linewidth=0.8)
     panel.set_xticks(range(len(results.bucket_names)), _bucket_labels(results))
-    panel.set_title(f"difference, with its 95 % interval over languages ({measure.direction})", loc="left", fontsize=10)
+    direction = differences[0].measure.direction
+    panel.set_title(f"difference, with its 95 % interval ({direction})", loc="left", fontsize=10)
     _plain(panel)
 
 

@@ -12,10 +12,11 @@ import transformers
 from bench.report import table
 
 from hf_gpipe.recipe.sizes import size_text
-from translation_scaling.claims import Claim, Roles, claims, compared, interval_text, outcome
-from translation_scaling.differences import FEWEST_LANGUAGES, RESAMPLES, compare
+from translation_scaling.claims import Claim, Roles, claims, interval_text, outcome
+from translation_scaling.differences import FEWEST_LANGUAGES, RESAMPLES, Difference, compare_all
 from translation_scaling.draw import BUCKETS_FILE, LANGUAGES_FILE, TRANSFER_FILE
 from translation_scaling.learning import Learning, learning
+from translation_scaling.pairs import TestPairs
 from translation_scaling.plans import Predicted
 from translation_scaling.results import MEASURES, RESULTS_FILE, RUNS_FILE, Finished, Measure, Results
 from translation_scaling.runs import differing_keys, flat
@@ -39,9 +40,9 @@ that of a copy of the source.
 Buckets are thirds of the languages by training pairs ({sizes}). A model's score in a bucket is the mean over its
 languages, each of which counts alike, and over seeds; beside it the mean of each seed. A difference is paired:
 first the mean over seeds for each language, then the difference, then the mean over languages. Its 95 % interval is
-a percentile bootstrap over languages ({resamples} resamples; none for fewer than {fewest} languages): it holds the
-chance of the languages, not that of the seeds. Better or worse is said where the interval excludes 0; where it
-includes 0 no difference is shown, which does not say that there is none."""
+a percentile bootstrap over {what} ({resamples} resamples; none for fewer than {fewest} languages): it holds their
+chance, not that of the seeds. Better or worse is said where the interval excludes 0; where it includes 0 no difference
+is shown, which does not say that there is none."""
 
 _TRANSFER = """\
 The paper's figure shows gains over bilingual baselines. Here these are models of the base's shape, each trained to its
@@ -78,6 +79,7 @@ def report(
     plans: Sequence[Predicted],
     device: str,
     unfinished: Sequence[str],
+    differences: Sequence[Difference] = (),
     learnt: Sequence[Learning] = (),
     transfer: Results | None = None,
 ) -> str:
@@ -90,10 +92,10 @@ def report(
         plans: the planner's predictions, of recipes that were not run.
         device: that they are for.
         unfinished: titles of runs that were asked for and are not there.
+        differences: between their models.
         learnt: the runs that have validation losses.
         transfer: the results with baselines of one language, if there are any.
     """
-    pairs = compared(results, roles)
     found = claims(results, roles) if roles.is_any else []
     parts = [
         "# Depth against width in translation from many languages" if found else "# Translation from many languages",
@@ -104,7 +106,7 @@ def report(
         _explanation(results),
         *(_levels(results, measure) for measure in MEASURES),
         f"![Scores and differences by bucket]({BUCKETS_FILE})",
-        *([_differences(results, pairs)] if pairs else []),
+        *([_differences(differences)] if differences else []),
         *([f"![Gain over languages]({LANGUAGES_FILE})"] if roles.pairs else []),
         *(["## Many languages against one", _transfer(transfer)] if transfer is not None else []),
         *(["## Learning", learning(learnt)] if learnt else []),
@@ -152,7 +154,11 @@ def _claim(number: int, claim: Claim) -> str:
 
 def _explanation(results: Results) -> str:
     sizes = ", ".join(f"{bucket} {int(results.places(bucket).sum())}" for bucket in results.bucket_names)
-    return _EXPLANATION.format(sizes=sizes, resamples=RESAMPLES, fewest=FEWEST_LANGUAGES, results=RESULTS_FILE)
+    pairs = TestPairs.of(results)
+    what = "languages" if pairs is None else f"languages and over the {pairs.num_sentences:,} English test sentences"
+    return _EXPLANATION.format(
+        sizes=sizes, what=what, resamples=RESAMPLES, fewest=FEWEST_LANGUAGES, results=RESULTS_FILE
+    )
 
 
 def _levels(results: Results, measure: Measure) -> str:
@@ -174,32 +180,27 @@ def _transfer(transfer: Results) -> str:
     return "\n\n".join(
         [
             _TRANSFER.format(num_languages=num, most=sizes[0], fewest=sizes[-1]),
-            _differences(transfer, [(model, BASELINE) for model in transfer.models if model != BASELINE]),
+            _differences(compare_all(transfer, [(name, BASELINE) for name in transfer.models if name != BASELINE])),
             f"![Gain over models of one language]({TRANSFER_FILE})",
         ]
     )
 
 
-def _differences(results: Results, pairs: Sequence[tuple[str, str]]) -> str:
+def _differences(differences: Sequence[Difference]) -> str:
     header = ["difference", "measure", "bucket", "mean", "95 % interval", "each seed", "languages better", "outcome"]
-    rows = []
-    for first, second in pairs:
-        for measure in MEASURES:
-            for bucket in (*results.bucket_names, None):
-                one = compare(results, first, second, measure, bucket)
-                digits = measure.digits
-                rows.append(
-                    [
-                        f"{first} - {second}",
-                        measure.title,
-                        bucket or "all",
-                        f"{one.mean:+.{digits}f}",
-                        interval_text(one.interval, digits).strip() or "-",
-                        " ".join(f"{value:+.{digits}f}" for value in one.per_seed.values()),
-                        f"{one.num_better} of {one.num_languages}",
-                        outcome(one),
-                    ]
-                )
+    rows = [
+        [
+            f"{one.first} - {one.second}",
+            one.measure.title,
+            one.bucket or "all",
+            f"{one.mean:+.{one.measure.digits}f}",
+            interval_text(one.interval, one.measure.digits).strip() or "-",
+            " ".join(f"{value:+.{one.measure.digits}f}" for value in one.per_seed.values()),
+            f"{one.num_better} of {one.num_languages}",
+            outcome(one),
+        ]
+        for one in differences
+    ]
     return f"Differences:\n\n{table(header, rows)}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isfinite
@@ -19,7 +19,7 @@ from hf_gpipe.recipe import Recipe, load_recipe
 from translation_scaling.execute import starts, wall_seconds
 from translation_scaling.runs import METRICS_FILE, RECIPE_FILE
 
-RESULTS_FILE, RUNS_FILE = "results.csv", "runs.csv"
+RESULTS_FILE, RUNS_FILE, TRANSLATIONS_FILE = "results.csv", "runs.csv", "translations.jsonl"
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,17 @@ _OF_COST = (
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that has ended, as its folder tells it, or a table of such runs."""
+    """A run that has ended, as its folder tells it, or a table of such runs.
+
+    Attributes:
+        translations: a row for each test pair, with the likelihood of its reference; empty: they are not known.
+    """
 
     model: str
     seed: int
     folder: Path
     metrics: dict[str, Any]
+    translations: Sequence[Mapping[str, Any]] = ()
 
     @classmethod
     def read(cls, folder: Path) -> Finished:
@@ -83,7 +88,7 @@ class Finished:
                     "bucket; give them by data.counts and run again"
                 )
         seed = int(folder.name.removeprefix("seed-"))
-        return cls(folder.parent.name, seed, folder, metrics)
+        return cls(folder.parent.name, seed, folder, metrics, _translations(folder / TRANSLATIONS_FILE))
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -124,9 +129,22 @@ class Finished:
         scores: dict[str, dict[str, Any]] = self.metrics["per_language"]
         return scores
 
-    def with_scores(self, per_language: dict[str, dict[str, Any]], model: str | None = None) -> Finished:
-        """The same run with the scores of other languages, and with another name if one is given."""
-        return replace(self, model=model or self.model, metrics={**self.metrics, "per_language": per_language})
+    def only(self, languages: Collection[str]) -> Finished:
+        """The run with some of its languages alone."""
+        return self.with_scores(
+            {language: scores for language, scores in self.per_language.items() if language in languages},
+            [row for row in self.translations if row["language"] in languages],
+        )
+
+    def with_scores(
+        self,
+        per_language: dict[str, dict[str, Any]],
+        translations: Sequence[Mapping[str, Any]],
+        model: str | None = None,
+    ) -> Finished:
+        """The run with other scores and translations, and with another name if one is given."""
+        metrics = {**self.metrics, "per_language": per_language}
+        return replace(self, model=model or self.model, metrics=metrics, translations=translations)
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per language."""
@@ -145,6 +163,12 @@ class Finished:
             | {f"predicted_{name}": predicted.get(name) for name in ("step_seconds", "bubble")}
             | {"num_starts": len(starts(self.folder)) or None, "wall_seconds_of_all_starts": self.all_wall_seconds}
         )
+
+
+def _translations(path: Path) -> list[dict[str, Any]]:
+    """Of a run's file; empty where it has no likelihoods."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    return rows if all("nll" in row for row in rows) else []
 
 
 def _with_margin(scores: dict[str, Any]) -> dict[str, Any]:
@@ -188,6 +212,7 @@ class Results:
         languages: codes.
         training_pairs: (L,).
         buckets: of each language.
+        resampled: differences of resampled sentences that were computed already.
 
     Raises:
         DataError: there is no run, or none whose scores are numbers, or the runs are not of one corpus.
@@ -196,6 +221,7 @@ class Results:
     def __init__(self, runs: Sequence[Finished]) -> None:
         if not runs:
             raise DataError("no run is finished, so there is nothing to report")
+        self.resampled: dict[tuple[str, str, str], np.ndarray] = {}
         self.all_runs = list(runs)
         self.diverged = [run for run in runs if not run.is_finite]
         self.runs = runs = [run for run in runs if run.is_finite]

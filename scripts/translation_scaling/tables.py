@@ -10,8 +10,9 @@ from typing import Any
 
 from hf_gpipe.errors import DataError
 from translation_scaling.curves import Curve
+from translation_scaling.differences import Difference, Interval
 from translation_scaling.learning import Learning
-from translation_scaling.results import Finished
+from translation_scaling.results import MEASURES, Finished
 
 _Row = dict[str, Any]
 
@@ -33,6 +34,19 @@ def read_learning(path: Path, runs: Iterable[Finished]) -> list[Learning]:
         Learning(by_run[name], Curve(tuple(_without_gaps(row) for row in rows)), rows[0]["operations_per_token"])
         for name, rows in _by_run(_rows(path), "run")
         if name in by_run
+    ]
+
+
+def read_differences(path: Path) -> list[Difference]:
+    """The differences of a table, without those of seeds. Raises DataError if there is no such table."""
+    measures = {measure.key: measure for measure in MEASURES}
+    return [
+        Difference(
+            *(row["first"], row["second"], measures[row["measure"]], row["bucket"], row["mean"]),
+            None if row["low"] is None else Interval(row["low"], row["high"]),
+            *({}, row["num_languages"], row["num_better"]),
+        )
+        for row in _rows(path)
     ]
 
 

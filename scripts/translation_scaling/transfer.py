@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from translation_scaling.results import Finished, Results
@@ -33,15 +33,16 @@ def with_baselines(results: Results, alone: Sequence[Finished]) -> Results | Non
     if not seeds:
         return None
     common = set.intersection(*({next(iter(run.per_language)) for run in runs} for runs in seeds.values()))
+    if not common:
+        return None
+    together = [_together([run for run in runs if set(run.per_language) <= common], of_all) for runs in seeds.values()]
+    return Results([*(run.only(common) for run in results.runs), *together])
 
-    def only(scores: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        # Alone each language is the one with the most pairs, so its bucket is that among all.
-        return {language: {**scores[language], "bucket": of_all[language]["bucket"]} for language in sorted(common)}
 
-    together = [
-        runs[0].with_scores(
-            only({language: one for run in runs for language, one in run.per_language.items()}), BASELINE
-        )
-        for runs in seeds.values()
-    ]
-    return Results([*(run.with_scores(only(run.per_language)) for run in results.runs), *together]) if common else None
+def _together(runs: Sequence[Finished], of_all: Mapping[str, Mapping[str, Any]]) -> Finished:
+    """Baselines of one seed as one run, its pairs in the order of their languages."""
+    scores = {language: one for run in runs for language, one in run.per_language.items()}
+    # Alone each language is the one with the most pairs, so its bucket is that among all.
+    scores = {language: {**one, "bucket": of_all[language]["bucket"]} for language, one in scores.items()}
+    translations = [row for run in runs for row in run.translations]
+    return runs[0].with_scores(scores, translations if all(run.translations for run in runs) else (), BASELINE)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scaling
+from sacrebleu import metrics as library
 from translation_scaling import execute as executing
 from translation_scaling.claims import Roles, claims, contrast_outcome, outcome, seeds_agree
 from translation_scaling.differences import (
@@ -31,6 +32,7 @@ from translation_scaling.differences import (
     percentiles,
 )
 from translation_scaling.draw import smoothed
+from translation_scaling.pairs import score, sums_of
 from translation_scaling.results import CHRF, NLL, Finished, Results, finished_runs
 from translation_scaling.roles import roles_of
 from translation_scaling.runs import Run, plan_runs
@@ -146,6 +148,63 @@ def same(gain: float) -> dict[str, float]:
 
 
 # ---------------------------------------------------------------------- the bootstrap
+
+
+def test_the_scores_of_resampled_pairs_are_those_of_the_library() -> None:
+    """With each pair once, and with some of them several times."""
+    texts = [
+        ("the open file", "open the file"),
+        ("a", "a window"),
+        ("", "x"),
+        ("print (all)", "print all"),
+        ("so", "so"),
+    ]
+    rows = [
+        {"translation": one, "target": other, "nll": float(n), "num_characters": len(other)}
+        for n, (one, other) in enumerate(texts)
+    ]
+    for weights in ([1, 1, 1, 1, 1], [2, 0, 1, 3, 0], [0, 0, 0, 0, 1], [0, 0, 1, 0, 0]):
+        taken = [pair for pair, count in zip(texts, weights, strict=True) for _ in range(count)]
+        translations, targets = zip(*taken, strict=True)
+        expected = library.CHRF().corpus_score(list(translations), [list(targets)]).score
+        assert score(weights @ sums_of(rows, CHRF), CHRF) == pytest.approx(expected)
+        nll = sum(row["nll"] * count for row, count in zip(rows, weights, strict=True))
+        assert score(weights @ sums_of(rows, NLL), NLL) == pytest.approx(nll / sum(map(len, targets)))
+
+
+def with_pairs(results: Results, noise: float) -> Results:
+    """The same results with twenty pairs a language of the same English sentences, whose scores spread."""
+    generator = np.random.default_rng(0)
+    spread = {model: noise * generator.normal(size=20) for model in results.models}
+    return Results(
+        [
+            run.with_scores(
+                run.per_language,
+                [
+                    {"language": language, "source": "x", "target": f"the sentence {number}", "translation": "the"}
+                    | {"nll": 10 * (scores["nll_per_character"] + spread[run.model][number]), "num_characters": 10}
+                    for language, scores in run.per_language.items()
+                    for number in range(20)
+                ],
+            )
+            for run in results.runs
+        ]
+    )
+
+
+def test_sentences_that_recur_in_all_languages_widen_the_interval(tmp_path: Path) -> None:
+    """Thirty languages say little more than one where all have the same few sentences."""
+    results = results_of(tmp_path, World(same(5.0), same(2.0), spread=0.0))
+
+    def width(of: Results) -> float:
+        interval = compare(of, "laptop-deep", "laptop-wide", NLL).interval
+        assert interval is not None
+        return interval.high - interval.low
+
+    assert width(results) == pytest.approx(0.0, abs=1e-9), "the same difference in each language"
+    assert width(with_pairs(results, 0.0)) == pytest.approx(0.0, abs=1e-9)
+    # Two models' scores spread over 20 sentences, which are the same in all languages.
+    assert width(with_pairs(results, 0.1)) == pytest.approx(2 * 1.96 * 0.1 * (2 / 20) ** 0.5, rel=0.5)
 
 
 def test_the_interval_covers_the_true_mean_as_often_as_it_says() -> None:
@@ -564,7 +623,7 @@ def test_models_of_many_languages_are_compared_with_those_of_one(tmp_path: Path)
     def alone(language: str, **changes: Any) -> Finished:
         scores = base.per_language[language]
         own = {"bucket": "high", "nll_per_character": scores["nll_per_character"] + 0.5, **changes}
-        return base.with_scores({language: {**scores, **own}}, f"alone-{language}")
+        return base.with_scores({language: {**scores, **own}}, (), f"alone-{language}")
 
     languages = results.languages[::3]
     found = with_baselines(results, [*map(alone, languages), base])
