@@ -120,7 +120,7 @@ def run(recipe: Recipe, job: Job) -> None:
         cost = cost_meter.cost(pipe, trainer.state.log_history, measured, batch, first_step)
         metrics = json.dumps(_finite(report.to_dict() | {"cost": cost}), indent=2, ensure_ascii=False)
         if translations := task.translations(report):
-            lines = [json.dumps(asdict(one), ensure_ascii=False) for one in translations]
+            lines = [json.dumps(_finite(asdict(one)), ensure_ascii=False) for one in translations]
             (output_dir / TRANSLATIONS_FILE).write_text("\n".join([*lines, ""]), encoding="utf-8")
         (output_dir / METRICS_FILE).write_text(f"{metrics}\n")
         _write_timelines(output_dir, measured, predicted)

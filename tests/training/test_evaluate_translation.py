@@ -95,6 +95,8 @@ def test_translations_and_likelihood_of_the_plain_model(
     report = evaluate_translation(Pipeline(model, 3, 2), tokenizer, pairs, 4, 6, **LIMITS, num_beams=num_beams)
     plain = [one_by_one(model, tokenizer, pair, num_beams) for pair in pairs]
     assert [one.translation for one in report.translations] == [text for text, _, _ in plain]
+    assert [one.nll for one in report.translations] == pytest.approx([nll for _, nll, _ in plain], rel=1e-5)
+    assert [one.num_characters for one in report.translations] == [len(pair.target) for pair in pairs]
     assert len({text for text, _, _ in plain}) > 3
     assert list(report.per_language) == ["de", "fr"]
     for language, scores in report.per_language.items():
