@@ -248,7 +248,7 @@ def write_report(
     transfer = with_baselines(results, alone)
     draw(folder, results, measured, differences, learnt, transfer)
     recipes = dict.fromkeys((run.recipe, run.overrides) for run in runs)
-    sizes = [*(size_of(path, own) for path, own in recipes), *map(size_of, paper)]
+    sizes = list(dict.fromkeys([*(size_of(path, own) for path, own in recipes), *map(size_of, paper)]))
     plans = [predict(path, ["--device", options.device]) for path in paper]
     done = {run.folder for run in results.all_runs}
     unfinished = [run.title for run in runs if run.folder not in done]

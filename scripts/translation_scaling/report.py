@@ -111,7 +111,7 @@ def report(
         *(["## Many languages against one", _transfer(transfer)] if transfer is not None else []),
         *(["## Learning", learning(learnt)] if learnt else []),
         *(["## Parameters", _parameters(sizes)] if sizes else []),
-        "## Cost: depth against width",
+        "## Cost",
         _costs(results, roles),
         *(["## What the planner says of larger models", _plans(plans, device)] if plans else []),
         "## What the models differ in",
