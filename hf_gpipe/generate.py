@@ -16,8 +16,9 @@ from hf_gpipe.errors import EXIT_USER_ERROR, CheckpointError, UserError
 DESCRIPTION = """\
 Generate with a checkpoint, in stages. The text is a chat turn if the tokenizer has a chat template, else the source of
 an encoder-decoder or the beginning of a text; only what the model adds to it is printed. Without TEXT each line of
-stdin is one. Options that are not given are those of the checkpoint's generation configuration. The stages are in
-this process, on its GPUs if there are several; under torchrun they are in the processes that it started.
+stdin is one. Options that are not given, but for --max-new-tokens, are those of the checkpoint's generation
+configuration. The stages are in this process, on its GPUs if there are several; under torchrun they are in the
+processes that it started.
 """
 
 

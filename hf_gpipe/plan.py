@@ -25,7 +25,8 @@ Predicts how the model of a recipe is split, the layers and the memory of each s
 it fits; if it does not, the smallest change that makes it fit. Nothing is trained and no data is read: every example is
 assumed to be as long as data.max_source_tokens and data.max_target_tokens (or data.max_length) allow.
 
-Exit code: 0 it fits, 1 it does not, 2 an error that you can correct.
+Exit code: 0 it fits, 1 it does not, 2 an error that you can correct, also where the partition is by cost and no split
+fits.
 """
 
 
@@ -148,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
         "--listed",
         action="store_true",
         help="also make a table with I and W for this very plan, and take it where it is faster; "
-        "--listed --table > listed.txt writes it",
+        "--listed --table > listed.txt writes it; needs recompute none or block, no replicas and no accumulation",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(

@@ -333,7 +333,7 @@ def _parser() -> Parser:
     parser.add_argument("--dry-run", action="store_true", help="list the runs and how far each has come")
     parser.add_argument("--device", default="tpu-v3", help="of the planner's predictions; default: tpu-v3, the paper's")
     parser.add_argument(
-        "--paper", nargs="*", metavar="RECIPE", help="recipes to plan and count; default: recipes/translation/paper-*"
+        "--paper", nargs="*", metavar="RECIPE", help="recipes to plan and count; default: the five sizes of the paper"
     )
     return parser
 

@@ -153,7 +153,10 @@ def _parser() -> Parser:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a value of the recipe")
     parser.add_argument("--nodes", type=int, required=True, metavar="N", help="number of machines")
     parser.add_argument(
-        "--nproc-per-node", type=int, metavar="P", help="processes of each machine, one per GPU (default: the recipe's)"
+        "--nproc-per-node",
+        type=int,
+        metavar="P",
+        help="processes of each machine, one per GPU (default: the recipe's, divided by --nodes)",
     )
     parser.add_argument("--device", help="the planner's name of the GPUs, such as a100-80")
     parser.add_argument("--memory", help="memory limit of a process for the planner, such as 80GiB")

@@ -73,8 +73,8 @@ class DataSection:
     larger: small languages more often, large ones less often."""
 
     target_tag: Annotated[bool, PAIRS] = False
-    """Whether sources start with a tag for the target language, such as <2de>; always if there are several languages
-    and one side is known to be English."""
+    """Whether sources start with a tag for the target language, such as <2de>; always if there are several
+    target languages and one side is known to be English."""
 
     max_source_tokens: Annotated[int, Field(ge=2), PAIRS] = 128
     """Maximum length of a source, special tokens included; longer ones are truncated."""

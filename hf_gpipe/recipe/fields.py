@@ -138,7 +138,7 @@ class TrainingSection:
     """Number of passes over the training split, if `max_steps` is null."""
 
     batch_size: Count = 32
-    """Examples per mini-batch, in training and in evaluation during it; a mini-batch is one run of the schedule."""
+    """Examples per mini-batch, in training and in evaluation during it."""
 
     batch_tokens: Count | None = None
     """Approximate number of target tokens per training mini-batch, instead of `batch_size`; null: use `batch_size`."""

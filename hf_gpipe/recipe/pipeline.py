@@ -56,15 +56,15 @@ class PipelineConfig:
     schedule: Annotated[str, OneOf((*TRAINING_SCHEDULES, AUTO), TABLE_SUFFIX)] = "gpipe"
     """Order of work. gpipe: as in the paper; gpipe_fused: the last stage runs each backward right after its forward;
     1f1b: least memory; interleaved_1f1b: several stages per process, assigned in turn; zb_h1: 1f1b with gradients of
-    inputs and weights apart, a third of its bubble in its memory; zb_h2: twice the memory, no bubble between steps that
-    do not wait for each other; zb_v: two stages per process in a V, no bubble in 1f1b's memory; v_half: the same in
-    half of it, with half of 1f1b's bubble; naive: no pipelining; auto: the planner chooses one of these; or the file of
-    a table of your own, such as tables/mine.txt, whose R actions are the recomputations (python -m hf_gpipe.plan RECIPE
-    --table writes one). Asynchronous, with other numbers than the plain model: pipedream: each stage updates after each
-    step and nothing waits for the pipeline to empty, the backward of a micro-batch uses the weights of its forward;
-    pipedream_vertical: all stages use the version of the weights that the first one used; pipedream_2bw: the version
-    before the last one; pipedream_naive: no version is kept, so that backwards use other weights than their
-    forwards."""
+    inputs and weights apart, a third of its bubble in its memory; zb_h2: twice the memory, no bubble between steps
+    that do not wait for each other; zb_v: two stages per process in a V, a sixth of 1f1b's bubble in its memory;
+    v_half: the same in half of it, with half of 1f1b's bubble; naive: no pipelining; auto: the planner chooses one of
+    these, but not naive; or the file of a table of your own, such as tables/mine.txt, whose R actions are the
+    recomputations (python -m hf_gpipe.plan RECIPE --table writes one). Asynchronous, with other numbers than the
+    plain model: pipedream: each stage updates after each step and nothing waits for the pipeline to empty, the
+    backward of a micro-batch uses the weights of its forward; pipedream_vertical: all stages use the version of the
+    weights that the first one used; pipedream_2bw: the version before the last one; pipedream_naive: no version is
+    kept, so that backwards use other weights than their forwards."""
 
     recompute: Annotated[Annotated[str, OneOf((*_MODES, AUTO))] | _Entries, _Listed] = "stage"
     """The activations that are recomputed in backward, not kept. none: nothing; block: the inside of each block; stage:

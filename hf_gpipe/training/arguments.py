@@ -39,7 +39,10 @@ PLANNED = ("num_micro_batches", "schedule", "recompute", "partition")
 
 def _planned(name: str) -> dict[str, str]:
     default = getattr(PipelineConfig, name)
-    known = f"None: {AUTO}; where the training dataset does not tell the lengths of its rows, {default}."
+    known = (
+        f"None: {AUTO}; {default} where the training dataset does not tell the lengths of its rows, and with an "
+        "asynchronous schedule, the file of a table, or an optimizer of bitsandbytes."
+    )
     return {"help": f"{_PIPELINE[name]['help']} {known}"}
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     DataCollatorWithPadding,
     DefaultFlowCallback,
@@ -38,6 +39,8 @@ from hf_gpipe.training.loss_scaling import LossScaler
 from hf_gpipe.training.master_weights import MasterWeights
 from hf_gpipe.training.optim import check_optimizer
 from hf_gpipe.training.progress import MetricsFile, ProgressBar
+
+logger = transformers.logging.get_logger(__name__)
 
 
 def pipeline_of(
@@ -127,7 +130,11 @@ def _pipeline(
         return model
     assert model is not None
     optim = str(getattr(args.optim, "value", args.optim))
-    config, shape = _opened(args, example, can_plan=optim in OPTIMIZER_SLOTS)
+    can_plan = optim in OPTIMIZER_SLOTS
+    if not can_plan and (left := _not_given(args)) and Processes.of_job().is_reporter:
+        defaults = ", ".join(f"{name} is {getattr(PipelineConfig, name)}" for name in left)
+        logger.warning(f"the planner does not know the memory of optim={optim}, so {defaults}; give what you want")
+    config, shape = _opened(args, example, can_plan=can_plan)
     return Pipeline(
         model,
         config=config,
@@ -150,6 +157,11 @@ def _pipeline(
     )
 
 
+def _not_given(args: PipelineTrainingArguments) -> list[str]:
+    """What the planner may choose."""
+    return [name for name in PLANNED if getattr(args, name) is None]
+
+
 def _opened(
     args: PipelineTrainingArguments, example: Callable[[], Workload | None], *, can_plan: bool
 ) -> tuple[PipelineConfig, Workload | None]:
@@ -158,7 +170,7 @@ def _opened(
     Without a shape, or where it cannot be planned for, the configuration's own defaults stay.
     """
     config, processes = args.config, Processes.of_job()
-    names = [name for name in PLANNED if getattr(args, name) is None]
+    names = _not_given(args)
     if not can_plan or config.schedule not in (*SYNCHRONOUS_SCHEDULES, AUTO):
         names = []
     if config.is_decided and not names:

@@ -143,7 +143,7 @@ HARMLESS_ARGUMENTS: dict[str, tuple[object, ...]] = {
 
 #: Field -> why it has no effect that could be missed.
 IRRELEVANT = {
-    "average_tokens_across_devices": "the loss is always the mean over all target tokens of the mini-batch",
+    "average_tokens_across_devices": "the loss is always the mean over all target tokens of the step",
     "eval_accumulation_steps": "predictions go to the CPU after every mini-batch",
     "dataloader_persistent_workers": "it saves only the time to start the loader's workers in each epoch",
     "dataloader_pin_memory": "mini-batches travel between processes and are copied to each device from there",

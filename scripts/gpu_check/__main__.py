@@ -1,7 +1,8 @@
 """Checks hf_gpipe on the GPUs of this machine. Prints one table, and writes gpu_check.json to attach to an issue.
 
 Nothing can hang it: every check runs in processes of its own with a time limit. Exit codes: 0; 1 where a check of
-exactness, of faults and hangs, or of the order of accesses failed; 2 where there is no GPU.
+exactness, of faults and hangs, or of the order of accesses failed, or any check ran into its limit; 2 where there is no
+GPU.
 """
 
 from __future__ import annotations
