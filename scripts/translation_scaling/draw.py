@@ -104,6 +104,8 @@ def draw_buckets(path: Path, results: Results, differences: Sequence[Difference]
 
 def draw_curves(path: Path, runs: Sequence[Learning]) -> None:
     """Validation loss per character against updates and against operations."""
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+
     figure = _figure((10.5, 4.6))
     panels = figure.subplots(1, 2, sharey=True)
     for number, one in enumerate(runs):
@@ -118,6 +120,9 @@ def draw_curves(path: Path, runs: Sequence[Learning]) -> None:
     for panel, title in zip(panels, ("updates", "operations (a dot is the best loss)"), strict=True):
         panel.set_xlabel(title)
         panel.set_xscale("log")
+        panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.xaxis.set_major_formatter(EngFormatter(sep=""))
+        panel.xaxis.set_minor_formatter(NullFormatter())
         _plain(panel)
     panels[0].set_title("validation loss per character (nats)", loc="left", fontsize=11)
     figure.legend(loc="outside upper center", ncols=min(4, len(runs)), frameon=False)
