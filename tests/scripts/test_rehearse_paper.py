@@ -13,14 +13,15 @@ from hf_gpipe.recipe.transformer import TransformerSize
 from tests.forked_command import Training
 
 
-def test_the_deepest_recipe_runs(
+def test_the_deepest_recipe_and_one_of_one_language_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(execute, "start", Training)
     words = ["model.config.d_model=16", 'model.transformer="T(2, 16, 1)"', "pipeline.num_stages=4"]
-    assert rehearse_paper.main(["paper-6b", "--steps", "2", "--output", str(tmp_path), *words]) == 0
-    (row,) = (line for line in capsys.readouterr().out.splitlines() if "paper-6b" in line)
-    assert [word.strip() for word in row.split("|")[3:5]] == ["4", "2"]
+    names = ["paper-6b", "paper-batch-260k"]
+    assert rehearse_paper.main([*names, "--steps", "2", "--output", str(tmp_path), *words]) == 0
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| paper-")]
+    assert [[word.strip() for word in (row[1], *row[3:5])] for row in rows] == [[name, "4", "2"] for name in names]
     assert rehearse_paper.main(["paper-7b"]) == 2
     assert "'paper-7b' is none of the recipes paper-400m" in capsys.readouterr().err
     assert rehearse_paper.main(["paper-6b", "--output", str(tmp_path), "model.config.d_model=17"]) == 1
