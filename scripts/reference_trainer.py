@@ -88,9 +88,9 @@ def recorded(folder: Path) -> dict[int, float]:
 
 
 def dropouts(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """What the configuration of a run's model says of values and layers that are dropped."""
+    """The probabilities of dropout and of dropped layers in the configuration of a run's model, but for 0."""
     config = model_config(recipe, AutoTokenizer.from_pretrained(folder / "tokenizer")).to_dict()
-    return {name: value for name, value in config.items() if "drop" in name}
+    return {name: value for name, value in config.items() if "drop" in name and value}
 
 
 def updates_of(recipe: Recipe, folder: Path) -> int:
@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"{options.folder} has no run: metrics.jsonl is missing")
         recipe = load_recipe(options.folder / "recipe.yaml")
         training = recipe.training
-        wrong = {name: value for name, value in dropouts(recipe, options.folder).items() if value}
+        wrong = dropouts(recipe, options.folder)
         if training.lr_scheduler_type != "warmup_stable_decay":
             wrong["training.lr_scheduler_type"] = training.lr_scheduler_type
         if wrong:

@@ -266,11 +266,11 @@ def _draw_again(folder: Path, options: argparse.Namespace) -> int:
     baselines = folder / BASELINES_FILE
     transfer = with_baselines(results, read_results(baselines)) if baselines.exists() else None
     roles = roles_of(results.models, options.baseline, options.pair)
-    differences = folder / DIFFERENCES_FILE
-    draw(
-        *(folder, results, roles, read_differences(differences) if differences.exists() else []),
-        *(read_learning(folder / LEARNING_FILE, results.runs), transfer),
+    differences, learnt = (
+        read_differences(folder / DIFFERENCES_FILE),
+        read_learning(folder / LEARNING_FILE, results.runs),
     )
+    draw(folder, results, roles, differences, learnt, transfer)
     print(f"pictures in {folder}")
     return 0
 

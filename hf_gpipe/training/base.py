@@ -158,7 +158,7 @@ def _pipeline(
 
 
 def _not_given(args: PipelineTrainingArguments) -> list[str]:
-    """What the planner may choose."""
+    """The arguments that the planner chooses, because they are not given."""
     return [name for name in PLANNED if getattr(args, name) is None]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from translation_scaling.pairs import TestPairs, in_order, score, sums_of
+from translation_scaling.pairs import TestPairs, score, sums_of
 from translation_scaling.results import MEASURES, Measure, Results
 
 RESAMPLES, LEVEL, SEED = 10_000, 0.95, 0
@@ -61,7 +61,7 @@ def of_resampled_sentences(results: Results, first: str, second: str, measure: M
         return per_language(results, first, second, measure)
     generator = np.random.default_rng(SEED + 2)
     chances = np.full(pairs.num_sentences, 1 / pairs.num_sentences)
-    sums = [[sums_of(in_order(run.translations), measure) for run in results.of_model(one)] for one in (first, second)]
+    sums = [[sums_of(run.translations, measure) for run in results.of_model(one)] for one in (first, second)]
     parts = []
     for start in range(0, RESAMPLES, _PART):
         drawn = generator.multinomial(pairs.num_sentences, chances, min(_PART, RESAMPLES - start))
@@ -72,7 +72,7 @@ def of_resampled_sentences(results: Results, first: str, second: str, measure: M
 
 
 def _scores(weights: np.ndarray, sums: np.ndarray, pairs: TestPairs, measure: Measure) -> np.ndarray:
-    """Of each language (resamples, L), from the weights of pairs (resamples, P) and what they add (P, n)."""
+    """Of each language (resamples, L), from the weights of pairs (resamples, P) and their counts (P, n)."""
     places = [np.flatnonzero(pairs.language == number) for number in range(int(pairs.language.max()) + 1)]
     return np.stack([score(weights[:, place] @ sums[place], measure) for place in places], axis=1)
 
@@ -131,14 +131,14 @@ def compare(results: Results, first: str, second: str, measure: Measure, bucket:
     """Two models on the languages of a bucket; None: on all."""
     places = results.places(bucket)
     values = per_language(results, first, second, measure)[places]
-    means = bootstrap_means(_resampled(results, first, second, measure)[..., places])
+    is_enough = len(values) >= FEWEST_LANGUAGES
     return Difference(
         first,
         second,
         measure,
         bucket,
         float(values.mean()),
-        percentiles(means) if len(values) >= FEWEST_LANGUAGES else None,
+        percentiles(bootstrap_means(_resampled(results, first, second, measure)[..., places])) if is_enough else None,
         _per_seed(results, first, second, measure, places),
         len(values),
         int((values * measure.sign > 0).sum()),

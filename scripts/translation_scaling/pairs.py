@@ -1,4 +1,4 @@
-"""What each test pair adds to a score, so that scores of resampled pairs can be computed."""
+"""The test pairs that runs share, and the scores of resampled ones: counts of each pair, their sum, and its score."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from sacrebleu.metrics.helpers import extract_all_char_ngrams
 
-from translation_scaling.results import CHRF, NLL, Measure, Results
+from translation_scaling.results import CHRF, NLL, Measure, Results, pair_of
 
 _ORDER, _BETA = 6, 2
 Row = Mapping[str, Any]
@@ -34,7 +34,7 @@ class TestPairs:
     @classmethod
     def of(cls, results: Results) -> TestPairs | None:
         """None: some run did not write its pairs with their likelihoods, or others than the first one's."""
-        names = [[_name(row) for row in in_order(run.translations)] for run in results.runs]
+        names = [[pair_of(row) for row in run.translations] for run in results.runs]
         if not names[0] or any(of_run != names[0] for of_run in names):
             return None
         sentences = {target: number for number, target in enumerate(dict.fromkeys(target for *_, target in names[0]))}
@@ -45,17 +45,11 @@ class TestPairs:
         )
 
 
-def in_order(rows: Sequence[Row]) -> list[Row]:
-    """The pairs of a run in an order that is the same for all runs."""
-    return sorted(rows, key=_name)
-
-
-def _name(row: Row) -> tuple[str, str, str]:
-    return row["language"], row["source"], row["target"]
-
-
 def sums_of(rows: Sequence[Row], measure: Measure) -> np.ndarray:
-    """What each pair adds to the sums that a measure is computed from, (P, n)."""
+    """The counts of each pair (P, n), whose sum over pairs gives the measure.
+
+    For the NLL nats and characters; for chrF three counts of n-grams for each of six lengths.
+    """
     if measure == NLL:
         return np.array([(row["nll"], row["num_characters"]) for row in rows], dtype=float)
     assert measure == CHRF, "there are two"

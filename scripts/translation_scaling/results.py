@@ -61,7 +61,8 @@ class Finished:
     """A run that has ended, as its folder tells it, or a table of such runs.
 
     Attributes:
-        translations: a row for each test pair, with the likelihood of its reference; empty: they are not known.
+        translations: a row for each test pair, with the likelihood of its reference, in the order of `pair_of`; empty:
+            they are not known.
     """
 
     model: str
@@ -168,7 +169,12 @@ class Finished:
 def _translations(path: Path) -> list[dict[str, Any]]:
     """Of a run's file; empty where it has no likelihoods."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-    return rows if all("nll" in row for row in rows) else []
+    return sorted(rows, key=pair_of) if all("nll" in row for row in rows) else []
+
+
+def pair_of(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """The language, the source and the target of a translation, by which runs' translations are matched."""
+    return row["language"], row["source"], row["target"]
 
 
 def _with_margin(scores: dict[str, Any]) -> dict[str, Any]:

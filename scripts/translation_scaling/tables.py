@@ -38,7 +38,9 @@ def read_learning(path: Path, runs: Iterable[Finished]) -> list[Learning]:
 
 
 def read_differences(path: Path) -> list[Difference]:
-    """The differences of a table, without those of seeds. Raises DataError if there is no such table."""
+    """The differences of a table, without those of seeds; empty if there is no such table."""
+    if not path.exists():
+        return []
     measures = {measure.key: measure for measure in MEASURES}
     return [
         Difference(

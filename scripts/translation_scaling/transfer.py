@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from translation_scaling.results import Finished, Results
+from translation_scaling.results import Finished, Results, pair_of
 
 BASELINE, BASELINES_FILE = "one language alone", "baselines.csv"
 
@@ -40,9 +40,9 @@ def with_baselines(results: Results, alone: Sequence[Finished]) -> Results | Non
 
 
 def _together(runs: Sequence[Finished], of_all: Mapping[str, Mapping[str, Any]]) -> Finished:
-    """Baselines of one seed as one run, its pairs in the order of their languages."""
+    """Baselines of one seed as one run."""
     scores = {language: one for run in runs for language, one in run.per_language.items()}
     # Alone each language is the one with the most pairs, so its bucket is that among all.
     scores = {language: {**one, "bucket": of_all[language]["bucket"]} for language, one in scores.items()}
-    translations = [row for run in runs for row in run.translations]
+    translations = sorted((row for run in runs for row in run.translations), key=pair_of)
     return runs[0].with_scores(scores, translations if all(run.translations for run in runs) else (), BASELINE)
