@@ -129,7 +129,7 @@ REFUSED = {
     "fsdp_config": _OTHER_ENGINE,
     "deepspeed": _OTHER_ENGINE,
     "debug": "its tools look into one whole model",
-    "skip_memory_metrics": "memory is not tracked",
+    "skip_memory_metrics": "every log has peak_memory_bytes",
 }
 
 _SCRIPTS = "Trainer does not read it either; it is for scripts"
