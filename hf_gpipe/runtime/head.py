@@ -104,13 +104,15 @@ class _DeferredLoss(torch.autograd.Function):
         chunks: _Chunks,
     ) -> torch.Tensor:
         value = chunks.first_value(added)
-        ctx.save_for_backward(hidden, weight, bias)
-        ctx.chunks, ctx.value = chunks, value.detach()
+        ctx.save_for_backward(hidden, bias)
+        # Hooks on saved tensors, such as save_on_cpu, give back a copy, and the gradient belongs to the parameter.
+        ctx.weight, ctx.chunks, ctx.value = weight, chunks, value.detach()
         return value
 
     @staticmethod
     def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradients = ctx.chunks.run(*ctx.saved_tensors, outer, ctx.needs_input_grad[:3], ctx.value)
+        hidden, bias = ctx.saved_tensors
+        gradients = ctx.chunks.run(hidden, ctx.weight, bias, outer, ctx.needs_input_grad[:3], ctx.value)
         return (*gradients, outer if ctx.needs_input_grad[3] else None, None)
 
 

@@ -103,6 +103,17 @@ def test_families_are_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(Result(again, twice), expected, tolerance)
 
 
+@pytest.mark.parametrize(("name", "schedule"), [("llama", "gpipe"), ("llama, tied", "zb_h1"), ("marian", "1f1b")])
+def test_hooks_on_saved_tensors_keep_the_gradient_of_the_weight(name: str, schedule: str) -> None:
+    """Under save_on_cpu the gradient of the head's weight went to the copy that the hook gave back, and was lost."""
+    config = CONFIGS[name]
+    model, batch = plain_model(config), padded_batch(config)
+    expected = run_plain(model, batch, 2)
+    for recompute in ("none", "stage"):
+        with torch.autograd.graph.save_on_cpu():
+            assert_same(run_pipeline(Pipeline(model, 2, 2, schedule, recompute), batch), expected)
+
+
 def test_smoothing_and_clipping_of_capped_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     config = CONFIGS["gemma2"]
     model = plain_model(config)
