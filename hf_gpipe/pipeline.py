@@ -171,7 +171,7 @@ class Pipeline(PipelineSteps):
             quantization_config=quantization_config,
         )
         self.adapter, self.peft = self._source.adapter, self._source.peft
-        self._loss = loss or loss_of(self.adapter, of_tokens)
+        self._loss = loss_of(self.adapter, of_tokens, loss)
         self.has_new_adapters = self.peft is not None and not self._source.has_peft_layers
         if packing:
             verify_packing(self.adapter)

@@ -171,7 +171,7 @@ def test_transformers_trainer_with_the_same_function(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (mean, r"compute_loss_func gave \S+ for a row and \S+ for the row given twice.*num_items_in_batch"),
+        (mean, r"compute_loss_func gave \S+ for several rows at once, and .* num_items_in_batch"),
         (lambda *_, **__: None, "compute_loss_func returned NoneType; it must return the loss"),
         (lambda outputs, *_, **__: outputs.logits, r"compute_loss_func returned \(6, \d+, 50\)"),
     ],
@@ -181,6 +181,118 @@ def test_a_function_that_is_no_sum(function: Any, message: str) -> None:
     pipe = Pipeline(plain_model(config), 2, 1, loss=LogitsLoss(function))
     with pytest.raises(StageError, match=message):
         pipe.train_step(padded_batch(config))
+
+
+def scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The log-probability of the targets of each row, (B,)."""
+    return -token_nll(logits, labels).sum(1)
+
+
+def adjacent(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A sum over pairs of rows next to each other; 0 for an odd row out."""
+    of_rows = scores(outputs.logits, labels)
+    pairs = of_rows[: len(of_rows) // 2 * 2].view(-1, 2)
+    return -F.logsigmoid(pairs[:, 0] - pairs[:, 1]).sum() / num_items_in_batch
+
+
+def squares(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """The squared differences of all pairs of rows, which are 0 for equal rows."""
+    of_rows = scores(outputs.logits, labels)
+    return ((of_rows[:, None] - of_rows[None]) ** 2).sum() / num_items_in_batch
+
+
+def unlike(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A loss of pairs of rows with unlike labels, beside the cross-entropy."""
+    of_rows = scores(outputs.logits, labels)
+    is_unlike = (labels[:, None] != labels[None]).any(2)
+    return (token_nll(outputs.logits, labels).sum() + is_unlike.mul(of_rows).sum()) / num_items_in_batch
+
+
+def its_own_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def mean_of_rows(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    return scores(outputs.logits, labels).neg().mean()
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 6])
+@pytest.mark.parametrize("function", [adjacent, squares, unlike, its_own_mean, mean_of_rows])
+def test_a_function_that_compares_rows_or_takes_their_mean(function: Any, num_micro_batches: int) -> None:
+    """A loss of pairs gave another value for each number of micro-batches, because one row's loss of 0 was not checked.
+
+    With six micro-batches each one has a single row.
+    """
+    config = tiny_config("llama")
+    pipe = Pipeline(plain_model(config), 2, num_micro_batches, loss=LogitsLoss(function))
+    with pytest.raises(StageError, match=r"several rows at once.*rows_per_unit"):
+        pipe.train_step(padded_batch(config))
+    with pytest.raises(StageError, match="several rows at once"):
+        pipe.eval_step(padded_batch(config))
+
+
+def in_place(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A sum that changes its arguments."""
+    outputs.logits = outputs.logits.float().div_(2.0)
+    labels[:, 0] = -100
+    return token_nll(outputs.logits, labels).sum() / num_items_in_batch
+
+
+def smoothed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A sum over tokens, in half precision, of a smoothed cross-entropy and the square of the partition function."""
+    logits = outputs.logits[:, :-1].bfloat16()
+    nll = F.cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none", label_smoothing=0.1)
+    return (nll + 1e-2 * logits.logsumexp(-1) ** 2 * (labels[:, 1:] != -100)).sum() / int(num_items_in_batch)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 3, 6])
+@pytest.mark.parametrize("function", [focal, in_place, smoothed])
+def test_sums_are_supported(function: Any, num_micro_batches: int) -> None:
+    config = tiny_config("llama")
+    model, batch = plain_model(config), padded_batch(config)
+    found = run_pipeline(Pipeline(model, 2, num_micro_batches, loss=LogitsLoss(function)), batch)
+    num_items = (batch["labels"][:, 1:] != -100).sum()
+    model.zero_grad()
+    expected = function(model(**batch, use_cache=False), batch["labels"].clone(), num_items_in_batch=num_items)
+    expected.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    tolerance = 1e-10 if function is focal else 1e-6 if function is in_place else 2e-2
+    assert_same(found, Result(expected.item(), gradients), tolerance)
+
+
+@pytest.mark.parametrize(("num_stages", "schedule"), [(1, "gpipe"), (3, "zb_h1")])
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 8])
+def test_a_function_of_pairs_of_rows(num_stages: int, schedule: str, num_micro_batches: int) -> None:
+    """With rows_per_unit=2 the value is that of the whole mini-batch for any number of micro-batches."""
+    config = tiny_config("llama")
+    model, batch = plain_model(config), padded_batch(config)
+    num_items = (batch["labels"][:, 1:] != -100).sum()
+    model.zero_grad()
+    expected = adjacent(model(**batch, use_cache=False), batch["labels"], num_items_in_batch=num_items)
+    expected.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    pipe = Pipeline(model, num_stages, num_micro_batches, schedule, loss=LogitsLoss(adjacent, rows_per_unit=2))
+    assert_same(run_pipeline(pipe, batch), Result(expected.item(), gradients))
+    assert pipe.eval_step(batch).loss == pytest.approx(expected.item(), rel=1e-10)
+    with pytest.raises(DataError, match="5 rows, and the loss needs them in groups of 2"):
+        pipe.train_step({name: tensor[:5] for name, tensor in batch.items()})
+
+
+def test_a_loss_of_rows_that_mixes_units() -> None:
+    """The mean over a micro-batch was subtracted, whose value depends on the number of micro-batches."""
+    config = tiny_config("llama")
+    loss = RowLoss(lambda log_probs, inputs: log_probs.mean() - log_probs)
+    pipe = Pipeline(plain_model(config), 2, 2, loss=loss)
+    with pytest.raises(StageError, match="depends on the rows of other units"):
+        pipe.train_step(padded_batch(config))
+
+
+def test_a_loss_of_rows_on_scores() -> None:
+    """The log-probability of the only class is 0, so the loss of each pair was ln 2 whatever the model said."""
+    config = tiny_config("llama")
+    config.num_labels, config.architectures = 1, ["LlamaForSequenceClassification"]
+    with pytest.raises(UserError, match=r"num_labels=1 and the problem_type regression.*give a LogitsLoss"):
+        Pipeline(config, 2, 2, loss=RowLoss(lambda log_probs, inputs: log_probs, 2))
 
 
 def test_what_does_not_go_with_a_loss(tmp_path: Path) -> None:
@@ -194,6 +306,8 @@ def test_what_does_not_go_with_a_loss(tmp_path: Path) -> None:
             Pipeline(config, 1, 1, **{"loss": LogitsLoss(focal), **options})
     with pytest.raises(UserError, match="loss is given, and the model is a Pipeline"):
         PipelineTrainer(Pipeline(config, 2, 2), arguments(tmp_path), compute_loss_func=focal)
+    trainer = PipelineTrainer(config, arguments(tmp_path), compute_loss_func=LogitsLoss(adjacent, rows_per_unit=2))
+    assert trainer.pipe.loss.rows_per_unit == 2
     pipe = Pipeline(config, 1, 1, loss=RowLoss(lambda log_probs, inputs: log_probs.sum(), 2))
     with pytest.raises(StageError, match=r"the function of a RowLoss gave \(\); it must give a tensor \(3,\)"):
         pipe.train_step(padded_batch(config))

@@ -5,7 +5,6 @@ Each is a sum over units, as `TokenLoss` is: the values of the micro-batches are
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -17,12 +16,10 @@ from transformers.modeling_outputs import CausalLMOutput
 from hf_gpipe.adapters import IGNORED_LABEL, Adapter
 from hf_gpipe.adapters.classifiers import ONE_CLASS, problem_of
 from hf_gpipe.errors import UserError
+from hf_gpipe.runtime.additivity import adds_up, check_independent
 from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 
 NOT_PACKED = "a {} is computed from rows, and packed rows are one; leave packing out, and use a collator that pads"
-
-#: How far the loss of a row given twice may be from twice the row's, where a mean would be half of it.
-_ROUNDING = 0.05
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,7 @@ class RowLoss:
     Attributes:
         function: (log-probabilities (B,), each the sum over the targets of a row; the micro-batch's inputs) -> the loss
             of each unit, (B / rows_per_unit,). It is called once for each micro-batch, in training with gradients, in
-            evaluation without.
+            evaluation without. The loss of a unit may read the rows of that unit only.
         rows_per_unit: rows next to each other that belong to one unit; they are never in different micro-batches.
         needs_reference: whether the function reads the entry "ref_logps" (B,), the log-probabilities under the model
             before its training. Where a mini-batch has none, they are computed without the PEFT adapters.
@@ -43,6 +40,7 @@ class RowLoss:
     function: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
     rows_per_unit: int = 1
     needs_reference: bool = False
+    _is_checked: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def row_units(self, targets: torch.Tensor) -> torch.Tensor:
         """The number of units that begin in each row of targets (B, T), (B,)."""
@@ -57,6 +55,9 @@ class RowLoss:
         if not isinstance(losses, torch.Tensor) or losses.shape != shape:
             found = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
             raise UserError(f"the function of a RowLoss gave {found}; it must give a tensor {shape}, one loss per unit")
+        if not self._is_checked and losses.requires_grad and len(losses) > 1:
+            check_independent(losses, log_probs, self.rows_per_unit)
+            self._is_checked.append(True)
         return losses
 
     @property
@@ -72,13 +73,20 @@ class LogitsLoss:
     Attributes:
         function: (outputs, labels, num_items_in_batch=...) -> (). `outputs.logits` are those (B, T, V) of a
             micro-batch, `labels` (B, T') as the collator made them, and `num_items_in_batch` the number of target
-            tokens of the whole step. Its values are added up over micro-batches: it must be a sum over tokens or rows.
+            tokens of the whole step. Its values are added up over micro-batches: it must be a sum over tokens, rows or
+            units, which is checked at the first micro-batch (runtime/additivity.py).
+        rows_per_unit: rows next to each other that belong to one unit, such as the two of a pair that the function
+            compares; they are never in different micro-batches.
     """
 
     function: Callable[..., Any]
+    rows_per_unit: int = 1
     _is_checked: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
 
-    rows_per_unit = 1
+    @classmethod
+    def of(cls, given: LogitsLoss | Callable[..., Any] | None) -> LogitsLoss | None:
+        """The loss that a trainer's `compute_loss_func` asks for: a function whose units are rows, or a LogitsLoss."""
+        return given if given is None or isinstance(given, cls) else cls(given)
 
     @staticmethod
     def row_units(targets: torch.Tensor) -> torch.Tensor:
@@ -86,16 +94,26 @@ class LogitsLoss:
         return TokenLoss.row_units(targets)
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor, num_units: int) -> torch.Tensor:
-        """The loss of a micro-batch, (). Raises UserError where the function is no sum over rows."""
-        value = self._value(logits, labels, num_units)
-        if not self._is_checked:
-            self._check(logits[:1].detach(), labels[:1], num_units)
-        return value
+        """The loss of a micro-batch, (). Raises UserError where the function is no sum over units."""
+        # Before the function is called with the logits themselves, which it may change in place.
+        self._check(logits, labels, num_units)
+        return self._value(logits, labels, num_units)
 
     def of_rows(self, logits: torch.Tensor, labels: torch.Tensor, num_units: int) -> torch.Tensor:
-        """The loss of each row of a micro-batch, (B,); their sum is the micro-batch's."""
-        rows = zip(logits.split(1), labels.split(1), strict=True)
-        return torch.stack([self._value(*row, num_units) for row in rows])
+        """The loss of each unit at its first row and 0 at the others, (B,); their sum is the micro-batch's."""
+        self._check(logits, labels, num_units)
+        units = zip(logits.split(self.rows_per_unit), labels.split(self.rows_per_unit), strict=True)
+        of_units = torch.stack([self._value(*unit, num_units) for unit in units])
+        losses = of_units.new_zeros(len(logits))
+        losses[:: self.rows_per_unit] = of_units
+        return losses
+
+    def _check(self, logits: torch.Tensor, labels: torch.Tensor, num_units: int) -> None:
+        """Raise UserError where the function is no sum over units; until that is known, once for each micro-batch."""
+        if not self._is_checked and adds_up(
+            lambda *some: self._value(*some, num_units), logits.detach(), labels, self.rows_per_unit
+        ):
+            self._is_checked.append(True)
 
     def _value(self, logits: torch.Tensor, labels: torch.Tensor, num_units: int) -> torch.Tensor:
         # Some functions change the labels in place.
@@ -105,25 +123,12 @@ class LogitsLoss:
             raise UserError(f"compute_loss_func returned {found}; it must return the loss, a tensor with one number")
         return value.reshape(())
 
-    @torch.no_grad()
-    def _check(self, logits: torch.Tensor, labels: torch.Tensor, num_units: int) -> None:
-        """Compare the loss of a row with that of the row given twice, as long as it is a number other than 0."""
-        once = float(self._value(logits, labels, num_units))
-        if once == 0 or not math.isfinite(once):
-            return
-        self._is_checked.append(True)
-        twice = float(self._value(torch.cat([logits] * 2), torch.cat([labels] * 2), num_units))
-        if abs(twice - 2 * once) > _ROUNDING * abs(once):
-            raise UserError(
-                f"compute_loss_func gave {once:.6g} for a row and {twice:.6g} for the row given twice. It is called "
-                "for each micro-batch, and the results are added up; so it must be a sum over tokens or rows, such as "
-                "cross_entropy(..., reduction='sum') / num_items_in_batch"
-            )
-
     @property
     def planned(self) -> LogitsLoss:
         """A loss of about the same cost, for the planner, whose tensors have no values."""
-        return LogitsLoss(_cross_entropy)
+        loss = LogitsLoss(_cross_entropy, self.rows_per_unit)
+        loss._is_checked.append(True)
+        return loss
 
 
 def _cross_entropy(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
@@ -135,12 +140,25 @@ Loss: TypeAlias = TokenLoss | RowLoss | LogitsLoss
 """Any loss: `row_units` gives the number of units of each row, and `rows_per_unit` the rows of each unit."""
 
 
-def loss_of(adapter: Adapter, of_tokens: TokenLoss) -> Loss:
-    """The model's own loss: `of_tokens`, or of a classifier the one of its problem_type.
+def loss_of(adapter: Adapter, of_tokens: TokenLoss, given: Loss | None = None) -> Loss:
+    """The loss that was given, or the model's own: `of_tokens`, or of a classifier the one of its problem_type.
 
-    Raises UserError where that is another one, and `of_tokens` is not plain.
+    Raises UserError where that is another one, and `of_tokens` is not plain; and for a RowLoss of a model that has no
+    log-probabilities.
     """
     problem = problem_of(adapter.config) if adapter.is_classifier else ONE_CLASS
+    if given is not None:
+        if (
+            isinstance(given, RowLoss)
+            and adapter.is_classifier
+            and (problem != ONE_CLASS or adapter.config.num_labels == 1)
+        ):
+            raise UserError(
+                f"loss is a RowLoss, which reads the log-probability of each row's class, and the model has num_labels="
+                f"{adapter.config.num_labels} and the problem_type {problem}, so its outputs are scores and no "
+                "probabilities; give a LogitsLoss, whose function reads the scores (rows_per_unit=2 for pairs of rows)"
+            )
+        return given
     if problem == ONE_CLASS:
         return of_tokens
     if of_tokens != PLAIN:

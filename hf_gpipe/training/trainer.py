@@ -77,7 +77,8 @@ class PipelineTrainer(InspectedTrainer):
         model_init: makes the model, where `model` is None.
         compute_loss_func: (outputs, labels, num_items_in_batch=...) -> the loss, in place of the cross-entropy: a sum
             over tokens or rows, for it is called for each micro-batch. `num_items_in_batch` is the number of target
-            tokens of the whole step. Of the outputs there are the logits, which are made whole.
+            tokens of the whole step. Of the outputs there are the logits, which are made whole. Give a function that
+            compares neighbouring rows as LogitsLoss(function, rows_per_unit=...).
         compute_metrics: metrics of an EvalPrediction; it is called in the process of the last stage, or of its first
             replica, which gets the predictions of all rows.
         callbacks: called in every process, with `Pipeline.model` as `model`.
@@ -98,7 +99,7 @@ class PipelineTrainer(InspectedTrainer):
         eval_dataset: Any = None,
         processing_class: Any = None,
         model_init: Callable[[], PreTrainedModel] | None = None,
-        compute_loss_func: Callable[..., Any] | None = None,
+        compute_loss_func: Callable[..., Any] | LogitsLoss | None = None,
         compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
         callbacks: list[TrainerCallback | type[TrainerCallback]] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
@@ -122,7 +123,7 @@ class PipelineTrainer(InspectedTrainer):
             self.call_model_init() if model is None else model,
             self.args,
             lambda: example_of(train_dataset, self.args),
-            loss=None if compute_loss_func is None else LogitsLoss(compute_loss_func),
+            loss=LogitsLoss.of(compute_loss_func),
         )
         self.topology = self.pipe.topology
         self.scaler = loss_scaler(self.pipe)
