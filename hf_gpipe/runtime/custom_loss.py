@@ -111,7 +111,10 @@ class LogitsLoss:
     def _check(self, logits: torch.Tensor, labels: torch.Tensor, num_units: int) -> None:
         """Raise UserError where the function is no sum over units; until that is known, once for each micro-batch."""
         if not self._is_checked and adds_up(
-            lambda *some: self._value(*some, num_units), logits.detach(), labels, self.rows_per_unit
+            lambda some_logits, some_labels: self._value(some_logits, some_labels, num_units),
+            logits.detach(),
+            labels,
+            self.rows_per_unit,
         ):
             self._is_checked.append(True)
 
