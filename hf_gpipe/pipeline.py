@@ -58,7 +58,8 @@ class Pipeline(PipelineSteps):
         num_stages, num_micro_batches, schedule, recompute, partition: as in `PipelineConfig`, in place of
             `config`. A `schedule` that ends in .txt is the path of a table, which the main process reads: it has this
             many stages, processes and micro-batches (times `accumulation`), and its R say what is recomputed.
-        seed: of initial weights and dropout.
+        seed: of initial weights and dropout. None: the default of recipes; a trainer's `args.seed` then counts for
+            dropout.
         config: how the model is cut and run. The planner decides the values "auto", and a partition by cost, from
             `plan_inputs`.
         plan_inputs: an example of a mini-batch and facts about the optimizer, for the planner.
@@ -93,7 +94,10 @@ class Pipeline(PipelineSteps):
     Attributes:
         config: the `PipelineConfig` without "auto".
         has_new_adapters: whether the model has PEFT adapters that `peft_config` has added.
+        given: the `PipelineConfig` that was asked for.
         planned: the planner's choice and the reason, in one line; None if it had nothing to decide.
+        has_given_seed: whether the constructor was given a seed.
+        weights_seed: the seed of the weights that were initialised here; None: all weights were there.
         links: lines about the links between machines, measured and as the planner assumes them; empty on one machine.
         step: optimizer steps begun; dropout depends on it.
         window: the table of the last window that has run under an asynchronous schedule.
@@ -113,7 +117,7 @@ class Pipeline(PipelineSteps):
         schedule: str | None = None,
         recompute: str | Sequence[str | int] | None = None,
         partition: str | Sequence[int] | None = None,
-        seed: int = TrainingSection.seed,
+        seed: int | None = None,
         *,
         config: PipelineConfig | None = None,
         plan_inputs: PlanInputs | None = None,
@@ -179,6 +183,7 @@ class Pipeline(PipelineSteps):
         self._planning = Planning(
             self._plan_inputs, self.adapter, self.peft, self._loss.planned, processes, Machines.of(processes)
         )
+        self.given = given
         self.config, self.planned = self._planning.decide(given)
         config = self.config
         config.check_micro_batches(accumulation)
@@ -199,6 +204,10 @@ class Pipeline(PipelineSteps):
         self.step = self.stash_bytes = 0
         self.window: Schedule | None = None
         self.loss_scale = 1.0
+
+        self.has_given_seed = seed is not None
+        seed = TrainingSection.seed if seed is None else seed
+        self.weights_seed = seed if self._source.has_new_weights else None
 
         table = self.schedule(self.num_micro_batches * accumulation)
         if table.split and not is_known_exact(self.adapter):

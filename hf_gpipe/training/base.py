@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,10 @@ from hf_gpipe.planner.workload import OPTIMIZER_SLOTS, PlanInputs, Workload
 from hf_gpipe.recipe import AUTO, PipelineConfig
 from hf_gpipe.recipe.pipeline import SYNCHRONOUS_SCHEDULES
 from hf_gpipe.runtime.custom_loss import Loss
-from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 from hf_gpipe.runtime.processes import Processes
 from hf_gpipe.training.arguments import PLANNED, PipelineTrainingArguments
 from hf_gpipe.training.generating import generation_config_of
+from hf_gpipe.training.given import check_given, take_seed
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.longest import longest_mini_batch
 from hf_gpipe.training.loss_scaling import LossScaler
@@ -126,7 +126,8 @@ def _pipeline(
                 f"{given[0]} is given, and the model is a Pipeline, which has its own; set it when the Pipeline is "
                 "made (a compute_loss_func as loss=LogitsLoss(compute_loss_func))"
             )
-        _check_given(model, args)
+        check_given(model, args)
+        take_seed(model, args)
         return model
     assert model is not None
     optim = str(getattr(args.optim, "value", args.optim))
@@ -152,14 +153,16 @@ def _pipeline(
         logit_clipping=args.logit_clipping,
         autocast=args.autocast,
         length_bucketing=args.train_sampling_strategy == "group_by_length",
-        packing=args.packing,
+        packing=bool(args.packing),
         **options,
     )
 
 
 def _not_given(args: PipelineTrainingArguments) -> list[str]:
     """The arguments that the planner chooses, because they are not given."""
-    return [name for name in PLANNED if getattr(args, name) is None]
+    names = [name for name in PLANNED if getattr(args, name) is None]
+    # Where activations are to be recomputed, the planner could choose that none are.
+    return [name for name in names if name != "recompute" or not args.is_checkpointing]
 
 
 def _opened(
@@ -198,35 +201,8 @@ def example_of(dataset: Any, args: PipelineTrainingArguments) -> Workload | None
     """The shape of the longest mini-batch to come, for the planner."""
     by_length = args.train_sampling_strategy == "group_by_length"
     return longest_mini_batch(
-        dataset, args.per_device_train_batch_size, args.batch_tokens, by_length=by_length, packing=args.packing
+        dataset, args.per_device_train_batch_size, args.batch_tokens, by_length=by_length, packing=bool(args.packing)
     )
-
-
-def _check_given(pipe: Pipeline, args: PipelineTrainingArguments) -> None:
-    """Raise UserError where the arguments ask for something else than the given pipeline is."""
-    own = None if pipe.adapter.autocast is None else pipe.adapter.autocast.dtype
-    if args.autocast not in (None, own):
-        raise UserError(
-            f"bf16={args.bf16}, fp16={args.fp16}, but the given Pipeline has autocast={own}; set it when the Pipeline "
-            "is made"
-        )
-    if args.packing and not pipe.packing:
-        raise UserError("packing=True, but the given Pipeline does not pack; set it when the Pipeline is made")
-    config, loss = args.config, pipe.loss
-    tokens = loss if isinstance(loss, TokenLoss) else PLAIN
-    # What has its default is not asked for; the device is a guess.
-    compared = {one.name: (getattr(pipe.config, one.name), one.default) for one in fields(config)}
-    del compared["device"]
-    if vars(args)["num_stages"] is None:
-        del compared["num_stages"]
-    asked = {name: getattr(config, name) for name in compared}
-    for name, found in (("label_smoothing_factor", tokens.label_smoothing), ("logit_clipping", tokens.logit_clipping)):
-        asked[name], compared[name] = getattr(args, name), (found, args.__dataclass_fields__[name].default)
-    for name, known in compared.items():
-        if asked[name] not in known:
-            raise UserError(
-                f"{name}={asked[name]!r}, but the given Pipeline has {known[0]!r}; set it when the Pipeline is made"
-            )
 
 
 def loss_scaler(pipe: Pipeline) -> LossScaler | None:
