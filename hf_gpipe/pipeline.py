@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
@@ -10,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from hf_gpipe.adapters import is_known_exact
@@ -27,7 +27,7 @@ from hf_gpipe.planner.links import Machines
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.preflight import compare_with_machines
 from hf_gpipe.planner.workload import PlanInputs
-from hf_gpipe.recipe import ModelSection, PipelineConfig, TrainingSection
+from hf_gpipe.recipe import AUTO, DecidedConfig, ModelSection, PipelineConfig, TrainingSection
 from hf_gpipe.runtime.custom_loss import Loss, check_loss, loss_of, whole_logits
 from hf_gpipe.runtime.device_choice import DeviceChoice, processes_for
 from hf_gpipe.runtime.edges import connect
@@ -38,10 +38,11 @@ from hf_gpipe.runtime.micro_batch import Batch
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.runtime.ties import trained_by_several
 from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES
 from hf_gpipe.schedule.file import recompute_under
 from hf_gpipe.schedule.table import Schedule
 
-logger = logging.getLogger(__name__)
+logger = transformers.logging.get_logger(__name__)
 
 __all__ = ["Evaluation", "ModelSource", "Pipeline", "Update", "UpdateStage"]
 
@@ -196,6 +197,8 @@ class Pipeline(PipelineSteps):
         recomputed = Recompute.parse(config.recompute, config.num_stages)
         placement = config.placed(config.schedule) if table is None else table.placement
         self.topology = Topology.of(processes, placement)
+        if processes.is_reporter and given.num_micro_batches != AUTO:
+            _warn_if_nothing_overlaps(config, accumulation)
         self.links = compare_with_machines(self._planning, config, self.topology)
         self._table = None if table is None else replace(table, placement=self.topology.placement)
         self._table_recompute = recomputed.of_table
@@ -309,3 +312,13 @@ class Pipeline(PipelineSteps):
                 "update it at another time; use a model whose weights are not tied (tie_word_embeddings: false), a "
                 "partition that puts its layers into one stage, or a synchronous schedule, such as 1f1b"
             )
+
+
+def _warn_if_nothing_overlaps(config: DecidedConfig, accumulation: int) -> None:
+    """Say that only one stage works at a time, where a step has one micro-batch that the planner did not choose."""
+    is_synchronous = config.schedule not in ASYNCHRONOUS_SCHEDULES
+    if config.num_stages > 1 and config.num_micro_batches * accumulation == 1 and is_synchronous:
+        logger.warning_once(
+            f"num_micro_batches is 1 and num_stages is {config.num_stages}: one stage works at a time, and nothing "
+            f"overlaps; give num_micro_batches={4 * config.num_stages}, say, or 'auto' with an example of a mini-batch"
+        )

@@ -66,11 +66,12 @@ class Planning:
 
         def best() -> tuple[DecidedConfig, str]:
             plan = best_plan(self.planner(config, measured).within(memory), config)
-            why = _why(plan, config)
-            logger.info(why)
-            return plan.settings, why
+            return plan.settings, _why(plan, config)
 
-        return self.processes.from_reader(best)
+        settings, why = self.processes.from_reader(best)
+        if self.processes.is_reporter:
+            logger.warning(why)  # a level that is shown unless somebody asks for silence
+        return settings, why
 
     def planner(self, config: PipelineConfig, measured: Mapping[int, ModelCosts] | None = None) -> Planner:
         """The planner for the device of this process and the configuration's limit of memory.
