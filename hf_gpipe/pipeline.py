@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
@@ -9,7 +10,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 
 from hf_gpipe.adapters import is_known_exact
@@ -22,12 +22,12 @@ from hf_gpipe.look import html_of, text_of
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.pipeline_steps import Evaluation, PipelineSteps, Update, UpdateStage
 from hf_gpipe.planner.advice import advising
-from hf_gpipe.planner.decide import Planning
+from hf_gpipe.planner.decide import Planning, settled
 from hf_gpipe.planner.links import Machines
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.preflight import compare_with_machines
 from hf_gpipe.planner.workload import PlanInputs
-from hf_gpipe.recipe import AUTO, DecidedConfig, ModelSection, PipelineConfig, TrainingSection
+from hf_gpipe.recipe import ModelSection, PipelineConfig, TrainingSection
 from hf_gpipe.runtime.custom_loss import Loss, check_loss, loss_of, whole_logits
 from hf_gpipe.runtime.device_choice import DeviceChoice, processes_for
 from hf_gpipe.runtime.edges import connect
@@ -38,11 +38,10 @@ from hf_gpipe.runtime.micro_batch import Batch
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.runtime.ties import trained_by_several
 from hf_gpipe.runtime.topology import Topology
-from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES
 from hf_gpipe.schedule.file import recompute_under
 from hf_gpipe.schedule.table import Schedule
 
-logger = transformers.logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 __all__ = ["Evaluation", "ModelSource", "Pipeline", "Update", "UpdateStage"]
 
@@ -62,7 +61,9 @@ class Pipeline(PipelineSteps):
         seed: of initial weights and dropout. None: the default of recipes; a trainer's `args.seed` then counts for
             dropout.
         config: how the model is cut and run. The planner decides the values "auto", and a partition by cost, from
-            `plan_inputs`.
+            `plan_inputs`. With them it also decides micro-batches, schedule, recomputation and partition where they are
+            not given. Without them there is then one micro-batch, the schedule is gpipe, stages are recomputed, and
+            each has the same number of layers.
         plan_inputs: an example of a mini-batch and facts about the optimizer, for the planner.
         dtype: type of the weights, or its name, such as "bfloat16"; None or "auto": the model's own, or float32 for a
             configuration without one.
@@ -95,7 +96,7 @@ class Pipeline(PipelineSteps):
     Attributes:
         config: the `PipelineConfig` without "auto".
         has_new_adapters: whether the model has PEFT adapters that `peft_config` has added.
-        given: the `PipelineConfig` that was asked for.
+        given: the `PipelineConfig` that was asked for; "auto" where the planner decides what was not given.
         planned: the planner's choice and the reason, in one line; None if it had nothing to decide.
         has_given_seed: whether the constructor was given a seed.
         weights_seed: the seed of the weights that were initialised here; None: all weights were there.
@@ -158,6 +159,7 @@ class Pipeline(PipelineSteps):
             check_loss(loss, label_smoothing, logit_clipping, packing=packing)
         Job.join()
         processes = processes_for(given, device)
+        given = settled(given, self._plan_inputs, processes)
         # Read before any weight is made: a table that cannot be run costs no time.
         accumulation = self._plan_inputs.accumulation
         table = processes.from_reader(lambda: given.table(accumulation, processes.num_processes))
@@ -197,14 +199,13 @@ class Pipeline(PipelineSteps):
         recomputed = Recompute.parse(config.recompute, config.num_stages)
         placement = config.placed(config.schedule) if table is None else table.placement
         self.topology = Topology.of(processes, placement)
-        if processes.is_reporter and given.num_micro_batches != AUTO:
-            _warn_if_nothing_overlaps(config, accumulation)
         self.links = compare_with_machines(self._planning, config, self.topology)
         self._table = None if table is None else replace(table, placement=self.topology.placement)
         self._table_recompute = recomputed.of_table
         self.length_bucketing = length_bucketing
         self.packing = packing
         self.step = self.stash_bytes = 0
+        self._may_lack_overlap = processes.is_reporter and self.num_stages > 1 and given.num_micro_batches == 1
         self.window: Schedule | None = None
         self.loss_scale = 1.0
 
@@ -312,13 +313,3 @@ class Pipeline(PipelineSteps):
                 "update it at another time; use a model whose weights are not tied (tie_word_embeddings: false), a "
                 "partition that puts its layers into one stage, or a synchronous schedule, such as 1f1b"
             )
-
-
-def _warn_if_nothing_overlaps(config: DecidedConfig, accumulation: int) -> None:
-    """Say that only one stage works at a time, where a step has one micro-batch that the planner did not choose."""
-    is_synchronous = config.schedule not in ASYNCHRONOUS_SCHEDULES
-    if config.num_stages > 1 and config.num_micro_batches * accumulation == 1 and is_synchronous:
-        logger.warning_once(
-            f"num_micro_batches is 1 and num_stages is {config.num_stages}: one stage works at a time, and nothing "
-            f"overlaps; give num_micro_batches={4 * config.num_stages}, say, or 'auto' with an example of a mini-batch"
-        )

@@ -16,7 +16,8 @@ from transformers.training_args import ParallelMode
 from transformers.utils import is_bitsandbytes_available
 
 from hf_gpipe.errors import UserError, nearest
-from hf_gpipe.recipe import AUTO, DataSection, PipelineConfig, TrainingSection, keys_of
+from hf_gpipe.recipe import DataSection, PipelineConfig, TrainingSection, keys_of
+from hf_gpipe.recipe.pipeline import PLANNED
 from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.processes import Processes
 from hf_gpipe.training.supported import (
@@ -34,17 +35,15 @@ _PIPELINE = {name: {"help": key.text} for name, key in keys_of(PipelineConfig).i
 _TRAINING = {name: {"help": key.text} for name, key in keys_of(TrainingSection).items()}
 #: The default of all that a given Pipeline decides: what is given beside it can then be compared with it.
 _NOT_GIVEN: Any = None
-#: What the planner chooses where nothing is given and it knows the lengths of the rows.
-PLANNED = ("num_micro_batches", "schedule", "recompute", "partition")
+#: Where nothing can be planned.
+_CANNOT_PLAN = (
+    "Nothing can be planned where the training dataset, such as a stream, does not tell how long its rows are, and "
+    "with an asynchronous schedule, the file of a table, or an optimizer of bitsandbytes."
+)
 
 
 def _planned(name: str) -> dict[str, str]:
-    default = getattr(PipelineConfig, name)
-    known = (
-        f"None: {AUTO}; {default} where the training dataset does not tell the lengths of its rows, and with an "
-        "asynchronous schedule, the file of a table, or an optimizer of bitsandbytes."
-    )
-    return {"help": f"{_PIPELINE[name]['help']} {known}"}
+    return {"help": f"{_PIPELINE[name]['help'].replace('null:', 'None:')} {_CANNOT_PLAN}"}
 
 
 def _pipeline(name: str) -> dict[str, str]:
@@ -117,13 +116,9 @@ class PipelineTrainingArguments(TrainingArguments):
     memory_save_steps: int | None = field(
         default=TrainingSection.memory_save_steps, metadata=_TRAINING["memory_save_steps"]
     )
-    on_nonfinite_loss: str = field(
-        default="ignore",
-        metadata={
-            "help": "Action if the loss or gradient of a step is inf or NaN: ignore (update anyway, as Trainer does), "
-            "skip (no update, on all stages), stop (the training fails)."
-        },
-    )
+    on_nonfinite_loss: str = field(default=TrainingSection.on_nonfinite_loss, metadata=_TRAINING["on_nonfinite_loss"])
+    # The default is the library's, and one with that of recipes.
+    ddp_timeout: int = field(default=int(PipelineConfig.timeout_seconds), metadata=_PIPELINE["timeout_seconds"])
     predict_with_generate: bool = field(
         default=False, metadata={"help": "Whether evaluation and prediction generate, for metrics of texts."}
     )
@@ -226,7 +221,7 @@ class PipelineTrainingArguments(TrainingArguments):
         )
         given = {name: getattr(self, name) for name in same_name}
         if self.is_checkpointing and given["recompute"] is None:
-            given["recompute"] = PipelineConfig.recompute
+            given["recompute"] = PLANNED["recompute"]  # the planner could choose none
         return PipelineConfig(
             **{name: value for name, value in given.items() if value is not None},
             device="cpu" if self.device.type == "cpu" else "auto",

@@ -18,7 +18,6 @@ from transformers import TrainingArguments
 from hf_gpipe.errors import UserError
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.pipeline import Pipeline
-from hf_gpipe.recipe import TrainingSection
 from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 
@@ -106,9 +105,8 @@ def take_seed(pipe: Pipeline, args: PipelineTrainingArguments) -> None:
         return
     if is_asked and pipe.weights_seed not in (None, args.seed):
         raise UserError(
-            f"seed={args.seed}, but the given Pipeline has made new weights with seed={pipe.weights_seed}, the default "
-            f"({TrainingSection.seed}); give the Pipeline seed={args.seed} too (data_seed is for the order of the rows "
-            "alone)"
+            f"seed={args.seed}, but the given Pipeline has made new weights with seed={pipe.weights_seed}; give the "
+            f"Pipeline seed={args.seed} too (data_seed is for the order of the rows alone)"
         )
     pipe.seed = args.seed
 

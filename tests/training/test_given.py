@@ -71,7 +71,7 @@ CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
 def pipeline(**options: Any) -> Pipeline:
     if options == WITH_REPLICAS:  # a Pipeline of several processes is not needed to compare
         pipe = pipeline()
-        pipe.given = PipelineConfig(2, 4, **options)
+        pipe.given = PipelineConfig(2, 4, "gpipe", "stage", **options)
         pipe.config = pipe.given.decided(partition=(3, 3))
         return pipe
     return Pipeline(tiny_config("llama"), 2, 4, device="cpu", **options)
