@@ -51,6 +51,12 @@ class Source:
     has_peft_layers: bool
     depth_scaled_feed_forward: bool = False
 
+    @property
+    def has_new_weights(self) -> bool:
+        """Whether some weights are initialised here: the whole model's, those of adapters, or a classifier's head."""
+        has_new_adapters = self.peft is not None and not self.has_peft_layers
+        return isinstance(self.model, PreTrainedConfig) or has_new_adapters or self.adapter.may_lack_head
+
     @classmethod
     def open(
         cls,

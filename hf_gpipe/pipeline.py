@@ -22,7 +22,7 @@ from hf_gpipe.look import html_of, text_of
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.pipeline_steps import Evaluation, PipelineSteps, Update, UpdateStage
 from hf_gpipe.planner.advice import advising
-from hf_gpipe.planner.decide import Planning
+from hf_gpipe.planner.decide import Planning, settled
 from hf_gpipe.planner.links import Machines
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.preflight import compare_with_machines
@@ -58,9 +58,12 @@ class Pipeline(PipelineSteps):
         num_stages, num_micro_batches, schedule, recompute, partition: as in `PipelineConfig`, in place of
             `config`. A `schedule` that ends in .txt is the path of a table, which the main process reads: it has this
             many stages, processes and micro-batches (times `accumulation`), and its R say what is recomputed.
-        seed: of initial weights and dropout.
+        seed: of initial weights and dropout. None: the default of recipes; a trainer's `args.seed` then counts for
+            dropout.
         config: how the model is cut and run. The planner decides the values "auto", and a partition by cost, from
-            `plan_inputs`.
+            `plan_inputs`. With them it also decides micro-batches, schedule, recomputation and partition where they are
+            not given. Without them there is then one micro-batch, the schedule is gpipe, stages are recomputed, and
+            each has the same number of layers.
         plan_inputs: an example of a mini-batch and facts about the optimizer, for the planner.
         dtype: type of the weights, or its name, such as "bfloat16"; None or "auto": the model's own, or float32 for a
             configuration without one.
@@ -93,7 +96,10 @@ class Pipeline(PipelineSteps):
     Attributes:
         config: the `PipelineConfig` without "auto".
         has_new_adapters: whether the model has PEFT adapters that `peft_config` has added.
+        given: the `PipelineConfig` that was asked for; "auto" where the planner decides what was not given.
         planned: the planner's choice and the reason, in one line; None if it had nothing to decide.
+        has_given_seed: whether the constructor was given a seed.
+        weights_seed: the seed of the weights that were initialised here; None: all weights were there.
         links: lines about the links between machines, measured and as the planner assumes them; empty on one machine.
         step: optimizer steps begun; dropout depends on it.
         window: the table of the last window that has run under an asynchronous schedule.
@@ -113,7 +119,7 @@ class Pipeline(PipelineSteps):
         schedule: str | None = None,
         recompute: str | Sequence[str | int] | None = None,
         partition: str | Sequence[int] | None = None,
-        seed: int = TrainingSection.seed,
+        seed: int | None = None,
         *,
         config: PipelineConfig | None = None,
         plan_inputs: PlanInputs | None = None,
@@ -153,6 +159,7 @@ class Pipeline(PipelineSteps):
             check_loss(loss, label_smoothing, logit_clipping, packing=packing)
         Job.join()
         processes = processes_for(given, device)
+        given = settled(given, self._plan_inputs, processes)
         # Read before any weight is made: a table that cannot be run costs no time.
         accumulation = self._plan_inputs.accumulation
         table = processes.from_reader(lambda: given.table(accumulation, processes.num_processes))
@@ -179,6 +186,7 @@ class Pipeline(PipelineSteps):
         self._planning = Planning(
             self._plan_inputs, self.adapter, self.peft, self._loss.planned, processes, Machines.of(processes)
         )
+        self.given = given
         self.config, self.planned = self._planning.decide(given)
         config = self.config
         config.check_micro_batches(accumulation)
@@ -197,8 +205,13 @@ class Pipeline(PipelineSteps):
         self.length_bucketing = length_bucketing
         self.packing = packing
         self.step = self.stash_bytes = 0
+        self._may_lack_overlap = processes.is_reporter and self.num_stages > 1 and given.num_micro_batches == 1
         self.window: Schedule | None = None
         self.loss_scale = 1.0
+
+        self.has_given_seed = seed is not None
+        seed = TrainingSection.seed if seed is None else seed
+        self.weights_seed = seed if self._source.has_new_weights else None
 
         table = self.schedule(self.num_micro_batches * accumulation)
         if table.split and not is_known_exact(self.adapter):

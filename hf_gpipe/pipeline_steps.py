@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
@@ -39,6 +40,8 @@ from hf_gpipe.schedule.builders import build
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.stage_parameters import StageParameters
 
+logger = logging.getLogger(__name__)
+
 __all__ = ["Evaluation", "PipelineSteps", "Update", "UpdateStage"]
 
 Update = Callable[[torch.Tensor, torch.Tensor], None]
@@ -75,6 +78,7 @@ class PipelineSteps(StageParameters):
     _table: Schedule | None
     _table_recompute: Any
     _is_packing_verified: bool
+    _may_lack_overlap: bool
 
     # ------------------------------------------------------------------ training
 
@@ -275,6 +279,14 @@ class PipelineSteps(StageParameters):
             is_compiled=self.config.torch_compile,
             loss=self._loss,
         )
+        if self._may_lack_overlap and not self.is_asynchronous:
+            self._may_lack_overlap = False
+            if len(micro_batches) == 1:
+                logger.warning(
+                    f"num_micro_batches is 1 and num_stages is {self.num_stages}: one stage works at a time, and "
+                    f"nothing overlaps; give num_micro_batches={4 * self.num_stages}, say, or 'auto' with an example "
+                    "of a mini-batch"
+                )
         if not self._is_packing_verified and any(one.is_packed for one in micro_batches):
             verify_packing(self.adapter)
             self._is_packing_verified = True

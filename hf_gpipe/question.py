@@ -60,6 +60,7 @@ class Question:
             cluster = read_cluster(options.devices, device)
             num_devices = cluster.num_devices
         recipe = load_recipe(options.recipe, options.overrides)
+        recipe = replace(recipe, pipeline=recipe.pipeline.settled(can_plan=True))
         if options.search and num_devices is not None:
             recipe = replace(recipe, pipeline=recipe.pipeline.opened(num_devices))
         else:

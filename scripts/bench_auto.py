@@ -5,7 +5,7 @@
     python scripts/bench_auto.py --tiny           models of a few thousand weights: does the script work?
 
 Two processes of one thread each train every model with 1f1b and every M that may be chosen, round after round. The
-planner chooses from estimates by the rates of this machine (partition "auto"), and from measured layers ("profile").
+planner chooses from estimates by data-sheet rates (partition "auto"), and from measured layers ("profile").
 Run it while the machine does nothing else.
 """
 

@@ -24,7 +24,7 @@ model:
     {model_type: t5, d_model: 1024, d_kv: 64, d_ff: 16384, num_layers: 64, num_decoder_layers: 64, num_heads: 32,
      vocab_size: 64000}
 data: {kind: jsonl, path: pairs.jsonl, max_source_tokens: 128, max_target_tokens: 128}
-pipeline: {num_stages: 16, num_micro_batches: 64, schedule: 1f1b}
+pipeline: {num_stages: 16, num_micro_batches: 64, schedule: 1f1b, recompute: stage, partition: count}
 training: {output_dir: out, batch_size: 1024, optim: adafactor}
 """,
     "83.9B": """\
@@ -32,7 +32,7 @@ model:
   config:
     {model_type: gpt2, n_embd: 2048, n_inner: 8192, n_head: 32, n_layer: 1663, n_positions: 1024, vocab_size: 32000}
 data: {kind: jsonl, path: pairs.jsonl, max_source_tokens: 512, max_target_tokens: 512}
-pipeline: {num_stages: 128, num_micro_batches: 32}
+pipeline: {num_stages: 128, num_micro_batches: 32, schedule: gpipe, recompute: stage, partition: count}
 training: {output_dir: out, batch_size: 32, optim: rmsprop}
 """,
 }

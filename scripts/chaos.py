@@ -59,7 +59,8 @@ model:
     decoder_attention_heads: 1, encoder_ffn_dim: 8, decoder_ffn_dim: 8, max_position_embeddings: 32, dropout: 0.1}}
 data: {{kind: jsonl, path: {folder}/pairs.jsonl, validation_fraction: 0.1, test_fraction: 0.1}}
 tokenizer: {{path: {folder}/tokenizer}}
-pipeline: {{num_stages: 3, num_micro_batches: 2, device: cpu, timeout_seconds: {timeout}, threads_per_process: 1}}
+pipeline: {{num_stages: 3, num_micro_batches: 2, schedule: gpipe, recompute: stage, partition: count, device: cpu,
+  timeout_seconds: {timeout}, threads_per_process: 1}}
 training: {{output_dir: OUTPUT, max_steps: 6, batch_size: 4, logging_steps: 1, save_steps: 2, eval_steps: 3}}
 evaluation: {{max_examples: 2, max_new_tokens: 3, samples: 1}}
 """

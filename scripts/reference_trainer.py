@@ -111,7 +111,14 @@ def losses_of_plain_trainer(recipe: Recipe, folder: Path, steps: Sequence[int]) 
     corpus = task.corpus()
     train, validation = (task.rows(split, tokenizer, decoder_only=False) for split in (corpus.train, corpus.validation))
     collator = PairCollator.for_tokenizer(tokenizer)
-    pipe = Pipeline(model_config(recipe, tokenizer), 1, seed=recipe.training.seed, loss=loss_of(recipe), device="cpu")
+    pipe = Pipeline(
+        model_config(recipe, tokenizer),
+        1,
+        seed=recipe.training.seed,
+        loss=loss_of(recipe),
+        device="cpu",
+        length_bucketing=recipe.training.length_bucketing,
+    )
     own = PipelineTrainer(pipe, arguments_of(recipe), collator, processing_class=tokenizer, train_dataset=train)
     rows, size = [validation[place] for place in range(len(validation))], recipe.evaluation.batch_size
     batches = [collator(rows[start : start + size]) for start in range(0, len(rows), size)]

@@ -117,7 +117,7 @@ def test_the_planner_plans_with_a_table(tmp_path: Path) -> None:
         ({"recompute": "auto"}, "recompute is 'auto', and the table"),
         (
             {"schedule": "mine.tbl"},
-            "schedule: found 'mine.tbl' .*, expected 'naive', .* or the path of a file that ends in .txt",
+            "schedule: found 'mine.tbl' .*, expected 'naive', .* the path of a file that ends in .txt or null",
         ),
     ],
 )

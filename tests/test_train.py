@@ -51,7 +51,7 @@ data:
   examples_per_language: 200
   test_fraction: 0.1
 tokenizer: {{vocab_size: 320}}
-pipeline: {{num_stages: 2, num_micro_batches: 4, device: cpu}}
+pipeline: {{num_stages: 2, num_micro_batches: 4, schedule: gpipe, device: cpu}}
 training:
   output_dir: OUTPUT
   max_steps: {STEPS}
@@ -105,7 +105,9 @@ def test_a_run_leaves_everything_behind(finished: tuple[Path, subprocess.Complet
     assert result.returncode == 0, result.stderr
     for word in ("K = 2 stages", "2 processes", "language", "chrF", "Translations", "timeline.png", str(folder)):
         assert word in result.stdout
-    others = [line for line in result.stderr.splitlines() if not line.startswith("step ")]
+    (planned, *others) = [line for line in result.stderr.splitlines() if not line.startswith("step ")]
+    assert planned.startswith("planner: "), "what the recipe leaves out is chosen, and told once"
+    assert "planner" not in result.stdout
     assert others == [], "other packages speak up"
     assert len(losses(folder)) == STEPS
     metrics = json.loads((folder / "metrics.json").read_text())

@@ -264,6 +264,12 @@ class StreamedExamples:
         self._block, self._num_given = self._begin["stream"], 0
         self._has_told = False
 
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The most ids and labels that a row can have, for the planner."""
+        source, target = self._max_source_tokens, self._max_target_tokens
+        return (source + target, source + target) if self._decoder_only else (source, target)
+
     def state_dict(self) -> dict[str, Any]:
         """The position of the next example of the last iteration, as JSON values."""
         if self._loaded is not None:

@@ -50,7 +50,7 @@ def best_plan(planner: Planner, config: PipelineConfig) -> Plan:
 
 def allowed_plans(planner: Planner, config: PipelineConfig) -> list[Plan]:
     """The plans that a configuration allows and that are worth a try, at least one. Raises as `best_plan`."""
-    tries = _Tries(planner)
+    tries, config = _Tries(planner), config.settled(can_plan=True)
     if not config.is_mesh_open:
         for one in _allowed(planner, config):
             tries.add(one)

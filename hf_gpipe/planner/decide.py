@@ -11,9 +11,10 @@ from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.choose import best_plan, micro_batch_counts
 from hf_gpipe.planner.costs import ModelCosts, mean_costs
+from hf_gpipe.planner.devices import Device
 from hf_gpipe.planner.limits import ALIKE, MemoryLimit, limit_text
-from hf_gpipe.planner.links import Machines
-from hf_gpipe.planner.measure import device_memory, profile_layers, this_machine
+from hf_gpipe.planner.links import Machines, steady
+from hf_gpipe.planner.measure import profile_layers, rated_machine, steady_memory, this_machine
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.times import seconds_text
 from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch
@@ -23,6 +24,25 @@ from hf_gpipe.runtime.custom_loss import Loss
 from hf_gpipe.runtime.processes import Processes
 
 logger = logging.getLogger(__name__)
+
+
+def settled(config: PipelineConfig, inputs: PlanInputs, processes: Processes) -> PipelineConfig:
+    """The configuration with what is not given left to the planner, or at its plain value where that cannot plan.
+
+    Every process calls it. A run that goes on keeps its number of micro-batches, if none is given.
+    """
+    if inputs.earlier_num_micro_batches is not None and "num_micro_batches" in config.not_given:
+        config = replace(config, num_micro_batches=inputs.earlier_num_micro_batches)
+    if not config.not_given:
+        return config
+    has_example = processes.from_reader(lambda: inputs.example is not None)
+    decided = config.settled(can_plan=has_example and inputs.has_known_optimizer)
+    # With an asynchronous schedule they are the same.
+    is_lacking = not inputs.has_known_optimizer and decided != config.settled(can_plan=True)
+    if is_lacking and processes.is_reporter:
+        values = ", ".join(f"{name} is {getattr(decided, name)}" for name in config.not_given)
+        logger.warning(f"the planner does not know the memory of optim={inputs.optim}, so {values}; give what you want")
+    return decided
 
 
 @dataclass(frozen=True)
@@ -55,6 +75,8 @@ class Planning:
             UserError: on every process: there is no example, or nothing that could be run.
         """
         config = replace(config, num_processes=self.processes.num_processes)
+        if self.inputs.earlier_num_micro_batches is not None and config.num_micro_batches == AUTO:
+            config = replace(config, num_micro_batches=self.inputs.earlier_num_micro_batches)
         if config.is_decided:
             num_stages, _ = config.mesh
             stages = cut(len(self.adapter.layers), num_stages, config.partition)
@@ -65,25 +87,42 @@ class Planning:
         memory = self._memory_bytes() if config.memory is None else config.memory_bytes
 
         def best() -> tuple[DecidedConfig, str]:
-            plan = best_plan(self.planner(config, measured).within(memory), config)
-            why = _why(plan, config)
-            logger.info(why)
-            return plan.settings, why
+            plan = best_plan(self.planner(config, measured, decides=True).within(memory), config)
+            return plan.settings, _why(plan, config)
 
-        return self.processes.from_reader(best)
+        settings, why = self.processes.from_reader(best)
+        if self.processes.is_reporter:
+            logger.warning(why)  # a level that is shown unless somebody asks for silence
+        return settings, why
 
-    def planner(self, config: PipelineConfig, measured: Mapping[int, ModelCosts] | None = None) -> Planner:
+    def device(self, config: PipelineConfig) -> Device:
+        """The device that decisions are made for: by its data sheet, so that equal machines decide the same.
+
+        It is measured where the configuration asks for that, by the partition "profile".
+        """
+        of_machine = this_machine if config.partition == "profile" else rated_machine
+        return of_machine(self.processes.device, self.processes.num_on_this_machine)
+
+    def planner(
+        self,
+        config: PipelineConfig,
+        measured: Mapping[int, ModelCosts] | None = None,
+        *,
+        decides: bool = False,
+    ) -> Planner:
         """The planner for the device of this process and the configuration's limit of memory.
 
         Args:
             config: of the pipeline.
             measured: by the rows of a micro-batch, the costs with seconds.
+            decides: whether equal machines must come to the same, by the device of `device` and links in round numbers.
 
         Raises:
             UserError: there is no example.
         """
         device = self.processes.device
-        this = this_machine(device, self.processes.num_on_this_machine)
+        this = self.device(config) if decides else this_machine(device, self.processes.num_on_this_machine)
+        cluster = self.machines.cluster(this.link)
         return Planner.of(
             self.adapter,
             self.inputs,
@@ -93,13 +132,13 @@ class Planning:
             as_on_gpu=device.type == "cuda",
             measured=measured,
             memory_bytes=config.memory_bytes,
-            cluster=self.machines.cluster(this.link),
+            cluster=steady(cluster) if decides and cluster is not None else cluster,
             speeds=config.speeds,
         )
 
     def _memory_bytes(self) -> MemoryLimit:
         """The memory of each process's device; one number where all are nearly alike."""
-        mine = device_memory(self.processes.device, self.processes.num_on_this_machine)
+        mine = steady_memory(self.processes.device, self.processes.num_on_this_machine)
         limits = tuple(self.processes.gather_objects(mine))
         return min(limits) if max(limits) < ALIKE * min(limits) else limits
 

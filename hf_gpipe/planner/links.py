@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections import Counter
@@ -98,6 +99,20 @@ class Machines:
             return Cluster((Level(len(self.hosts), *slowest),))
         machine = Level(count, inside.bytes_per_second, inside.latency_seconds)
         return Cluster((machine, Level(len(names), *slowest)))
+
+
+def steady(cluster: Cluster) -> Cluster:
+    """A measured cluster in powers of two: what is measured a little differently in the next run decides the same."""
+
+    def rounded(value: float) -> float:
+        return 2.0 ** round(math.log2(value)) if value else value
+
+    return Cluster(
+        tuple(
+            Level(level.parts, rounded(level.bytes_per_second), rounded(level.latency_seconds))
+            for level in cluster.levels
+        )
+    )
 
 
 def pairs_to_measure(placement: Placement, hosts: Sequence[str]) -> list[tuple[int, int]]:

@@ -24,7 +24,7 @@ from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.checkpoint import hub
 from hf_gpipe.planner.costs import ModelCosts, Seconds
-from hf_gpipe.planner.devices import LINKS, Device, Link
+from hf_gpipe.planner.devices import LINKS, Device, Link, cpu, like_gpu
 from hf_gpipe.planner.layers import LayerTracer, ModelLayers
 from hf_gpipe.planner.tracing import context_of
 from hf_gpipe.planner.tracker import Tracker
@@ -219,6 +219,29 @@ def this_machine(device: torch.device, num_processes: int = 1) -> Device:
         call_seconds=_call_seconds(device),
         is_asynchronous=device.type == "cuda",
     )
+
+
+def rated_machine(device: torch.device, num_processes: int = 1) -> Device:
+    """A device of this machine by its data sheet, and the memory that every machine like it has: nothing is timed.
+
+    Args:
+        device: a CUDA device or the CPU.
+        num_processes: processes that will share a CPU's memory.
+    """
+    memory = steady_memory(device, num_processes)
+    if device.type == "cuda":
+        of = torch.cuda.get_device_properties(device)
+        return replace(like_gpu(of.name, of.total_memory, (of.major, of.minor)), memory_bytes=memory)
+    return replace(cpu(torch.get_num_threads()), memory_bytes=memory, reserved_share=_RESERVED_SHARE)
+
+
+def steady_memory(device: torch.device, num_processes: int = 1) -> int:
+    """Bytes as in `device_memory`, of a GPU rounded down to sixteenths of all: a little less free changes no choice."""
+    memory = device_memory(device, num_processes)
+    if device.type != "cuda":
+        return memory
+    _, total = torch.cuda.mem_get_info(device)
+    return total // 16 * (16 * memory // total)
 
 
 def device_memory(device: torch.device, num_processes: int = 1) -> int:

@@ -11,7 +11,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.partition.cluster import Level
 from hf_gpipe.planner.decide import Planning
 from hf_gpipe.planner.links import MeasuredLink, pairs_to_measure
-from hf_gpipe.planner.measure import device_memory, this_machine
+from hf_gpipe.planner.measure import device_memory
 from hf_gpipe.planner.network import one_level
 from hf_gpipe.planner.times import seconds_text
 from hf_gpipe.planner.traffic import bytes_text
@@ -51,11 +51,11 @@ def compare_with_machines(planning: Planning, config: DecidedConfig, topology: T
 
 def _planned(planning: Planning, config: DecidedConfig) -> tuple[list[int], Level]:
     """The bytes that each process needs, or none where no example of a mini-batch is given; and the assumed link."""
-    device = this_machine(planning.processes.device, planning.processes.num_on_this_machine)
+    device = planning.device(config)
     assumed = (planning.machines.cluster(device.link) or one_level(device, 1)).levels[-1]
     if planning.inputs.example is None:
         return [], assumed
-    return [process.memory.total for process in planning.planner(config).plan(config).processes], assumed
+    return [process.memory.total for process in planning.planner(config, decides=True).plan(config).processes], assumed
 
 
 def memory_problems(

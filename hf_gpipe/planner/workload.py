@@ -213,6 +213,8 @@ class PlanInputs:
         saves_in_background: whether checkpoints are written from copies in the memory of the hosts.
         keeps_in_memory: whether the machines keep checkpoints in their memory.
         tables: by the path that names them as a schedule, the tables that were read from files.
+        earlier_num_micro_batches: M of the run that goes on. It is kept where M is left open, because dropout depends
+            on the micro-batch; None: a new run.
     """
 
     example: Mapping[str, torch.Tensor] | Workload | None = None
@@ -225,6 +227,7 @@ class PlanInputs:
     saves_in_background: bool = True
     keeps_in_memory: bool = False
     tables: Mapping[str, Schedule] = field(default_factory=dict)
+    earlier_num_micro_batches: int | None = None
 
     @classmethod
     def of_recipe(cls, recipe: Recipe, *, is_encoder_decoder: bool) -> PlanInputs:
@@ -253,9 +256,14 @@ class PlanInputs:
             return self.example
         return Workload.of_batch(self.example, packing=self.packing, target_keys=target_keys)
 
+    @property
+    def has_known_optimizer(self) -> bool:
+        """Whether the size of the optimizer's state is known."""
+        return self.optim in OPTIMIZER_SLOTS
+
     def check(self) -> None:
         """Raise UserError where the optimizer's state has no known size."""
-        if self.optim not in OPTIMIZER_SLOTS:
+        if not self.has_known_optimizer:
             raise UserError(
                 f"the optimizer {self.optim!r} has no known size of state; use one of {', '.join(OPTIMIZER_SLOTS)}"
                 f"{nearest(self.optim, OPTIMIZER_SLOTS)}"

@@ -204,8 +204,9 @@ class TrainingSection:
     """Whether the optimizer's state is in the memory of the host, which updates copies of the weights there: for GPUs
     that have too little for it. A step then waits for the host, and for gradients and weights on their way."""
 
-    on_nonfinite_loss: Literal["ignore", "skip", "stop"] = "stop"
-    """Action if a step's loss or gradient is inf or NaN. ignore: update anyway; skip: no update; stop: fail."""
+    on_nonfinite_loss: Annotated[Literal["ignore", "skip", "stop"], MAY_CHANGE] = "ignore"
+    """Action if a step's loss or gradient is inf or NaN. ignore: update anyway, as transformers' Trainer does; skip: no
+    update, on all stages; stop: fail."""
 
     max_grad_norm: NotNegative = 1.0
     """Maximum norm of the gradient over all stages; a larger gradient is scaled down to it; 0: no clipping."""

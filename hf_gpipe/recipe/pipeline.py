@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.partition import COST_STRATEGIES, STRATEGIES
-from hf_gpipe.recipe.section import Count, OneOf, Positive, Text, section
+from hf_gpipe.recipe.section import OR_NULL, Count, OneOf, Positive, Text, section
 from hf_gpipe.recipe.sizes import read_bytes
 from hf_gpipe.schedule import (
     ASYNCHRONOUS_SCHEDULES,
@@ -29,6 +30,8 @@ AUTO = "auto"
 SYNCHRONOUS_SCHEDULES = tuple(name for name in SCHEDULES if name != "forward_only")
 TRAINING_SCHEDULES = (*SYNCHRONOUS_SCHEDULES, *ASYNCHRONOUS_SCHEDULES)
 PARTITIONS = (*STRATEGIES, *COST_STRATEGIES, AUTO)
+#: What the planner chooses where it is not given, and what it is where nothing can be planned.
+PLANNED = {"num_micro_batches": 1, "schedule": "gpipe", "recompute": "stage", "partition": "count"}
 
 RecomputeChoice: TypeAlias = str | tuple[str | int, ...]
 """A decided `recompute`: "none", "block" or "stage", or for each stage one of these or the most graphs to keep."""
@@ -42,18 +45,19 @@ _Listed = BeforeValidator(lambda value: tuple(value) if isinstance(value, list |
 class PipelineConfig:
     """How the model is split into stages, and how micro-batches go through them.
 
-    The planner chooses the values that are "auto". All values can be written to a file.
+    The planner chooses the values that are "auto", and micro-batches, schedule, recomputation and
+    partition where they are not given. All values can be written to a file.
     """
 
     num_stages: Count | Annotated[str, OneOf((AUTO,))] = None  # type: ignore[assignment]  # until it is made
     """K: number of consecutive stages that the model's layers are split into; auto: the planner chooses for the number
     of processes; not given: one per process that torchrun or accelerate launch started, or per replicas of them."""
 
-    num_micro_batches: Count | Annotated[str, OneOf((AUTO,))] = 1
+    num_micro_batches: Annotated[Count | Annotated[str, OneOf((AUTO,))], OR_NULL] = None  # type: ignore[assignment]
     """M: number of micro-batches that a mini-batch is split into; a mini-batch of fewer rows gives one per row; auto:
-    the planner chooses."""
+    the planner chooses; null: auto, or 1 where nothing can be planned."""
 
-    schedule: Annotated[str, OneOf((*TRAINING_SCHEDULES, AUTO), TABLE_SUFFIX)] = "gpipe"
+    schedule: Annotated[str, OneOf((*TRAINING_SCHEDULES, AUTO), TABLE_SUFFIX), OR_NULL] = None  # type: ignore[assignment]
     """Order of work. gpipe: as in the paper; gpipe_fused: the last stage runs each backward right after its forward;
     1f1b: least memory; interleaved_1f1b: several stages per process, assigned in turn; zb_h1: 1f1b with gradients of
     inputs and weights apart, a third of its bubble in its memory; zb_h2: twice the memory, no bubble between steps
@@ -64,17 +68,19 @@ class PipelineConfig:
     plain model: pipedream: each stage updates after each step and nothing waits for the pipeline to empty, the
     backward of a micro-batch uses the weights of its forward; pipedream_vertical: all stages use the version of the
     weights that the first one used; pipedream_2bw: the version before the last one; pipedream_naive: no version is
-    kept, so that backwards use other weights than their forwards."""
+    kept, so that backwards use other weights than their forwards. null: auto, or gpipe where nothing can be planned."""
 
-    recompute: Annotated[Annotated[str, OneOf((*_MODES, AUTO))] | _Entries, _Listed] = "stage"
+    recompute: Annotated[Annotated[str, OneOf((*_MODES, AUTO))] | _Entries, OR_NULL, _Listed] = None  # type: ignore[assignment]
     """The activations that are recomputed in backward, not kept. none: nothing; block: the inside of each block; stage:
     all but the stage's input; auto: for each stage as little as `memory` allows. Or a list with one entry per stage, in
-    which a number is the most autograd graphs that the stage keeps alive."""
+    which a number is the most autograd graphs that the stage keeps alive. null: auto, or stage where nothing can be
+    planned."""
 
-    partition: Annotated[Annotated[str, OneOf(PARTITIONS)] | tuple[Count, ...], _Listed] = "count"
+    partition: Annotated[Annotated[str, OneOf(PARTITIONS)] | tuple[Count, ...], OR_NULL, _Listed] = None  # type: ignore[assignment]
     """How layers are divided among stages. count: equal numbers, give or take one; parameters, flops, profile: minimise
     the largest stage by parameters, by operations, or by the time measured before training; auto: minimise the
-    planner's estimate of time; or the number of layers of each stage, such as [3, 4, 2]."""
+    planner's estimate of time; or the number of layers of each stage, such as [3, 4, 2]; null: auto, or count where
+    nothing can be planned."""
 
     memory: Annotated[Text | tuple[Text, ...] | None, _Listed] = None
     """The memory limit of each process that the planner plans for, with a unit, such as 80GiB; or a list with one limit
@@ -120,7 +126,7 @@ class PipelineConfig:
     torch_compile_backend: Text | None = None
     """The backend of torch.compile; null: its default, inductor."""
 
-    timeout_seconds: Positive = 600.0
+    timeout_seconds: Positive = 1800.0
     """How many seconds a process waits for another one before the run fails; six times as long for one that writes a
     checkpoint and says that it is still there."""
 
@@ -262,11 +268,29 @@ class PipelineConfig:
             raise UserError(f"config and {', '.join(given)} are given; put {next(iter(given))} into the config")
         return config
 
+    def settled(self, *, can_plan: bool) -> PipelineConfig:
+        """A copy in which all that is not given is "auto", or where nothing can be planned the plain value of PLANNED.
+
+        The planner chooses among synchronous schedules. With another one, or the file of a table, a plain value is
+        taken too.
+
+        Args:
+            can_plan: whether the shape of a mini-batch and the memory of the optimizer are known.
+        """
+        is_auto = can_plan and self.schedule in (None, AUTO, *SYNCHRONOUS_SCHEDULES)
+        values: dict[str, Any] = {name: AUTO if is_auto else PLANNED[name] for name in self.not_given}
+        return replace(self, **values) if values else self
+
+    @property
+    def not_given(self) -> list[str]:
+        """The names of PLANNED that are not given."""
+        return [name for name in PLANNED if getattr(self, name) is None]
+
     @property
     def is_decided(self) -> bool:
         """Whether nothing is left to the planner."""
         open_values = AUTO in (self.num_micro_batches, self.schedule, self.recompute)
-        return not open_values and not self.is_cut_by_cost and not self.is_mesh_open
+        return not (open_values or self.not_given or self.is_cut_by_cost or self.is_mesh_open)
 
     @property
     def is_mesh_open(self) -> bool:
@@ -275,8 +299,8 @@ class PipelineConfig:
 
     @property
     def is_cut_by_cost(self) -> bool:
-        """Whether the planner cuts the model."""
-        return self.partition in (AUTO, *COST_STRATEGIES)
+        """Whether the planner cuts the model, or may do so."""
+        return self.partition in (None, AUTO, *COST_STRATEGIES)
 
     @property
     def processes(self) -> int:
@@ -363,6 +387,7 @@ class PipelineConfig:
         """
         if not is_table_file(self.schedule):
             return None
+        self = self.settled(can_plan=False)
         num_stages, replicas = self.mesh
         step: int | str = self.num_micro_batches
         if isinstance(step, int):

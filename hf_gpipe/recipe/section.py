@@ -47,6 +47,17 @@ class OneOf:
         return core_schema.union_schema([names, core_schema.str_schema(pattern=f"\\{self.or_suffix}$")])
 
 
+class _OrNull:
+    """The type of OR_NULL."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.nullable_schema(handler(source))
+
+
+OR_NULL = _OrNull()
+"""Marks a key that may be null until what it stands for is known: its type is that of the value afterwards."""
+
+
 @dataclass(frozen=True)
 class Kinds:
     """The kinds of data that use a key; with another kind the key is an error."""

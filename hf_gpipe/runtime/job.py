@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from hf_gpipe.errors import EXIT_FAILURE, UserError
+from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime import preflight
 from hf_gpipe.runtime.heartbeat import Heartbeat
 from hf_gpipe.runtime.meeting import meet
@@ -102,7 +103,7 @@ class Job:
     @classmethod
     def join(
         cls,
-        timeout_seconds: float = 600.0,
+        timeout_seconds: float = PipelineConfig.timeout_seconds,
         threads: int | None = None,
         settings: Mapping[str, str] | None = None,
     ) -> Job:

@@ -19,9 +19,9 @@ LARGEST_BYTES = 1 << 26
 """A larger file is not a table."""
 
 
-def is_table_file(schedule: str) -> bool:
-    """Whether a `schedule` is the path of a table, and not the name of a builder."""
-    return schedule.endswith(TABLE_SUFFIX)
+def is_table_file(schedule: str | None) -> bool:
+    """Whether a `schedule` is the path of a table, and not the name of a builder, and is given."""
+    return schedule is not None and schedule.endswith(TABLE_SUFFIX)
 
 
 def read_table(

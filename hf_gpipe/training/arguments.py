@@ -16,7 +16,8 @@ from transformers.training_args import ParallelMode
 from transformers.utils import is_bitsandbytes_available
 
 from hf_gpipe.errors import UserError, nearest
-from hf_gpipe.recipe import AUTO, DataSection, PipelineConfig, TrainingSection, keys_of
+from hf_gpipe.recipe import DataSection, PipelineConfig, TrainingSection, keys_of
+from hf_gpipe.recipe.pipeline import PLANNED
 from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.processes import Processes
 from hf_gpipe.training.supported import (
@@ -32,18 +33,21 @@ from hf_gpipe.training.supported import (
 #: The help of fields that are also keys of a recipe.
 _PIPELINE = {name: {"help": key.text} for name, key in keys_of(PipelineConfig).items()}
 _TRAINING = {name: {"help": key.text} for name, key in keys_of(TrainingSection).items()}
+#: The default of all that a given Pipeline decides: what is given beside it can then be compared with it.
 _NOT_GIVEN: Any = None
-#: What the planner chooses where nothing is given and it knows the lengths of the rows.
-PLANNED = ("num_micro_batches", "schedule", "recompute", "partition")
+#: Where nothing can be planned.
+_CANNOT_PLAN = (
+    "Nothing can be planned where the training dataset, such as a stream, does not tell how long its rows are, and "
+    "with an asynchronous schedule, the file of a table, or an optimizer of bitsandbytes."
+)
 
 
 def _planned(name: str) -> dict[str, str]:
-    default = getattr(PipelineConfig, name)
-    known = (
-        f"None: {AUTO}; {default} where the training dataset does not tell the lengths of its rows, and with an "
-        "asynchronous schedule, the file of a table, or an optimizer of bitsandbytes."
-    )
-    return {"help": f"{_PIPELINE[name]['help']} {known}"}
+    return {"help": f"{_PIPELINE[name]['help'].replace('null:', 'None:')} {_CANNOT_PLAN}"}
+
+
+def _pipeline(name: str) -> dict[str, str]:
+    return {"help": f"{_PIPELINE[name]['help']} None: {getattr(PipelineConfig, name)}."}
 
 
 @dataclass
@@ -64,8 +68,8 @@ class PipelineTrainingArguments(TrainingArguments):
     recompute: str = field(default=_NOT_GIVEN, metadata=_planned("recompute"))
     partition: list[int] | str = field(default=_NOT_GIVEN, metadata=_planned("partition"))
     memory: str | None = field(default=None, metadata=_PIPELINE["memory"])
-    replicas: int | list[int] | str = field(default=1, metadata=_PIPELINE["replicas"])
-    zero: int = field(default=PipelineConfig.zero, metadata=_PIPELINE["zero"])
+    replicas: int | list[int] | str = field(default=_NOT_GIVEN, metadata=_pipeline("replicas"))
+    zero: int = field(default=_NOT_GIVEN, metadata=_pipeline("zero"))
     boundary_dtype: str | None = field(default=PipelineConfig.boundary_dtype, metadata=_PIPELINE["boundary_dtype"])
     timeline_steps: int | None = field(default=TrainingSection.timeline_steps, metadata=_TRAINING["timeline_steps"])
     slow_machine_steps: int | None = field(
@@ -83,7 +87,15 @@ class PipelineTrainingArguments(TrainingArguments):
             "None: rows."
         },
     )
-    packing: bool = field(default=TrainingSection.packing, metadata=_TRAINING["packing"])
+    packing: bool | None = field(
+        default=_NOT_GIVEN,
+        # On a command line `--packing` alone means True.
+        metadata={
+            "help": f"{_TRAINING['packing']['help']} None: {TrainingSection.packing}.",
+            "nargs": "?",
+            "const": True,
+        },
+    )
     sampling_temperature: float = field(
         default=DataSection.temperature,
         metadata={
@@ -104,13 +116,9 @@ class PipelineTrainingArguments(TrainingArguments):
     memory_save_steps: int | None = field(
         default=TrainingSection.memory_save_steps, metadata=_TRAINING["memory_save_steps"]
     )
-    on_nonfinite_loss: str = field(
-        default="ignore",
-        metadata={
-            "help": "Action if the loss or gradient of a step is inf or NaN: ignore (update anyway, as Trainer does), "
-            "skip (no update, on all stages), stop (the training fails)."
-        },
-    )
+    on_nonfinite_loss: str = field(default=TrainingSection.on_nonfinite_loss, metadata=_TRAINING["on_nonfinite_loss"])
+    # The default is the library's, and one with that of recipes.
+    ddp_timeout: int = field(default=int(PipelineConfig.timeout_seconds), metadata=_PIPELINE["timeout_seconds"])
     predict_with_generate: bool = field(
         default=False, metadata={"help": "Whether evaluation and prediction generate, for metrics of texts."}
     )
@@ -125,8 +133,6 @@ class PipelineTrainingArguments(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
-        # transformers' parser of command lines gives None for a list that is not there.
-        self.replicas = self.replicas or 1
         if isinstance(self.replicas, list) and len(self.replicas) == 1:
             # One number of a command line.
             self.replicas = self.replicas[0]
@@ -163,11 +169,7 @@ class PipelineTrainingArguments(TrainingArguments):
                 raise UserError(f"{name}={getattr(self, name)}; it must be at least 1, or None")
         TokenLoss(logit_clipping=self.logit_clipping)
         self._check_sampling()
-        # Older releases of transformers have the second name alone.
-        checkpoints = getattr(self, "activation_checkpointing", False) or self.gradient_checkpointing
-        if checkpoints and vars(self)["recompute"] is None:
-            self.recompute = str(PipelineConfig.recompute)  # the planner could choose none
-        if self.recompute == "none" and checkpoints:
+        if self.recompute == "none" and self.is_checkpointing:
             raise UserError(
                 "activation_checkpointing=True contradicts recompute='none'; leave one of them out (recompute='block' "
                 "is the same, recompute='stage' keeps less)"
@@ -205,6 +207,12 @@ class PipelineTrainingArguments(TrainingArguments):
             )
 
     @property
+    def is_checkpointing(self) -> bool:
+        """Whether activations are to be recomputed, by one of the library's two names for it."""
+        # Older releases of transformers have the second name alone.
+        return bool(getattr(self, "activation_checkpointing", False) or self.gradient_checkpointing)
+
+    @property
     def config(self) -> PipelineConfig:
         """The pipeline that these arguments ask for."""
         same_name = (
@@ -212,6 +220,8 @@ class PipelineTrainingArguments(TrainingArguments):
             *("boundary_dtype", "torch_compile"),
         )
         given = {name: getattr(self, name) for name in same_name}
+        if self.is_checkpointing and given["recompute"] is None:
+            given["recompute"] = PLANNED["recompute"]  # the planner could choose none
         return PipelineConfig(
             **{name: value for name, value in given.items() if value is not None},
             device="cpu" if self.device.type == "cpu" else "auto",

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import (
     DataCollatorWithPadding,
     DefaultFlowCallback,
@@ -25,22 +24,19 @@ from hf_gpipe.checkpoint.directory import checkpoints
 from hf_gpipe.checkpoint.state import read_state
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
-from hf_gpipe.planner.workload import OPTIMIZER_SLOTS, PlanInputs, Workload
-from hf_gpipe.recipe import AUTO, PipelineConfig
-from hf_gpipe.recipe.pipeline import SYNCHRONOUS_SCHEDULES
+from hf_gpipe.planner.workload import PlanInputs, Workload
+from hf_gpipe.recipe import AUTO
 from hf_gpipe.runtime.custom_loss import Loss
-from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 from hf_gpipe.runtime.processes import Processes
-from hf_gpipe.training.arguments import PLANNED, PipelineTrainingArguments
+from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.generating import generation_config_of
+from hf_gpipe.training.given import check_given, take_seed
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.longest import longest_mini_batch
 from hf_gpipe.training.loss_scaling import LossScaler
 from hf_gpipe.training.master_weights import MasterWeights
 from hf_gpipe.training.optim import check_optimizer
 from hf_gpipe.training.progress import MetricsFile, ProgressBar
-
-logger = transformers.logging.get_logger(__name__)
 
 
 def pipeline_of(
@@ -126,64 +122,36 @@ def _pipeline(
                 f"{given[0]} is given, and the model is a Pipeline, which has its own; set it when the Pipeline is "
                 "made (a compute_loss_func as loss=LogitsLoss(compute_loss_func))"
             )
-        _check_given(model, args)
+        check_given(model, args)
+        take_seed(model, args)
         return model
     assert model is not None
-    optim = str(getattr(args.optim, "value", args.optim))
-    can_plan = optim in OPTIMIZER_SLOTS
-    if not can_plan and (left := _not_given(args)) and Processes.of_job().is_reporter:
-        defaults = ", ".join(f"{name} is {getattr(PipelineConfig, name)}" for name in left)
-        logger.warning(f"the planner does not know the memory of optim={optim}, so {defaults}; give what you want")
-    config, shape = _opened(args, example, can_plan=can_plan)
+    config, processes = args.config, Processes.of_job()
+    inputs = PlanInputs(
+        optim=str(getattr(args.optim, "value", args.optim)),
+        fp32_master_weights=args.fp32_master_weights,
+        offload_optimizer=args.offload_optimizer,
+        accumulation=args.gradient_accumulation_steps,
+        saves_in_background=args.save_in_background != "never",
+        keeps_in_memory=args.memory_save_steps is not None,
+    )
+    if not config.settled(can_plan=inputs.has_known_optimizer).is_decided:
+        inputs = replace(inputs, example=processes.from_reader(example, takes_long=True))
+    if config.num_micro_batches in (None, AUTO):
+        before = processes.from_writer(lambda: _num_micro_batches_before(Path(str(args.output_dir))))
+        inputs = replace(inputs, earlier_num_micro_batches=before)
     return Pipeline(
         model,
         config=config,
-        plan_inputs=PlanInputs(
-            shape,
-            optim,
-            args.fp32_master_weights,
-            args.offload_optimizer,
-            args.gradient_accumulation_steps,
-            saves_in_background=args.save_in_background != "never",
-            keeps_in_memory=args.memory_save_steps is not None,
-        ),
+        plan_inputs=inputs,
         seed=args.seed,
         label_smoothing=args.label_smoothing_factor,
         logit_clipping=args.logit_clipping,
         autocast=args.autocast,
         length_bucketing=args.train_sampling_strategy == "group_by_length",
-        packing=args.packing,
+        packing=bool(args.packing),
         **options,
     )
-
-
-def _not_given(args: PipelineTrainingArguments) -> list[str]:
-    """The arguments that the planner chooses, because they are not given."""
-    return [name for name in PLANNED if getattr(args, name) is None]
-
-
-def _opened(
-    args: PipelineTrainingArguments, example: Callable[[], Workload | None], *, can_plan: bool
-) -> tuple[PipelineConfig, Workload | None]:
-    """The configuration, in which "auto" stands for what was not given, and the shape of a mini-batch. Collective.
-
-    Without a shape, or where it cannot be planned for, the configuration's own defaults stay.
-    """
-    config, processes = args.config, Processes.of_job()
-    names = _not_given(args)
-    if not can_plan or config.schedule not in (*SYNCHRONOUS_SCHEDULES, AUTO):
-        names = []
-    if config.is_decided and not names:
-        return config, None
-    shape = processes.from_reader(example, takes_long=True)
-    if shape is not None:
-        left_open: dict[str, Any] = dict.fromkeys(names, AUTO)
-        config = replace(config, **left_open)
-    if config.num_micro_batches == AUTO:
-        # Dropout depends on the micro-batch: what was chosen once stays, however fast this machine is today.
-        before = processes.from_writer(lambda: _num_micro_batches_before(Path(str(args.output_dir))))
-        config = config if before is None else replace(config, num_micro_batches=before)
-    return config, shape
 
 
 def _num_micro_batches_before(output_dir: Path) -> int | None:
@@ -198,35 +166,8 @@ def example_of(dataset: Any, args: PipelineTrainingArguments) -> Workload | None
     """The shape of the longest mini-batch to come, for the planner."""
     by_length = args.train_sampling_strategy == "group_by_length"
     return longest_mini_batch(
-        dataset, args.per_device_train_batch_size, args.batch_tokens, by_length=by_length, packing=args.packing
+        dataset, args.per_device_train_batch_size, args.batch_tokens, by_length=by_length, packing=bool(args.packing)
     )
-
-
-def _check_given(pipe: Pipeline, args: PipelineTrainingArguments) -> None:
-    """Raise UserError where the arguments ask for something else than the given pipeline is."""
-    own = None if pipe.adapter.autocast is None else pipe.adapter.autocast.dtype
-    if args.autocast not in (None, own):
-        raise UserError(
-            f"bf16={args.bf16}, fp16={args.fp16}, but the given Pipeline has autocast={own}; set it when the Pipeline "
-            "is made"
-        )
-    if args.packing and not pipe.packing:
-        raise UserError("packing=True, but the given Pipeline does not pack; set it when the Pipeline is made")
-    config, loss = args.config, pipe.loss
-    tokens = loss if isinstance(loss, TokenLoss) else PLAIN
-    # What has its default is not asked for; the device is a guess.
-    compared = {one.name: (getattr(pipe.config, one.name), one.default) for one in fields(config)}
-    del compared["device"]
-    if vars(args)["num_stages"] is None:
-        del compared["num_stages"]
-    asked = {name: getattr(config, name) for name in compared}
-    for name, found in (("label_smoothing_factor", tokens.label_smoothing), ("logit_clipping", tokens.logit_clipping)):
-        asked[name], compared[name] = getattr(args, name), (found, args.__dataclass_fields__[name].default)
-    for name, known in compared.items():
-        if asked[name] not in known:
-            raise UserError(
-                f"{name}={asked[name]!r}, but the given Pipeline has {known[0]!r}; set it when the Pipeline is made"
-            )
 
 
 def loss_scaler(pipe: Pipeline) -> LossScaler | None:

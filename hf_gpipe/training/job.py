@@ -23,7 +23,7 @@ from hf_gpipe.data.labelled import LabelCollator
 from hf_gpipe.errors import DataError, RecipeError
 from hf_gpipe.pipeline import Pipeline, Update, UpdateStage
 from hf_gpipe.planner.workload import PlanInputs
-from hf_gpipe.recipe import AUTO, Recipe, load_saved, may_change
+from hf_gpipe.recipe import Recipe, load_saved, may_change
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.device_choice import processes_for
 from hf_gpipe.runtime.job import Job
@@ -280,13 +280,11 @@ def _check_same_run(recipe: Recipe, earlier: Recipe, checkpoint: Path) -> None:
 
 def _pipeline(recipe: Recipe, config: PreTrainedConfig, resumed_num_micro_batches: int | None) -> Pipeline:
     model, pipeline = recipe.model, recipe.pipeline
-    # Dropout depends on the micro-batch: what was chosen once stays, however fast this machine is today.
-    if resumed_num_micro_batches is not None and pipeline.num_micro_batches == AUTO:
-        pipeline = replace(pipeline, num_micro_batches=resumed_num_micro_batches)
+    inputs = PlanInputs.of_recipe(recipe, is_encoder_decoder=bool(config.is_encoder_decoder))
     return Pipeline(
         model.path or config,
         config=pipeline,
-        plan_inputs=PlanInputs.of_recipe(recipe, is_encoder_decoder=bool(config.is_encoder_decoder)),
+        plan_inputs=replace(inputs, earlier_num_micro_batches=resumed_num_micro_batches),
         seed=recipe.training.seed,
         dtype=model_dtype(recipe),
         attn_implementation=model.attn_implementation,

@@ -20,7 +20,8 @@ def longest_mini_batch(
     """A mini-batch in which every row is as long as the longest one drawn, or padded to it; packed, a large one.
 
     Args:
-        dataset: the training rows, as they are before they are collated.
+        dataset: the training rows, as they are before they are collated; a stream of them may have the attribute
+            `longest`, the most ids and labels of a row.
         num_rows: of a mini-batch.
         batch_tokens: target tokens of a mini-batch, in place of the rows.
         by_length: whether rows of similar length share a mini-batch.
@@ -29,7 +30,12 @@ def longest_mini_batch(
     Returns:
         None where the rows have no `input_ids`, or their number is not known.
     """
-    if not has_index(dataset) or len(dataset) == 0:
+    if not has_index(dataset):
+        if (longest := getattr(dataset, "longest", None)) is None:
+            return None
+        source, target = longest
+        return _of_stream(source, target, num_rows, batch_tokens, packing=packing)
+    if len(dataset) == 0:
         return None
     rows = [dataset[index] for index in range(0, len(dataset), -(-len(dataset) // _SAMPLE))]
     if not all(isinstance(row, Mapping) and "input_ids" in row for row in rows):
@@ -54,6 +60,15 @@ def longest_mini_batch(
         targets = [len(row["labels"]) if _is_sequence(row.get("labels")) else len(row["input_ids"]) for row in rows]
         return Workload.packed(num_rows, large_and_longest(sources), large_and_longest(targets))
     return Workload(num_rows, max(source, 1), max(target, 1))
+
+
+def _of_stream(source: int, target: int, num_rows: int, batch_tokens: int | None, *, packing: bool) -> Workload:
+    """A mini-batch of the longest rows alone."""
+    if batch_tokens is not None:
+        num_rows = rows_of_tokens(batch_tokens, target)
+    if packing:
+        return Workload.packed(num_rows, (source, source), (target, target))
+    return Workload(num_rows, source, target)
 
 
 def _is_sequence(value: Any) -> bool:

@@ -29,8 +29,6 @@ def start_text(recipe: Recipe, pipe: Pipeline, corpus: str, checkpoint: Path | N
         f"data       {corpus}; mini-batches of {_mini_batch(recipe)}",
         f"output     {recipe.training.output_dir}",
     ]
-    if pipe.planned is not None:
-        lines.append(f"planner    {pipe.planned.removeprefix('planner: ')}")
     lines += [f"machine    {line}" for line in Job.current().machines]
     lines += [f"link       {line}" for line in pipe.links]
     if checkpoint is not None:

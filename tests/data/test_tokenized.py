@@ -155,6 +155,8 @@ def test_a_stream_has_the_rows_of_its_pairs_and_goes_on_after_any_of_them(tokeni
     dataset = TokenizedPairs(PAIRS, tokenizer, decoder_only=decoder_only, **LIMITS)
     expected = [dataset[index % len(PAIRS)] for index in range(600)]
     rows, states = streamed(), []
+    for most, name in zip(rows.longest, ("input_ids", "labels"), strict=True):
+        assert most >= max(len(row[name]) for row in expected)
     states.append(rows.state_dict())
     for row, wanted in zip(rows, expected, strict=False):
         assert row == wanted

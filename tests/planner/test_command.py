@@ -16,7 +16,7 @@ model:
   config: {model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 4, num_attention_heads: 4}
 data: {kind: cldr, languages: [de], max_source_tokens: 32, max_target_tokens: 32}
 tokenizer: {vocab_size: 5000}
-pipeline: {num_stages: 2, num_micro_batches: 2}
+pipeline: {num_stages: 2, num_micro_batches: 2, schedule: gpipe, recompute: stage, partition: count}
 training: {output_dir: never, batch_size: 4}
 """
 

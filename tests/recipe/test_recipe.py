@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,8 +48,7 @@ def test_a_file_and_its_defaults(tmp_path: Path) -> None:
     path.write_text(MINIMAL + "pipeline:\n  num_stages: 2\ntokenizer:\n", encoding="utf-8")
     recipe = load_recipe(path)
     assert recipe.pipeline.num_stages == 2
-    assert recipe.pipeline.num_micro_batches == 1
-    assert recipe.pipeline.schedule == "gpipe"
+    assert recipe.pipeline.not_given == ["num_micro_batches", "schedule", "recompute", "partition"]
     assert recipe.tokenizer.path is None
     assert recipe.data.languages == ["de", "fr"]
 
@@ -97,7 +97,7 @@ def test_the_resolved_recipe_reads_back_as_the_same() -> None:
         MINIMAL, ["data.languages=[no, de]", "training.output_dir='2e-3'", "model.attn_implementation='~'"]
     )
     assert parse_recipe(recipe.to_yaml()) == recipe
-    assert "num_micro_batches: 1" in recipe.to_yaml()
+    assert "num_micro_batches: null" in recipe.to_yaml()
 
 
 @pytest.mark.parametrize(
@@ -118,12 +118,12 @@ def test_the_resolved_recipe_reads_back_as_the_same() -> None:
         ("pipeline.num_stages=", "found nothing (null)"),
         (
             "pipeline.recompute=stages",
-            "'none', 'block', 'stage' or a whole number of at least 1; did you mean 'stage'?",
+            "'none', 'block', 'stage' or a whole number of at least 1 or null; did you mean 'stage'?",
         ),
         ("pipeline.schedule=gpip", "did you mean 'gpipe'?"),
         ("pipeline.schedule=forward_only", "found 'forward_only' (a string), expected 'naive', 'gpipe'"),
         ("pipeline.partition=cout", "did you mean 'count'?"),
-        ("pipeline.partition=[1, x]", "'profile', 'auto' or a list, each entry a whole number of at least 1"),
+        ("pipeline.partition=[1, x]", "'profile', 'auto', a list, each entry a whole number of at least 1 or null"),
         ("data.languages=[de, 3]", "data.languages[1]: found 3 (a whole number), expected a string"),
         ("pipeline.devices=[cpu, 3]", "pipeline.devices[1]: found 3 (a whole number), expected a string"),
         ("data.test_fraction=1", "expected a number of at least 0 and below 1"),
@@ -269,16 +269,18 @@ def test_stages_that_are_not_given_follow_the_processes(monkeypatch: pytest.Monk
 def test_decided_is_a_type_that_holds_no_auto() -> None:
     config = PipelineConfig(2, "auto", partition=[1, 2])
     assert not config.is_decided
-    decided = config.decided(num_micro_batches=4)
+    decided = config.decided(num_micro_batches=4, schedule="1f1b", recompute="none")
     assert decided.is_decided
     assert (decided.num_processes, decided.partition) == (2, (1, 2))
     with pytest.raises(UserError, match="num_micro_batches"):
         config.decided()
-    assert decided.reopened(num_micro_batches="auto", num_processes=None) == config
+    opened = decided.reopened(num_micro_batches="auto", num_processes=None, schedule=None, recompute=None)
+    assert opened == config
 
 
 def test_stages_and_replicas_that_are_left_open() -> None:
-    config = PipelineConfig("auto", 4, replicas="auto", partition="auto", num_processes=3, zero=1, memory=["2GiB"] * 3)
+    same: Any = {"num_processes": 3, "zero": 1, "memory": ["2GiB"] * 3}
+    config = PipelineConfig("auto", 4, "gpipe", "stage", replicas="auto", partition="auto", **same)
     assert config.is_mesh_open
     assert not config.is_decided
     assert (config.processes, config.memory_bytes) == (3, (2 << 30,) * 3)
@@ -352,7 +354,7 @@ def test_the_main_keys_fit_a_page_with_their_defaults() -> None:
     text = recipe_help()
     for name in MAIN_KEYS:
         assert f"  {name} " in text
-    assert "(gpipe) Order of work" in text
+    assert "(32) Examples per mini-batch" in text
     assert len(text.splitlines()) < 40
     assert max(map(len, text.splitlines())) <= 120
 

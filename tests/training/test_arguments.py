@@ -172,7 +172,7 @@ def test_from_a_command_line() -> None:
     (args,) = parser.parse_args_into_dataclasses([*words, "--replicas", "2", "1"])
     assert args.config.replicas == (2, 1)
     (args,) = parser.parse_args_into_dataclasses(words)
-    assert (args.partition, args.config.partition) == (None, "count")
+    assert (args.partition, args.config.partition) == (None, None)
     assert args.config.replicas == 1
 
 

@@ -47,7 +47,7 @@ def test_the_cost_of_a_run_and_what_the_planner_says_of_it() -> None:
     batch = padded_batch(config)
     rows = len(batch["input_ids"])
     meter = CostMeter()
-    pipe = Pipeline(config, 2, 2, device="cpu", example=Workload(rows, 64, 64))
+    pipe = Pipeline(config, 2, 2, "gpipe", "stage", "count", device="cpu", example=Workload(rows, 64, 64))
     meter.note_memory(pipe)
     measured, _ = measure_step(pipe, [batch], repeats=1)
     cost = meter.cost(pipe, [line(1, 10.0, 4.0)], measured, [batch], first_step=0)

@@ -17,6 +17,7 @@ from hf_gpipe import Pipeline, PipelineDPOConfig, PipelineDPOTrainer
 from hf_gpipe.adapters.peft import without_adapters
 from hf_gpipe.data import PreferenceCollator, PreferenceExamples
 from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.training import base
 from hf_gpipe.training.preference_loss import METRICS, PreferenceLoss
 from tests.data.chat_templates import tokenizer
 from tests.gloo import run_gloo
@@ -281,3 +282,14 @@ def test_what_is_refused(tmp_path: Path) -> None:
         PipelineDPOTrainer(Pipeline(config(), 2, 1), args=args, train_dataset=rows(), processing_class=tokenizer())
     with pytest.raises(DataError, match="a map-style dataset"):
         PipelineDPOTrainer(config(), args=args, train_dataset=iter(rows()), processing_class=tokenizer())
+
+
+def test_what_is_left_to_the_planner_may_be_kept_from_an_earlier_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer compares its arguments with the Pipeline that it has made, which has the earlier run's M."""
+    monkeypatch.setattr(base, "_num_micro_batches_before", lambda _: 3)
+    for asked in ("auto", None):
+        args = arguments(tmp_path, num_micro_batches=asked)
+        made = PipelineDPOTrainer(config(), args=args, train_dataset=rows(), processing_class=tokenizer())
+        assert made.pipe.num_micro_batches == 3

@@ -10,8 +10,8 @@ import torch
 from transformers import TrainerCallback
 
 from hf_gpipe.errors import UserError
+from hf_gpipe.planner import decide
 from hf_gpipe.training import arguments as arguments_module
-from hf_gpipe.training import base as base_module
 from tests.training.toy import Recorder, Rows, Stream, arguments, trainer, weights
 
 
@@ -49,7 +49,7 @@ def test_eight_bit_optimizers_where_their_package_is_installed(tmp_path: Path, m
     assert isinstance(overridden[0], torch.nn.Embedding)
     assert overridden[1:] == ("weight", {"optim_bits": 32}), "as Trainer does"
     said: list[str] = []
-    monkeypatch.setattr(base_module.logger, "warning", said.append)
+    monkeypatch.setattr(decide.logger, "warning", said.append)
     trainer(tmp_path, family="llama", optim="adamw_8bit", num_micro_batches=None, schedule=None)
     assert len(said) == 1
     assert "memory of optim=adamw_8bit, so num_micro_batches is 1, schedule is gpipe; give" in said[0]

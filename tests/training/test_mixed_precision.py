@@ -96,7 +96,7 @@ def test_a_pipeline_of_one_s_own_keeps_its_precision(tmp_path: Path) -> None:
     pipe = Pipeline(tiny_config("llama"), 2, 2, autocast=torch.float16)
     made = trainer(tmp_path, family="llama", model=pipe)
     assert made.scaler is not None
-    with pytest.raises(UserError, match=r"bf16=True, fp16=False, but the given Pipeline has autocast=torch\.float16"):
+    with pytest.raises(UserError, match=r"bf16=True, but the given Pipeline has autocast=torch\.float16"):
         trainer(tmp_path, family="llama", model=pipe, bf16=True)
     with pytest.raises(UserError, match="fp16: the weights are torch.bfloat16"):  # noqa: RUF043  (a plain dot is fine)
         trainer(tmp_path, family="llama", model=in_bfloat16(), fp16=True)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from hf_gpipe import PipelineTrainer
+from hf_gpipe import Pipeline, PipelineTrainer
 from hf_gpipe.checkpoint.state import read_state
 from hf_gpipe.errors import UserError
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import parse_recipe
+from hf_gpipe.recipe.pipeline import PLANNED
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.training import checkpoints, job
-from hf_gpipe.training.arguments import PLANNED
 from hf_gpipe.training.longest import longest_mini_batch
 from tests.oracle import tiny_config
 from tests.training.toy import Rows, Stream, arguments, trainer
@@ -25,7 +24,7 @@ model:
     decoder_attention_heads: 1, encoder_ffn_dim: 8, decoder_ffn_dim: 8, max_position_embeddings: 64, dropout: 0.1}}
 data: {{kind: cldr, languages: [de], templates: [weekday], examples_per_language: 100, test_fraction: 0.1}}
 tokenizer: {{vocab_size: 290}}
-pipeline: {{num_stages: 2, num_micro_batches: auto, device: cpu}}
+pipeline: {{num_stages: 2, device: cpu}}
 training: {{output_dir: {folder}/out, max_steps: 2, batch_size: 4, save_steps: 2}}
 evaluation: {{max_examples: 1, max_new_tokens: 2, samples: 0}}
 """
@@ -48,6 +47,11 @@ def test_the_longest_rows_are_planned_for() -> None:
     assert mean <= packed.target_tokens <= packed.longest_target == longest + 1
     masked = [{"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 4]}]
     assert longest_mini_batch(masked, 4, batch_tokens=9) == Workload(5, 4, 4)
+    stream = Stream()
+    stream.longest = (30, 40)  # type: ignore[attr-defined]  # as StreamedExamples has it
+    assert longest_mini_batch(stream, 8) == Workload(8, 30, 40)
+    assert longest_mini_batch(stream, 8, batch_tokens=100) == Workload(3, 30, 40)
+    assert longest_mini_batch(stream, 8, packing=True) == Workload.packed(8, (30, 30), (40, 40))
     for unknown in (Stream(), [], ["text"], None):
         assert longest_mini_batch(unknown, 8) is None
 
@@ -79,19 +83,17 @@ def test_what_is_not_given_is_planned_where_the_rows_have_lengths(tmp_path: Path
 
 @pytest.mark.usefixtures("no_prediction")
 def test_what_was_chosen_for_micro_batches_stays_on_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dropout depends on the micro-batch, and the planner's choice on how fast the machine is that day."""
-    recipe = parse_recipe(RECIPE.format(folder=tmp_path))
-    job.run(recipe, Job.current())
-    chosen = read_state(tmp_path / "out/checkpoint-2").run.num_micro_batches
-    seen: list[Any] = []
-    original = job.Pipeline
-    monkeypatch.setattr(
-        job,
-        "Pipeline",
-        lambda *args, **kwargs: seen.append(kwargs["config"].num_micro_batches) or original(*args, **kwargs),
-    )
-    job.run(parse_recipe(RECIPE.format(folder=tmp_path), ["training.max_steps=3"]), Job.current())
-    assert seen == [chosen]
+    """Dropout depends on the micro-batch, and the planner's choice on the machine and on its version."""
+    # As a run had it that was started when these were defaults.
+    before = ["pipeline.num_micro_batches=4", "pipeline.schedule=gpipe", "training.on_nonfinite_loss=stop"]
+    job.run(parse_recipe(RECIPE.format(folder=tmp_path), before), Job.current())
+    seen: list[Pipeline] = []
+    monkeypatch.setattr(job, "Pipeline", lambda *args, **options: seen.append(Pipeline(*args, **options)) or seen[-1])
+    for key, steps in (("auto", 3), ("null", 4)):
+        again = [f"pipeline.num_micro_batches={key}", f"training.max_steps={steps}"]
+        job.run(parse_recipe(RECIPE.format(folder=tmp_path), again), Job.current())
+    assert [pipe.num_micro_batches for pipe in seen] == [4, 4]
+    assert read_state(tmp_path / "out/checkpoint-4").run.num_micro_batches == 4
     made = trainer(tmp_path, num_micro_batches="auto", max_steps=2, save_strategy="steps", save_steps=2)
     made.train()
     again = trainer(tmp_path, num_micro_batches=None, max_steps=2)

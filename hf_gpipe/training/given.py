@@ -1,0 +1,143 @@
+"""A Pipeline that is given to a trainer: what the arguments ask for beside it is what it is, or an error.
+
+A pipeline's own arguments are None where they are not given, so whatever is given is compared, also a value that equals
+a default. Of transformers' arguments, the default counts as not given, because it cannot be told from a value.
+
+The seed decides two things. Dropout reads it in each step, so the trainer's seed counts for it, as it does for
+transformers' Trainer, unless the Pipeline was given a seed. New weights were made with the Pipeline's seed, so another
+one that is asked for comes too late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import TrainingArguments
+
+from hf_gpipe.errors import UserError
+from hf_gpipe.partition import partition as cut
+from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.runtime.loss import PLAIN, TokenLoss
+from hf_gpipe.training.arguments import PipelineTrainingArguments
+
+Values = Callable[[Pipeline], tuple[Any, ...]]
+"""A Pipeline -> the values of an argument that agree with it; the first one is shown in messages."""
+
+
+def _tokens(pipe: Pipeline) -> TokenLoss:
+    return pipe.loss if isinstance(pipe.loss, TokenLoss) else PLAIN
+
+
+def _field(name: str) -> Values:
+    """What a field of the configuration has become, and what was asked for."""
+    return lambda pipe: (getattr(pipe.config, name), getattr(pipe.given, name))
+
+
+def _partition(pipe: Pipeline) -> tuple[Any, ...]:
+    sizes = tuple(map(len, pipe.partition))
+    counted = cut(sum(sizes), pipe.num_stages, "count")
+    return sizes, pipe.given.partition, *(["count"] if tuple(map(len, counted)) == sizes else [])
+
+
+def _backend(pipe: Pipeline) -> tuple[Any, ...]:
+    # The arguments name the default backend of torch.compile as soon as they ask for it.
+    return (pipe.config.torch_compile_backend or ("inductor" if pipe.config.torch_compile else None),)
+
+
+def _half(name: str) -> Values:
+    return lambda pipe: (pipe.adapter.autocast is not None and str(pipe.adapter.autocast.dtype) == f"torch.{name}",)
+
+
+def _recomputes(pipe: Pipeline) -> tuple[Any, ...]:
+    """Whether every stage recomputes something."""
+    chosen = pipe.recompute
+    return ("none" not in ((chosen,) if isinstance(chosen, str) else chosen),)
+
+
+#: The arguments that a given Pipeline decides. tests/training/test_given.py has all others, with none left out.
+COMPARED: dict[str, Values] = {
+    **{name: _field(name) for name in ("num_stages", "num_micro_batches", "schedule", "recompute", "replicas")},
+    **{name: _field(name) for name in ("zero", "boundary_dtype", "torch_compile")},
+    "partition": _partition,
+    "memory": lambda pipe: (pipe.config.memory_bytes,),
+    "torch_compile_backend": _backend,
+    "packing": lambda pipe: (pipe.packing,),
+    "label_smoothing_factor": lambda pipe: (_tokens(pipe).label_smoothing,),
+    "logit_clipping": lambda pipe: (_tokens(pipe).logit_clipping,),
+    "bf16": _half("bfloat16"),
+    "fp16": _half("float16"),
+    "activation_checkpointing": _recomputes,
+    "gradient_checkpointing": _recomputes,
+    "train_sampling_strategy": lambda pipe: ("group_by_length",) if pipe.length_bucketing else ("random", "sequential"),
+    "use_cpu": lambda pipe: (pipe.topology.device.type == "cpu",),
+}
+#: Arguments -> the name of what a Pipeline has in their place.
+_OF_PIPELINE = {
+    **dict.fromkeys(("activation_checkpointing", "gradient_checkpointing"), "recompute"),
+    **dict.fromkeys(("bf16", "fp16"), "autocast"),
+    "train_sampling_strategy": "length_bucketing",
+    "use_cpu": "device",
+}
+
+
+def check_given(pipe: Pipeline, args: PipelineTrainingArguments) -> None:
+    """Raise UserError where the arguments ask for something else than the given pipeline is."""
+    for name, agreeing in COMPARED.items():
+        if _is_asked(args, name) and (asked := _value(args, name)) not in (values := agreeing(pipe)):
+            shown = _shown(pipe, name, values[0])
+            raise UserError(f"{name}={asked!r}, but the given Pipeline has {shown}; set it when the Pipeline is made")
+
+
+def take_seed(pipe: Pipeline, args: PipelineTrainingArguments) -> None:
+    """Let a given pipeline's dropout follow the arguments' seed, unless the pipeline was given a seed of its own.
+
+    Raises:
+        UserError: the arguments ask for another seed than the pipeline was given, or has made new weights with.
+    """
+    is_asked = _is_asked(args, "seed")
+    if pipe.has_given_seed:
+        if is_asked and args.seed != pipe.seed:
+            raise UserError(
+                f"seed={args.seed}, but the given Pipeline has seed={pipe.seed}; give both the same (data_seed is for "
+                "the order of the rows alone)"
+            )
+        return
+    if is_asked and pipe.weights_seed not in (None, args.seed):
+        raise UserError(
+            f"seed={args.seed}, but the given Pipeline has made new weights with seed={pipe.weights_seed}; give the "
+            f"Pipeline seed={args.seed} too (data_seed is for the order of the rows alone)"
+        )
+    pipe.seed = args.seed
+
+
+def _is_asked(args: PipelineTrainingArguments, name: str) -> bool:
+    """Whether an argument of this name is there, and was given."""
+    known = args.__dataclass_fields__
+    if name not in known:  # of another release of transformers
+        return False
+    value = getattr(args, name)
+    is_library_s = name in TrainingArguments.__dataclass_fields__
+    return value is not None and not (is_library_s and value in (False, known[name].default))
+
+
+def _value(args: PipelineTrainingArguments, name: str) -> Any:
+    """An argument in the form that the configuration has."""
+    if name == "memory":
+        return args.config.memory_bytes
+    value = getattr(args, name)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _shown(pipe: Pipeline, name: str, value: Any) -> str:
+    """What the pipeline has, in words."""
+    other = _OF_PIPELINE.get(name)
+    if other is None:
+        return repr(value)
+    found = {
+        "recompute": pipe.recompute,
+        "autocast": None if pipe.adapter.autocast is None else pipe.adapter.autocast.dtype,
+        "length_bucketing": pipe.length_bucketing,
+        "device": pipe.topology.device.type,
+    }[other]
+    return f"{other}={found!r}"
