@@ -129,16 +129,20 @@ def exact_clone(
     tiny._experts_implementation = "eager"  # grouped matrix products do not support float64
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = build(tiny, dtype, "eager", model_class, trust_remote_code=trust_remote_code)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                # With the zeros and ones of a new model, a missing bias or norm would not be noticed.
-                if parameter.requires_grad and not name.endswith("embed_positions.weight"):
-                    parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    model.tie_weights()
+        model = randomise(build(tiny, dtype, "eager", model_class, trust_remote_code=trust_remote_code))
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
+    return model
+
+
+def randomise(model: PreTrainedModel) -> PreTrainedModel:
+    """Add noise to the weights of a new model: among zeros and ones a missing bias or norm would not be noticed."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and not name.endswith("embed_positions.weight"):
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    model.tie_weights()
     return model.train()
 
 
@@ -295,41 +299,59 @@ def padded_batch(model: PreTrainedModel) -> Batch:
 
 
 def plain_step(model: PreTrainedModel, batch: Batch, prepare: Callable[[Batch], Batch] = dict) -> Step:
-    """Run the plain model on each micro-batch; the loss is summed over target tokens, divided by their number.
+    """`plain_run` on the micro-batches of a mini-batch.
 
     Args:
         model: the whole model.
         batch: the mini-batch.
         prepare: the stages' preparation of a micro-batch, which cuts off columns of padding.
     """
+    return plain_run(model, [prepare(rows) for rows in split_rows(batch, MICRO_BATCHES)])
+
+
+def plain_run(model: PreTrainedModel, micro_batches: Sequence[Batch], label_smoothing: float = 0.0) -> Step:
+    """Run the plain model on each micro-batch; the loss is summed over target tokens, divided by their number in all.
+
+    An auxiliary loss of experts is the mean over the micro-batches.
+    """
     model.zero_grad()
     causal = not model.config.is_encoder_decoder
-    num_tokens = ((batch["labels"][:, 1:] if causal else batch["labels"]) != IGNORED_LABEL).sum()
+    labels = [rows["labels"][:, 1:] if causal else rows["labels"] for rows in micro_batches]
+    num_tokens = sum(int((one != IGNORED_LABEL).sum()) for one in labels)
     total = torch.zeros(())
-    for rows in split_rows(batch, MICRO_BATCHES):
-        rows = prepare(rows)
+    for rows in micro_batches:
         # Labels are needed only by an encoder-decoder that makes its decoder's inputs from them.
         makes_inputs = not causal and "decoder_input_ids" not in rows
         given = {name: tensor for name, tensor in rows.items() if name != "labels" or makes_inputs}
         output = model(**given, use_cache=False)
         # Each position predicts the next token.
         targets = F.pad(rows["labels"][:, 1:], (0, 1), value=IGNORED_LABEL) if causal else rows["labels"]
-        losses = F.cross_entropy(output.logits.flatten(0, 1), targets.flatten(), reduction="none")
+        losses = F.cross_entropy(
+            output.logits.flatten(0, 1), targets.flatten(), reduction="none", label_smoothing=label_smoothing
+        )
         loss = losses.sum() / num_tokens
         if getattr(output, "aux_loss", None) is not None:
             auxiliary = auxiliary_loss(model, output)
-            loss = loss + auxiliary / MICRO_BATCHES
-            # The model's own loss computes in float32.
-            rounding = 1e-4 if output.logits.dtype in TOLERANCES else 0.1
-            mean = losses.sum() / (targets != IGNORED_LABEL).sum()
-            own = (model(**rows, use_cache=False).loss - mean).detach()
-            if abs(float(own - auxiliary.detach())) > rounding * max(1.0, abs(float(own))):
-                raise UnsupportedModelError(f"{model.config.model_type}: the auxiliary loss's coefficient is not known")
+            loss = loss + auxiliary / len(micro_batches)
+            _check_coefficient(model, rows, output.logits.dtype, auxiliary.detach())
         loss.backward()
         total = total + loss.detach()
     ties = model.all_tied_weights_keys
     gradients = {ties.get(name, name): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return Step(float(total), gradients, losses.dtype)
+
+
+def _check_coefficient(model: PreTrainedModel, rows: Batch, dtype: torch.dtype, auxiliary: torch.Tensor) -> None:
+    """Raise UnsupportedModelError unless the model's own loss has the auxiliary loss with this coefficient."""
+    with torch.no_grad():
+        output = model(**rows, use_cache=False)
+        targets = F.pad(rows["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
+        mean = F.cross_entropy(output.logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL)
+    own = output.loss - mean
+    # The model's own loss computes in float32.
+    rounding = 1e-4 if dtype in TOLERANCES else 0.1
+    if abs(float(own - auxiliary)) > rounding * max(1.0, abs(float(own))):
+        raise UnsupportedModelError(f"{model.config.model_type}: the auxiliary loss's coefficient is not known")
 
 
 def split_step(
