@@ -18,9 +18,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_gpipe.adapters import IGNORED_LABEL, Adapter, StageModel, build_adapter, unsupported
 from hf_gpipe.adapters.routers import auxiliary_loss
 from hf_gpipe.adapters.skeleton import build
+from hf_gpipe.adapters.structure import unlike_default
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.checkpoint import hub
-from hf_gpipe.errors import StageError, UnsupportedModelError
+from hf_gpipe.errors import StageError, UnsupportedModelError, listed
 from hf_gpipe.partition import partition
 from hf_gpipe.runtime.channel import LocalChannel
 from hf_gpipe.runtime.edges import Edge
@@ -84,6 +85,7 @@ class Comparison:
         num_gradients: number of parameters that had a gradient.
         dtype: type of the weights: float64, or float32 where the plain model's own code fails in float64.
         loss_dtype: type of the plain clone's logits, in which its loss is computed.
+        padding_matters: whether the plain clone's numbers change where columns of padding are cut off.
     """
 
     model_class: str
@@ -91,6 +93,7 @@ class Comparison:
     num_gradients: int
     dtype: torch.dtype
     loss_dtype: torch.dtype
+    padding_matters: bool = False
 
     @property
     def difference(self) -> float:
@@ -150,17 +153,40 @@ class CloneError(UnsupportedModelError):
     """No tiny clone of the plain model can be built and run, so its split cannot be checked."""
 
 
+#: Of clones that were compared in this process the result, or the error.
+_verified: dict[str, Comparison | UnsupportedModelError] = {}
+
+
 def verify(
     config: PreTrainedConfig,
     model_class: type[PreTrainedModel] | None = None,
     *,
     trust_remote_code: bool = False,
     splits_backward: bool = False,
-) -> None:
+) -> Comparison:
     """Raise UnsupportedModelError unless a tiny clone in stages is exact; arguments as of `compare`.
 
-    With `splits_backward` one number of stages is tried, for a model of which the check without it has passed.
+    With `splits_backward` one number of stages is tried, for a model of which the check without it has passed. Equal
+    clones are compared once.
     """
+    tiny = tiny_config(config).to_json_string(use_diff=False)
+    identity = f"{model_class} {type(config).__qualname__} {trust_remote_code} {splits_backward} {tiny}"
+    if identity not in _verified:
+        try:
+            _verified[identity] = _verify(config, model_class, trust_remote_code, splits_backward)
+        except UnsupportedModelError as error:
+            _verified[identity] = error
+    if isinstance(found := _verified[identity], UnsupportedModelError):
+        raise found
+    return found
+
+
+def _verify(
+    config: PreTrainedConfig,
+    model_class: type[PreTrainedModel] | None,
+    trust_remote_code: bool,
+    splits_backward: bool,
+) -> Comparison:
     where = "in stages"
     num_stages: tuple[int | None, ...] = (3, None)
     if splits_backward:
@@ -171,9 +197,13 @@ def verify(
             config, num_stages, model_class, trust_remote_code=trust_remote_code, splits_backward=splits_backward
         )
     except UnsupportedModelError as error:
-        raise unsupported(config, str(error).removeprefix(f"{config.model_type}: ")) from error
+        reason = str(error).removeprefix(f"{config.model_type}: ")
+        if odd := unlike_default(config):
+            reason = f"with {listed(odd, 4)} unlike the family's default configuration, {reason}"
+        raise unsupported(config, reason) from error
     if not comparison.is_exact:
         raise unsupported(config, f"{where} {comparison}")
+    return comparison
 
 
 def compare(
@@ -195,8 +225,8 @@ def compare(
 
     Raises:
         CloneError: the plain clone cannot be built or does not run.
-        UnsupportedModelError: the model has not the form of a list of layers, its stages do not run, or cutting off
-            columns of padding changes the plain clone's results.
+        UnsupportedModelError: the model has not the form of a list of layers, its stages do not run, or its own loss is
+            another one than that of the next token.
     """
     family, failure = config.model_type, Exception()
     for dtype in TOLERANCES:
@@ -214,10 +244,9 @@ def compare(
     expected = plain_step(model, batch, adapter.prepare)
     if not 0 < expected.norm < float("inf"):
         raise CloneError(f"{family}: the plain model's gradient norm is {expected.norm} on a tiny clone")
-    if (difference := untrimmed.difference(expected)) > TRIMMING_TOLERANCE:
-        raise UnsupportedModelError(
-            f"{family}: columns of padding change the plain model's results (by {difference:.0e} of the gradient norm)"
-        )
+    if untrimmed.difference(expected) > TRIMMING_TOLERANCE:
+        adapter.padding_matters, expected = True, untrimmed
+    _check_own_loss(model, batch)
     differences = {}
     for number in num_stages:
         count = min(number or len(adapter.layers), len(adapter.layers))
@@ -227,7 +256,31 @@ def compare(
         except StageError as error:
             raise UnsupportedModelError(f"{family}: a tiny clone in stages fails: {_first(error)}") from error
         differences[count] = found.difference(expected)
-    return Comparison(type(model).__name__, differences, len(expected.gradients), dtype, expected.dtype)
+    return Comparison(
+        type(model).__name__, differences, len(expected.gradients), dtype, expected.dtype, adapter.padding_matters
+    )
+
+
+def _check_own_loss(model: PreTrainedModel, batch: Batch) -> None:
+    """Raise UnsupportedModelError where the model's own loss is not the cross-entropy of the targets.
+
+    A model that computes none from text alone is taken: its trainer has to be given one.
+    """
+    causal = not model.config.is_encoder_decoder
+    with torch.no_grad():
+        try:
+            output = model(**batch, use_cache=False)
+        except Exception:
+            return
+    if output.loss is None or getattr(output, "aux_loss", None) is not None:  # see `_check_coefficient`
+        return
+    targets = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL) if causal else batch["labels"]
+    ours = float(F.cross_entropy(output.logits.flatten(0, 1).float(), targets.flatten()))
+    if abs(float(output.loss) - ours) > 1e-3 * max(1.0, abs(ours)):
+        raise UnsupportedModelError(
+            f"{model.config.model_type}: the model's own loss is {float(output.loss):.4g} on a tiny clone, and the "
+            f"cross-entropy of {'the next token' if causal else 'the labels'} is {ours:.4g}"
+        )
 
 
 def verify_packing(adapter: Adapter) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import random
 import re
 import sys
@@ -113,8 +114,9 @@ def main() -> int:
 
 
 def quiet() -> None:
-    """Leave out what transformers says about odd configurations."""
+    """Leave out what transformers and we say about odd configurations."""
     warnings.filterwarnings("ignore")
+    logging.getLogger("hf_gpipe").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
 

@@ -17,6 +17,7 @@ from hf_gpipe.adapters.encoder_decoder import EncoderDecoder
 from hf_gpipe.adapters.families import EXACT, REFUSED, VERIFIED_VERSIONS
 from hf_gpipe.adapters.quantised import Quantisation, find_quantisation, quantised_layers
 from hf_gpipe.adapters.stage_model import StageModel
+from hf_gpipe.adapters.structure import unlike_default
 from hf_gpipe.errors import UnsupportedModelError, UserError
 
 _WELL_KNOWN = ("llama", "mistral", "qwen3", "gemma3", "gpt2", "mixtral", "t5", "mt5", "bart", "m2m_100", "marian")
@@ -94,10 +95,14 @@ def build_adapter(
 
 
 def is_known_exact(adapter: Adapter) -> bool:
-    """Whether the model's code is transformers' own, and its split was verified for this family and version."""
+    """Whether the model's code is transformers' own, and its split was verified for this code and version.
+
+    Another configuration of a family may run code that the default one, which was verified, does not.
+    """
     is_own_code = type(adapter.reference).__module__.startswith("transformers.")
     is_verified = ".".join(transformers.__version__.split(".")[:2]) in VERIFIED_VERSIONS
-    return is_own_code and is_verified and adapter.given_config.model_type in EXACT
+    config = adapter.given_config
+    return is_own_code and is_verified and config.model_type in EXACT and not unlike_default(config)
 
 
 def unsupported(config: PreTrainedConfig, reason: str) -> UnsupportedModelError:

@@ -97,8 +97,9 @@ class Adapter(ABC):
         self.reference = self.skeleton()
         #: Configuration of the model itself: the text part, where the given one is of a model of images and text.
         self.config: PreTrainedConfig = self.reference.config
-        # Top-k may break ties in another way when columns of padding are cut off.
-        self._padding_matters = hasattr(self.config, "index_topk")
+        #: Whether columns of padding must stay: top-k may break ties in another way without them, tokens of padding
+        #: take the places of an expert, or the plain model's numbers were seen to depend on them.
+        self.padding_matters = any(hasattr(self.config, name) for name in ("index_topk", "expert_capacity"))
         observation = observe_family(config, dtype, model_class, trust_remote_code=trust_remote_code, autocast=autocast)
         self.stacks = stacks_of(self.reference, observation)
         stack_layers = [layer for stack in self.stacks for layer in stack.layers()]
@@ -206,7 +207,7 @@ class Adapter(ABC):
 
     def _trimmed(self, group: Mapping[str, torch.Tensor], is_used: torch.Tensor) -> dict[str, torch.Tensor]:
         """Cut the columns at the end that no row of a micro-batch uses; `group` has the shape of `is_used` (B, T)."""
-        if self._padding_matters:
+        if self.padding_matters:
             return dict(group)
         used = is_used.any(dim=0).nonzero()
         length = int(used[-1]) + 1 if len(used) else 1

@@ -194,11 +194,13 @@ class _Multiply(torch.autograd.Function):
         ctx.save_for_backward(given, matrix)
         ctx.of = parameter, gradients, index, is_transposed
         if not is_transposed:
-            return F.linear(given, matrix, bias)
-        if bias is None:
-            return given @ matrix
-        output = torch.addmm(bias, given.reshape(-1, given.shape[-1]), matrix)
-        return output.view(*given.shape[:-1], output.shape[-1])
+            output = F.linear(given, matrix, bias)
+        elif bias is None:
+            output = given @ matrix
+        else:
+            output = torch.addmm(bias, given.reshape(-1, given.shape[-1]), matrix)
+        # Not a view: a model may change it in place, and of a view from a function of ours autograd does not allow it.
+        return torch.ops.aten._unsafe_view(output, (*given.shape[:-1], output.shape[-1]))
 
     @staticmethod
     def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
