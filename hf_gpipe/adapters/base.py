@@ -113,6 +113,7 @@ class Adapter(ABC):
         self.routers = find_routers(self.reference, blocks, observation)
         self._num_block_outputs = {block: stack.form.num_outputs for stack in self.stacks for block in stack.blocks}
         self._embeddings = observation.embeddings
+        self._embedding_tables = observation.embedding_tables
         self._constants = observation.constants
         self._encoder_dtype = observation.encoder_dtype
         #: For each stack the modules of its first block that its other blocks also use.
@@ -267,11 +268,12 @@ class Adapter(ABC):
         """For each stack with a table of positions its number of positions, the greatest length of a text."""
         found: dict[StackName, int] = {}
         for layer in self.layers:
-            for name in layer.all_modules if layer.kind == "embedding" else ():
-                table = self.reference.get_submodule(name)
-                if isinstance(table, nn.Embedding) and is_position_table(name):
-                    # In some tables the first rows are not positions.
-                    found[layer.stack] = table.num_embeddings - getattr(table, "offset", 0)
+            for name in layer.modules if layer.kind == "embedding" else ():
+                for path, table in self.reference.get_submodule(name).named_modules(prefix=name):
+                    if path in self._embedding_tables and is_position_table(path):
+                        # In some tables the first rows are not positions.
+                        first = getattr(table, "offset", 0) if table.padding_idx is None else table.padding_idx + 1
+                        found[layer.stack] = table.num_embeddings - first
         return found
 
     def ids_of(self, stack: StackName) -> str:

@@ -198,4 +198,6 @@ def _fewer_key_value_heads(values: dict[str, Any], name: str) -> int:
 def _spread(kinds: list[Any], count: int) -> list[Any]:
     """`count` entries that cycle through the distinct entries of `kinds`, in the order of their first appearance."""
     distinct = [kind for i, kind in enumerate(kinds) if kind not in kinds[:i]]
+    if not distinct:
+        return []
     return [distinct[i % len(distinct)] for i in range(count)]
