@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_gpipe.adapters import IGNORED_LABEL, Adapter, StageModel, build_adapter, unsupported
+from hf_gpipe.adapters import IGNORED_LABEL, Adapter, StageModel, build_adapter, is_listed, unsupported
 from hf_gpipe.adapters.routers import auxiliary_loss
 from hf_gpipe.adapters.skeleton import build
 from hf_gpipe.adapters.structure import unlike_default
@@ -163,22 +163,32 @@ def verify(
     *,
     trust_remote_code: bool = False,
     splits_backward: bool = False,
-) -> Comparison:
-    """Raise UnsupportedModelError unless a tiny clone in stages is exact; arguments as of `compare`.
+    adapter: Adapter | None = None,
+) -> None:
+    """Raise UnsupportedModelError unless a tiny clone in stages is exact.
 
-    With `splits_backward` one number of stages is tried, for a model of which the check without it has passed. Equal
-    clones are compared once.
+    Equal clones of listed families are compared once in a process.
+
+    Args:
+        config, model_class, trust_remote_code: as of `compare`.
+        splits_backward: as of `compare`; one number of stages is tried, for a model of which the check without it has
+            passed.
+        adapter: the model's, which then keeps columns of padding if the clone's numbers depend on them.
     """
     tiny = tiny_config(config).to_json_string(use_diff=False)
     identity = f"{model_class} {type(config).__qualname__} {trust_remote_code} {splits_backward} {tiny}"
-    if identity not in _verified:
+    found = _verified.get(identity)
+    if found is None:
         try:
-            _verified[identity] = _verify(config, model_class, trust_remote_code, splits_backward)
+            found = _verify(config, model_class, trust_remote_code, splits_backward)
         except UnsupportedModelError as error:
-            _verified[identity] = error
-    if isinstance(found := _verified[identity], UnsupportedModelError):
+            found = error
+        if is_listed(config):
+            _verified[identity] = found
+    if isinstance(found, UnsupportedModelError):
         raise found
-    return found
+    if adapter is not None:
+        adapter.padding_matters |= found.padding_matters
 
 
 def _verify(

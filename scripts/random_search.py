@@ -75,7 +75,7 @@ def line_of(outcome: Outcome) -> dict[str, str]:
     }
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int)
@@ -83,7 +83,7 @@ def main() -> int:
     parser.add_argument("--families", nargs="+", default=())
     parser.add_argument("--output", type=Path)
     parser.add_argument("--counts", nargs="+", type=Path)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     if arguments.counts:
         lines = [json.loads(line) for path in arguments.counts for line in path.read_text().splitlines()]
         print(counts(lines))

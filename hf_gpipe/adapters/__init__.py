@@ -94,6 +94,11 @@ def build_adapter(
     )
 
 
+def is_listed(config: PreTrainedConfig) -> bool:
+    """Whether the split of a family's default configuration is known to be exact."""
+    return config.model_type in EXACT
+
+
 def is_known_exact(adapter: Adapter) -> bool:
     """Whether the model's code is transformers' own, and its split was verified for this code and version.
 
@@ -102,7 +107,7 @@ def is_known_exact(adapter: Adapter) -> bool:
     is_own_code = type(adapter.reference).__module__.startswith("transformers.")
     is_verified = ".".join(transformers.__version__.split(".")[:2]) in VERIFIED_VERSIONS
     config = adapter.given_config
-    return is_own_code and is_verified and config.model_type in EXACT and not unlike_default(config)
+    return is_own_code and is_verified and is_listed(config) and not unlike_default(config)
 
 
 def unsupported(config: PreTrainedConfig, reason: str) -> UnsupportedModelError:
@@ -121,5 +126,6 @@ __all__ = [
     "adapter_for",
     "build_adapter",
     "is_known_exact",
+    "is_listed",
     "unsupported",
 ]

@@ -41,7 +41,7 @@ class PeftAdapter:
         from peft.tuners.tuners_utils import cast_adapter_dtype, check_target_module_exists
         from peft.utils import ModulesToSaveWrapper
 
-        # Of another stage's first block, whose table of positions this stage uses, the modules are there without weights.
+        # Of another stage's first block, whose table of positions this stage uses, modules are there without weights.
         empty = [name for name, module in model.named_modules() if type(module) is nn.Module]
         if any(check_target_module_exists(self.config, name) for name, _ in model.named_modules() if name not in empty):
             config = copy.deepcopy(self.config)

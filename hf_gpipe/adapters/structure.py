@@ -9,8 +9,23 @@ from transformers import PreTrainedConfig
 #: Fields that change nothing of a training forward, or whose every value `scripts/families.py` compares.
 _INERT = frozenset(
     {
-        *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits", "tokenizer_class"),
-        *("transformers_version", "architectures", "dtype", "torch_dtype", "_name_or_path", "name_or_path", "problem_type"),
+        *(
+            "use_cache",
+            "return_dict",
+            "output_attentions",
+            "output_hidden_states",
+            "output_router_logits",
+            "tokenizer_class",
+        ),
+        *(
+            "transformers_version",
+            "architectures",
+            "dtype",
+            "torch_dtype",
+            "_name_or_path",
+            "name_or_path",
+            "problem_type",
+        ),
         *("id2label", "label2id", "is_encoder_decoder", "pretraining_tp", "chunk_size_feed_forward", "early_stopping"),
         *("tie_word_embeddings", "task_specific_params", "prefix", "langs", "languages"),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from random import Random
 from typing import Any
 
@@ -60,15 +60,9 @@ class Case:
     def __str__(self) -> str:
         """What is not plain, in one line."""
         plain = Case(0, 0, "")
-        told = ("seed", "number", "family", "changes")
-        odd = [f"{one.name}={getattr(self, one.name)!r}" for one in fields(self) if one.name not in told]
-        same = {f"{one.name}={getattr(plain, one.name)!r}" for one in fields(plain)}
-        return " ".join([self.family, *(f"{k}={v!r}" for k, v in self.changes.items()), *(o for o in odd if o not in same)])
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """All fields, for JSON."""
-        return asdict(self)
+        options = [one.name for one in fields(self) if one.name not in ("seed", "number", "family", "changes")]
+        odd = {name: getattr(self, name) for name in options if getattr(self, name) != getattr(plain, name)}
+        return " ".join([self.family, *(f"{name}={value!r}" for name, value in {**self.changes, **odd}.items())])
 
     def simpler(self) -> Iterator[Case]:
         """The cases with one thing less that is odd."""

@@ -21,8 +21,9 @@ from hf_gpipe.adapters.tiny import DERIVED, NUM_BLOCKS
 #: Fields that say what comes in or out, which other options of a case draw.
 _SKIPPED = frozenset(
     {
-        *("is_encoder_decoder", "use_cache", "return_dict", "output_attentions", "output_hidden_states", "pretraining_tp"),
+        *("is_encoder_decoder", "use_cache", "return_dict", "output_attentions", "output_hidden_states"),
         *("model_type", "transformers_version", "torch_dtype", "dtype", "architectures", "problem_type"),
+        "pretraining_tp",
     }
 )
 _ACTIVATIONS = ("relu", "gelu", "gelu_new", "silu", "tanh", "relu2", "sigmoid")
@@ -75,7 +76,10 @@ def _of_a_kind(candidates: list[tuple[str, str, Any]], rng: Random) -> list[tupl
 
 
 def apply(config: PreTrainedConfig, changed: Mapping[str, Any]) -> PreTrainedConfig:
-    """A configuration of the same class with `changed`. Raises whatever transformers does for values that do not fit."""
+    """A configuration of the same class with `changed`.
+
+    Raises whatever transformers does for values that do not fit.
+    """
     values = config.to_diff_dict() | {"model_type": config.model_type}
     full = config.to_dict()
     for name, value in changed.items():
@@ -89,7 +93,8 @@ def apply(config: PreTrainedConfig, changed: Mapping[str, Any]) -> PreTrainedCon
         if _is_number_of_blocks(leaf, of.get(leaf)):
             # Lists with one entry per block follow the number of blocks.
             for other, entries in of.items():
-                if isinstance(entries, list) and len(entries) == NUM_BLOCKS and f"{name}"[: -len(leaf)] + other not in changed:
+                is_changed = ".".join([*path, other]) in changed
+                if isinstance(entries, list) and len(entries) == NUM_BLOCKS and not is_changed:
                     target[other] = [entries[i % len(entries)] for i in range(value)]
             for derived in DERIVED:
                 if not isinstance(of.get(derived), list):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -166,7 +167,7 @@ def plain_model(config: PreTrainedConfig, dtype: torch.dtype, case: Case) -> Pre
                 raise
             model = randomise(build(config, dtype, "eager"))
         if case.lora:
-            model = _with_lora(model, dtype)
+            model = _with_lora(model, dtype, Random(case.number))
     if case.frozen is not None:
         rng = Random(case.frozen)
         share = rng.choice([0.2, 0.5, 0.9])
@@ -186,10 +187,13 @@ def _set_dropout(config: Any, rate: float) -> None:
             setattr(config, name, rate)
 
 
-def _with_lora(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+def _with_lora(model: PreTrainedModel, dtype: torch.dtype, rng: Random) -> PreTrainedModel:
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    # Those in blocks have the number of a block in their names.
+    linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and re.search(r"\.\d+\.", n)]
+    some = rng.sample(linear, rng.randint(1, len(linear)))
+    config = LoraConfig(r=2, target_modules=rng.choice(["all-linear", linear, some]), init_lora_weights=False)
     adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
     for parameter in adapted.parameters():
         parameter.data = parameter.data.to(dtype)
