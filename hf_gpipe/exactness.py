@@ -457,8 +457,12 @@ def _with_weights_last(table: Schedule) -> Schedule:
 
 
 def turn_randomness_off(config: Any) -> None:
+    """Set what is random in the forward of a configuration's model to what is not."""
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
             turn_randomness_off(value)
         elif isinstance(value, float) and any(word in name for word in ("drop", "noise", "jitter")):
             setattr(config, name, 0.0)
+        elif name == "second_expert_policy":
+            # NLLB-MoE's others than this draw whether a token has a second expert.
+            setattr(config, name, "all")

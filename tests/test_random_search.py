@@ -46,7 +46,7 @@ MENDED = {
     "doge: its experts' logits are mixed over tokens, and so over columns of padding that stages cut off": Case(
         1, 5, "doge", {"is_moe": True}, num_stages=3, num_micro_batches=2
     ),
-    "a first token that padding on its left predicts: what padding attends to depends on the columns that were cut": Case(
+    "a first token that padding on its left predicts: what that attends to depends on the columns that were cut": Case(
         1, 1, "gpt_bigcode", num_stages=1, padding="both", rows=(2,)
     ),
     "an expert's capacity is used up by padding, which stages cut off": Case(
@@ -102,6 +102,7 @@ def test_a_wrong_gradient_is_found_and_reduced(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A stage that loses a little of what it sends must be seen, whatever else is drawn."""
+
     def loses_a_little(self: stubs.PassThrough, *args: object, **kwargs: object) -> object:
         hidden = args[0] * 1.000001  # type: ignore[operator]
         if self.port is not None:
@@ -109,7 +110,8 @@ def test_a_wrong_gradient_is_found_and_reduced(
         return hidden if self.num_outputs is None else (hidden, *[None] * (self.num_outputs - 1))
 
     monkeypatch.setattr(stubs.PassThrough, "forward", loses_a_little)
-    monkeypatch.setattr("hf_gpipe.building.verify", lambda *args, **options: None)
+    for module in ("building", "pipeline"):
+        monkeypatch.setattr(f"hf_gpipe.{module}.verify", lambda *args, **options: None)
     quiet()
     seed, names = 3, ("llama",)
     number = next(n for n in range(100) if draw(seed, n, names)[0].num_stages > 2)

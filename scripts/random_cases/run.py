@@ -81,8 +81,15 @@ def reduced(outcome: Outcome, attempts: int = 60) -> Outcome:
 def run(case: Case) -> Outcome:
     """Run a case."""
     try:
-        with in_float64():
+        try:
+            with in_float64():
+                found, tolerance = _difference(case)
+        except Exception as error:
+            # Of the weights of a few models some are always float32.
+            if "dtype" not in str(error) or "double" not in str(error):
+                raise
             found, tolerance = _difference(case)
+            tolerance = max(tolerance, FLOAT32_LOGITS_TOLERANCE)
     except NotRunnable as error:
         return Outcome(case, NOT_RUNNABLE, str(error))
     except UserError as error:
@@ -155,6 +162,9 @@ def _plain(case: Case) -> tuple[PreTrainedModel, list[Batch], Step | None]:
 def plain_model(config: PreTrainedConfig, dtype: torch.dtype, case: Case) -> PreTrainedModel:
     """The whole model with random weights; what is frozen, and adapters, are there."""
     turn_randomness_off(config)
+    for name, value in case.changes.items():
+        if name.endswith("policy"):
+            setattr(config, name, value)
     if case.dropout:
         _set_dropout(config, case.dropout)
     config._experts_implementation = "eager"  # grouped matrix products do not support float64
