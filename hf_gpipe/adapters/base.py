@@ -97,9 +97,11 @@ class Adapter(ABC):
         self.reference = self.skeleton()
         #: Configuration of the model itself: the text part, where the given one is of a model of images and text.
         self.config: PreTrainedConfig = self.reference.config
-        #: Whether columns of padding must stay: top-k may break ties in another way without them, tokens of padding
-        #: take the places of an expert, or the plain model's numbers were seen to depend on them.
-        self.padding_matters = any(hasattr(self.config, name) for name in ("index_topk", "expert_capacity"))
+        #: Whether columns of padding must stay: top-k may break ties in another way without them, padding takes the
+        #: places of an expert, a length must be a multiple, or the plain model's numbers were seen to depend on them.
+        self.padding_matters = any(
+            getattr(self.config, name, 0) for name in ("index_topk", "expert_capacity", "chunk_size_feed_forward")
+        )
         observation = observe_family(config, dtype, model_class, trust_remote_code=trust_remote_code, autocast=autocast)
         self.stacks = stacks_of(self.reference, observation)
         stack_layers = [layer for stack in self.stacks for layer in stack.layers()]
