@@ -1,7 +1,8 @@
 """The families whose split is known to be exact, and those that are not supported, with the reason.
 
 `python scripts/families.py --check` verifies both lists with the installed transformers; docs/families.md is its
-report. A family in neither list is compared with the plain model before a pipeline of it is made.
+report. A family in neither list is compared with the plain model before a pipeline of it is made, and so is a
+configuration that runs other code than its family's default one (structure.py).
 """
 
 from __future__ import annotations
