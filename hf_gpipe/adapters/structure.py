@@ -6,32 +6,20 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-#: Fields that change nothing of a training forward, or whose every value `scripts/families.py` compares.
+#: Fields that change nothing of a training forward; ties, which are read from the model itself; and the auxiliary loss,
+#: with and without which `scripts/families.py` compares.
 _INERT = frozenset(
     {
-        *(
-            "use_cache",
-            "return_dict",
-            "output_attentions",
-            "output_hidden_states",
-            "output_router_logits",
-            "tokenizer_class",
-        ),
-        *(
-            "transformers_version",
-            "architectures",
-            "dtype",
-            "torch_dtype",
-            "_name_or_path",
-            "name_or_path",
-            "problem_type",
-        ),
+        *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"),
+        *("transformers_version", "architectures", "dtype", "torch_dtype", "_name_or_path", "name_or_path"),
         *("id2label", "label2id", "is_encoder_decoder", "pretraining_tp", "chunk_size_feed_forward", "early_stopping"),
-        *("tie_word_embeddings", "task_specific_params", "prefix", "langs", "languages"),
+        *("tie_word_embeddings", "task_specific_params", "tokenizer_class", "problem_type", "langs", "languages"),
     }
 )
-#: Parts of names: tokens are data, what is random is turned off, and a function of single values is one or the other.
-_INERT_NAMES = ("token", "drop", "noise", "jitter", "init", "_act", "act_fn", "activation", "summary_", "classifier_")
+#: Parts of names: what is random, which a comparison turns off; initial values; and heads for other tasks.
+_INERT_PARTS = ("drop", "noise", "jitter", "initializer", "init_std", "summary_", "classifier_")
+#: Ends of names: of tokens, which are data, and of functions of single values.
+_TOKENS, _FUNCTIONS = ("_token_id", "_token_index"), ("_act", "act_fn", "activation", "activation_function")
 
 
 def unlike_default(config: PreTrainedConfig) -> list[str]:
@@ -46,11 +34,12 @@ def unlike_default(config: PreTrainedConfig) -> list[str]:
 def _unlike(values: dict[str, Any], default: dict[str, Any], prefix: str) -> list[str]:
     found: list[str] = []
     for name, value in values.items():
-        if name in _INERT or any(part in name for part in _INERT_NAMES) or name not in default:
+        is_inert = name in _INERT or name.endswith(_TOKENS) or any(part in name for part in _INERT_PARTS)
+        is_function = isinstance(value, str) and name.endswith(_FUNCTIONS)
+        if is_inert or is_function or name not in default:
             continue
         other = default[name]
         if isinstance(value, dict) and isinstance(other, dict):
-            # An empty one is as good as any: parts of a configuration are told by their own fields.
             found += _unlike(value, other, f"{prefix}{name}.")
         elif _kind(value) != _kind(other):
             found.append(prefix + name)

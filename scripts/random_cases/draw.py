@@ -36,6 +36,8 @@ class Case:
         dropout: of every kind that the configuration has; then a pipeline of one stage is the reference.
         frozen: seed of what is not trained; None: everything is.
         lora: whether adapters are trained.
+        extras: whether the mini-batches have position_ids that leave padding out, or for a decoder with an encoder a
+            mask of its own.
     """
 
     seed: int
@@ -56,6 +58,7 @@ class Case:
     dropout: float = 0.0
     frozen: int | None = None
     lora: bool = False
+    extras: bool = False
 
     def __str__(self) -> str:
         """What is not plain, in one line."""
@@ -69,7 +72,17 @@ class Case:
         for name in self.changes:
             yield replace(self, changes={key: value for key, value in self.changes.items() if key != name})
         plain = Case(0, 0, "")
-        for name in ("lora", "frozen", "dropout", "label_smoothing", "length_bucketing", "packing", "padding", "cut"):
+        for name in (
+            "extras",
+            "lora",
+            "frozen",
+            "dropout",
+            "label_smoothing",
+            "length_bucketing",
+            "packing",
+            "padding",
+            "cut",
+        ):
             if getattr(self, name) != getattr(plain, name):
                 yield replace(self, **{name: getattr(plain, name)})
         for name in ("recompute", "schedule", "attention"):
@@ -123,6 +136,7 @@ def draw(seed: int, number: int, names: tuple[str, ...]) -> tuple[Case, Random]:
             dropout=rng.choice([0.0] * 9 + [0.1]) if not packing else 0.0,
             frozen=rng.randrange(1000) if rng.random() < 0.15 else None,
             lora=rng.random() < 0.1,
+            extras=rng.random() < 0.15,
         ),
         rng,
     )

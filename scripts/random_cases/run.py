@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import tempfile
 from collections.abc import Sequence
@@ -182,9 +183,10 @@ def plain_model(config: PreTrainedConfig, dtype: torch.dtype, case: Case) -> Pre
         rng = Random(case.frozen)
         share = rng.choice([0.2, 0.5, 0.9])
         layers = sorted({name.rpartition(".")[0].rpartition(".")[0] for name, _ in model.named_parameters()})
+        trained = rng.choice([name for name, _ in model.named_parameters()])
         frozen = tuple(f"{layer}." for layer in layers if rng.random() < share)
         for name, parameter in model.named_parameters():
-            if name.startswith(frozen):
+            if name.startswith(frozen) and name != trained:
                 parameter.requires_grad_(False)
     return model
 
@@ -227,11 +229,15 @@ def mini_batches(case: Case, model: PreTrainedModel) -> list[Batch]:
             for row in range(num_rows):
                 target[row, rng.randint(1, target.shape[1]) :] = IGNORED_LABEL
             batch["labels"] = target
+            if case.extras:
+                batch["decoder_attention_mask"] = (target != IGNORED_LABEL).long()
         else:
             batch["labels"] = tokens.masked_fill(mask == 0, IGNORED_LABEL)
             if rng.random() < 0.3:  # prompts are no targets
                 batch["labels"][:, : rng.randint(1, ids.shape[1] - 1)] = IGNORED_LABEL
-        if case.padding == "none" and rng.random() < 0.5:
+            if case.extras and "position_ids" in inspect.signature(model.forward).parameters:
+                batch["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        if case.padding == "none" and not case.extras and rng.random() < 0.5:
             del batch["attention_mask"]
         found.append(batch)
     return found
