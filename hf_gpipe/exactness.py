@@ -380,7 +380,7 @@ def plain_run(model: PreTrainedModel, micro_batches: Sequence[Batch], label_smoo
     model.zero_grad()
     causal = not model.config.is_encoder_decoder
     labels = [rows["labels"][:, 1:] if causal else rows["labels"] for rows in micro_batches]
-    num_tokens = sum(int((one != IGNORED_LABEL).sum()) for one in labels)
+    num_tokens = torch.stack([(one != IGNORED_LABEL).sum() for one in labels]).sum()
     total = torch.zeros(())
     for rows in micro_batches:
         # Labels are needed only by an encoder-decoder that makes its decoder's inputs from them.

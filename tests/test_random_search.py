@@ -81,7 +81,7 @@ NAMED = {
         "is padded on the left",
     ),
     "the same of a source": (Case(1, 3, "bart", padding="left", packing=True, rows=(1,)), "is padded on the left"),
-    "prompts of MVP, which every block reads": (Case(1, 1, "mvp", {"use_prompt": True}), "use_prompt is True"),
+    "prompts of MVP, which every block reads": (Case(1, 1, "mvp", {"use_prompt": True}), "use_prompt is set"),
     "TrOCR's own loss does not shift labels, and ours was that of the next token": (
         Case(1, 1, "trocr"),
         "its own loss does not shift the labels",

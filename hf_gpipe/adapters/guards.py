@@ -41,7 +41,8 @@ def check_config(config: PreTrainedConfig) -> None:
         ("use_prompt", "prompts that every block reads"),
     ):
         if value := getattr(text, name, 0):
-            raise UnsupportedModelError(f"{family}: {name} is {value}, and {what} cannot be on another stage")
+            found = "set" if value is True else "above 0"
+            raise UnsupportedModelError(f"{family}: {name} is {found}, and {what} cannot be on another stage")
 
 
 def check_as_configured(model: PreTrainedModel, expected: PreTrainedModel) -> None:
