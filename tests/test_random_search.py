@@ -47,7 +47,7 @@ MENDED = {
         1, 5, "doge", {"is_moe": True}, num_stages=3, num_micro_batches=2
     ),
     "a first token that padding on its left predicts: what that attends to depends on the columns that were cut": Case(
-        1, 1, "gpt_bigcode", num_stages=1, padding="both", rows=(2,)
+        1, 8, "gpt_bigcode", padding="both", rows=(2,)
     ),
     "an expert's capacity is used up by padding, which stages cut off": Case(
         1, 1, "nllb-moe", {"expert_capacity": 1}, num_stages=5, num_micro_batches=3, schedule="interleaved_1f1b"
@@ -60,6 +60,9 @@ MENDED = {
     ),
     "LoRA on T5, whose first block is on another stage than its table of positions is used": Case(
         1, 1, "mt5", num_stages=4, lora=True
+    ),
+    "LoRA on BERT, whose embeddings are on another stage: PEFT asks each stage for them": Case(
+        1, 1, "bert", num_stages=3, lora=True
     ),
     "a linear layer without inputs, under a split backward": Case(
         1, 1, "gemma3_text", {"intermediate_size": 0}, schedule="zb_h2"
@@ -86,7 +89,10 @@ NAMED = {
         Case(1, 1, "trocr"),
         "its own loss does not shift the labels",
     ),
-    "a stack without blocks": (Case(1, 1, "bart", {"decoder_layers": 0}), "model.decoder.layers is empty"),
+    "a configuration of which no tiny one can be made": (
+        Case(1, 1, "cohere2_moe", {"num_hidden_layers": 0}),
+        "no configuration of a tiny clone can be made",
+    ),
 }
 
 

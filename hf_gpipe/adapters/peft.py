@@ -48,7 +48,8 @@ class PeftAdapter:
             config.modules_to_save = None  # PEFT would also wrap the stubs of other stages
             if empty:
                 config.exclude_modules = _also_excluded(config.exclude_modules, empty)
-            inject_adapter_in_model(config, model, self.name)
+            with _having_input_embeddings(model):
+                inject_adapter_in_model(config, model, self.name)
             cast_adapter_dtype(model, self.name)  # to float32, as get_peft_model does
         else:
             for parameter in model.parameters():
@@ -81,6 +82,20 @@ class PeftAdapter:
             return {}
         state = get_peft_model_state_dict(model, state_dict=owned, adapter_name=self.name, save_embedding_layers=False)
         return {f"base_model.model.{name}": tensor for name, tensor in state.items()}
+
+
+@contextmanager
+def _having_input_embeddings(model: PreTrainedModel) -> Iterator[None]:
+    """Context manager in which PEFT can ask a stage for its input embeddings, also where a stub stands around them."""
+    try:
+        model.get_input_embeddings()
+    except AttributeError:
+        none = nn.Module()
+        model.__dict__["get_input_embeddings"] = lambda: none
+    try:
+        yield
+    finally:
+        model.__dict__.pop("get_input_embeddings", None)
 
 
 def _also_excluded(given: Any, names: list[str]) -> Any:
