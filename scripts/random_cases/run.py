@@ -234,7 +234,8 @@ def mini_batches(case: Case, model: PreTrainedModel) -> list[Batch]:
         else:
             batch["labels"] = tokens.masked_fill(mask == 0, IGNORED_LABEL)
             if rng.random() < 0.3:  # prompts are no targets
-                batch["labels"][:, : rng.randint(1, ids.shape[1] - 1)] = IGNORED_LABEL
+                last = int(mask[0].nonzero().max())
+                batch["labels"][:, : rng.randint(1, last)] = IGNORED_LABEL
             if case.extras and "position_ids" in inspect.signature(model.forward).parameters:
                 batch["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
         if case.padding == "none" and not case.extras and rng.random() < 0.5:
