@@ -49,6 +49,9 @@ MENDED = {
     "a first token that padding on its left predicts: what that attends to depends on the columns that were cut": Case(
         1, 8, "gpt_bigcode", padding="both", rows=(2,)
     ),
+    "a window of 0 hides everything, and then attention is over every column": Case(
+        1, 1, "t5gemma2", {"encoder.text_config.sliding_window": 0}, rows=(1,)
+    ),
     "an expert's capacity is used up by padding, which stages cut off": Case(
         1, 1, "nllb-moe", {"expert_capacity": 1}, num_stages=5, num_micro_batches=3, schedule="interleaved_1f1b"
     ),
@@ -84,14 +87,18 @@ NAMED = {
         "is padded on the left",
     ),
     "the same of a source": (Case(1, 3, "bart", padding="left", packing=True, rows=(1,)), "is padded on the left"),
+    "a state that documents hand on, hardly seen under a norm with a large epsilon": (
+        Case(1, 1, "qwen3_next", {"rms_norm_eps": 0.1}, rows=(5,), padding="none", packing=True),
+        "documents in one row change each other's logits",
+    ),
     "prompts of MVP, which every block reads": (Case(1, 1, "mvp", {"use_prompt": True}), "use_prompt is set"),
     "TrOCR's own loss does not shift labels, and ours was that of the next token": (
         Case(1, 1, "trocr"),
         "its own loss does not shift the labels",
     ),
-    "a configuration of which no tiny one can be made": (
+    "a model without blocks": (
         Case(1, 1, "cohere2_moe", {"num_hidden_layers": 0}),
-        "no configuration of a tiny clone can be made",
+        "expected 1 list(s) of blocks that run in order",
     ),
 }
 

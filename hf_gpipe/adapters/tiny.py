@@ -155,7 +155,7 @@ def _shrink(values: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
     num_blocks = next((full[name] for name in _BLOCKS if _is_size(full.get(name))), None)
     names = {config.attribute_map.get(name, name): size for name, size in _SIZES.items()}
     for name, size in names.items():
-        if _is_size(full.get(name)):
+        if _is_size(full.get(name)) and full[name] != 0:  # 0 turns something off
             shrunk[name] = size
     for name in ("word_embed_proj_dim", "embedding_size"):
         if _is_size(full.get(name)) and full[name] != config.hidden_size:
