@@ -2,6 +2,7 @@
 
     python scripts/random_search.py                           a minute, from a new seed, which is printed
     python scripts/random_search.py --minutes 60 --seed 7     an hour
+    python scripts/random_search.py --seed 7 --first 5000     on from case 5000
     python scripts/random_search.py --seed 7 --case 1234      this case alone, reduced to what it needs to be wrong
     python scripts/random_search.py --families bart falcon    of these families alone
     python scripts/random_search.py --output cases.jsonl      also a line of JSON for each case, appended
@@ -39,10 +40,10 @@ from scripts.random_cases.draw import families
 from scripts.random_cases.run import NOT_RUNNABLE, REFUSED, RIGHT, WRONG, Outcome, examine, reduced
 
 
-def search(seed: int, minutes: float, names: tuple[str, ...] = ()) -> Iterator[Outcome]:
-    """The cases of a seed in order, one after the other, until the time is over."""
+def search(seed: int, minutes: float, names: tuple[str, ...] = (), number: int = 0) -> Iterator[Outcome]:
+    """The cases of a seed in order, from a number on, until the time is over."""
     end = time.monotonic() + 60 * minutes
-    number, names = 0, names or families()
+    names = names or families()
     while time.monotonic() < end:
         yield examine(seed, number, names)
         number += 1
@@ -80,6 +81,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--case", type=int)
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--families", nargs="+", default=())
     parser.add_argument("--output", type=Path)
     parser.add_argument("--counts", nargs="+", type=Path)
@@ -100,7 +102,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return int(outcome.verdict == WRONG)
     print(f"seed {seed}", flush=True)
     lines: list[dict[str, str]] = []
-    for outcome in search(seed, arguments.minutes, names):
+    for outcome in search(seed, arguments.minutes, names, arguments.first):
         lines.append(line_of(outcome))
         if arguments.output is not None:
             with arguments.output.open("a", encoding="utf-8") as file:
