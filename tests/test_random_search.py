@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
+import transformers
 
 from hf_gpipe.adapters import stubs
 from hf_gpipe.schedule.validate import check_table
@@ -18,17 +21,21 @@ SECONDS = 45
 
 
 @pytest.fixture(autouse=True)
-def undone() -> Iterator[None]:
-    """The search silences warnings and runs in one thread."""
-    threads = torch.get_num_threads()
-    yield
+def _as_before() -> Iterator[None]:
+    """The search silences warnings and logs, and runs in one thread; other tests read them."""
+    threads, logger = torch.get_num_threads(), logging.getLogger("hf_gpipe")
+    level, verbosity = logger.level, transformers.logging.get_verbosity()
+    with warnings.catch_warnings():
+        quiet()
+        yield
+    logger.setLevel(level)
+    transformers.logging.set_verbosity(verbosity)
     torch.set_num_threads(threads)
 
 
 def test_no_random_case_is_wrong() -> None:
     """A new seed each time. What fails is printed with the command that runs it again, reduced to what it needs."""
     seed = random.SystemRandom().randrange(10**6)
-    quiet()
     outcomes = list(search(seed, SECONDS / 60))
     told = counts([line_of(one) for one in outcomes])
     print(f"seed {seed}\n{told}")
@@ -75,7 +82,6 @@ MENDED = {
 
 @pytest.mark.parametrize("case", MENDED.values(), ids=MENDED.keys())
 def test_what_the_search_has_found_is_mended(case: Case) -> None:
-    quiet()
     outcome = run(case)
     assert (outcome.verdict, outcome.case) == (RIGHT, case), outcome.detail
 
@@ -105,7 +111,6 @@ NAMED = {
 
 @pytest.mark.parametrize(("case", "message"), NAMED.values(), ids=NAMED.keys())
 def test_what_cannot_be_the_same_is_named(case: Case, message: str) -> None:
-    quiet()
     outcome = run(case)
     assert outcome.verdict == REFUSED, outcome.detail
     assert message in outcome.detail
@@ -125,7 +130,6 @@ def test_a_wrong_gradient_is_found_and_reduced(
     monkeypatch.setattr(stubs.PassThrough, "forward", loses_a_little)
     for module in ("building", "pipeline"):
         monkeypatch.setattr(f"hf_gpipe.{module}.verify", lambda *args, **options: None)
-    quiet()
     seed, names = 3, ("llama",)
     number = next(n for n in range(100) if draw(seed, n, names)[0].num_stages > 2)
     assert main(["--seed", str(seed), "--case", str(number), "--families", *names]) == 1
