@@ -118,7 +118,7 @@ class Source:
         if depth_scaled_feed_forward:
             feed_forward_outputs(adapter)  # raises its error before any weight is made
         if not is_known_exact(adapter):
-            verify(config, adapter.compared_class, trust_remote_code=trust_remote_code)
+            verify(config, adapter.compared_class, trust_remote_code=trust_remote_code, adapter=adapter)
         if (generation_config := _generation_config_of(model)) is not None:
             adapter.reference.generation_config = generation_config
         peft = None if peft_request is None else make_peft(adapter, *peft_request)

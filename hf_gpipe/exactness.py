@@ -15,12 +15,14 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_gpipe.adapters import IGNORED_LABEL, Adapter, StageModel, build_adapter, unsupported
+from hf_gpipe.adapters import IGNORED_LABEL, Adapter, StageModel, build_adapter, is_listed, unsupported
+from hf_gpipe.adapters.document_positions import is_position_table
 from hf_gpipe.adapters.routers import auxiliary_loss
 from hf_gpipe.adapters.skeleton import build
+from hf_gpipe.adapters.structure import unlike_default
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.checkpoint import hub
-from hf_gpipe.errors import StageError, UnsupportedModelError
+from hf_gpipe.errors import StageError, UnsupportedModelError, listed
 from hf_gpipe.partition import partition
 from hf_gpipe.runtime.channel import LocalChannel
 from hf_gpipe.runtime.edges import Edge
@@ -84,6 +86,7 @@ class Comparison:
         num_gradients: number of parameters that had a gradient.
         dtype: type of the weights: float64, or float32 where the plain model's own code fails in float64.
         loss_dtype: type of the plain clone's logits, in which its loss is computed.
+        padding_matters: whether the plain clone's numbers change where columns of padding are cut off.
     """
 
     model_class: str
@@ -91,6 +94,7 @@ class Comparison:
     num_gradients: int
     dtype: torch.dtype
     loss_dtype: torch.dtype
+    padding_matters: bool = False
 
     @property
     def difference(self) -> float:
@@ -129,21 +133,29 @@ def exact_clone(
     tiny._experts_implementation = "eager"  # grouped matrix products do not support float64
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = build(tiny, dtype, "eager", model_class, trust_remote_code=trust_remote_code)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                # With the zeros and ones of a new model, a missing bias or norm would not be noticed.
-                if parameter.requires_grad and not name.endswith("embed_positions.weight"):
-                    parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    model.tie_weights()
+        model = randomise(build(tiny, dtype, "eager", model_class, trust_remote_code=trust_remote_code))
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
+    return model
+
+
+def randomise(model: PreTrainedModel) -> PreTrainedModel:
+    """Add noise to the weights of a new model: among zeros and ones a missing bias or norm would not be noticed."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and not name.endswith("embed_positions.weight"):
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    model.tie_weights()
     return model.train()
 
 
 class CloneError(UnsupportedModelError):
     """No tiny clone of the plain model can be built and run, so its split cannot be checked."""
+
+
+#: Of clones that were compared in this process the result, or the error.
+_verified: dict[str, Comparison | UnsupportedModelError] = {}
 
 
 def verify(
@@ -152,11 +164,40 @@ def verify(
     *,
     trust_remote_code: bool = False,
     splits_backward: bool = False,
+    adapter: Adapter | None = None,
 ) -> None:
-    """Raise UnsupportedModelError unless a tiny clone in stages is exact; arguments as of `compare`.
+    """Raise UnsupportedModelError unless a tiny clone in stages is exact.
 
-    With `splits_backward` one number of stages is tried, for a model of which the check without it has passed.
+    Equal clones of listed families are compared once in a process.
+
+    Args:
+        config, model_class, trust_remote_code: as of `compare`.
+        splits_backward: as of `compare`; one number of stages is tried, for a model of which the check without it has
+            passed.
+        adapter: the model's, which then keeps columns of padding if the clone's numbers depend on them.
     """
+    tiny = tiny_config(config).to_json_string(use_diff=False)
+    identity = f"{model_class} {type(config).__qualname__} {trust_remote_code} {splits_backward} {tiny}"
+    found = _verified.get(identity)
+    if found is None:
+        try:
+            found = _verify(config, model_class, trust_remote_code, splits_backward)
+        except UnsupportedModelError as error:
+            found = error
+        if is_listed(config):
+            _verified[identity] = found
+    if isinstance(found, UnsupportedModelError):
+        raise found
+    if adapter is not None:
+        adapter.padding_matters |= found.padding_matters
+
+
+def _verify(
+    config: PreTrainedConfig,
+    model_class: type[PreTrainedModel] | None,
+    trust_remote_code: bool,
+    splits_backward: bool,
+) -> Comparison:
     where = "in stages"
     num_stages: tuple[int | None, ...] = (3, None)
     if splits_backward:
@@ -167,9 +208,13 @@ def verify(
             config, num_stages, model_class, trust_remote_code=trust_remote_code, splits_backward=splits_backward
         )
     except UnsupportedModelError as error:
-        raise unsupported(config, str(error).removeprefix(f"{config.model_type}: ")) from error
+        reason = str(error).removeprefix(f"{config.model_type}: ")
+        if odd := unlike_default(config):
+            reason = f"with {listed(odd, 4)} unlike the family's default configuration, {reason}"
+        raise unsupported(config, reason) from error
     if not comparison.is_exact:
         raise unsupported(config, f"{where} {comparison}")
+    return comparison
 
 
 def compare(
@@ -191,8 +236,8 @@ def compare(
 
     Raises:
         CloneError: the plain clone cannot be built or does not run.
-        UnsupportedModelError: the model has not the form of a list of layers, its stages do not run, or cutting off
-            columns of padding changes the plain clone's results.
+        UnsupportedModelError: the model has not the form of a list of layers, its stages do not run, or its own loss is
+            another one than that of the next token.
     """
     family, failure = config.model_type, Exception()
     for dtype in TOLERANCES:
@@ -210,10 +255,9 @@ def compare(
     expected = plain_step(model, batch, adapter.prepare)
     if not 0 < expected.norm < float("inf"):
         raise CloneError(f"{family}: the plain model's gradient norm is {expected.norm} on a tiny clone")
-    if (difference := untrimmed.difference(expected)) > TRIMMING_TOLERANCE:
-        raise UnsupportedModelError(
-            f"{family}: columns of padding change the plain model's results (by {difference:.0e} of the gradient norm)"
-        )
+    if untrimmed.difference(expected) > TRIMMING_TOLERANCE:
+        adapter.padding_matters, expected = True, untrimmed
+    _check_own_loss(model, batch)
     differences = {}
     for number in num_stages:
         count = min(number or len(adapter.layers), len(adapter.layers))
@@ -223,7 +267,31 @@ def compare(
         except StageError as error:
             raise UnsupportedModelError(f"{family}: a tiny clone in stages fails: {_first(error)}") from error
         differences[count] = found.difference(expected)
-    return Comparison(type(model).__name__, differences, len(expected.gradients), dtype, expected.dtype)
+    return Comparison(
+        type(model).__name__, differences, len(expected.gradients), dtype, expected.dtype, adapter.padding_matters
+    )
+
+
+def _check_own_loss(model: PreTrainedModel, batch: Batch) -> None:
+    """Raise UnsupportedModelError where the model's own loss is not the cross-entropy of the targets.
+
+    A model that computes none from text alone is taken: its trainer has to be given one.
+    """
+    causal = not model.config.is_encoder_decoder
+    with torch.no_grad():
+        try:
+            output = model(**batch, use_cache=False)
+        except Exception:
+            return
+    if output.loss is None or getattr(output, "aux_loss", None) is not None:  # see `_check_coefficient`
+        return
+    targets = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL) if causal else batch["labels"]
+    ours = float(F.cross_entropy(output.logits.flatten(0, 1).float(), targets.flatten()))
+    if abs(float(output.loss) - ours) > 1e-3 * max(1.0, abs(ours)):
+        raise UnsupportedModelError(
+            f"{model.config.model_type}: the model's own loss is {float(output.loss):.4g} on a tiny clone, and the "
+            f"cross-entropy of {'the next token' if causal else 'the labels'} is {ours:.4g}"
+        )
 
 
 def verify_packing(adapter: Adapter) -> None:
@@ -251,16 +319,46 @@ def verify_packing(adapter: Adapter) -> None:
             # Without position ids: where a model's own do not begin at 0, those of packed rows are not the rows' own.
             rows = [{name: one[name][None] for name in ("input_ids", "labels")} for one in documents]
             alone = [stage(clone.with_known_masks(clone.prepare(row)), {})["logits"] for row in rows]
+        depends = _depends_on_others(stage, clone.packed(documents), documents)
     except Exception as error:
         raise UnsupportedModelError(f"{family}: packed rows of a tiny clone fail: {_first(error)}") from error
     expected = torch.cat(alone, dim=1)
     difference = float((packed - expected).norm() / expected.norm())
     # Parts of a model that compute in float32 round in another way when shapes change.
-    if not difference <= PACKING_TOLERANCE:
+    if depends or not difference <= PACKING_TOLERANCE:
         raise UnsupportedModelError(
             f"{family}: rows cannot be packed: documents in one row change each other's logits (by {difference:.0e} on "
             "a tiny clone); leave packing out, and use a collator that pads"
         )
+
+
+def _depends_on_others(stage: StageModel, packed: Batch, documents: Sequence[Batch]) -> bool:
+    """Whether the logits of the last document have any gradient at the embeddings of another one.
+
+    However small the values are by which documents change each other, as under a norm with a large epsilon, this
+    gradient is 0 only where nothing connects them.
+    """
+    embedded: list[torch.Tensor] = []
+
+    def as_leaf(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1].clone()  # some models change it in place
+
+    size = stage.model.get_input_embeddings().weight.shape[0]
+    tables = [
+        module
+        for name, module in stage.model.named_modules()
+        if isinstance(module, nn.Embedding) and module.num_embeddings == size and not is_position_table(name)
+    ]
+    handles = [table.register_forward_hook(as_leaf) for table in tables]
+    try:
+        logits = stage(packed, {})["logits"]
+    finally:
+        for handle in handles:
+            handle.remove()
+    last = [len(documents[-1][name]) for name in ("input_ids", "labels")]
+    logits[:, -last[1] :].square().sum().backward()
+    return any(one.grad is not None and bool(one.grad[:, : -max(last)].any()) for one in embedded)
 
 
 def _documents(model: PreTrainedModel, adapter: Adapter) -> list[Batch]:
@@ -295,41 +393,59 @@ def padded_batch(model: PreTrainedModel) -> Batch:
 
 
 def plain_step(model: PreTrainedModel, batch: Batch, prepare: Callable[[Batch], Batch] = dict) -> Step:
-    """Run the plain model on each micro-batch; the loss is summed over target tokens, divided by their number.
+    """`plain_run` on the micro-batches of a mini-batch.
 
     Args:
         model: the whole model.
         batch: the mini-batch.
         prepare: the stages' preparation of a micro-batch, which cuts off columns of padding.
     """
+    return plain_run(model, [prepare(rows) for rows in split_rows(batch, MICRO_BATCHES)])
+
+
+def plain_run(model: PreTrainedModel, micro_batches: Sequence[Batch], label_smoothing: float = 0.0) -> Step:
+    """Run the plain model on each micro-batch; the loss is summed over target tokens, divided by their number in all.
+
+    An auxiliary loss of experts is the mean over the micro-batches.
+    """
     model.zero_grad()
     causal = not model.config.is_encoder_decoder
-    num_tokens = ((batch["labels"][:, 1:] if causal else batch["labels"]) != IGNORED_LABEL).sum()
+    labels = [rows["labels"][:, 1:] if causal else rows["labels"] for rows in micro_batches]
+    num_tokens = torch.stack([(one != IGNORED_LABEL).sum() for one in labels]).sum()
     total = torch.zeros(())
-    for rows in split_rows(batch, MICRO_BATCHES):
-        rows = prepare(rows)
+    for rows in micro_batches:
         # Labels are needed only by an encoder-decoder that makes its decoder's inputs from them.
         makes_inputs = not causal and "decoder_input_ids" not in rows
         given = {name: tensor for name, tensor in rows.items() if name != "labels" or makes_inputs}
         output = model(**given, use_cache=False)
         # Each position predicts the next token.
         targets = F.pad(rows["labels"][:, 1:], (0, 1), value=IGNORED_LABEL) if causal else rows["labels"]
-        losses = F.cross_entropy(output.logits.flatten(0, 1), targets.flatten(), reduction="none")
+        losses = F.cross_entropy(
+            output.logits.flatten(0, 1), targets.flatten(), reduction="none", label_smoothing=label_smoothing
+        )
         loss = losses.sum() / num_tokens
         if getattr(output, "aux_loss", None) is not None:
             auxiliary = auxiliary_loss(model, output)
-            loss = loss + auxiliary / MICRO_BATCHES
-            # The model's own loss computes in float32.
-            rounding = 1e-4 if output.logits.dtype in TOLERANCES else 0.1
-            mean = losses.sum() / (targets != IGNORED_LABEL).sum()
-            own = (model(**rows, use_cache=False).loss - mean).detach()
-            if abs(float(own - auxiliary.detach())) > rounding * max(1.0, abs(float(own))):
-                raise UnsupportedModelError(f"{model.config.model_type}: the auxiliary loss's coefficient is not known")
+            loss = loss + auxiliary / len(micro_batches)
+            _check_coefficient(model, rows, output.logits.dtype, auxiliary.detach())
         loss.backward()
         total = total + loss.detach()
     ties = model.all_tied_weights_keys
     gradients = {ties.get(name, name): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return Step(float(total), gradients, losses.dtype)
+
+
+def _check_coefficient(model: PreTrainedModel, rows: Batch, dtype: torch.dtype, auxiliary: torch.Tensor) -> None:
+    """Raise UnsupportedModelError unless the model's own loss has the auxiliary loss with this coefficient."""
+    with torch.no_grad():
+        output = model(**rows, use_cache=False)
+        targets = F.pad(rows["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
+        mean = F.cross_entropy(output.logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL)
+    own = output.loss - mean
+    # The model's own loss computes in float32.
+    rounding = 1e-4 if dtype in TOLERANCES else 0.1
+    if abs(float(own - auxiliary)) > rounding * max(1.0, abs(float(own))):
+        raise UnsupportedModelError(f"{model.config.model_type}: the auxiliary loss's coefficient is not known")
 
 
 def split_step(
@@ -372,8 +488,12 @@ def _with_weights_last(table: Schedule) -> Schedule:
 
 
 def turn_randomness_off(config: Any) -> None:
+    """Set what is random in the forward of a configuration's model to what is not."""
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
             turn_randomness_off(value)
         elif isinstance(value, float) and any(word in name for word in ("drop", "noise", "jitter")):
             setattr(config, name, 0.0)
+        elif name == "second_expert_policy":
+            # NLLB-MoE's others than this draw whether a token has a second expert.
+            setattr(config, name, "all")

@@ -9,17 +9,21 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    DogeConfig,
     GraniteConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
     PreTrainedConfig,
     T5Config,
+    TrOCRConfig,
     ZambaConfig,
 )
 
-from hf_gpipe import Pipeline, check
+from hf_gpipe import Pipeline, check, exactness
 from hf_gpipe.adapters import families, stubs
+from hf_gpipe.adapters.structure import unlike_default
+from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.adapters.weight_gradients import Product
 from hf_gpipe.errors import UnsupportedModelError, UserError
 from hf_gpipe.exactness import compare
@@ -89,6 +93,49 @@ def test_an_unlisted_family_is_compared_before_a_pipeline_is_made(monkeypatch: p
     monkeypatch.setattr(stubs.PassThrough, "forward", _loses_a_little)
     with pytest.raises(UnsupportedModelError, match=r"'llama' is not supported: .* differs by"):
         Pipeline(config, 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "odd"),
+    [
+        (LlamaConfig(hidden_size=64, num_key_value_heads=2, tie_word_embeddings=True, attention_dropout=0.1), []),
+        (LlamaConfig(hidden_act="gelu", rms_norm_eps=1e-5, pad_token_id=0, output_router_logits=True), []),
+        (LlamaConfig(attention_bias=True), ["attention_bias"]),
+        (LlamaConfig(rope_parameters={"rope_type": "linear", "factor": 2.0}), ["rope_parameters.rope_type"]),
+        (T5Config(feed_forward_proj="gated-gelu"), ["feed_forward_proj"]),
+        (DogeConfig(is_moe=True), ["is_moe"]),
+    ],
+)
+def test_a_configuration_that_runs_other_code_than_the_default_is_compared(
+    config: PreTrainedConfig, odd: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a listed family the default configuration alone was compared: is_moe of doge was never seen, and wrong."""
+    assert [name for name in unlike_default(config) if name != "is_gated_act"] == odd
+    compared: list[str] = []
+    monkeypatch.setattr("hf_gpipe.building.verify", lambda config, *args, **options: compared.append(config.model_type))
+    Pipeline(tiny_config(config), 2)
+    assert len(compared) == bool(odd)
+
+
+def test_equal_clones_of_a_listed_family_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[PreTrainedConfig] = []
+    monkeypatch.setattr(
+        exactness, "compare", lambda config, *args, **options: (calls.append(config), compare(config))[1]
+    )
+    for width in (16, 32, 48):
+        config = LlamaConfig(
+            hidden_size=width, intermediate_size=16, num_attention_heads=2, mlp_bias=True, rope_theta=7.0
+        )
+        exactness.verify(config)
+    assert len(calls) == 1
+
+
+def test_a_loss_of_its_own_is_named() -> None:
+    """TrOCR does not shift its labels, and was trained for the next token."""
+    with pytest.raises(
+        UnsupportedModelError, match=r"trocr: the model's own loss is .* cross-entropy of the next token"
+    ):
+        compare(TrOCRConfig())
 
 
 def _loses_a_little(self: stubs.PassThrough, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.overrides import TorchFunctionMode
 from transformers import DataCollatorWithFlattening
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -23,25 +22,13 @@ from hf_gpipe.planner.tracing import StageTracer
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.packing import as_rows, balanced, packed_parts
 from scripts.families import default_config
+from scripts.random_cases.in_float64 import InFloat64
 from tests.gloo import run_gloo
 from tests.oracle import gathered_gradients
 from tests.training.toy import CausalRows, Recorder, arguments
 
 TOLERANCE = 1e-10
 ROWS = [{"input_ids": list(range(5, 5 + length))} for length in (5, 9, 1, 7, 3)]
-
-
-class InFloat64(TorchFunctionMode):
-    """Leaves float64 tensors as they are where a model computes in float32, which rounds as the shapes do."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
-            if func is torch.Tensor.float or (func is torch.Tensor.to and torch.float32 in (*args, *kwargs.values())):
-                return args[0]
-            if kwargs.get("dtype") is torch.float32:
-                kwargs["dtype"] = torch.float64
-        return func(*args, **kwargs)
 
 
 def flattened(batch: Batch) -> dict[str, Any]:

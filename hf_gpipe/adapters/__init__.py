@@ -17,6 +17,7 @@ from hf_gpipe.adapters.encoder_decoder import EncoderDecoder
 from hf_gpipe.adapters.families import EXACT, REFUSED, VERIFIED_VERSIONS
 from hf_gpipe.adapters.quantised import Quantisation, find_quantisation, quantised_layers
 from hf_gpipe.adapters.stage_model import StageModel
+from hf_gpipe.adapters.structure import unlike_default
 from hf_gpipe.errors import UnsupportedModelError, UserError
 
 _WELL_KNOWN = ("llama", "mistral", "qwen3", "gemma3", "gpt2", "mixtral", "t5", "mt5", "bart", "m2m_100", "marian")
@@ -93,11 +94,20 @@ def build_adapter(
     )
 
 
+def is_listed(config: PreTrainedConfig) -> bool:
+    """Whether the split of a family's default configuration is known to be exact."""
+    return config.model_type in EXACT
+
+
 def is_known_exact(adapter: Adapter) -> bool:
-    """Whether the model's code is transformers' own, and its split was verified for this family and version."""
+    """Whether the model's code is transformers' own, and its split was verified for this code and version.
+
+    Another configuration of a family may run code that the default one, which was verified, does not.
+    """
     is_own_code = type(adapter.reference).__module__.startswith("transformers.")
     is_verified = ".".join(transformers.__version__.split(".")[:2]) in VERIFIED_VERSIONS
-    return is_own_code and is_verified and adapter.given_config.model_type in EXACT
+    config = adapter.given_config
+    return is_own_code and is_verified and is_listed(config) and not unlike_default(config)
 
 
 def unsupported(config: PreTrainedConfig, reason: str) -> UnsupportedModelError:
@@ -116,5 +126,6 @@ __all__ = [
     "adapter_for",
     "build_adapter",
     "is_known_exact",
+    "is_listed",
     "unsupported",
 ]

@@ -97,8 +97,11 @@ class Adapter(ABC):
         self.reference = self.skeleton()
         #: Configuration of the model itself: the text part, where the given one is of a model of images and text.
         self.config: PreTrainedConfig = self.reference.config
-        # Top-k may break ties in another way when columns of padding are cut off.
-        self._padding_matters = hasattr(self.config, "index_topk")
+        #: Whether columns of padding must stay: top-k may break ties in another way without them, padding takes the
+        #: places of an expert, a length must be a multiple, or the plain model's numbers were seen to depend on them.
+        self.padding_matters = any(
+            getattr(self.config, name, 0) for name in ("index_topk", "expert_capacity", "chunk_size_feed_forward")
+        )
         observation = observe_family(config, dtype, model_class, trust_remote_code=trust_remote_code, autocast=autocast)
         self.stacks = stacks_of(self.reference, observation)
         stack_layers = [layer for stack in self.stacks for layer in stack.layers()]
@@ -112,6 +115,7 @@ class Adapter(ABC):
         self.routers = find_routers(self.reference, blocks, observation)
         self._num_block_outputs = {block: stack.form.num_outputs for stack in self.stacks for block in stack.blocks}
         self._embeddings = observation.embeddings
+        self._embedding_tables = observation.embedding_tables
         self._constants = observation.constants
         self._encoder_dtype = observation.encoder_dtype
         #: For each stack the modules of its first block that its other blocks also use.
@@ -206,7 +210,7 @@ class Adapter(ABC):
 
     def _trimmed(self, group: Mapping[str, torch.Tensor], is_used: torch.Tensor) -> dict[str, torch.Tensor]:
         """Cut the columns at the end that no row of a micro-batch uses; `group` has the shape of `is_used` (B, T)."""
-        if self._padding_matters:
+        if self.padding_matters:
             return dict(group)
         used = is_used.any(dim=0).nonzero()
         length = int(used[-1]) + 1 if len(used) else 1
@@ -266,11 +270,12 @@ class Adapter(ABC):
         """For each stack with a table of positions its number of positions, the greatest length of a text."""
         found: dict[StackName, int] = {}
         for layer in self.layers:
-            for name in layer.all_modules if layer.kind == "embedding" else ():
-                table = self.reference.get_submodule(name)
-                if isinstance(table, nn.Embedding) and is_position_table(name):
-                    # In some tables the first rows are not positions.
-                    found[layer.stack] = table.num_embeddings - getattr(table, "offset", 0)
+            for name in layer.modules if layer.kind == "embedding" else ():
+                for path, table in self.reference.get_submodule(name).named_modules(prefix=name):
+                    if path in self._embedding_tables and is_position_table(path):
+                        # In some tables the first rows are not positions.
+                        first = getattr(table, "offset", 0) if table.padding_idx is None else table.padding_idx + 1
+                        found[layer.stack] = table.num_embeddings - first
         return found
 
     def ids_of(self, stack: StackName) -> str:

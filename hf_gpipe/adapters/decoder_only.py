@@ -26,6 +26,10 @@ class DecoderOnly(Adapter):
             raise DataError(f"labels have the shape {shapes[0]} and input_ids {shapes[1]}; a decoder's are the same")
         if (mask := inputs.get("attention_mask")) is None or mask.dim() != 2:
             return inputs
+        if not bool(mask[:, 0].all()):
+            # A position before a row's first token sees nothing: eager attention then averages over all columns, and
+            # the model predicts the first token from it.
+            return inputs
         return inputs | self._trimmed({n: t for n, t in inputs.items() if t.shape == mask.shape}, self._is_used(inputs))
 
     def with_known_masks(self, inputs: Tensors) -> dict[str, torch.Tensor]:

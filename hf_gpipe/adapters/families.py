@@ -1,7 +1,8 @@
 """The families whose split is known to be exact, and those that are not supported, with the reason.
 
 `python scripts/families.py --check` verifies both lists with the installed transformers; docs/families.md is its
-report. A family in neither list is compared with the plain model before a pipeline of it is made.
+report. A family in neither list is compared with the plain model before a pipeline of it is made, and so is a
+configuration that runs other code than its family's default one (structure.py).
 """
 
 from __future__ import annotations
@@ -171,7 +172,6 @@ EXACT = frozenset(
         "t5",
         "t5gemma",
         "t5gemma2",
-        "trocr",
         "umt5",
         "vaultgemma",
         "xglm",
@@ -196,6 +196,7 @@ REFUSED = {
     "openai-gpt": "every stage would need a weight of a block to choose the type of its mask",
     "pegasus_x": "it lengthens hidden states to a multiple of its block size",
     "roformer": "its blocks share a table of positions in a form that is not supported",
+    "trocr": "its own loss does not shift the labels: each position is to predict its own label, not the next token",
     "xlm": "its blocks are not modules",
     "xlnet": "it has weights outside of any layer (mask_emb)",
     "zamba": "some of its blocks share weights and read the embeddings again",

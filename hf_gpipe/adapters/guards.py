@@ -38,9 +38,11 @@ def check_config(config: PreTrainedConfig) -> None:
     for name, what in (
         ("num_kv_shared_layers", "blocks that use the keys and values of earlier blocks"),
         ("hidden_size_per_layer_input", "an embedding that every block reads"),
+        ("use_prompt", "prompts that every block reads"),
     ):
-        if getattr(text, name, 0):
-            raise UnsupportedModelError(f"{family}: {name} is above 0, and {what} cannot be on another stage")
+        if value := getattr(text, name, 0):
+            found = "set" if value is True else "above 0"
+            raise UnsupportedModelError(f"{family}: {name} is {found}, and {what} cannot be on another stage")
 
 
 def check_as_configured(model: PreTrainedModel, expected: PreTrainedModel) -> None:

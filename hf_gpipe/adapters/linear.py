@@ -8,6 +8,7 @@ one parameter: all of them add to the same `.grad`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -51,6 +52,11 @@ def _holds_matrices(module: nn.Module) -> bool:
     return 3 in sizes or (2 in sizes and not module._modules)
 
 
+def _is_trained(weight: torch.Tensor) -> bool:
+    """Whether a weight is a parameter to be trained, and not computed from others, as by a parametrization."""
+    return weight.requires_grad and weight.is_leaf
+
+
 class _Linear:
     """Mixed into the class of an `nn.Linear`."""
 
@@ -59,9 +65,10 @@ class _Linear:
     _weight_gradients: WeightGradients
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not (torch.is_grad_enabled() and self.weight.requires_grad):
-            return F.linear(input, self.weight, self.bias)
-        return _multiply(self._weight_gradients, input, self.weight, self.bias)
+        weight = self.weight
+        if not (torch.is_grad_enabled() and _is_trained(weight)):
+            return F.linear(input, weight, self.bias)
+        return _multiply(self._weight_gradients, input, weight, self.bias)
 
 
 class _Conv1D:
@@ -72,7 +79,7 @@ class _Conv1D:
     _weight_gradients: WeightGradients
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not (torch.is_grad_enabled() and self.weight.requires_grad):
+        if not (torch.is_grad_enabled() and _is_trained(self.weight)):
             output: torch.Tensor = super().forward(x)  # type: ignore[misc]  # the module's own class follows in the MRO
             return output
         return _multiply(self._weight_gradients, x, self.weight, self.bias, is_transposed=True)
@@ -194,23 +201,25 @@ class _Multiply(torch.autograd.Function):
         ctx.save_for_backward(given, matrix)
         ctx.of = parameter, gradients, index, is_transposed
         if not is_transposed:
-            return F.linear(given, matrix, bias)
-        if bias is None:
-            return given @ matrix
-        output = torch.addmm(bias, given.reshape(-1, given.shape[-1]), matrix)
-        return output.view(*given.shape[:-1], output.shape[-1])
+            output = F.linear(given, matrix, bias)
+        elif bias is None:
+            output = given @ matrix
+        else:
+            output = torch.addmm(bias, _rows(given), matrix)
+        # Not a view: a model may change it in place, and of a view from a function of ours autograd does not allow it.
+        return torch.ops.aten._unsafe_view(output, (*given.shape[:-1], output.shape[-1]))
 
     @staticmethod
     def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         given, matrix = ctx.saved_tensors
         parameter, gradients, index, is_transposed = ctx.of
-        rows = outer.reshape(-1, outer.shape[-1])
+        rows = _rows(outer)
         of_given = of_bias = None
         if ctx.needs_input_grad[0]:
             of_given = (rows @ (matrix.t() if is_transposed else matrix)).view(given.shape)
         if ctx.needs_input_grad[2]:
             of_bias = rows.sum(0)
-        pair = rows, given.reshape(-1, given.shape[-1])
+        pair = rows, _rows(given)
         left, right = reversed(pair) if is_transposed else pair
         of_parameter = gradients.put(Product(parameter, left, right, index))
         return of_given, of_parameter, of_bias, None, None, None, None
@@ -243,6 +252,11 @@ class _MultiplyGroups(torch.autograd.Function):
         left, right = (given, outer) if is_transposed else (outer, given)
         of_parameter = gradients.put(Product(parameter, left, right, offsets=offsets))
         return of_given, of_parameter, None, None, None, None
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor (..., width) as (N, width), also where the width is 0."""
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
 def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

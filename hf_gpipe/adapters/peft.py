@@ -7,6 +7,7 @@ PEFT itself puts its layers into each stage's model and decides their names, wha
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,10 +41,15 @@ class PeftAdapter:
         from peft.tuners.tuners_utils import cast_adapter_dtype, check_target_module_exists
         from peft.utils import ModulesToSaveWrapper
 
-        if any(check_target_module_exists(self.config, name) for name, _ in model.named_modules()):
+        # Of another stage's first block, whose table of positions this stage uses, modules are there without weights.
+        empty = [name for name, module in model.named_modules() if type(module) is nn.Module]
+        if any(check_target_module_exists(self.config, name) for name, _ in model.named_modules() if name not in empty):
             config = copy.deepcopy(self.config)
             config.modules_to_save = None  # PEFT would also wrap the stubs of other stages
-            inject_adapter_in_model(config, model, self.name)
+            if empty:
+                config.exclude_modules = _also_excluded(config.exclude_modules, empty)
+            with _having_input_embeddings(model):
+                inject_adapter_in_model(config, model, self.name)
             cast_adapter_dtype(model, self.name)  # to float32, as get_peft_model does
         else:
             for parameter in model.parameters():
@@ -76,6 +82,27 @@ class PeftAdapter:
             return {}
         state = get_peft_model_state_dict(model, state_dict=owned, adapter_name=self.name, save_embedding_layers=False)
         return {f"base_model.model.{name}": tensor for name, tensor in state.items()}
+
+
+@contextmanager
+def _having_input_embeddings(model: PreTrainedModel) -> Iterator[None]:
+    """Context manager in which PEFT can ask a stage for its input embeddings, also where a stub stands around them."""
+    try:
+        model.get_input_embeddings()
+    except AttributeError:
+        none = nn.Module()
+        model.__dict__["get_input_embeddings"] = lambda: none
+    try:
+        yield
+    finally:
+        model.__dict__.pop("get_input_embeddings", None)
+
+
+def _also_excluded(given: Any, names: list[str]) -> Any:
+    """PEFT's `exclude_modules`, None, a list or a regular expression, with more names."""
+    if isinstance(given, str):
+        return "|".join([f"(?:{given})", *(re.escape(name) for name in names)])
+    return [*(given or ()), *names]
 
 
 @contextmanager

@@ -83,6 +83,7 @@ class Observation:
         routers: those whose logits the auxiliary loss of a mixture of experts is computed from; empty without one.
         constants: parameters outside of the blocks that no gradient can reach, such as a table of sines.
         encoder_dtype: type of the encoder's output; None without an encoder.
+        embedding_tables: the tables that were looked up.
     """
 
     stacks: tuple[ObservedStack, ...]
@@ -94,6 +95,7 @@ class Observation:
     routers: tuple[ObservedRouter, ...]
     constants: frozenset[str]
     encoder_dtype: torch.dtype | None = None
+    embedding_tables: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -126,7 +128,13 @@ def observe_family(
     autocast: Autocast | None = None,
 ) -> Observation:
     """Observe a tiny clone of a configuration. Equal clones are observed once."""
-    tiny = tiny_config(config)
+    try:
+        tiny = tiny_config(config)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{config.model_type}: no configuration of a tiny clone can be made of the model's: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     tiny._experts_implementation = "eager"  # grouped matrix products do not support every type
     identity = f"{model_class} {type(config).__name__} {dtype} {autocast} {tiny.to_json_string(use_diff=False)}"
     if identity not in _observations:
@@ -200,6 +208,7 @@ def observe(model: PreTrainedModel, autocast: Autocast | None = None) -> Observa
         _routers(model, calls, lists),
         constants,
         None if encoded is None else encoded.dtype,
+        frozenset(name for name in calls.entered if isinstance(model.get_submodule(name), nn.Embedding)),
     )
 
 

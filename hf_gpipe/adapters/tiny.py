@@ -107,7 +107,7 @@ _AT_MOST = {
     "num_dense_layers": 1,
 }
 #: Lists that transformers derives from other values when they are not given.
-_DERIVED = ("layer_types", "mlp_layer_types", "attention_layers", "sparse_layers", "per_layer_config")
+DERIVED = ("layer_types", "mlp_layer_types", "attention_layers", "sparse_layers", "per_layer_config")
 #: Sizes of a family that must fit each other, which the tables above do not know.
 _FAMILIES: dict[str, dict[str, Any]] = {
     "zamba": {"attention_hidden_size": 2 * WIDTH, "attention_head_dim": 2 * WIDTH // HEADS},
@@ -151,11 +151,11 @@ def tiny_config(config: PreTrainedConfig) -> PreTrainedConfig:
 def _shrink(values: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
     """Return the values of a configuration, and of the configurations in it, with small sizes."""
     full = config.to_dict()
-    shrunk = {name: value for name, value in values.items() if name not in _DERIVED}
+    shrunk = {name: value for name, value in values.items() if name not in DERIVED}
     num_blocks = next((full[name] for name in _BLOCKS if _is_size(full.get(name))), None)
     names = {config.attribute_map.get(name, name): size for name, size in _SIZES.items()}
     for name, size in names.items():
-        if _is_size(full.get(name)):
+        if _is_size(full.get(name)) and full[name] != 0:  # 0 turns something off
             shrunk[name] = size
     for name in ("word_embed_proj_dim", "embedding_size"):
         if _is_size(full.get(name)) and full[name] != config.hidden_size:
@@ -198,4 +198,6 @@ def _fewer_key_value_heads(values: dict[str, Any], name: str) -> int:
 def _spread(kinds: list[Any], count: int) -> list[Any]:
     """`count` entries that cycle through the distinct entries of `kinds`, in the order of their first appearance."""
     distinct = [kind for i, kind in enumerate(kinds) if kind not in kinds[:i]]
+    if not distinct:
+        return []
     return [distinct[i % len(distinct)] for i in range(count)]

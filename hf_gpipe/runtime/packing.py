@@ -27,7 +27,7 @@ Those of a target may be of another length than those of its source.
 BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
-_NO_HOLES = "; to pack rows, pad at their ends only"
+_NO_HOLES = "; to pack rows, pad them on the right only"
 
 
 def is_flattened(batch: Batch) -> bool:
@@ -48,8 +48,8 @@ def documents_of(batch: Batch, target_keys: Collection[str] = ()) -> list[Docume
         target_keys: its entries that have a value for each token of the target, where that is another text.
 
     Raises:
-        DataError: an entry has no value for each token, a row is padded between its tokens, or rows of sources and
-            targets are flattened.
+        DataError: an entry has no value for each token, a row is padded elsewhere than on its right, or rows of sources
+            and targets are flattened.
     """
     if target_keys:
         return _pairs_of(batch, target_keys)
@@ -188,6 +188,11 @@ def _row_pieces(batch: Batch) -> list[tuple[int, int, int]]:
     used = mask.bool() | (batch["labels"] != IGNORED_LABEL) if "labels" in batch else mask.bool()
     columns = torch.arange(ids.shape[1])
     first, stop = used.int().argmax(dim=1, keepdim=True), _last_used(used)[:, None]
+    if len(on_the_left := (first > 0).any(dim=1).nonzero()):
+        raise DataError(
+            f"row {int(on_the_left[0])} is padded on the left, where the plain model counts padding as positions and "
+            "predicts the first token from it; to pack rows, pad them on the right (padding_side of the tokenizer)"
+        )
     if len(holes := ((columns >= first) & (columns < stop - 1) & (mask == 0)).any(dim=1).nonzero()):
         raise DataError(f"row {int(holes[0])} of attention_mask has a 0 between two tokens{_NO_HOLES}")
     return [(row, *piece) for row, piece in enumerate(torch.cat([first, stop], dim=1).tolist())]

@@ -7,7 +7,7 @@ import torch
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for
-from hf_gpipe.errors import StageError, UserError
+from hf_gpipe.errors import DataError, StageError, UserError
 from hf_gpipe.exactness import MICRO_BATCHES, exact_clone, plain_step
 from scripts.families import default_config
 from tests.adapters.test_families import TOLERANCE, in_stages
@@ -93,3 +93,19 @@ def test_bfloat16_is_that_of_the_plain_model(family: str) -> None:
     model.zero_grad()
     # A tie's gradients are summed in another order, which bfloat16 rounds.
     assert in_stages(pipe, batch).difference(expected) < 1e-2
+
+
+@pytest.mark.parametrize(("family", "most"), [("bert", 64), ("roberta", 62), ("gpt2", 64)])
+def test_a_row_that_is_longer_than_the_table_of_positions(family: str, most: int) -> None:
+    """A table inside of a module of embeddings, as BERT's, was not found, and torch's own error said nothing of it.
+
+    RoBERTa's positions begin after the row of its padding.
+    """
+    model = exact_clone(default_config(family), torch.float64)
+    pipe = Pipeline(model, 2, 1)
+    ids = torch.randint(3, 60, (2, most))
+    batch = {"input_ids": ids, "labels": ids}
+    assert float(pipe.train_step(batch)) == pytest.approx(float(model(**batch).loss), rel=1e-6)
+    longer = torch.randint(3, 60, (2, most + 1))
+    with pytest.raises(DataError, match=f"{most + 1} tokens long, and the decoder has positions for {most}"):
+        pipe.train_step({"input_ids": longer, "labels": longer})

@@ -1,0 +1,35 @@
+"""Let a model compute all of its parts in float64, also those that it computes in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+
+class InFloat64(TorchFunctionMode):
+    """Leaves float64 tensors as they are where a model computes in float32, which rounds as the shapes do."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+            converts = func in (torch.Tensor.to, torch.Tensor.type) and torch.float32 in (*args, *kwargs.values())
+            if func is torch.Tensor.float or converts:
+                return args[0]
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Context manager with the mode above, also in what a backward runs again, where torch has put every mode aside."""
+    again = partial(checkpoint, context_fn=lambda: (nullcontext(), InFloat64()))
+    with InFloat64(), patch("hf_gpipe.adapters.stage_model.checkpoint", again):
+        yield
