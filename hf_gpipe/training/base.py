@@ -63,6 +63,13 @@ def pipeline_of(
         UserError: the arguments ask for something else than a given pipeline is.
     """
     pipe = _pipeline(model, args, example, {"loss": loss, **options})
+    if args.neftune_noise_alpha is not None and pipe.adapter.config.is_encoder_decoder:
+        raise UserError(
+            f"neftune_noise_alpha={args.neftune_noise_alpha!r}: {pipe.adapter.config.model_type} has an encoder, and "
+            "the noise is supported for decoder-only models; leave it out"
+        )
+    for stage in pipe.models.values():
+        stage.add_noise(args.neftune_noise_alpha)
     if args.generation_config is not None:
         pipe.adapter.reference.generation_config = generation_config_of(args.generation_config)
     return pipe
@@ -152,7 +159,7 @@ def _pipeline(
         logit_clipping=args.logit_clipping,
         autocast=args.autocast,
         length_bucketing=args.train_sampling_strategy == "group_by_length",
-        packing=args.packing,
+        packing=args.packs_rows,
         **options,
     )
 
@@ -198,7 +205,7 @@ def example_of(dataset: Any, args: PipelineTrainingArguments) -> Workload | None
     """The shape of the longest mini-batch to come, for the planner."""
     by_length = args.train_sampling_strategy == "group_by_length"
     return longest_mini_batch(
-        dataset, args.per_device_train_batch_size, args.batch_tokens, by_length=by_length, packing=args.packing
+        dataset, args.per_device_train_batch_size, args.batch_tokens, by_length=by_length, packing=args.packs_rows
     )
 
 
@@ -210,8 +217,9 @@ def _check_given(pipe: Pipeline, args: PipelineTrainingArguments) -> None:
             f"bf16={args.bf16}, fp16={args.fp16}, but the given Pipeline has autocast={own}; set it when the Pipeline "
             "is made"
         )
-    if args.packing and not pipe.packing:
-        raise UserError("packing=True, but the given Pipeline does not pack; set it when the Pipeline is made")
+    if args.packs_rows and not pipe.packing:
+        name = "packing" if args.packing else "padding_free"
+        raise UserError(f"{name}=True, but the given Pipeline does not pack; make it with packing=True")
     config, loss = args.config, pipe.loss
     tokens = loss if isinstance(loss, TokenLoss) else PLAIN
     # What has its default is not asked for; the device is a guess.
