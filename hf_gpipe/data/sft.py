@@ -130,10 +130,10 @@ class SFTExamples(ChatExamples):
     def __len__(self) -> int:
         return len(self._pieces) if hasattr(self, "_pieces") else super().__len__()
 
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
+    def _row(self, index: int) -> dict[str, list[int]]:
         example: dict[str, list[int]] = {name: [] for name in self._columns}
         for row, start, stop in self._pieces[index]:
-            for name, values in super().__getitem__(row).items():
+            for name, values in super()._row(row).items():
                 example[name] += values[start:stop]
         if self._has_documents:
             example["seq_lengths"] = [stop - start for _, start, stop in self._pieces[index]]

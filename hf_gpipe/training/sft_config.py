@@ -77,7 +77,7 @@ class PipelineSFTConfig(PipelineTrainingArguments):
     packing: bool = field(
         default=False,
         metadata={
-            "help": "Whether rows are packed to rows of up to max_length tokens, each of which counts as one of the batch."
+            "help": "Whether rows are packed to rows of up to max_length tokens; each counts as one row of the batch."
         },
     )
     packing_strategy: str = field(default="bfd", metadata={"help": "bfd, bfd_split or wrapped."})
