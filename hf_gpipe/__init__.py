@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from hf_gpipe.runtime.custom_loss import LogitsLoss, RowLoss
     from hf_gpipe.training.arguments import PipelineTrainingArguments
     from hf_gpipe.training.dpo import PipelineDPOConfig, PipelineDPOTrainer
+    from hf_gpipe.training.sft import PipelineSFTTrainer
+    from hf_gpipe.training.sft_config import PipelineSFTConfig
     from hf_gpipe.training.trainer import PipelineTrainer
 
 __version__ = "0.1.0"
@@ -26,6 +28,8 @@ __all__ = [
     "PipelineConfig",
     "PipelineDPOConfig",
     "PipelineDPOTrainer",
+    "PipelineSFTConfig",
+    "PipelineSFTTrainer",
     "PipelineTrainer",
     "PipelineTrainingArguments",
     "RowLoss",
@@ -39,6 +43,8 @@ _MODULE_OF = {
     "PipelineConfig": "hf_gpipe.recipe",
     "PipelineDPOConfig": "hf_gpipe.training.dpo",
     "PipelineDPOTrainer": "hf_gpipe.training.dpo",
+    "PipelineSFTConfig": "hf_gpipe.training.sft_config",
+    "PipelineSFTTrainer": "hf_gpipe.training.sft",
     "PipelineTrainer": "hf_gpipe.training.trainer",
     "PipelineTrainingArguments": "hf_gpipe.training.arguments",
     "RowLoss": "hf_gpipe.runtime.custom_loss",

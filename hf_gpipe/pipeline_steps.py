@@ -79,6 +79,7 @@ class PipelineSteps(StageParameters):
     _table_recompute: Any
     _is_packing_verified: bool
     _may_lack_overlap: bool
+    _num_evaluations: int = 0
 
     # ------------------------------------------------------------------ training
 
@@ -353,8 +354,10 @@ class PipelineSteps(StageParameters):
 
     def _evaluate(self, rows: Batch, options: StepOptions) -> Evaluation:
         self.ties.refresh_copies()
+        # Its number names its mini-batch in metrics; there is no dropout to seed.
+        self._num_evaluations += 1
         micro_batches = make_micro_batches(
-            self.adapter, [rows], self.num_micro_batches, self.seed, self.step, loss=self._loss
+            self.adapter, [rows], self.num_micro_batches, self.seed, self._num_evaluations, loss=self._loss
         )
         with self._in_evaluation():
             table = self.schedule(len(micro_batches), "forward_only")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from hf_gpipe.adapters.autocast import scope_of
 from hf_gpipe.adapters.base import Adapter, Inputs, Tensors
@@ -40,6 +43,7 @@ class StageModel:
         #: Where the stage's linear layers put their weight gradients; None: they are autograd's.
         self.weight_gradients: WeightGradients | None = None
         self._is_compiled = False
+        self._noise: RemovableHandle | None = None
         self._pending: dict[str, nn.Module] = {}
         self._strip()
 
@@ -161,6 +165,29 @@ class StageModel:
     def parameters(self) -> dict[str, nn.Parameter]:
         """This stage's parameters by Hugging Face name; a tied one once, under its source's name."""
         return self._parameters
+
+    def add_noise(self, alpha: float | None) -> None:
+        """Add noise to the embeddings (B, T, D) of training, if this stage makes them (NEFTune, arXiv 2310.05914).
+
+        It is uniform, at most alpha / sqrt(T D), and is drawn from the embedding's own seed of the micro-batch, like
+        dropout.
+
+        Args:
+            alpha: None: no noise, and none any more.
+        """
+        if self._noise is not None:
+            self._noise.remove()
+            self._noise = None
+        if alpha is None or not self.is_first:
+            return
+
+        def hook(module: nn.Module, args: Any, embedded: torch.Tensor) -> torch.Tensor:
+            if self.port.seeds is None:
+                return embedded
+            bound = alpha / math.sqrt(embedded.shape[1] * embedded.shape[2])
+            return embedded + torch.empty_like(embedded).uniform_(-bound, bound)
+
+        self._noise = self.model.get_input_embeddings().register_forward_hook(hook)
 
     def compile_blocks(self, backend: str | None = None) -> None:
         """Compile each block of this stage by torch.compile. Blocks of one class share one compilation.

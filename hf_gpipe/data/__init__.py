@@ -27,6 +27,7 @@ from hf_gpipe.data.corpus import build_corpus
 from hf_gpipe.data.labelled import LabelCollator, LabelledExamples
 from hf_gpipe.data.pairs import Corpus, Pair
 from hf_gpipe.data.preferences import PreferenceCollator, PreferenceExamples
+from hf_gpipe.data.sft import SFTCollator, SFTExamples
 from hf_gpipe.data.stream import PairStream, StreamedCorpus
 from hf_gpipe.data.tokenized import StreamedExamples, TokenizedPairs
 from hf_gpipe.data.tokenizer import train_tokenizer
@@ -41,6 +42,8 @@ __all__ = [
     "PairStream",
     "PreferenceCollator",
     "PreferenceExamples",
+    "SFTCollator",
+    "SFTExamples",
     "StreamedCorpus",
     "StreamedExamples",
     "TokenizedPairs",

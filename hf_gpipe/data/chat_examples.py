@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.data.chat_labels import ChatEncoder
-from hf_gpipe.data.chats import Conversation
+from hf_gpipe.data.chats import Conversation, conversation_of
 from hf_gpipe.data.encoded import EncodedConversations, conversations_of
 from hf_gpipe.data.tokenized import IGNORE_INDEX
 from hf_gpipe.errors import DataError
@@ -54,13 +54,14 @@ class ChatExamples(EncodedConversations):
     ) -> None:
         if max_length is not None and max_length < 2:
             raise DataError(f"max_length is {max_length}; it must be at least 2, to learn the second token")
-        conversations = conversations_of(rows, tokenizer)
+        conversations = conversations_of(rows, tokenizer, self._read)
         self._encoder = ChatEncoder(
             tokenizer, assistant_only_loss=assistant_only_loss, completion_only_loss=completion_only_loss
         )
         self._kept = slice(max_length) if truncation_mode == "keep_start" else slice(-(max_length or 0), None)
         self._max_length = max_length
-        self._encode(conversations, tokenizer, [max_length, truncation_mode, assistant_only_loss, completion_only_loss])
+        options = [max_length, truncation_mode, assistant_only_loss, completion_only_loss]
+        self._encode(conversations, tokenizer, options)
         if self.num_truncated or self.num_dropped:
             logger.warning(
                 "of %d conversations, %d were cut to %s tokens, and %d were dropped because they then had no target",
@@ -77,15 +78,27 @@ class ChatExamples(EncodedConversations):
 
     def _example(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray] | None:
         """The ids and labels of a conversation; None if no target is left."""
-        ids, is_learnt = map(np.asarray, self._encoder.encode(conversation.where, conversation.row))
-        labels = np.where(is_learnt, ids, IGNORE_INDEX)
+        ids, labels = self._tokens(conversation.where, conversation.row)
         is_cut = self._max_length is not None and len(ids) > self._max_length
         ids, labels = (ids[self._kept], labels[self._kept]) if is_cut else (ids, labels)
         self.num_truncated += is_cut
-        if not (labels[1:] != IGNORE_INDEX).any():  # nothing predicts the first token
+        if not self._is_kept(labels):
             self.num_dropped += 1
             return None
         return ids, labels
+
+    def _read(self, where: str, row: Mapping[str, Any]) -> dict[str, Any]:
+        """What is kept of a row; see `hf_gpipe.data.chats.Read`."""
+        return conversation_of(where, row)
+
+    def _tokens(self, where: str, row: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+        """The ids and labels of a row that `_read` returned."""
+        ids, is_learnt = map(np.asarray, self._encoder.encode(where, row))
+        return ids, np.where(is_learnt, ids, IGNORE_INDEX)
+
+    def _is_kept(self, labels: np.ndarray) -> bool:
+        """Whether there is a target: nothing predicts the first token."""
+        return bool((labels[1:] != IGNORE_INDEX).any())
 
     @property
     def lengths(self) -> list[int]:

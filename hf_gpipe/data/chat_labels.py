@@ -38,13 +38,16 @@ class ChatEncoder:
         self._assistant_only, self._completion_only = assistant_only_loss, completion_only_loss
 
     def encode(self, where: str, row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
-        """The ids of a row that `conversation_of` returned, and for each id whether it is learnt.
+        """The ids of a row that `conversation_of` returned, or of {"text"}, and for each id whether it is learnt.
 
         Raises DataError for a conversation that the template refuses, or in which it does not show what the assistant
         says; names the row.
         """
         if "messages" in row:
             return self._chat(where, row, row["messages"])
+        if "text" in row:
+            ids = self._text(row["text"])
+            return ids, [True] * len(ids)
         if isinstance(row["prompt"], str):
             ids, prompt = self._text(row["prompt"] + row["completion"]), self._tokenizer(row["prompt"])["input_ids"]
             is_learnt = [True] * len(ids)

@@ -108,13 +108,14 @@ def _rows(path: Path, what: str) -> Iterator[Row]:
     raise DataError(f"data.path: {path} has no {what}; names that end in .jsonl, .json or .parquet are read")
 
 
-def conversation_of(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
+def conversation_of(where: str, row: Mapping[str, Any], *, needs_assistant: bool = True) -> dict[str, Any]:
     """A row as TRL and transformers know it: "messages", or "prompt" and "completion", with "tools" if there are any.
 
     Args:
         where: the row's name in messages.
         row: has `messages`, a list of {"role", "content"}; or ShareGPT's `conversations`, a list of {"from", "value"};
             or `prompt` and `completion`, both text or both lists of messages. `tools` may be JSON text.
+        needs_assistant: whether messages must have an assistant turn.
 
     Raises:
         DataError: another form, an unknown role, content that is not text, or no assistant turn; names the row.
@@ -146,7 +147,7 @@ def conversation_of(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
             return {"prompt": prompt, "completion": answered}
         given["prompt"] = _messages(where, "prompt", prompt)
         given["completion"] = answered = _messages(where, "completion", answered)
-    if not any(message["role"] == "assistant" for message in answered):
+    if needs_assistant and not any(message["role"] == "assistant" for message in answered):
         name = "messages" if "messages" in given else "completion"
         roles = ", ".join(dict.fromkeys(message["role"] for message in answered))
         raise DataError(

@@ -80,6 +80,9 @@ class EncodedConversations(ABC):
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         if not 0 <= index < len(self):
             raise IndexError(index)
+        return self._row(index)
+
+    def _row(self, index: int) -> dict[str, list[int]]:
         columns = zip(self._columns, self._table.columns, strict=True)
         return {name: column[index].as_py() for name, column in columns}
 

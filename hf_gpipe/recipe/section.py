@@ -188,4 +188,6 @@ def _misfit(error: ValidationError, cls: type, values: Mapping[str, Any]) -> Mis
     else:
         within = []
     hint = nearest(found, map(str, choices(schema))) if isinstance(found, str) else ""
+    if found is None and not within and not keys[str(name)].is_required:
+        hint = f"; leave the key out for its default, {keys[str(name)].default!r}"
     return MisfitError((str(name), *within), f": found {show(found)}, expected {describe(schema)}{hint}")

@@ -183,7 +183,7 @@ def check_loss(loss: Loss, label_smoothing: float, logit_clipping: float | None,
     if not isinstance(loss, TokenLoss | RowLoss | LogitsLoss):
         raise UserError(f"loss is a {type(loss).__name__}; give a LogitsLoss or a RowLoss with your function")
     for name, value in (("label_smoothing", label_smoothing), ("logit_clipping", logit_clipping)):
-        if value:
+        if value and value != getattr(loss, name, None):
             raise UserError(
                 f"{name}={value!r} is of the cross-entropy, and the loss is another one; leave one of them out"
             )

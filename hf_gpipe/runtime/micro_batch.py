@@ -29,6 +29,7 @@ class MicroBatch:
         seed: its seed for dropout, from (seed, step, number in the step).
         num_units: units of the loss in the whole mini-batch, by which its sum is divided; at least 1.
         num_micro_batches: of the step; an auxiliary loss is the mean over them.
+        mini_batch: the number of the step, or of the evaluation, and that of its mini-batch in it.
         shapes: of what crosses each boundary, by name, for those that were asked for.
     """
 
@@ -37,6 +38,7 @@ class MicroBatch:
     seed: int
     num_units: int
     num_micro_batches: int
+    mini_batch: tuple[int, int] = (0, 0)
     shapes: dict[int, Mapping[str, tuple[int, ...]]] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -198,7 +200,8 @@ def make_micro_batches(
     # On the CPU, where reading a value makes nobody wait.
     on_cpu = [{name: tensor.cpu() for name, tensor in batch.items()} for batch in batches]
     inputs: list[Mapping[str, torch.Tensor]] = []
-    for batch in on_cpu:
+    owners: list[int] = []
+    for number, batch in enumerate(on_cpu):
         if packing or is_flattened(batch):
             if not isinstance(loss, TokenLoss):
                 raise UserError(NOT_PACKED.format(type(loss).__name__))
@@ -211,11 +214,15 @@ def make_micro_batches(
                 else split_rows(batch, num_micro_batches, loss.rows_per_unit)
             )
             inputs += [adapter.with_known_masks(adapter.prepare(one)) for one in rows]
+        owners += [number] * (len(inputs) - len(owners))
     for one in inputs:
         adapter.check_lengths(one)
         adapter.check_ids(one)
     count = sum(int(loss.row_units(adapter.targets(one)).sum()) for one in inputs)
-    return [MicroBatch(first + i, one, mix(seed, step, i), max(count, 1), len(inputs)) for i, one in enumerate(inputs)]
+    return [
+        MicroBatch(first + i, one, mix(seed, step, i), max(count, 1), len(inputs), (step, owner))
+        for i, (one, owner) in enumerate(zip(inputs, owners, strict=True))
+    ]
 
 
 def on_devices(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -180,8 +180,11 @@ class Stage:
                 return outputs
             targets = self.model.adapter.targets(inputs)
             losses = [PLAIN]
-            if isinstance(self.loss, TokenLoss) and self.loss.label_smoothing:
-                losses.append(self.loss.unclipped)
+            if isinstance(self.loss, TokenLoss) and not options.is_likelihood_only:
+                noting = self.loss.noting(micro_batch.mini_batch, is_training=False)
+                losses = [replace(PLAIN, metrics=noting.metrics)]
+                if (own := self.loss.unclipped) != PLAIN:
+                    losses.append(own)
             logits = outputs.pop("logits", None)
             if deferred is not None:
                 of_tokens = deferred_token_losses(deferred, targets, losses)
@@ -278,7 +281,7 @@ class Stage:
             assert isinstance(loss, RowLoss)
             return loss(log_probs, inputs).sum() / num_units
 
-        of_tokens = loss if isinstance(loss, TokenLoss) else PLAIN
+        of_tokens = loss.noting(micro_batch.mini_batch, is_training=True) if isinstance(loss, TokenLoss) else PLAIN
         if deferred is not None:
             through = of_rows if isinstance(loss, RowLoss) else None
             return deferred_loss(deferred, targets, of_tokens, num_units, added, of_rows=through)

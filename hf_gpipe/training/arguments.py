@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from hf_gpipe.training.supported import (
     BITSANDBYTES_OPTIMIZERS,
     HARMLESS_ARGUMENTS,
     HARMLESS_VALUES,
+    MISSING_ARGUMENTS,
     OPTIMIZERS,
     REFUSED,
     REFUSED_ENVIRONMENT,
@@ -132,7 +133,18 @@ class PipelineTrainingArguments(TrainingArguments):
         default=None, metadata={"help": "In place of the model's own: the object, or a directory or Hub id to load."}
     )
 
+    def __new__(cls, *args: Any, **given: Any) -> Self:
+        """Raise UserError for arguments that there are not; a dataclass would raise a TypeError."""
+        known = {one.name for one in fields(cls) if one.init}
+        for name in given.keys() - known:
+            note = MISSING_ARGUMENTS.get(name)
+            reason = f": {note}" if note else f"{nearest(name, known)}; leave it out"
+            raise UserError(f"{cls.__name__} has no argument {name!r}{reason}")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
+        if self.num_train_epochs is None:
+            raise UserError("num_train_epochs=None: give a number above 0, or leave it out; max_steps goes before it")
         if isinstance(self.replicas, list) and len(self.replicas) == 1:
             # One number of a command line.
             self.replicas = self.replicas[0]
@@ -154,16 +166,16 @@ class PipelineTrainingArguments(TrainingArguments):
         for argument in fields(TrainingArguments):
             if argument.name in REFUSED:
                 self._refuse_unless_default(argument)
-        _choose("optim", str(getattr(self.optim, "value", self.optim)), (*OPTIMIZERS, *BITSANDBYTES_OPTIMIZERS))
+        choose("optim", str(getattr(self.optim, "value", self.optim)), (*OPTIMIZERS, *BITSANDBYTES_OPTIMIZERS))
         if self.optim in BITSANDBYTES_OPTIMIZERS and not is_bitsandbytes_available():
             raise UserError(
                 f"optim={str(getattr(self.optim, 'value', self.optim))!r} keeps its state in 8 bits, or in pages, by "
                 "the package bitsandbytes, which is not installed; install it, or choose one of "
                 f"{', '.join(OPTIMIZERS)}"
             )
-        _choose("train_sampling_strategy", self.train_sampling_strategy, SAMPLING)
-        _choose("save_in_background", self.save_in_background, ("auto", "always", "never"))
-        _choose("on_nonfinite_loss", self.on_nonfinite_loss, ("ignore", "skip", "stop"))
+        choose("train_sampling_strategy", self.train_sampling_strategy, SAMPLING)
+        choose("save_in_background", self.save_in_background, ("auto", "always", "never"))
+        choose("on_nonfinite_loss", self.on_nonfinite_loss, ("ignore", "skip", "stop"))
         for name in ("timeline_steps", "slow_machine_steps", "memory_save_steps"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)}; it must be at least 1, or None")
@@ -227,6 +239,11 @@ class PipelineTrainingArguments(TrainingArguments):
             device="cpu" if self.device.type == "cpu" else "auto",
             torch_compile_backend=self.torch_compile_backend if self.torch_compile else None,
         )
+
+    @property
+    def packs_rows(self) -> bool:
+        """Whether micro-batches are rows of documents without padding."""
+        return bool(self.packing)
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -307,7 +324,8 @@ class PipelineTrainingArguments(TrainingArguments):
             yield
 
 
-def _choose(name: str, value: str, allowed: tuple[str, ...]) -> None:
+def choose(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise UserError for a value of an argument that is not among the allowed ones."""
     if value not in allowed:
         raise UserError(
             f"{name}={value!r} is not supported by a pipeline; choose one of {', '.join(allowed)}"

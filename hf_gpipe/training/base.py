@@ -59,6 +59,13 @@ def pipeline_of(
         UserError: the arguments ask for something else than a given pipeline is.
     """
     pipe = _pipeline(model, args, example, {"loss": loss, **options})
+    if args.neftune_noise_alpha is not None and pipe.adapter.config.is_encoder_decoder:
+        raise UserError(
+            f"neftune_noise_alpha={args.neftune_noise_alpha!r}: {pipe.adapter.config.model_type} has an encoder, and "
+            "the noise is supported for decoder-only models; leave it out"
+        )
+    for stage in pipe.models.values():
+        stage.add_noise(args.neftune_noise_alpha)
     if args.generation_config is not None:
         pipe.adapter.reference.generation_config = generation_config_of(args.generation_config)
     return pipe
@@ -149,7 +156,7 @@ def _pipeline(
         logit_clipping=args.logit_clipping,
         autocast=args.autocast,
         length_bucketing=args.train_sampling_strategy == "group_by_length",
-        packing=bool(args.packing),
+        packing=args.packs_rows,
         **options,
     )
 
@@ -166,7 +173,7 @@ def example_of(dataset: Any, args: PipelineTrainingArguments) -> Workload | None
     """The shape of the longest mini-batch to come, for the planner."""
     by_length = args.train_sampling_strategy == "group_by_length"
     return longest_mini_batch(
-        dataset, args.per_device_train_batch_size, args.batch_tokens, by_length=by_length, packing=bool(args.packing)
+        dataset, args.per_device_train_batch_size, args.batch_tokens, by_length=by_length, packing=args.packs_rows
     )
 
 

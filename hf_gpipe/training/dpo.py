@@ -9,7 +9,7 @@ otherwise they are computed once, before the training.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from hf_gpipe.runtime.device_choice import processes_for
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.base import pipeline_of
-from hf_gpipe.training.evaluator import Evaluator
 from hf_gpipe.training.loader import Batch, MiniBatches
 from hf_gpipe.training.pools import has_index
 from hf_gpipe.training.preference_loss import METRICS, PreferenceLoss
@@ -148,7 +147,7 @@ class PipelineDPOTrainer(PipelineTrainer):
 
         def prepare() -> None:
             datasets["train"] = self._examples(train_dataset)
-            datasets["eval"] = _each(eval_dataset, self._examples)
+            datasets["eval"] = each(eval_dataset, self._examples)
             if data_collator is None and processing_class is None:
                 raise UserError("processing_class is None; give the tokenizer, whose padding token fills shorter rows")
 
@@ -216,7 +215,7 @@ class PipelineDPOTrainer(PipelineTrainer):
         if names is not None:
             given = {name: given[name] if isinstance(given, Mapping) else None for name in names}
         size = args.per_device_eval_batch_size
-        self.eval_dataset = _each(given, lambda dataset: self._with_reference(reference, dataset, size))
+        self.eval_dataset = each(given, lambda dataset: self._with_reference(reference, dataset, size))
 
     def _with_reference(self, reference: Pipeline, dataset: Any, batch_size: int) -> Any:
         """A dataset whose rows have the reference's log-probabilities; None in processes that do not read data."""
@@ -255,17 +254,7 @@ class PipelineDPOTrainer(PipelineTrainer):
 
     # ------------------------------------------------------------------ metrics
 
-    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """As the base class's, with the metrics of the pairs in each line of the training's loss."""
-        if "loss" in logs:
-            logs.update(self._metrics(is_training=True))
-        super().log(logs, start_time)
-
-    def _evaluator(self) -> Evaluator:
-        self._preferences.take(is_training=False)
-        return replace(super()._evaluator(), metrics_of_loss=lambda: self._metrics(is_training=False))
-
-    def _metrics(self, *, is_training: bool) -> dict[str, float]:
+    def _metrics_of_loss(self, *, is_training: bool) -> dict[str, float]:
         """The means over the pairs since the last call, of all processes. Every process calls it."""
         *sums, num_pairs = self.topology.all_reduce(self._preferences.take(is_training=is_training)).tolist()
         return {name: value / num_pairs for name, value in zip(METRICS, sums, strict=True)} if num_pairs else {}
@@ -290,7 +279,7 @@ class _WithReference(Dataset[dict[str, Any]]):
         return list(self._dataset.lengths)
 
 
-def _each(datasets: Any, function: Callable[[Any], Any]) -> Any:
+def each(datasets: Any, function: Callable[[Any], Any]) -> Any:
     """The result of a function for a dataset, or for each of a dict of several."""
     if isinstance(datasets, Mapping):
         return {name: function(dataset) for name, dataset in datasets.items()}

@@ -31,7 +31,7 @@ class Evaluator:
         preprocess: reduces a micro-batch's logits.
         pad_token_id: fills generated rows; None: the model's own.
         on_batch: called after each mini-batch.
-        metrics_of_loss: called in every process at the end, for other metrics of the loss; None: there are none.
+        metrics_of_loss: called in every process at the end, for other metrics of the loss.
     """
 
     pipe: Pipeline
@@ -40,7 +40,7 @@ class Evaluator:
     preprocess: Preprocess | None
     pad_token_id: int | None
     on_batch: Callable[[], None]
-    metrics_of_loss: Callable[[], dict[str, float]] | None = None
+    metrics_of_loss: Callable[[], dict[str, float]]
 
     def evaluate(self, batches: Iterable[Batch] | None, prefix: str, options: Mapping[str, Any]) -> dict[str, float]:
         """Loss, metrics of `compute_metrics` and speed.
@@ -101,8 +101,7 @@ class Evaluator:
                 computed |= self._computed(part, compute_result=one.is_last)
             self.on_batch()
         metrics: dict[str, Any] = {"loss": mean_loss(losses, num_rows, only_finite=self.args.logging_nan_inf_filter)}
-        if self.metrics_of_loss is not None:
-            metrics |= self.metrics_of_loss()
+        metrics |= self.metrics_of_loss()
         if metrics_of is not None:
             if columns.labels and not in_parts:
                 computed = self._computed(columns)

@@ -125,6 +125,8 @@ def _value(args: PipelineTrainingArguments, name: str) -> Any:
     """An argument in the form that the configuration has."""
     if name == "memory":
         return args.config.memory_bytes
+    if name == "packing":
+        return args.packs_rows
     value = getattr(args, name)
     return tuple(value) if isinstance(value, list) else value
 

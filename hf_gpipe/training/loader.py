@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from hf_gpipe.adapters.dropout import mix
 from hf_gpipe.data.batches import length_bucketed_batches, num_token_batches, shuffled_batches, token_batches
 from hf_gpipe.data.sampling import epoch_rows
-from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.errors import DataError, UserError, listed
 from hf_gpipe.training.pools import Places, Pools, has_index, target_tokens
 
 Batch = Mapping[str, torch.Tensor]
@@ -220,8 +220,25 @@ class MiniBatches:
                     yield self._collated(batch)
             number += len(batches)
 
+    def _check_columns(self, row: Any) -> None:
+        """Raise DataError for a row of which the model would get nothing."""
+        if not isinstance(row, Mapping) or self.columns is None or any(name in self.columns for name in row):
+            return
+        found = listed(list(map(str, row)))
+        if any(name in row for name in ("messages", "conversations", "prompt", "completion", "text")):
+            advice = "they are not tokenised: give the dataset to PipelineSFTTrainer with a PipelineSFTConfig"
+            if "chosen" in row:
+                advice = "they are not tokenised: give the dataset to PipelineDPOTrainer with a PipelineDPOConfig"
+        else:
+            advice = "give rows with 'input_ids' and 'labels'"
+        raise DataError(
+            f"the rows have the columns {found}, and none that the model takes; {advice}, or set "
+            "remove_unused_columns=False where the data_collator reads them"
+        )
+
     def _collated(self, rows: list[Any]) -> Batch:
         if self.columns is not None:
+            self._check_columns(rows[0])
             rows = [
                 {k: v for k, v in row.items() if k in self.columns} if isinstance(row, Mapping) else row for row in rows
             ]

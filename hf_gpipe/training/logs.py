@@ -54,10 +54,10 @@ class Logs:
             loss = self._loss / (1 + steps - self._logged_step)
         self._loss += loss
 
-    def count(self, group: Sequence[Batch]) -> None:
-        """Note what a step has trained on."""
+    def count(self, group: Sequence[Batch]) -> int:
+        """Note what a step has trained on; returns its tokens without padding."""
         self._num_rows += sum(len(batch["input_ids"]) for batch in group)
-        self.meter.count(group)
+        return self.meter.count(group)
 
     def read(self, state: TrainerState, norm: float | None, rate: float | None) -> dict[str, Any] | None:
         """The metrics since the last call; None where there was no step.

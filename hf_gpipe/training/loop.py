@@ -141,7 +141,7 @@ class TrainingLoop:
                 if self._pipe.is_asynchronous:
                     self._note_step_of_window(number, len(group))
                 self._count(group)
-                self._logs.count(group)
+                self._trainer.num_trained_tokens += self._logs.count(group)
                 done += len(group)
                 # Of the mini-batches trained on: those that are read ahead are read again.
                 self._run.position = Position(epoch, done, None if batches is None else batches.place(done))

@@ -47,10 +47,12 @@ class Meter:
         self._timed.append([])
         return self._timed[-1]
 
-    def count(self, batches: Sequence[Batch]) -> None:
-        """Note what an update trained on."""
+    def count(self, batches: Sequence[Batch]) -> int:
+        """Note what an update trained on; returns its tokens without padding."""
         decoder_only = not self._pipe.adapter.config.is_encoder_decoder
-        self._num_tokens += sum(num_tokens(batch, decoder_only) for batch in batches)
+        count = sum(num_tokens(batch, decoder_only) for batch in batches)
+        self._num_tokens += count
+        return count
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -25,6 +25,7 @@ HONOURED = frozenset(
         "gradient_accumulation_steps",
         "max_grad_norm",
         "label_smoothing_factor",
+        "neftune_noise_alpha",
         "bf16",
         "fp16",
         "tf32",
@@ -93,6 +94,7 @@ HONOURED = frozenset(
 #: Of these, what is honoured only in part.
 LIMITS = {
     "optim": "those of optimizers that treat each parameter alone: {optimizers}; with bitsandbytes {bitsandbytes}",
+    "neftune_noise_alpha": "of decoder-only models; the noise depends on the seed, the step and the micro-batch",
     "dataloader_num_workers": "of a map-style dataset; an iterable one is read by the main process",
 }
 
@@ -113,7 +115,6 @@ REFUSED = {
     "use_liger_kernel": _LIGER,
     "liger_kernel_config": _LIGER,
     "use_cache": "no key-value cache is kept in training",
-    "neftune_noise_alpha": "its noise would depend on where the embedding is",
     "auto_find_batch_size": "a stage that ran out of memory cannot tell the others; raise num_micro_batches instead",
     "eval_use_gather_object": "predictions are tensors",
     "save_on_each_node": "each process writes its own stages into one directory, which all machines must share",
@@ -130,6 +131,42 @@ REFUSED = {
     "deepspeed": _OTHER_ENGINE,
     "debug": "its tools look into one whole model",
     "skip_memory_metrics": "every log has peak_memory_bytes",
+}
+
+_REFERENCE = "the reference is the model before its training, or ref_model; leave it out"
+_ONE_LOSS = "loss_type names one loss, and the losses of DPO's paper and its variants alone are supported; leave it out"
+_SFT_ONLY = "only PipelineSFTConfig has it"
+
+#: Arguments of TRL's configurations that are not there -> why, and what to do instead.
+MISSING_ARGUMENTS = {
+    "loss_weights": "a sum of losses is not supported; name one loss_type and leave it out",
+    "ld_alpha": _ONE_LOSS,
+    "f_divergence_type": _ONE_LOSS,
+    "f_alpha_divergence_coef": _ONE_LOSS,
+    "use_weighting": _ONE_LOSS,
+    "discopop_tau": _ONE_LOSS,
+    "sync_ref_model": _REFERENCE,
+    "ref_model_mixup_alpha": _REFERENCE,
+    "ref_model_sync_steps": _REFERENCE,
+    "truncation_mode": f"rows are cut at their end; {_SFT_ONLY}",
+    "padding_free": f"packing=True of PipelineTrainingArguments leaves padding out; {_SFT_ONLY}",
+    "pad_to_multiple_of": "each micro-batch is as wide as its longest row; leave it out",
+    "pad_token": f"set tokenizer.pad_token, and give the tokenizer as processing_class; {_SFT_ONLY}",
+    "eos_token": f"set tokenizer.eos_token, and give the tokenizer as processing_class; {_SFT_ONLY}",
+    "chat_template_path": f"set tokenizer.chat_template, and give the tokenizer as processing_class; {_SFT_ONLY}",
+    "model_init_kwargs": "make a Pipeline with these options, such as dtype, and give it as the model",
+    "trust_remote_code": "make a Pipeline with trust_remote_code=True, and give it as the model",
+    "router_aux_loss_coef": "set it in the model's configuration, with output_router_logits=True",
+    "dataset_num_proc": "rows are tokenised in the main process; leave it out",
+    "dataset_text_field": "texts are for PipelineSFTTrainer; use PipelineSFTConfig",
+    "dataset_kwargs": "use PipelineSFTConfig with PipelineSFTTrainer",
+    "assistant_only_loss": "use PipelineSFTConfig with PipelineSFTTrainer",
+    "completion_only_loss": "use PipelineSFTConfig with PipelineSFTTrainer",
+    "max_length": "use PipelineSFTConfig with PipelineSFTTrainer, or cut the rows",
+    "packing_strategy": "use PipelineSFTConfig with PipelineSFTTrainer",
+    "eval_packing": "use PipelineSFTConfig with PipelineSFTTrainer",
+    "shuffle_dataset": "train_sampling_strategy='random' draws the rows in another order in each epoch",
+    "activation_offloading": "recompute='stage' keeps the fewest activations; leave it out",
 }
 
 _SCRIPTS = "Trainer does not read it either; it is for scripts"

@@ -27,6 +27,7 @@ class TrainerOfLoop(Protocol):
     optimizer: torch.optim.Optimizer | None
     lr_scheduler: Any
     scaler: LossScaler | None
+    num_trained_tokens: int
 
     def fire(self, event: str, **kwargs: Any) -> None: ...
     def new_state(self) -> TrainerState: ...

@@ -149,6 +149,8 @@ class PipelineTrainer(InspectedTrainer):
         self.control = TrainerControl()
         self.state = self.new_state()
         self._is_in_train = False
+        #: Tokens without padding that this trainer has trained on.
+        self.num_trained_tokens = 0
         #: Tokens that earlier trainings had seen.
         self._first_num_tokens = 0
         self.fire("on_init_end")
@@ -320,6 +322,8 @@ class PipelineTrainer(InspectedTrainer):
             logs: the metrics.
             start_time: of the training; with `include_num_input_tokens_seen` the tokens per second are added.
         """
+        if "loss" in logs:
+            logs.update(self._metrics_of_loss(is_training=True))
         logs["epoch"] = self.state.epoch
         if self.args.include_num_input_tokens_seen != "no":
             seen = logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
@@ -327,6 +331,10 @@ class PipelineTrainer(InspectedTrainer):
                 logs |= speed_metrics("train", start_time, num_tokens=seen - self._first_num_tokens)
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.fire("on_log", logs=logs)
+
+    def _metrics_of_loss(self, *, is_training: bool) -> dict[str, float]:
+        """Metrics that the loss has noted since the last call, the same in every process, which calls it; none here."""
+        return {}
 
     def fire(self, event: str, **kwargs: Any) -> None:
         """Call an event of the callbacks of this process."""
@@ -430,6 +438,7 @@ class PipelineTrainer(InspectedTrainer):
 
     def _evaluator(self) -> Evaluator:
         """Make an evaluator for each call: a script may have set another `compute_metrics` since the last one."""
+        self._metrics_of_loss(is_training=False)  # those of other calls are not of this evaluation
         pad_token_id = self.topology.from_reader(lambda: getattr(self.processing_class, "pad_token_id", None))
         return Evaluator(
             self.pipe,
@@ -438,6 +447,7 @@ class PipelineTrainer(InspectedTrainer):
             self.preprocess_logits_for_metrics,
             pad_token_id,
             on_batch=lambda: self.fire("on_prediction_step"),
+            metrics_of_loss=lambda: self._metrics_of_loss(is_training=False),
         )
 
     # ------------------------------------------------------------------ saving

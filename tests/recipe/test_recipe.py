@@ -116,6 +116,7 @@ def test_the_resolved_recipe_reads_back_as_the_same() -> None:
         ("pipeline.num_stages=true", "found true (a boolean), expected a whole number"),
         ("pipeline.num_stages=2.0", "found 2.0 (a number), expected a whole number"),
         ("pipeline.num_stages=", "found nothing (null)"),
+        ("training.num_train_epochs=null", "expected a number above 0; leave the key out for its default, 3.0"),
         (
             "pipeline.recompute=stages",
             "'none', 'block', 'stage' or a whole number of at least 1 or null; did you mean 'stage'?",

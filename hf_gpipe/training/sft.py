@@ -1,0 +1,305 @@
+"""`PipelineSFTTrainer`: TRL's SFTTrainer, over a pipeline.
+
+Rows become token ids and labels here (hf_gpipe/data/sft.py). Stages, tables and the training loop are those of any
+other training; the loss notes TRL's metrics beside its value (hf_gpipe/runtime/token_metrics.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    EvalPrediction,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+)
+
+from hf_gpipe.data.sft import SFTCollator, SFTExamples
+from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.pipeline import ModelSource, Pipeline
+from hf_gpipe.runtime.custom_loss import LogitsLoss
+from hf_gpipe.runtime.device_choice import processes_for
+from hf_gpipe.runtime.job import Job
+from hf_gpipe.runtime.loss import TokenLoss
+from hf_gpipe.runtime.token_metrics import TokenMetrics, means
+from hf_gpipe.training.base import example_of, pipeline_of
+from hf_gpipe.training.dpo import each
+from hf_gpipe.training.loader import Batch
+from hf_gpipe.training.pools import has_index
+from hf_gpipe.training.predicting import Preprocess
+from hf_gpipe.training.sft_config import PipelineSFTConfig
+from hf_gpipe.training.trainer import PipelineTrainer
+
+
+class PipelineSFTTrainer(PipelineTrainer):
+    """Fine-tunes on conversations, prompts with completions or texts, with the interface of TRL's SFTTrainer.
+
+    Every process makes the same trainer and calls the same methods; only the main process reads data.
+
+    Args:
+        model: a decoder-only model as for `PipelineTrainer`; or a Pipeline made with `args.make_loss()` as its loss.
+        args: the arguments; None: all defaults.
+        data_collator: rows of "input_ids" and "labels" to a mini-batch; None: `SFTCollator`.
+        train_dataset: map-style: rows that `SFTExamples` takes, or its examples.
+        eval_dataset: the same, or a dict of several by name.
+        processing_class: the tokenizer; None: the model's own, where the model is a Hub id or directory, or was loaded
+            from there.
+        compute_loss_func: as for `PipelineTrainer`; `entropy` and `mean_token_accuracy` are not logged with it.
+        compute_metrics: as for `PipelineTrainer`.
+        callbacks: as for `PipelineTrainer`.
+        optimizers: as for `PipelineTrainer`.
+        optimizer_cls_and_kwargs: as for `PipelineTrainer`.
+        preprocess_logits_for_metrics: as for `PipelineTrainer`.
+        quantization_config: as for `Pipeline`.
+        peft_config: as for `Pipeline`.
+        formatting_func: makes a text of each row.
+
+    Raises:
+        UserError: what cannot be honoured, by name.
+    """
+
+    _collated_columns = ("seq_lengths",)
+
+    args: PipelineSFTConfig
+
+    def __init__(
+        self,
+        model: Pipeline | ModelSource,
+        args: PipelineSFTConfig | None = None,
+        data_collator: Callable[[list[Any]], Batch] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
+        callbacks: list[TrainerCallback | type[TrainerCallback]] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Preprocess | None = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        formatting_func: Callable[[Any], str] | None = None,
+    ) -> None:
+        args = args if args is not None else PipelineSFTConfig()
+        if not isinstance(args, PipelineSFTConfig):
+            raise UserError(f"args is a {type(args).__name__}; PipelineSFTTrainer needs a PipelineSFTConfig")
+        args.check()
+        self.args = args
+        Job.join(args.ddp_timeout)
+        tokenizer = processing_class or _tokenizer_of(model, args)
+        if tokenizer is not None:
+            _set_up(tokenizer, args)
+        self._tokenizer, self._formatting = tokenizer, formatting_func
+        self._is_completion_only = bool(args.completion_only_loss)
+        processes = model.topology if isinstance(model, Pipeline) else processes_for(args.config)
+        datasets: dict[str, Any] = {}
+
+        def prepare() -> None:
+            if tokenizer is None and data_collator is None:
+                raise UserError("processing_class is None; give the tokenizer, whose padding token fills shorter rows")
+            if args.completion_only_loss is None and train_dataset is not None:
+                self._is_completion_only = {"prompt", "completion"} <= _first_row(train_dataset).keys()
+            if self._is_completion_only and formatting_func is not None:
+                raise UserError(
+                    "formatting_func makes texts, which have no completion; set completion_only_loss=False, or leave "
+                    "formatting_func out"
+                )
+            datasets["train"] = self._examples(train_dataset, packing=args.packing)
+            datasets["eval"] = each(eval_dataset, self._evaluated_examples)
+
+        processes.from_reader(prepare, takes_long=True)
+        options: dict[str, Any] = {} if isinstance(model, Pipeline) else _options_of(model, args)
+        if quantization_config is not None:
+            options["quantization_config"] = quantization_config
+        loss: Any = args.make_loss() if compute_loss_func is None else LogitsLoss(compute_loss_func)
+        pipe = pipeline_of(
+            model,
+            args,
+            lambda: example_of(datasets.get("train"), args),
+            loss=None if isinstance(model, Pipeline) and compute_loss_func is None else loss,
+            peft_config=peft_config,
+            **options,
+        )
+        if pipe.adapter.config.is_encoder_decoder:
+            raise UserError(
+                f"{pipe.adapter.config.model_type} has an encoder; PipelineSFTTrainer is for decoder-only models"
+            )
+        self._token_metrics = _metrics_of(pipe, args)
+        if tokenizer is not None:
+            _tell_tokens(pipe.adapter.reference, tokenizer, args)
+        if data_collator is None and tokenizer is not None:
+            data_collator = SFTCollator(tokenizer.pad_token_id, args.packs_rows)
+        super().__init__(
+            pipe,
+            args,
+            data_collator,
+            datasets.get("train"),
+            datasets.get("eval"),
+            tokenizer,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
+
+    # ------------------------------------------------------------------ the data
+
+    def _examples(self, dataset: Any, *, packing: bool) -> Any:
+        """The examples of a dataset; None for None."""
+        args = self.args
+        if dataset is None or isinstance(dataset, SFTExamples) or args.skips_preparation:
+            return dataset
+        if not has_index(dataset):
+            raise DataError("rows are tokenised before the training, and a stream has no end; give a map-style dataset")
+        if {"image", "images"} & _first_row(dataset).keys():
+            raise DataError("the rows have images, which are not supported; give rows of text")
+        if self._tokenizer is None:
+            raise UserError("processing_class is None; give the tokenizer, or a dataset of SFTExamples")
+        rows = (self._formatted(dataset[index]) for index in range(len(dataset)))
+        return SFTExamples(
+            rows,
+            self._tokenizer,
+            max_length=args.max_length,
+            truncation_mode=args.truncation_mode,  # type: ignore[arg-type]  # checked
+            assistant_only_loss=args.assistant_only_loss,
+            completion_only_loss=self._is_completion_only,
+            text_field=args.dataset_text_field if self._formatting is None else "text",
+            packing=args.packing_strategy if packing else None,
+            shuffle_seed=args.seed if args.shuffle_dataset else None,
+        )
+
+    def _formatted(self, row: Any) -> Any:
+        return row if self._formatting is None or "input_ids" in row else {"text": self._formatting(row)}
+
+    def _evaluated_examples(self, dataset: Any) -> Any:
+        args = self.args
+        return self._examples(dataset, packing=args.packing if args.eval_packing is None else args.eval_packing)
+
+    def _eval_batches(self, dataset: Any) -> Any:
+        return super()._eval_batches(self._evaluated_examples(dataset))
+
+    # ------------------------------------------------------------------ metrics
+
+    def _metrics_of_loss(self, *, is_training: bool) -> dict[str, float]:
+        """TRL's metrics since the last call: means over the mini-batches, and the tokens trained on so far."""
+        metrics: dict[str, float] = {"num_tokens": self.num_trained_tokens}
+        if self._token_metrics is not None:
+            metrics |= means(self.topology.gather_objects(self._token_metrics.take(is_training=is_training)))
+        return metrics
+
+
+def _first_row(dataset: Any) -> dict[str, Any]:
+    return dict(dataset[0]) if has_index(dataset) and len(dataset) else {}
+
+
+def _tokenizer_of(model: Any, args: PipelineSFTConfig) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a Hub id or directory, or of the one that a model in memory was loaded from."""
+    if not isinstance(model, str | os.PathLike):
+        model = getattr(getattr(model, "config", model), "_name_or_path", "")
+    if not model:
+        return None
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, trust_remote_code=args.trust_remote_code)
+    return loaded
+
+
+def _set_up(tokenizer: PreTrainedTokenizerBase, args: PipelineSFTConfig) -> None:
+    """Give the tokenizer the tokens and the chat template of the arguments."""
+    if args.chat_template_path is not None:
+        path = Path(args.chat_template_path)
+        if not path.is_file():
+            raise UserError(f"chat_template_path={args.chat_template_path!r}: there is no such file; correct the path")
+        tokenizer.chat_template = path.read_text(encoding="utf-8")
+    given = {"eos_token": args.eos_token, "pad_token": args.pad_token}
+    for name, token in given.items():
+        if token is None:
+            continue
+        if token not in tokenizer.get_vocab():
+            raise UserError(f"{name}={token!r} is not a token of {tokenizer.name_or_path!r}; give one of its tokens")
+        setattr(tokenizer, name, token)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token is None:
+        raise UserError("the tokenizer has no padding token and no end-of-sequence token; give pad_token and eos_token")
+
+
+def _tell_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: PipelineSFTConfig) -> None:
+    """Note the tokenizer's tokens in the model's configurations, as TRL does: generation reads them."""
+    generation, config = model.generation_config, model.config.get_text_config()
+    config.pad_token_id = tokenizer.pad_token_id
+    if generation is not None:
+        generation.pad_token_id = tokenizer.pad_token_id
+    if args.eos_token is None:
+        return
+    config.eos_token_id = tokenizer.eos_token_id
+    if generation is not None:
+        ends = generation.eos_token_id
+        ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+        if tokenizer.eos_token_id not in ends:
+            generation.eos_token_id = [tokenizer.eos_token_id, *ends]
+
+
+def _options_of(model: Any, args: PipelineSFTConfig) -> dict[str, Any]:
+    """The options of the Pipeline, by `model_init_kwargs` and the other arguments about the model."""
+    given = dict(args.model_init_kwargs) if isinstance(args.model_init_kwargs, dict) else {}
+    is_path = isinstance(model, str | os.PathLike)
+    if given and not is_path:
+        raise UserError(
+            "model_init_kwargs are for a model that is read from a Hub id or directory; set them when you make the "
+            "model"
+        )
+    for name in ("revision", "device_map"):
+        if given.pop(name, None) not in (None, "auto", "main"):
+            advice = (
+                "the pipeline places the stages" if name == "device_map" else "download that revision, give its path"
+            )
+            raise UserError(f"model_init_kwargs: {name} is not supported ({advice}); leave it out")
+    trusts = given.pop("trust_remote_code", args.trust_remote_code)
+    config = AutoConfig.from_pretrained(model, trust_remote_code=trusts) if is_path else getattr(model, "config", model)
+    assert isinstance(config, PreTrainedConfig)
+    changes = _auxiliary(config, args)
+    options: dict[str, Any] = {}
+    if is_path:
+        dtype = given.pop("dtype", given.pop("torch_dtype", "float32"))
+        options = {"dtype": None if dtype == "auto" else dtype, "trust_remote_code": trusts or None}
+        options |= {name: given.pop(name, None) for name in ("attn_implementation", "quantization_config")}
+        options["config_overrides"] = given | changes or None
+    else:
+        for name, value in changes.items():
+            setattr(config, name, value)
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _auxiliary(config: PreTrainedConfig, args: PipelineSFTConfig) -> dict[str, Any]:
+    """Changes of the configuration of a mixture of experts, whose auxiliary loss TRL turns on."""
+    coefficient = args.router_aux_loss_coef
+    if not hasattr(config, "output_router_logits"):
+        if coefficient:
+            raise UserError(
+                f"router_aux_loss_coef={coefficient!r}: {config.model_type} has no auxiliary loss of experts; leave it "
+                "out"
+            )
+        return {}
+    used = getattr(config, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient
+    changes = {"output_router_logits": bool(used), "router_aux_loss_coef": used}
+    return {name: value for name, value in changes.items() if getattr(config, name, None) != value}
+
+
+def _metrics_of(pipe: Pipeline, args: PipelineSFTConfig) -> TokenMetrics | None:
+    """The metrics of the pipeline's loss; None of a function of logits. Raises UserError for another token loss."""
+    if isinstance(pipe.loss, LogitsLoss):
+        return None
+    if pipe.loss != args.make_loss() or not isinstance(pipe.loss, TokenLoss) or pipe.loss.metrics is None:
+        raise UserError(
+            "the given Pipeline has another loss than the arguments ask for; make it with loss=args.make_loss(), or "
+            "give the model"
+        )
+    return pipe.loss.metrics
