@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,7 +16,9 @@ from hf_gpipe.adapters import Adapter, StageModel, adapter_for, is_known_exact
 from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.adapters.classifiers import classifier_of
 from hf_gpipe.adapters.feed_forward import divide_by_depth, feed_forward_outputs
-from hf_gpipe.adapters.guards import check_as_configured, check_model
+from hf_gpipe.adapters.guards import check_as_configured, check_classes, check_model
+from hf_gpipe.adapters.head import FoundProjection
+from hf_gpipe.adapters.patches import Patch, find_patches
 from hf_gpipe.adapters.peft import PeftAdapter, find_peft, make_peft
 from hf_gpipe.checkpoint import hub
 from hf_gpipe.checkpoint.digests import check_model_files
@@ -43,6 +45,7 @@ class Source:
         peft: the PEFT adapters to train with.
         has_peft_layers: whether the model in memory has their layers already.
         depth_scaled_feed_forward: whether the feed-forward layers of a new model start smaller in a deeper one.
+        patches: the functions on modules of the model in memory that its stages run in place of the library's.
     """
 
     model: ModelSource | None
@@ -50,6 +53,7 @@ class Source:
     peft: PeftAdapter | None
     has_peft_layers: bool
     depth_scaled_feed_forward: bool = False
+    patches: tuple[Patch, ...] = ()
 
     @property
     def has_new_weights(self) -> bool:
@@ -115,6 +119,8 @@ class Source:
         )
         # A language model's checkpoint, read as a classifier.
         adapter.may_lack_head = adapter.is_classifier and "architectures" in (config_overrides or {})
+        layers = tuple(name for layer in adapter.layers for name in layer.all_modules)
+        check_classes(adapter.reference, layers)
         if depth_scaled_feed_forward:
             feed_forward_outputs(adapter)  # raises its error before any weight is made
         if not is_known_exact(adapter):
@@ -135,6 +141,9 @@ class Source:
                 expected = adapter.skeleton()
                 peft.inject(expected)
             check_as_configured(model, expected)
+            source = replace(source, patches=find_patches(model, expected, layers))
+            if any(patch.layer == adapter.layers[-1].name for patch in source.patches):
+                adapter.projection = FoundProjection(None, "a function of its head was replaced")
         return source
 
     def stage_model(self, layers: range, device: torch.device, seed: int) -> StageModel:
@@ -151,6 +160,9 @@ class Source:
             if self.peft is not None and self.has_peft_layers:
                 self.peft.inject(stage_model.model)
             hub.take(stage_model, source, device)
+            for patch in self.patches:
+                if any(patch.layer in layer.all_modules for layer in stage_model.layers):
+                    patch.put(stage_model.model, source)
         elif isinstance(source, str | os.PathLike):
             hub.load(stage_model, source, device, seed)
         else:

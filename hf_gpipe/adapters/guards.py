@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -64,12 +68,12 @@ def check_as_configured(model: PreTrainedModel, expected: PreTrainedModel) -> No
         if type(module).__qualname__ != type(wanted[name]).__qualname__:
             kinds = type(module).__qualname__, type(wanted[name]).__qualname__
             raise UserError(f"{what} is a {kinds[0]} where the configuration makes a {kinds[1]}")
-        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        # transformers leaves hooks of its own once it has recorded outputs; they do nothing in a pipeline.
-        if any(not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks):
-            raise UserError(f"{what} has forward hooks, which stages would not run; remove them")
+        for kind, hooks in _hooks(module):
+            raise UserError(f"{what} has {kind} hooks ({hooks[0]}), which stages would not run; remove them")
         for attribute, value in _scalars(wanted[name]).items():
-            if name and (own := vars(module).get(attribute)) != value:
+            own = vars(module).get(attribute)
+            # Some recurrent blocks keep a state there in a forward.
+            if name and own != value and not isinstance(own, torch.Tensor):
                 raise UserError(
                     f"{what} has {attribute}={own!r} and its configuration makes {value!r}; change the configuration, "
                     "and make the model from it"
@@ -84,12 +88,85 @@ def check_as_configured(model: PreTrainedModel, expected: PreTrainedModel) -> No
         )
 
 
+def check_classes(model: PreTrainedModel, layers: tuple[str, ...]) -> None:
+    """Raise UserError where a class was changed or extended in a way that stages would not run.
+
+    Modules inside of the layers are run by stages as their classes are. What is between the layers, and the loss, is
+    transformers' own.
+
+    Args:
+        model: the whole model, on any device.
+        layers: the names of the modules of the layer list.
+    """
+    family, root = model.config.model_type, type(model)
+    for name, module in model.named_modules():
+        if any(name == one or name.startswith(f"{one}.") for one in layers):
+            continue
+        forward: Any = type(module).forward
+        where = getattr(forward, "__globals__", {}).get("__name__", "")
+        if _is_library_s(type(module)) and not _is_library_s(forward, where):
+            raise UserError(
+                f"{family}: {type(module).__name__}.forward was replaced by {forward.__qualname__} of {where}, and "
+                "stages would not run it as the whole model does; undo that (a pipeline computes the logits' loss in "
+                "chunks by itself), or replace the forward of modules inside of a layer"
+            )
+    is_derived = any(c.__module__.startswith("transformers.models.") for c in root.__mro__)
+    for number, cls in enumerate(root.__mro__):
+        if not is_derived or _is_library_s(cls):
+            break
+        bases = root.__mro__[number + 1 :]
+        for name, value in vars(cls).items():
+            is_code = isinstance(value, FunctionType | property | classmethod | staticmethod)
+            if is_code and name not in _OWN_METHODS and any(name in vars(base) for base in bases):
+                raise UserError(
+                    f"{family}: {cls.__name__} overrides {name}, which stages would not run as the whole model does; "
+                    f"use {bases[0].__name__}, and give a loss as LogitsLoss(function) or compute_loss_func"
+                )
+    if (loss_type := getattr(model, "loss_type", None)) in LOSS_MAPPING and not _is_library_s(LOSS_MAPPING[loss_type]):
+        raise UserError(
+            f"{family}: transformers' loss {loss_type!r} was replaced by {LOSS_MAPPING[loss_type].__qualname__}, and a "
+            "pipeline computes transformers' own; give the loss as LogitsLoss(function) or compute_loss_func"
+        )
+
+
+#: Methods of a subclass of a model that a stage, which is built from the same class, runs as they are.
+_OWN_METHODS = ("__init__", "__repr__", "_init_weights", "get_input_embeddings", "get_output_embeddings")
+_LIBRARIES = ("transformers", "transformers_modules", "torch", "peft", "bitsandbytes", "kernels", "hf_gpipe")
+
+
+def _is_library_s(thing: Any, module: str | None = None) -> bool:
+    """Whether a class or a function comes from a library, or is code of the model's own repository."""
+    return (module or getattr(thing, "__module__", None) or "").partition(".")[0] in _LIBRARIES
+
+
+def _hooks(module: nn.Module) -> Iterator[tuple[str, list[str]]]:
+    """The kinds of hooks that a user has put on a module, and their names."""
+    for kind, registered in (
+        ("forward", (module._forward_hooks, module._forward_pre_hooks)),
+        ("backward", (module._backward_hooks, module._backward_pre_hooks)),
+    ):
+        # transformers leaves hooks of its own once it has recorded outputs; they do nothing in a pipeline.
+        hooks = [hook for some in registered for hook in some.values() if not _is_transformers(hook)]
+        if hooks:
+            yield kind, [getattr(hook, "__qualname__", repr(hook)) for hook in hooks]
+
+
+def _is_transformers(hook: Any) -> bool:
+    return getattr(hook, "__module__", "").startswith("transformers.")
+
+
+_SCALARS = bool | int | float | str | None
+
+
 def _scalars(module: nn.Module) -> dict[str, Any]:
     """Plain attributes set by a module's configuration; none that a forward or a resize changes."""
     return {
         name: value
         for name, value in vars(module).items()
-        if isinstance(value, bool | int | float | str)
+        if (
+            isinstance(value, _SCALARS)
+            or (isinstance(value, list | tuple) and all(isinstance(v, _SCALARS) for v in value))
+        )
         and not name.startswith("_")
         and name not in ("training", "gradient_checkpointing", "vocab_size", "support_avx512bf16_for_cpu")
         and "cached" not in name
