@@ -119,7 +119,7 @@ class PipelineSFTTrainer(PipelineTrainer):
         options: dict[str, Any] = {} if isinstance(model, Pipeline) else _options_of(model, args)
         if quantization_config is not None:
             options["quantization_config"] = quantization_config
-        loss: Any = args.make_loss() if compute_loss_func is None else LogitsLoss(compute_loss_func)
+        loss: Any = LogitsLoss.of(compute_loss_func) or args.make_loss()
         pipe = pipeline_of(
             model,
             args,
