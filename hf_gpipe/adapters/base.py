@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters.autocast import Autocast
+from hf_gpipe.adapters.batch_keys import check_keys
 from hf_gpipe.adapters.document_positions import is_position_table
 from hf_gpipe.adapters.known_mask import with_known_masks
 from hf_gpipe.adapters.layers import Layer, StackName, stacks_of
@@ -28,9 +29,6 @@ from hf_gpipe.adapters.stubs import EmbeddingStub, PassThrough, Port
 from hf_gpipe.errors import DataError
 
 IGNORED_LABEL = -100
-
-#: Prefixes of the names of inputs that are not text: tensors used instead of token ids, or together with them.
-_NOT_TEXT = ("inputs_embeds", "decoder_inputs_embeds", "pixel_values", "image_", "video_", "input_features", "audio_")
 
 Tensors = Mapping[str, torch.Tensor]
 #: Inputs of a model's forward: tensors in training; in generation also the cache and the other arguments of `generate`.
@@ -67,7 +65,7 @@ class Adapter(ABC):
     """
 
     #: Keys of a mini-batch that only the loss reads.
-    loss_keys = ("labels", "ref_logps")
+    loss_keys = ("labels", "shift_labels", "ref_logps")
     #: Keys of a mini-batch that have a value for each token of the target, where that is another text.
     target_keys: tuple[str, ...] = ()
 
@@ -166,11 +164,20 @@ class Adapter(ABC):
 
         Columns of padding at the end are cut off, unless the family's results could depend on them.
 
-        Raises DataError for inputs that are not text.
         """
-        if foreign := [name for name in micro_batch if name.startswith(_NOT_TEXT)]:
-            raise DataError(f"the batch has {foreign[0]!r}; a pipeline takes token ids only")
         return self._prepared(dict(micro_batch))
+
+    def check_keys(self, batch: Tensors) -> None:
+        """Raise DataError for a key of a mini-batch that the stages cannot compute with."""
+        check_keys(batch, self.reference, self.target_keys)
+        if (shifted := batch.get("shift_labels")) is None:
+            return
+        if self.is_classifier or self.target_keys:
+            raise DataError(
+                f"the batch has 'shift_labels', which {type(self.reference).__name__} does not read; give labels"
+            )
+        if shifted.shape != (shape := batch["input_ids"].shape):
+            raise DataError(f"shift_labels have the shape {tuple(shifted.shape)} and input_ids {tuple(shape)}")
 
     @abstractmethod
     def _prepared(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -301,11 +308,12 @@ class Adapter(ABC):
     def check_ids(self, inputs: Inputs) -> None:
         """Raise DataError where an input id or a label is not in the model's vocabulary; a GPU fails late."""
         tables = {"input_ids": self.reference.get_input_embeddings(), "labels": self.reference.get_output_embeddings()}
+        tables["shift_labels"] = tables["labels"]
         for name, table in tables.items():
             if not isinstance(weight := getattr(table, "weight", None), torch.Tensor) or name not in inputs:
                 continue
             ids, size = inputs[name], weight.shape[0]
-            wrong = ids[((ids < 0) & (ids != IGNORED_LABEL) if name == "labels" else ids < 0) | (ids >= size)]
+            wrong = ids[((ids < 0) & (ids != IGNORED_LABEL) if name != "input_ids" else ids < 0) | (ids >= size)]
             if wrong.numel():
                 raise DataError(
                     f"{name} has {int(wrong[0])}, and the model's vocabulary has {size} tokens; use the model's own "

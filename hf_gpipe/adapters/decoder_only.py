@@ -51,11 +51,16 @@ class DecoderOnly(Adapter):
 
     def _is_used(self, inputs: Tensors) -> torch.Tensor:
         """Mask (B, T) of the positions that are not padding."""
-        mask = inputs["attention_mask"].bool()
-        return mask | (inputs["labels"] != IGNORED_LABEL) if "labels" in inputs else mask
+        is_used = inputs["attention_mask"].bool()
+        for name in ("labels", "shift_labels"):
+            if name in inputs:
+                is_used = is_used | (inputs[name] != IGNORED_LABEL)
+        return is_used
 
     def targets(self, inputs: Tensors) -> torch.Tensor:
-        """The token after each position; the last position has none."""
+        """The `shift_labels` of the batch, else the token after each position; the last position has none."""
+        if "shift_labels" in inputs:
+            return inputs["shift_labels"]
         return F.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
 
     def carry_shapes(self, boundary: int, inputs: Inputs) -> dict[str, tuple[int, ...]]:

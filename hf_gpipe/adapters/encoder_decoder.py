@@ -27,7 +27,11 @@ class EncoderDecoder(Adapter):
         if (mask := inputs.get("attention_mask")) is not None and mask.dim() == 2:
             source = {name: inputs[name] for name in ("input_ids", "attention_mask")}
             inputs |= self._trimmed(source, mask.bool())
-        if (labels := inputs.get("labels")) is not None:
+        # Another mask has columns of the targets in other dimensions, and is taken as it is.
+        are_plain = all(
+            inputs[name].dim() == 2 for name in ("attention_mask", "decoder_attention_mask") if name in inputs
+        )
+        if (labels := inputs.get("labels")) is not None and are_plain:
             target = {n: t for n, t in inputs.items() if n in self.target_keys}
             inputs |= self._trimmed(target, labels != IGNORED_LABEL)
         if "decoder_input_ids" not in inputs:

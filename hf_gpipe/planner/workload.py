@@ -143,7 +143,7 @@ class Workload:
         num_rows, source = batch["input_ids"].shape
         mask = batch.get("attention_mask")
         rows, has_padding = largest_micro_batch(num_rows, num_micro_batches), mask is not None and not bool(mask.all())
-        return cls(rows, source, batch["labels"].shape[-1], has_padding)
+        return cls(rows, source, on_cpu["labels"].shape[-1], has_padding)
 
     @property
     def num_target_tokens(self) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
+from hf_gpipe.adapters.batch_keys import with_labels
 from hf_gpipe.errors import DataError, PeerError
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.micro_batch import Batch
@@ -32,13 +33,13 @@ def pack(batches: Batches) -> torch.Tensor:
 
 
 def tensors_of(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The entries of a mini-batch. Raises DataError for one that is not a tensor."""
+    """The entries of a mini-batch, labels among them. Raises DataError for one that is not a tensor."""
     # Numbers that collators without padding add for flash attention. They follow from the lengths of the documents.
     found = {name: value for name, value in batch.items() if name not in ("max_length_q", "max_length_k")}
     for name, value in found.items():
         if not isinstance(value, torch.Tensor):
             raise DataError(f"mini-batch entry {name!r} is a {type(value).__name__}; only tensors can be trained on")
-    return found
+    return with_labels(found)
 
 
 def unpack(data: torch.Tensor) -> list[dict[str, torch.Tensor]]:

@@ -197,6 +197,9 @@ def make_micro_batches(
     for batch in batches:
         if missing := [name for name in ("input_ids", "labels") if name not in batch]:
             raise DataError(f"a mini-batch needs input_ids and labels; {missing[0]!r} is missing, found {list(batch)}")
+        adapter.check_keys(batch)
+        if "shift_labels" in batch and not isinstance(loss, TokenLoss):
+            raise UserError(f"the batch has 'shift_labels', which {type(loss).__name__} does not read; give labels")
     # On the CPU, where reading a value makes nobody wait.
     on_cpu = [{name: tensor.cpu() for name, tensor in batch.items()} for batch in batches]
     inputs: list[Mapping[str, torch.Tensor]] = []

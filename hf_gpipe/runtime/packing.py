@@ -51,6 +51,8 @@ def documents_of(batch: Batch, target_keys: Collection[str] = ()) -> list[Docume
         DataError: an entry has no value for each token, a row is padded elsewhere than on its right, or rows of sources
             and targets are flattened.
     """
+    if "shift_labels" in batch:
+        raise DataError("the batch has 'shift_labels', which packing does not support; give labels, or leave it out")
     if target_keys:
         return _pairs_of(batch, target_keys)
     entries = _entries(batch, "input_ids", "attention_mask")

@@ -74,6 +74,9 @@ def left_padded_prompts(batch: Batch, pad_token_id: int) -> dict[str, torch.Tens
     """
     ids, is_target = batch["input_ids"], batch["labels"] != IGNORED_LABEL
     mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
+    if mask.shape != ids.shape:
+        shapes = tuple(mask.shape), tuple(ids.shape)
+        raise DataError(f"predict_with_generate: attention_mask has the shape {shapes[0]} and input_ids {shapes[1]}")
     positions = torch.arange(ids.shape[1])
     first = torch.where(is_target, positions, ids.shape[1]).amin(dim=1)
     in_prompt = mask & (positions < first[:, None])

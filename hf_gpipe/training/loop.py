@@ -29,6 +29,7 @@ from hf_gpipe.training.checkpoints import Checkpoints
 from hf_gpipe.training.evaluator import metric_of, note_best
 from hf_gpipe.training.loader import Batch, MiniBatches, in_groups
 from hf_gpipe.training.logs import Logs
+from hf_gpipe.training.meter import num_tokens
 from hf_gpipe.training.optim import learning_rate, takes_metric
 from hf_gpipe.training.slow_machines import SlowMachines
 from hf_gpipe.training.steps import Plan
@@ -283,7 +284,7 @@ class TrainingLoop:
             ids, mask = batch["input_ids"], batch.get("attention_mask")
             self._state.total_flos += 6 * ids.numel() * self._num_parameters
             if self._args.include_num_input_tokens_seen == "non_padding" and mask is not None:
-                self._state.num_input_tokens_seen += int(mask.sum())
+                self._state.num_input_tokens_seen += num_tokens(batch, decoder_only=True)
             elif self._args.include_num_input_tokens_seen != "no":
                 self._state.num_input_tokens_seen += ids.numel()
         every = self._args.torch_empty_cache_steps

@@ -108,7 +108,8 @@ class Meter:
 def num_tokens(batch: Batch, decoder_only: bool) -> int:
     """Tokens of a mini-batch without padding: of the sources and the targets, which in a decoder-only model are one."""
     mask = batch.get("attention_mask")
-    sources = int(mask.sum()) if mask is not None else batch["input_ids"].numel()
+    # A mask of four dimensions says for each position which others it sees, not which are padding.
+    sources = int(mask.bool().sum()) if mask is not None and mask.dim() == 2 else batch["input_ids"].numel()
     return sources if decoder_only else sources + int((batch["labels"] != IGNORED_LABEL).sum())
 
 

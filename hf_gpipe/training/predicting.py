@@ -157,7 +157,7 @@ def _as_arrays(kept: Any, columns: int, num_columns: int) -> Any:
 
 
 def _with_labels(batch: Batch) -> Batch:
-    if "labels" not in batch:
+    if not batch.keys() & {"labels", "shift_labels"}:
         raise DataError(
             f"a mini-batch to evaluate has no 'labels', only {', '.join(batch)}; without targets use Pipeline.generate"
         )

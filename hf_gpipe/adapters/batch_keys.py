@@ -1,0 +1,78 @@
+"""Which keys a mini-batch may have: those that a pipeline computes with exactly as the plain model does.
+
+A key that would be ignored, or cut into micro-batches in a wrong way, is an error.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_gpipe.errors import DataError
+
+#: Prefixes of the names of inputs that are not text: tensors used instead of token ids, or together with them.
+_NOT_TEXT = ("inputs_embeds", "decoder_inputs_embeds", "pixel_values", "image_", "video_", "input_features", "audio_")
+#: Arguments of forward that a pipeline sets itself, with the reason.
+_SET_BY_PIPELINE = {
+    "num_items_in_batch": "the loss is divided by the mini-batch's own number of targets",
+    **dict.fromkeys(("logits_to_keep", "num_logits_to_keep"), "the loss needs the logits of every position"),
+    **dict.fromkeys(("past_key_values", "cache_position", "cache_params", "use_cache"), "training uses no cache"),
+    **dict.fromkeys(
+        ("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+        "a pipeline returns the loss and logits only",
+    ),
+    **dict.fromkeys(("head_mask", "decoder_head_mask", "cross_attn_head_mask"), "it is not for each row"),
+    **dict.fromkeys(
+        ("encoder_outputs", "encoder_hidden_states", "encoder_attention_mask", "cross_attention_mask"),
+        "the stages make the encoder's output and its mask themselves",
+    ),
+}
+#: Entries that a pipeline reads itself.
+_OWN = ("labels", "shift_labels", "ref_logps", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+
+
+def check_keys(batch: Mapping[str, torch.Tensor], model: PreTrainedModel, target_keys: Collection[str] = ()) -> None:
+    """Raise DataError for a key of a mini-batch that the stages cannot compute with, or a mask of a wrong shape.
+
+    Args:
+        batch: the mini-batch.
+        model: the model; only its forward's signature is read.
+        target_keys: of the model's adapter; where there are any, the model has an encoder.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    known = {"input_ids", "attention_mask", *_OWN, *target_keys}
+    for name in batch:
+        if name.startswith(_NOT_TEXT):
+            raise DataError(f"the batch has {name!r}; a pipeline takes token ids only")
+        if reason := _SET_BY_PIPELINE.get(name):
+            raise DataError(f"the batch has {name!r}, which is not supported: {reason}; leave it out")
+        if name not in known and target_keys:
+            raise DataError(
+                f"the batch has {name!r}; a model with an encoder takes {', '.join(sorted(known - {*_OWN}))} and "
+                "labels; leave it out"
+            )
+        if name not in known and not takes_any and name not in parameters:
+            raise DataError(f"the batch has {name!r}, which {type(model).__name__}.forward does not take; leave it out")
+    if "attention_mask" in batch and (borders := sorted(batch.keys() & {"cu_seq_lens_q", "cu_seq_lens_k"})):
+        raise DataError(f"the batch has both {borders[0]!r} and attention_mask; leave the mask out")
+    for name, ids in (("attention_mask", "input_ids"), ("decoder_attention_mask", "decoder_input_ids")):
+        mask, like = batch.get(name), batch.get(ids, batch.get("labels"))
+        if mask is None or like is None:
+            continue
+        if mask.dim() not in (2, 4) or (mask.dim() == 2 and mask.shape != like.shape):
+            raise DataError(
+                f"{name} has the shape {tuple(mask.shape)} and {ids} {tuple(like.shape)}; give a mask of the same "
+                "shape, or of four dimensions, which the model takes as it is"
+            )
+
+
+def with_labels(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The mini-batch; where it has `shift_labels` alone, with the labels that they are the shifted ones of."""
+    shifted = batch.get("shift_labels")
+    if "labels" in batch or shifted is None or shifted.dim() != 2:
+        return dict(batch)
+    return {**batch, "labels": torch.cat([torch.full_like(shifted[:, :1], -100), shifted[:, :-1]], dim=1)}
