@@ -68,11 +68,3 @@ def check_keys(batch: Mapping[str, torch.Tensor], model: PreTrainedModel, target
                 f"{name} has the shape {tuple(mask.shape)} and {ids} {tuple(like.shape)}; give a mask of the same "
                 "shape, or of four dimensions, which the model takes as it is"
             )
-
-
-def with_labels(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The mini-batch; where it has `shift_labels` alone, with the labels that they are the shifted ones of."""
-    shifted = batch.get("shift_labels")
-    if "labels" in batch or shifted is None or shifted.dim() != 2:
-        return dict(batch)
-    return {**batch, "labels": torch.cat([torch.full_like(shifted[:, :1], -100), shifted[:, :-1]], dim=1)}

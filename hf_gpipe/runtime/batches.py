@@ -12,8 +12,9 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from torch.nn import functional as F
 
-from hf_gpipe.adapters.batch_keys import with_labels
+from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.errors import DataError, PeerError
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.micro_batch import Batch
@@ -39,7 +40,11 @@ def tensors_of(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     for name, value in found.items():
         if not isinstance(value, torch.Tensor):
             raise DataError(f"mini-batch entry {name!r} is a {type(value).__name__}; only tensors can be trained on")
-    return with_labels(found)
+    shifted = found.get("shift_labels")
+    if "labels" not in found and shifted is not None and shifted.dim() == 2:
+        # The labels that these are the shifted ones of; the first has no position before it.
+        found["labels"] = F.pad(shifted[:, :-1], (1, 0), value=IGNORED_LABEL)
+    return found
 
 
 def unpack(data: torch.Tensor) -> list[dict[str, torch.Tensor]]:
