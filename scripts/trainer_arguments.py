@@ -1,5 +1,5 @@
 """Writes the tables of docs/trainer.md: training arguments from supported.py, Trainer's methods and attributes from
-surface.py, both in hf_gpipe/training.
+surface.py, those of fine-tuning from sft_config.py, all in hf_gpipe/training.
 
 python scripts/trainer_arguments.py            the tables are written
 python scripts/trainer_arguments.py --check    exit code 1 where the page says something else
@@ -14,6 +14,7 @@ from pathlib import Path
 from transformers import TrainingArguments
 
 from hf_gpipe.training.arguments import PipelineTrainingArguments
+from hf_gpipe.training.sft_config import PipelineSFTConfig
 from hf_gpipe.training.supported import (
     BITSANDBYTES_OPTIMIZERS,
     HARMLESS_ARGUMENTS,
@@ -69,6 +70,16 @@ def surface() -> str:
     return "\n".join([*lines, *(f"| `{name}` | {rows[name]} |" for name in sorted(rows))])
 
 
+def fine_tuning() -> str:
+    """The arguments that PipelineSFTConfig adds, or has other defaults of, as a Markdown table."""
+    base = {argument.name: argument for argument in fields(PipelineTrainingArguments)}
+    lines = ["| argument | default | |", "|---|---|---|"]
+    for argument in fields(PipelineSFTConfig):
+        if argument.name not in base or argument.metadata["help"] != base[argument.name].metadata["help"]:
+            lines.append(f"| `{argument.name}` | `{argument.default!r}` | {argument.metadata['help']} |")
+    return "\n".join(lines)
+
+
 def with_table(page: str, name: str, table: str) -> str:
     """The page with another table between the marks of this name."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
@@ -79,6 +90,7 @@ def with_table(page: str, name: str, table: str) -> str:
 def main() -> int:
     page = with_table(PAGE.read_text(encoding="utf-8"), "arguments", arguments())
     page = with_table(page, "surface", surface())
+    page = with_table(page, "fine-tuning", fine_tuning())
     if "--check" in sys.argv[1:]:
         return int(page != PAGE.read_text(encoding="utf-8"))
     PAGE.write_text(page, encoding="utf-8")
