@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from hf_gpipe.command import Parser, run_command
@@ -65,23 +64,13 @@ def _generate(args: argparse.Namespace) -> int:
     note_launcher()
     if args.batch_size < 1:
         raise UserError(f"--batch-size is {args.batch_size}; it must be at least 1")
-    base, peft_config = _base_of(args.model)
     tokenizer = _tokenizer_of(args.model, trust_remote_code=args.trust_remote_code)
     device, num_stages = args.device, args.num_stages
     num_gpus = torch.cuda.device_count() if device != "cpu" and "RANK" not in os.environ else 0
     if num_gpus > 1:
         num_stages = num_stages or num_gpus
         device = [f"cuda:{number}" for number in range(min(num_gpus, num_stages))]
-    pipe = Pipeline(
-        base,
-        num_stages,
-        device=device,
-        dtype=args.dtype,
-        trust_remote_code=args.trust_remote_code,
-        peft_config=peft_config,
-    )
-    if peft_config is not None:
-        pipe.load_pretrained(args.model)
+    pipe = Pipeline(args.model, num_stages, device=device, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
     torch.manual_seed(args.seed)
     names = ("max_new_tokens", "num_beams", "do_sample", "temperature", "top_p")
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
@@ -131,23 +120,6 @@ def _encoded(
         raise UserError("a text has no tokens; give some")
     padded = tokenizer.pad({"input_ids": rows}, padding=len(rows) > 1, return_tensors="pt")
     return {name: padded[name] for name in ("input_ids", "attention_mask")}
-
-
-def _base_of(model: str) -> tuple[str, Any]:
-    """The model to load, and where a directory has peft adapters their configuration."""
-    if not (Path(model) / "adapter_config.json").is_file():
-        return model, None
-    from hf_gpipe.adapters.peft import need_peft
-
-    need_peft()
-    from peft import PeftConfig
-
-    config = PeftConfig.from_pretrained(model)
-    if not config.base_model_name_or_path:
-        raise CheckpointError(
-            f"{model}/adapter_config.json has no base_model_name_or_path, the model that the adapters belong to; add it"
-        )
-    return config.base_model_name_or_path, config
 
 
 def _tokenizer_of(model: str, *, trust_remote_code: bool) -> Any:

@@ -16,6 +16,7 @@ from hf_gpipe.adapters import is_known_exact
 from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.adapters.whole import refresh, whole_model
 from hf_gpipe.building import ModelSource, Source, Trained, boundary_dtype, make_stages
+from hf_gpipe.checkpoint.peft import base_of, has_adapters
 from hf_gpipe.errors import UserError
 from hf_gpipe.exactness import verify, verify_packing
 from hf_gpipe.look import html_of, text_of
@@ -54,7 +55,8 @@ class Pipeline(PipelineSteps):
 
     Args:
         model: a PreTrainedModel (its weights are taken, and shared where the device is the same), a configuration
-            (weights are initialised), or a Hub id or directory (weights are loaded).
+            (weights are initialised), or a Hub id or directory (weights are loaded). The directory may have saved PEFT
+            adapters alone, which are trained on; their adapter_config.json names the model.
         num_stages, num_micro_batches, schedule, recompute, partition: as in `PipelineConfig`, in place of
             `config`. A `schedule` that ends in .txt is the path of a table, which the main process reads: it has this
             many stages, processes and micro-batches (times `accumulation`), and its R say what is recomputed.
@@ -139,6 +141,9 @@ class Pipeline(PipelineSteps):
         packing: bool = False,
         **settings: Any,
     ) -> None:
+        adapters = model if has_adapters(model) else None
+        if has_adapters(model):
+            model, peft_config = base_of(model, peft_config)
         of_inputs = {one.name: settings.pop(one.name) for one in fields(PlanInputs) if one.name in settings}
         if plan_inputs is not None and of_inputs:
             raise UserError(f"plan_inputs and {', '.join(of_inputs)} are given; put all into plan_inputs")
@@ -239,6 +244,9 @@ class Pipeline(PipelineSteps):
         )
         self._executor = Executor(self.stages, self._edges, self.topology.rank, self._replicas)
         self._executor.prepare(table)
+        if adapters is not None:
+            self.load_pretrained(adapters)
+            self.has_new_adapters, self.weights_seed = False, None
 
     def __repr__(self) -> str:
         return text_of(self.adapter, self.config, self.partition, self.topology, self.models)

@@ -155,22 +155,23 @@ def _is_transformers(hook: Any) -> bool:
     return getattr(hook, "__module__", "").startswith("transformers.")
 
 
-_SCALARS = bool | int | float | str | None
-
-
 def _scalars(module: nn.Module) -> dict[str, Any]:
     """Plain attributes set by a module's configuration; none that a forward or a resize changes."""
     return {
         name: value
         for name, value in vars(module).items()
-        if (
-            isinstance(value, _SCALARS)
-            or (isinstance(value, list | tuple) and all(isinstance(v, _SCALARS) for v in value))
-        )
+        if _is_plain(value)
         and not name.startswith("_")
         and name not in ("training", "gradient_checkpointing", "vocab_size", "support_avx512bf16_for_cpu")
         and "cached" not in name
     }
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text or a flag, or has nothing else in it."""
+    if isinstance(value, list | tuple | dict):
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, bool | int | float | str | None)
 
 
 def _aliases(model: PreTrainedModel) -> set[frozenset[str]]:

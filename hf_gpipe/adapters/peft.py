@@ -44,7 +44,7 @@ class PeftAdapter:
         # Of another stage's first block, whose table of positions this stage uses, modules are there without weights.
         empty = [name for name, module in model.named_modules() if type(module) is nn.Module]
         if any(check_target_module_exists(self.config, name) for name, _ in model.named_modules() if name not in empty):
-            config = copy.deepcopy(self.config)
+            config = _without_start(self.config)
             config.modules_to_save = None  # PEFT would also wrap the stubs of other stages
             if empty:
                 config.exclude_modules = _also_excluded(config.exclude_modules, empty)
@@ -132,17 +132,64 @@ def find_peft(model: Any, given: Any) -> tuple[Any, tuple[str, Any] | None]:
         given: a PeftConfig for adapters to be added, or None.
 
     Raises:
-        UserError: the model has adapters and `given` asks for new ones, or the model has several.
+        UserError: the model has adapters and `given` asks for new ones, or the model has several, or its adapters are
+            merged, turned off or not the active ones.
+        UnsupportedModelError: `given` asks for initial values that are computed from the weights.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    present = dict(getattr(base, "peft_config", None) or {}) if isinstance(base, PreTrainedModel) else {}
+    # Of prompt learning only the wrapper knows.
+    of_wrapper = getattr(model, "peft_config", None) if base is not model else None
+    present = dict(of_wrapper or getattr(base, "peft_config", None) or {}) if isinstance(base, PreTrainedModel) else {}
     if present and given is not None:
         raise UserError("the model already has PEFT adapters; leave peft_config out")
     if len(present) > 1:
         raise UserError(f"the model has {len(present)} PEFT adapters ({', '.join(present)}); train one at a time")
     if present:
-        return base, next(iter(present.items()))
+        (name,) = present
+        _check_state(base, name)
+        return base, (name, present[name])
+    if isinstance(start := getattr(given, "init_lora_weights", None), str) and start not in _PLAIN_STARTS:
+        raise UnsupportedModelError(
+            f"init_lora_weights={start!r} is computed from the weights, or from data, and changes the weights; let "
+            "peft.get_peft_model make the adapters, and give that model, or use True or 'gaussian'"
+        )
     return base, None if given is None else ("default", given)
+
+
+#: Values of `init_lora_weights` that do not read the weights.
+_PLAIN_STARTS = ("gaussian",)
+
+
+def _check_state(model: PreTrainedModel, name: str) -> None:
+    """Raise UserError where a model with adapters computes without them, or has them in its weights already."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for where, module in model.named_modules():
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        if module.merged:
+            raise UserError(
+                f"the adapters of {where} are merged into its weights, and stages would add them again; call "
+                "unmerge_adapter(), or merge_and_unload() to train without adapters"
+            )
+        if module.disable_adapters:
+            raise UserError(
+                f"the adapters of {where} are turned off, and stages would use them; call enable_adapter_layers(), or "
+                "unload() to train without adapters"
+            )
+        if list(module.active_adapters) != [name]:
+            raise UserError(
+                f"the active adapters of {where} are {module.active_adapters}, and the model has {name!r}; call "
+                f"set_adapter({name!r})"
+            )
+
+
+def _without_start(config: Any) -> Any:
+    """A copy of a configuration whose adapters take no initial values from weights: stages get or draw them later."""
+    config = copy.deepcopy(config)
+    if isinstance(getattr(config, "init_lora_weights", None), str):
+        config.init_lora_weights = False
+    return config
 
 
 def need_peft() -> None:
@@ -170,7 +217,8 @@ def make_peft(adapter: Adapter, name: str, config: Any) -> PeftAdapter:
     trained_whole = _trained_whole(adapter, resolved)
     whole = adapter.skeleton()
     try:
-        inject_adapter_in_model(resolved, whole, name)
+        inject_adapter_in_model(known := _without_start(resolved), whole, name)
+        resolved.target_modules = known.target_modules
     except ValueError as error:
         raise UnsupportedModelError(f"{family}: {error}") from error
     blocks = [block for stack in adapter.stacks for block in stack.blocks]

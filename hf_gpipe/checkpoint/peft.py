@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,50 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from hf_gpipe.adapters import StageModel
-from hf_gpipe.adapters.peft import PeftAdapter
+from hf_gpipe.adapters.peft import PeftAdapter, need_peft
 from hf_gpipe.checkpoint import digests
 from hf_gpipe.checkpoint.copies import Files, Unwritten, on_cpu
 from hf_gpipe.checkpoint.digests import Digests, Entry
 from hf_gpipe.checkpoint.save import make_directory, prepare_files, publish_files
 from hf_gpipe.checkpoint.together import write_once
-from hf_gpipe.errors import CheckpointError
+from hf_gpipe.errors import CheckpointError, UserError
 from hf_gpipe.runtime.topology import Topology
 
-WEIGHTS_NAME = "adapter_model.safetensors"
+WEIGHTS_NAME, CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether this is a directory with saved adapters, in place of a model."""
+    return isinstance(model, str | os.PathLike) and (Path(model) / CONFIG_NAME).is_file()
+
+
+def base_of(directory: str | os.PathLike[str], peft_config: Any = None) -> tuple[str, Any]:
+    """The model that saved adapters belong to, a Hub id or directory, and their configuration, for training.
+
+    Args:
+        directory: of the adapters.
+        peft_config: of new adapters, which must be None.
+
+    Raises:
+        UserError: there is a `peft_config`, or peft is not installed.
+        CheckpointError: the configuration cannot be read, or names no model, or the tensors are not in safetensors.
+    """
+    need_peft()
+    from peft import PeftConfig
+
+    if peft_config is not None:
+        raise UserError(f"{directory} has saved adapters already; leave peft_config out, or give their base model")
+    file = Path(directory) / CONFIG_NAME
+    try:
+        config = PeftConfig.from_pretrained(str(directory))
+    except Exception as error:  # of a broken file, peft raises whatever its reading comes upon
+        raise CheckpointError(f"cannot read the adapters' configuration {file}: {error}") from error
+    if not isinstance(config.base_model_name_or_path, str) or not config.base_model_name_or_path:
+        raise CheckpointError(f"{file} has no base_model_name_or_path, the model that the adapters belong to; add it")
+    if not (Path(directory) / WEIGHTS_NAME).is_file():
+        raise CheckpointError(f"{directory} has no {WEIGHTS_NAME}; save the adapters in safetensors format")
+    config.inference_mode = False
+    return config.base_model_name_or_path, config
 
 
 def unwritten_adapters(

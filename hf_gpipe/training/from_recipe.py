@@ -22,6 +22,7 @@ from hf_gpipe.adapters.classifiers import ONE_CLASS, classifier_of, classifier_o
 from hf_gpipe.adapters.feed_forward import feed_forward_outputs
 from hf_gpipe.adapters.peft import make_peft, need_peft
 from hf_gpipe.adapters.quantised import need_bitsandbytes
+from hf_gpipe.checkpoint.peft import has_adapters
 from hf_gpipe.data import Corpus, StreamedCorpus, build_corpus
 from hf_gpipe.data.chats import ChatCorpus, chat_corpus, preference_of
 from hf_gpipe.data.collate import PairCollator
@@ -280,6 +281,11 @@ def config_overrides_of(recipe: Recipe, config: PreTrainedConfig) -> dict[str, A
 
 def _config_of_language_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedConfig:
     model = recipe.model
+    if has_adapters(model.path):
+        raise RecipeError(
+            f"model.path {model.path!r} has PEFT adapters and no model; give the model that they belong to, or train "
+            "them on from Python: PipelineTrainer(model=...) takes this directory"
+        )
     if model.path is not None:
         values = {name: value for name, value in model.config.items() if name != "model_type"}
         try:

@@ -85,6 +85,7 @@ class PipelineTrainer(InspectedTrainer):
         optimizers: an optimizer of `pipe.parameters()` and its scheduler, in place of those of `args`.
         optimizer_cls_and_kwargs: a class of optimizer and its arguments, in place of `args.optim`.
         preprocess_logits_for_metrics: makes less of the logits (B, T, V) of a micro-batch before they are kept.
+        peft_config: as for `Pipeline`.
 
     Raises:
         UserError: what cannot be honoured, by name.
@@ -105,6 +106,7 @@ class PipelineTrainer(InspectedTrainer):
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Preprocess | None = None,
+        peft_config: Any = None,
     ) -> None:
         check_class(type(self), PipelineTrainer, _OWN)
         self.args = args if args is not None else PipelineTrainingArguments()
@@ -124,6 +126,7 @@ class PipelineTrainer(InspectedTrainer):
             self.args,
             lambda: example_of(train_dataset, self.args),
             loss=LogitsLoss.of(compute_loss_func),
+            peft_config=peft_config,
         )
         self.topology = self.pipe.topology
         self.scaler = loss_scaler(self.pipe)

@@ -1,0 +1,164 @@
+"""Models that have PEFT adapters: their state is kept or named, and saved adapters are trained on."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+
+from hf_gpipe import Pipeline, PipelineTrainer
+from hf_gpipe.errors import CheckpointError, RecipeError, UnsupportedModelError, UserError
+from hf_gpipe.recipe import load_recipe
+from hf_gpipe.training.from_recipe import model_config
+from tests.gloo import run_gloo
+from tests.oracle import Result, assert_same, padded_batch, plain_model, run_pipeline, run_plain, tiny_config
+from tests.test_peft import adapted_model, lora
+from tests.training.toy import CausalRows, arguments
+
+peft = pytest.importorskip("peft")
+
+
+def scale(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("default", 5.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: model.merge_adapter(), r"q_proj are merged into its weights.*call unmerge_adapter\(\)"),
+        (lambda model: model.base_model.disable_adapter_layers(), r"are turned off.*call enable_adapter_layers\(\)"),
+        (scale, r"has scaling=\{'default': 10.0\} and its config"),
+    ],
+)
+def test_a_state_that_stages_would_not_have(change: Callable[[Any], Any], message: str) -> None:
+    """Merged adapters were added twice, disabled ones were used, and another scale was forgotten."""
+    model = adapted_model()
+    change(model)
+    for given in (model, model.get_base_model()):
+        with pytest.raises(UserError, match=message):
+            Pipeline(given, 2, 2)
+
+
+def test_prompt_learning_on_a_given_model() -> None:
+    """The prompt was dropped, and the base model was trained."""
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(plain_model(tiny_config("llama")), config)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    with pytest.raises(UnsupportedModelError, match="prompt learning is not supported"):
+        Pipeline(model, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}, {"use_dora": True}, {"use_rslora": True}],
+    ids=str,
+)
+def test_adapters_that_peft_has_made(options: dict[str, Any]) -> None:
+    """Adapters with initial values from the weights failed with an error of torch about tensors without memory."""
+    reference = peft.get_peft_model(plain_model(tiny_config("llama"), dtype=torch.float32), lora(**options)).double()
+    plain = copy.deepcopy(reference).get_base_model()
+    batch = padded_batch(plain.config)
+    expected = run_plain(plain, batch, 3)
+    assert_same(run_pipeline(Pipeline(reference, 3, 3, "zb_h1", "none"), batch), expected)
+
+
+@pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora", "loftq", "eva", "corda"])
+def test_initial_values_from_the_weights_are_named(start: str) -> None:
+    options = {"loftq_config": {"loftq_bits": 4}} if start == "loftq" else {}
+    config = lora(**options)
+    config.init_lora_weights = start
+    with pytest.raises(UnsupportedModelError, match=f"init_lora_weights='{start}' is computed.*get_peft_model"):
+        Pipeline(plain_model(tiny_config("llama")), 2, 2, peft_config=config)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a model, and one with adapters of it."""
+    folder = tmp_path_factory.mktemp("adapters")
+    model = adapted_model()
+    model.get_base_model().config.name_or_path = str(folder / "base")
+    LlamaForCausalLM(tiny_config("llama"))
+    plain_model(tiny_config("llama")).save_pretrained(folder / "base")
+    model.peft_config["default"].base_model_name_or_path = str(folder / "base")
+    model.save_pretrained(folder / "adapters")
+    return folder
+
+
+def expected_of(saved: Path) -> tuple[Result, Any]:
+    base = LlamaForCausalLM.from_pretrained(saved / "base", dtype=torch.float64, attn_implementation="eager")
+    model = peft.PeftModel.from_pretrained(base, saved / "adapters", is_trainable=True).double().train()
+    return run_plain(model.get_base_model(), padded_batch(base.config), 2), model
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_saved_adapters_are_trained_on(num_stages: int, saved: Path, tmp_path: Path) -> None:
+    """The directory of adapters was no model: "Unrecognized model"."""
+    expected, plain = expected_of(saved)
+    pipe = Pipeline(saved / "adapters", num_stages, 2, dtype="float64", attn_implementation="eager")
+    assert not pipe.has_new_adapters
+    # peft keeps adapters in float32.
+    assert_same(run_pipeline(pipe, padded_batch(plain.config)), expected, 1e-6)
+    pipe.save_pretrained(tmp_path / "mine")
+    written = [load_file(folder / "adapter_model.safetensors") for folder in (saved / "adapters", tmp_path / "mine")]
+    assert written[0].keys() == written[1].keys()
+    assert all(torch.equal(tensor, written[1][name].to(tensor)) for name, tensor in written[0].items())
+
+
+def gradients_of(folder: Path) -> Result:
+    pipe = Pipeline(folder / "adapters", 2, 2, dtype="float64", attn_implementation="eager")
+    return run_pipeline(pipe, padded_batch(tiny_config("llama")) if pipe.topology.is_reader else None)
+
+
+def test_saved_adapters_in_two_processes(saved: Path) -> None:
+    expected, _ = expected_of(saved)
+    for found in run_gloo(gradients_of, 2, saved):
+        assert_same(found, expected, 1e-6)
+
+
+def test_what_is_wrong_with_saved_adapters(saved: Path, tmp_path: Path) -> None:
+    def copied(name: str, **changes: Any) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        values = json.loads((saved / "adapters/adapter_config.json").read_text()) | changes
+        (folder / "adapter_config.json").write_text(json.dumps(values))
+        return folder
+
+    with pytest.raises(UserError, match="has saved adapters already; leave peft_config out"):
+        Pipeline(saved / "adapters", 2, peft_config=lora())
+    with pytest.raises(CheckpointError, match=r"has no adapter_model.safetensors; save"):
+        Pipeline(copied("empty"), 2)
+    with pytest.raises(CheckpointError, match="has no base_model_name_or_path"):
+        Pipeline(copied("no base", base_model_name_or_path=None), 2)
+    with pytest.raises(CheckpointError, match="cannot read the adapters' configuration"):
+        Pipeline(copied("no method", peft_type="SOMETHING"), 2)
+    lacking = copied("lacking")
+    tensors = load_file(saved / "adapters/adapter_model.safetensors")
+    save_file(dict(list(tensors.items())[1:]), lacking / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lacks 'base_model\.model"):
+        Pipeline(lacking, 2)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"data: {{kind: cldr}}\nmodel: {{path: {saved / 'adapters'}}}\ntraining: {{output_dir: {tmp_path / 'out'}}}\n")
+    with pytest.raises(RecipeError, match="has PEFT adapters and no model"):
+        model_config(load_recipe(recipe), None)
+
+
+def test_a_trainer_adds_adapters(saved: Path, tmp_path: Path) -> None:
+    """`peft_config` was an unexpected keyword argument."""
+    common: dict[str, Any] = {"train_dataset": CausalRows(8), "data_collator": None}
+    args = arguments(tmp_path, max_steps=2, num_micro_batches=2, seed=3)
+    made = PipelineTrainer(str(saved / "base"), args, **common, peft_config=lora())
+    assert made.pipe.has_new_adapters
+    assert all("lora_" in name for name, p in made.pipe.named_parameters() if p.requires_grad)
+    with pytest.raises(UserError, match="peft_config is given, and the model is a Pipeline"):
+        PipelineTrainer(made.pipe, args, **common, peft_config=lora())
+    assert not PipelineTrainer(str(saved / "adapters"), args, **common).pipe.has_new_adapters
