@@ -147,7 +147,9 @@ def test_what_is_wrong_with_saved_adapters(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"lacks 'base_model\.model"):
         Pipeline(lacking, 2)
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"data: {{kind: cldr}}\nmodel: {{path: {saved / 'adapters'}}}\ntraining: {{output_dir: {tmp_path / 'out'}}}\n")
+    recipe.write_text(
+        f"data: {{kind: cldr, languages: [de]}}\nmodel: {{path: {saved / 'adapters'}}}\ntraining: {{output_dir: {tmp_path / 'out'}}}\n"
+    )
     with pytest.raises(RecipeError, match="has PEFT adapters and no model"):
         model_config(load_recipe(recipe), None)
 
