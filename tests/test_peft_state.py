@@ -147,9 +147,12 @@ def test_what_is_wrong_with_saved_adapters(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"lacks 'base_model\.model"):
         Pipeline(lacking, 2)
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        f"data: {{kind: cldr, languages: [de]}}\nmodel: {{path: {saved / 'adapters'}}}\ntraining: {{output_dir: {tmp_path / 'out'}}}\n"
-    )
+    sections = {
+        "data": {"kind": "cldr", "languages": ["de"]},
+        "model": {"path": str(saved / "adapters")},
+        "training": {"output_dir": str(tmp_path / "out")},
+    }
+    recipe.write_text(json.dumps(sections))
     with pytest.raises(RecipeError, match="has PEFT adapters and no model"):
         model_config(load_recipe(recipe), None)
 
