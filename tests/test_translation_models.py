@@ -182,6 +182,7 @@ training: {output_dir: out, logit_clipping: 30}
     found = (config.num_layers, config.num_decoder_layers, config.d_ff, config.num_heads, config.d_kv, config.d_model)
     assert found == (3, 3, 24, 2, 4, 16)
     assert not config.is_gated_act
+    config.decoder_start_token_id = 0  # a run takes it from the tokenizer
     pipe = job._pipeline(recipe, config, None)
     assert next(iter(pipe.stages.values())).loss.logit_clipping == 30.0
 

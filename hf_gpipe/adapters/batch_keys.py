@@ -30,8 +30,10 @@ _SET_BY_PIPELINE = {
         "the stages make the encoder's output and its mask themselves",
     ),
 }
+#: Entries that say where the documents of flattened rows begin.
+_OF_FLATTENED = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 #: Entries that a pipeline reads itself.
-_OWN = ("labels", "shift_labels", "ref_logps", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+_OWN = ("labels", "shift_labels", "ref_logps", *_OF_FLATTENED[1:])
 
 
 def check_keys(batch: Mapping[str, torch.Tensor], model: PreTrainedModel, target_keys: Collection[str] = ()) -> None:
@@ -50,6 +52,11 @@ def check_keys(batch: Mapping[str, torch.Tensor], model: PreTrainedModel, target
             raise DataError(f"the batch has {name!r}; a pipeline takes token ids only")
         if reason := _SET_BY_PIPELINE.get(name):
             raise DataError(f"the batch has {name!r}, which is not supported: {reason}; leave it out")
+        if target_keys and name in _OF_FLATTENED:
+            raise DataError(
+                f"the batch has {name!r}, as flattened rows have, and a model with an encoder cannot tell its sources "
+                "and targets apart; use a collator that pads (with packing=True their padding is left out)"
+            )
         if name not in known and target_keys:
             raise DataError(
                 f"the batch has {name!r}; a model with an encoder takes {', '.join(sorted(known - {*_OWN}))} and "
