@@ -19,7 +19,8 @@ from hf_gpipe.adapters.feed_forward import divide_by_depth, feed_forward_outputs
 from hf_gpipe.adapters.guards import check_as_configured, check_classes, check_model
 from hf_gpipe.adapters.head import FoundProjection
 from hf_gpipe.adapters.patches import Patch, find_patches
-from hf_gpipe.adapters.peft import PeftAdapter, find_peft, make_peft
+from hf_gpipe.adapters.peft import PeftAdapter, find_peft
+from hf_gpipe.adapters.peft_resolve import make_peft
 from hf_gpipe.checkpoint import hub
 from hf_gpipe.checkpoint.digests import check_model_files
 from hf_gpipe.errors import CheckpointError, UserError
@@ -127,12 +128,13 @@ class Source:
             verify(config, adapter.compared_class, trust_remote_code=trust_remote_code, adapter=adapter)
         if (generation_config := _generation_config_of(model)) is not None:
             adapter.reference.generation_config = generation_config
-        peft = None if peft_request is None else make_peft(adapter, *peft_request)
+        has_peft_layers = bool(getattr(model, "peft_config", None))
+        peft = None if peft_request is None else make_peft(adapter, *peft_request, is_new=not has_peft_layers)
         source = cls(
             model,
             adapter,
             peft,
-            has_peft_layers=bool(getattr(model, "peft_config", None)),
+            has_peft_layers=has_peft_layers,
             depth_scaled_feed_forward=depth_scaled_feed_forward,
         )
         if isinstance(model, PreTrainedModel):
@@ -143,7 +145,7 @@ class Source:
             check_as_configured(model, expected)
             source = replace(source, patches=find_patches(model, expected, layers))
             if any(patch.layer == adapter.layers[-1].name for patch in source.patches):
-                adapter.projection = FoundProjection(None, "a function of its head was replaced")
+                adapter.projection = FoundProjection((), "a function of its head was replaced")
         return source
 
     def stage_model(self, layers: range, device: torch.device, seed: int) -> StageModel:

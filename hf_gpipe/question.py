@@ -207,7 +207,7 @@ def _planner(
     from hf_gpipe.adapters import adapter_for
     from hf_gpipe.adapters.autocast import Autocast
     from hf_gpipe.adapters.classifiers import classifier_of
-    from hf_gpipe.adapters.peft import make_peft
+    from hf_gpipe.adapters.peft_resolve import make_peft
     from hf_gpipe.planner.choose import micro_batch_counts
     from hf_gpipe.planner.plan import Planner
     from hf_gpipe.planner.workload import PlanInputs

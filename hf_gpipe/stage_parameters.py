@@ -165,11 +165,10 @@ class StageParameters:
             write_more: that of `checkpoint.save.unwritten_model`.
         """
         self.ties.refresh_copies()
-        owner_stage = self.ties.owner_stage
         if self.peft is not None:
-            return unwritten_adapters(directory, self.models, owner_stage, topology, self.peft, write_more)
+            return unwritten_adapters(directory, self.models, topology, self.peft, write_more)
         self._check_not_quantised("save_pretrained")
-        return unwritten_model(directory, self.models, owner_stage, topology, write_more)
+        return unwritten_model(directory, self.models, self.ties.owner_stage, topology, write_more)
 
     def _check_not_quantised(self, what: str) -> None:
         """Raise UserError where the weights are quantised: they never change, and their files are the source's."""

@@ -20,7 +20,7 @@ from transformers import (
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for, quantised
-from hf_gpipe.adapters.peft import make_peft
+from hf_gpipe.adapters.peft_resolve import make_peft
 from hf_gpipe.errors import UnsupportedModelError, UserError
 from hf_gpipe.planner.layers import LayerTracer, ModelLayers
 from hf_gpipe.planner.workload import Workload

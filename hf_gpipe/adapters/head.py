@@ -172,31 +172,40 @@ class Projection:
     """The projection of a model's head, ready to be deferred.
 
     Args:
-        linear: the layer; its class is extended.
+        linears: the layer, or several of which a forward calls one; their classes are extended.
     """
 
-    def __init__(self, linear: Any) -> None:
-        self._linear = linear
-        self._linear._deferred = None
-        extend_class(linear, _Deferring)
+    def __init__(self, *linears: Any) -> None:
+        self._linears = linears
+        for linear in linears:
+            linear._deferred = None
+            extend_class(linear, _Deferring)
 
     def run(self, forward: Callable[[], Any], deferred: DeferredLogits) -> Any:
         """Run a forward whose result has the logits under "logits"; there they are left out."""
-        self._linear._deferred = deferred
+        self._defer(deferred)
         try:
             outputs = dict(forward())
             deferred.end(outputs.pop("logits"))
             return outputs
         finally:
-            self._linear._deferred = None
+            self._defer(None)
             deferred.end()
+
+    def _defer(self, deferred: DeferredLogits | None) -> None:
+        for linear in self._linears:
+            linear._deferred = deferred
 
 
 @dataclass(frozen=True)
 class FoundProjection:
-    """The name of the projection in the model, or the reason why its logits are made whole."""
+    """The name of the projection in the model, or the reason why its logits are made whole.
 
-    name: str | None
+    Where PEFT trains a copy of the head, there are two names: the copy's and the original's, which computes without
+    adapters.
+    """
+
+    names: tuple[str, ...]
     reason: str = ""
 
 
@@ -215,7 +224,7 @@ def find_projection(
     inside = [name for name, times in entered.items() if f"{name}.".startswith(f"{head}.") and len(times) == 1]
     linear = [name for name in inside if type(model.get_submodule(name)).forward is nn.Linear.forward]
     if not linear:
-        return FoundProjection(None, f"its head is a {type(model.get_submodule(head)).__name__}, not a linear layer")
+        return FoundProjection((), f"its head is a {type(model.get_submodule(head)).__name__}, not a linear layer")
     name = max(linear, key=lambda one: entered[one][0])
     deferred = DeferredLogits()
     try:
@@ -223,14 +232,14 @@ def find_projection(
         found = _in_parts(deferred)
     except Exception as error:
         reason = str(error) if isinstance(error, _NotByPositionError) else f"{type(error).__name__}: {error}"
-        return FoundProjection(None, " ".join(reason.split())[:200])
+        return FoundProjection((), " ".join(reason.split())[:200])
     whole = logits.detach().flatten(0, -2)
     if found.shape != whole.shape or found.dtype != whole.dtype:
-        return FoundProjection(None, "its logits made in parts have another shape or type")
+        return FoundProjection((), "its logits made in parts have another shape or type")
     difference = float((found - whole).abs().max()) / max(float(whole.abs().max()), 1e-30)
     if not difference <= _TOLERANCES.get(whole.dtype, _HALF_TOLERANCE):
-        return FoundProjection(None, f"its logits made in parts differ by {difference:.0e}")
-    return FoundProjection(name)
+        return FoundProjection((), f"its logits made in parts differ by {difference:.0e}")
+    return FoundProjection((name,))
 
 
 @torch.no_grad()

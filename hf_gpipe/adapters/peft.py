@@ -8,17 +8,36 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import is_peft_available
 
-from hf_gpipe.adapters.base import Adapter
-from hf_gpipe.errors import UnsupportedModelError, UserError
+from hf_gpipe.adapters.head import FoundProjection
+from hf_gpipe.adapters.stubs import STUBS
+from hf_gpipe.errors import UserError
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """A module that PEFT wraps whole, beside the layers that get adapters.
+
+    Attributes:
+        module: its name in the whole model.
+        tokens: the rows of an embedding that are trained alone (`trainable_token_indices`); None: the module has a
+            copy that is trained (`modules_to_save`).
+        tied_to: the wrapped module whose trained tensors it uses, or None.
+    """
+
+    module: str
+    tokens: tuple[int, ...] | None = None
+    tied_to: str | None = None
 
 
 @dataclass(frozen=True)
@@ -28,60 +47,122 @@ class PeftAdapter:
     Attributes:
         name: in the model.
         config: its configuration, with the names of the target modules.
-        trained_whole: the modules that are trained beside the adapters: the head of a classifier, or none.
+        wrapped: the modules that are wrapped whole; those that others are tied to come first.
+        trained: the names of all trained parameters of the whole model.
+        ties: name of each tied parameter of the whole model with its adapters -> the name that it is known by.
+        saves_embeddings: whether the saved adapters have the embeddings and the head, as PEFT saves them where they
+            are targets or have another size than those of the model that the adapters belong to.
     """
 
     name: str
     config: Any
-    trained_whole: tuple[str, ...] = ()
+    wrapped: tuple[Wrapped, ...]
+    trained: frozenset[str]
+    ties: dict[str, str]
+    saves_embeddings: bool
 
     def inject(self, model: PreTrainedModel) -> None:
         """Put the adapter's layers into a model or a stage of it and freeze everything else."""
         from peft import inject_adapter_in_model
         from peft.tuners.tuners_utils import cast_adapter_dtype, check_target_module_exists
-        from peft.utils import ModulesToSaveWrapper
 
-        # Of another stage's first block, whose table of positions this stage uses, modules are there without weights.
-        empty = [name for name, module in model.named_modules() if type(module) is nn.Module]
-        if any(check_target_module_exists(self.config, name) for name, _ in model.named_modules() if name not in empty):
-            config = _without_start(self.config)
-            config.modules_to_save = None  # PEFT would also wrap the stubs of other stages
-            if empty:
-                config.exclude_modules = _also_excluded(config.exclude_modules, empty)
-            with _having_input_embeddings(model):
+        # Layers of other stages are stubs. Of another stage's first block, whose table of positions this stage uses,
+        # modules are there without weights.
+        absent = [name for name, module in model.named_modules() if isinstance(module, STUBS) or _is_hollow(module)]
+        if any(
+            check_target_module_exists(self.config, name) for name, _ in model.named_modules() if name not in absent
+        ):
+            config = before_injection(self.config)
+            # PEFT would also wrap stubs, and looks for what is tied to them.
+            config.modules_to_save = config.trainable_token_indices = config.modules_to_tie = None
+            config.ensure_weight_tying = False
+            if absent:
+                config.exclude_modules = _also_excluded(config.exclude_modules, absent)
+            with _having_input_embeddings(model), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the whole model it has warned before, and the rest is no matter
                 inject_adapter_in_model(config, model, self.name)
-            cast_adapter_dtype(model, self.name)  # to float32, as get_peft_model does
+        elif not getattr(model, "peft_config", None):
+            model.peft_config = {self.name: self.config}
+        modules = dict(model.named_modules())
+        for one in self.wrapped:
+            if one.module in modules and next(modules[one.module].parameters(), None) is not None:
+                self._wrap(model, one)
+        cast_adapter_dtype(model, self.name)  # to float32, as get_peft_model does
+        names = dict(model.named_parameters(remove_duplicate=False))
+        for name, parameter in names.items():
+            parameter.requires_grad_(name in self.trained)
+        model.all_tied_weights_keys = {alias: source for alias, source in self.ties.items() if source in names}
+
+    def _wrap(self, model: PreTrainedModel, one: Wrapped) -> None:
+        from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
+
+        module = model.get_submodule(one.module)
+        source: Any = None if one.tied_to is None else model.get_submodule(one.tied_to)
+        wrapper: Any
+        if one.tokens is None:
+            tied = None if source is None else source.modules_to_save[self.name]
+            wrapper = ModulesToSaveWrapper(module, self.name, tied_module=tied)
         else:
-            for parameter in model.parameters():
-                parameter.requires_grad_(False)
-        for name in self.trained_whole:
-            module = model.get_submodule(name)
-            if next(module.parameters(), None) is not None:
-                wrapper = ModulesToSaveWrapper(module, self.name)
-                wrapper.set_adapter(self.name)
-                model.set_submodule(name, wrapper)
-                if not getattr(model, "peft_config", None):
-                    model.peft_config = {self.name: self.config}
+            tied = None if source is None else source.token_adapter
+            wrapper = TrainableTokensWrapper(module, self.name, token_indices=list(one.tokens), tied_adapter=tied)
+        wrapper.set_adapter(self.name)
+        model.set_submodule(one.module, wrapper)
 
-    def reset(self, model: nn.Module) -> None:
-        """Initialise the weights of the adapter's layers again."""
-        for module in model.modules():
-            reset: Any = getattr(module, "reset_lora_parameters", None)
-            if reset is not None and self.name in getattr(module, "lora_A", {}):
-                reset(self.name, self.config.init_lora_weights)
-                if self.config.init_lora_weights is False:  # then PEFT does not initialise them
-                    factors: Any = (module.lora_A, module.lora_B)
-                    for factor in factors:
-                        factor[self.name].reset_parameters()
+    def projection(self, found: FoundProjection, model: PreTrainedModel) -> FoundProjection:
+        """Where the projection of the head is in `model`, the whole model with its adapters."""
+        names: list[str] = []
+        for name in found.names:
+            wrapped = next((one.module for one in self.wrapped if f"{name}.".startswith(f"{one.module}.")), None)
+            if wrapped is None:
+                names.append(name)
+            else:
+                rest = name.removeprefix(wrapped)
+                names += [f"{wrapped}.modules_to_save.{self.name}{rest}", f"{wrapped}.original_module{rest}"]
+        modules = dict(model.named_modules())
+        if not all(name in modules and type(modules[name]).forward is nn.Linear.forward for name in names):
+            return FoundProjection((), "its head has PEFT adapters")
+        return FoundProjection(tuple(names), found.reason)
 
-    def tensors(self, model: PreTrainedModel, owned: dict[str, Any]) -> dict[str, Any]:
-        """The adapter's tensors among `owned`, under the names of PEFT's saved format."""
+    def reset(self, model: nn.Module, plant: Callable[[str], object]) -> None:
+        """Initialise the weights of the adapter's layers again, from the weights where the configuration asks for it.
+
+        Args:
+            model: has its weights.
+            plant: seeds the generator from the name of a module.
+        """
+        start = getattr(self.config, "init_lora_weights", True)
+        for path, module in model.named_modules():
+            layer: Any = module
+            if not hasattr(module, "reset_lora_parameters"):
+                continue
+            plant(path)
+            if self.name in layer.lora_embedding_A:
+                layer.reset_lora_parameters(self.name, True)
+            elif self.name not in layer.lora_A:
+                continue
+            elif start is False:  # then PEFT does not initialise them
+                for factor in (layer.lora_A, layer.lora_B):
+                    factor[self.name].reset_parameters()
+            elif str(start).startswith("pissa"):
+                layer.pissa_init(self.name, start)
+            elif str(start).lower() == "olora":
+                layer.olora_init(self.name)
+            else:
+                layer.reset_lora_parameters(self.name, start)
+
+    def tensors(self, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+        """The adapter's tensors in a model or a stage of it, under the names of PEFT's saved format.
+
+        A tensor that is tied has several names, as in PEFT's own files.
+        """
         from peft import get_peft_model_state_dict
 
-        if not getattr(model, "peft_config", None):
-            return {}
-        state = get_peft_model_state_dict(model, state_dict=owned, adapter_name=self.name, save_embedding_layers=False)
-        return {f"base_model.model.{name}": tensor for name, tensor in state.items()}
+        state = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+        with _having_input_embeddings(model):
+            found = get_peft_model_state_dict(
+                model, state_dict=state, adapter_name=self.name, save_embedding_layers=self.saves_embeddings
+            )
+        return {f"base_model.model.{name}": tensor for name, tensor in found.items()}
 
 
 @contextmanager
@@ -98,6 +179,11 @@ def _having_input_embeddings(model: PreTrainedModel) -> Iterator[None]:
         model.__dict__.pop("get_input_embeddings", None)
 
 
+def _is_hollow(module: nn.Module) -> bool:
+    """Whether a module of another stage was emptied of its weights (see position_tables.py)."""
+    return type(module) is nn.Module
+
+
 def _also_excluded(given: Any, names: list[str]) -> Any:
     """PEFT's `exclude_modules`, None, a list or a regular expression, with more names."""
     if isinstance(given, str):
@@ -107,10 +193,12 @@ def _also_excluded(given: Any, names: list[str]) -> Any:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Context manager in which a model, or a stage of it, computes without its adapters."""
+    """Context manager in which a model, or a stage of it, computes without its adapters and with its own modules."""
     from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
 
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, kinds)]
     # PEFT freezes adapters that it turns off, and unfreezes all of them afterwards.
     trained = {parameter: parameter.requires_grad for layer in layers for parameter in layer.parameters()}
     try:
@@ -134,7 +222,6 @@ def find_peft(model: Any, given: Any) -> tuple[Any, tuple[str, Any] | None]:
     Raises:
         UserError: the model has adapters and `given` asks for new ones, or the model has several, or its adapters are
             merged, turned off or not the active ones.
-        UnsupportedModelError: `given` asks for initial values that are computed from the weights.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     # Of prompt learning only the wrapper knows.
@@ -148,16 +235,7 @@ def find_peft(model: Any, given: Any) -> tuple[Any, tuple[str, Any] | None]:
         (name,) = present
         _check_state(base, name)
         return base, (name, present[name])
-    if isinstance(start := getattr(given, "init_lora_weights", None), str) and start not in _PLAIN_STARTS:
-        raise UnsupportedModelError(
-            f"init_lora_weights={start!r} is computed from the weights, or from data, and changes the weights; let "
-            "peft.get_peft_model make the adapters, and give that model, or use True or 'gaussian'"
-        )
     return base, None if given is None else ("default", given)
-
-
-#: Values of `init_lora_weights` that do not read the weights.
-_PLAIN_STARTS = ("gaussian",)
 
 
 def _check_state(model: PreTrainedModel, name: str) -> None:
@@ -184,11 +262,16 @@ def _check_state(model: PreTrainedModel, name: str) -> None:
             )
 
 
-def _without_start(config: Any) -> Any:
-    """A copy of a configuration whose adapters take no initial values from weights: stages get or draw them later."""
+def before_injection(config: Any) -> Any:
+    """A copy of a configuration as it is before PEFT reads the model, whose adapters take no values from weights.
+
+    Stages get or draw the values later.
+    """
     config = copy.deepcopy(config)
     if isinstance(getattr(config, "init_lora_weights", None), str):
         config.init_lora_weights = False
+    if hasattr(config, "fan_in_fan_out"):
+        config.fan_in_fan_out = False  # PEFT sets it when it comes upon the first Conv1D
     return config
 
 
@@ -196,55 +279,3 @@ def need_peft() -> None:
     """Raise UserError where peft is not installed."""
     if not is_peft_available():
         raise UserError("PEFT adapters need the package peft: pip install 'hf_gpipe[peft]'")
-
-
-def make_peft(adapter: Adapter, name: str, config: Any) -> PeftAdapter:
-    """Let PEFT resolve its configuration on the whole model, on the meta device.
-
-    Raises:
-        UserError: peft is not installed.
-        UnsupportedModelError: the method or its target modules cannot be split over stages.
-    """
-    need_peft()
-    from peft import inject_adapter_in_model
-
-    family = adapter.config.model_type
-    if config.is_prompt_learning:
-        raise UnsupportedModelError(
-            f"{family}: PEFT's prompt learning is not supported; use LoRA on linear layers of the blocks"
-        )
-    resolved = copy.deepcopy(config)
-    trained_whole = _trained_whole(adapter, resolved)
-    whole = adapter.skeleton()
-    try:
-        inject_adapter_in_model(known := _without_start(resolved), whole, name)
-        resolved.target_modules = known.target_modules
-    except ValueError as error:
-        raise UnsupportedModelError(f"{family}: {error}") from error
-    blocks = [block for stack in adapter.stacks for block in stack.blocks]
-    inside = tuple(f"{module}." for module in (*blocks, *trained_whole))
-    outside = [n for n, p in whole.named_parameters() if p.requires_grad and not n.startswith(inside)]
-    if outside:
-        raise UnsupportedModelError(
-            f"{family}: PEFT would adapt {outside[0]!r}, outside of the blocks; leave embeddings and head out of "
-            "target_modules"
-        )
-    return PeftAdapter(name, resolved, trained_whole)
-
-
-def _trained_whole(adapter: Adapter, config: Any) -> tuple[str, ...]:
-    """The modules that `modules_to_save` names, to which the head of a classifier is added, as PEFT does.
-
-    Raises UnsupportedModelError for others.
-    """
-    asked = list(getattr(config, "modules_to_save", None) or ())
-    if adapter.is_classifier and config.task_type == "SEQ_CLS":
-        asked += [name for name in ("classifier", "score") if name not in asked]
-        config.modules_to_save = asked
-    found = tuple(name for name, _ in adapter.reference.named_modules() if name.endswith(tuple(asked)))
-    if asked and (not adapter.is_classifier or found != (adapter.layers[-1].name,)):
-        raise UnsupportedModelError(
-            f"{adapter.config.model_type}: PEFT's modules_to_save={asked} is not supported, except for the head of a "
-            "model that classifies rows; use LoRA on linear layers of the blocks"
-        )
-    return found

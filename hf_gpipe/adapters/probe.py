@@ -195,7 +195,7 @@ def observe(model: PreTrainedModel, autocast: Autocast | None = None) -> Observa
     constants = _constants(model, units, calls.result)
     if calls.result.logits.dim() == 2:
         _check_classifier(model, calls.result.logits, calls.tensors[head][0])
-        projection = FoundProjection(None, "they are those of one token of each row")
+        projection = FoundProjection((), "they are those of one token of each row")
     else:
         projection = find_projection(model, head, calls.entered, calls.result.logits, lambda: _forward(model, autocast))
     return Observation(

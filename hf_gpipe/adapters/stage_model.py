@@ -152,8 +152,8 @@ class StageModel:
             for position, name in enumerate(layer.modules):
                 is_entrance = layer is self.layers[0] and layer.kind != "embedding" and position == 0
                 admit(self.model.get_submodule(name), name, self.port, is_entrance=is_entrance)
-        if self.is_last and (projection := self.adapter.projection.name) is not None:
-            self._projection = Projection(self.model.get_submodule(projection))
+        if self.is_last and (projection := self.adapter.projection.names):
+            self._projection = Projection(*(self.model.get_submodule(name) for name in projection))
         if self.adapter.routers:
             complete(self.model.get_submodule(self.adapter.stacks[-1].path), self.router_port)
         self.device = device

@@ -95,6 +95,9 @@ class HeadStub(nn.Module):
         return hidden[..., :1] if self._has_positions else hidden[:, :0, :1]
 
 
+STUBS = (PassThrough, EmbeddingStub, HeadStub)
+
+
 def resemble(stub: nn.Module, replaced: nn.Module) -> None:
     """Give a stub the attributes that a model's forward or initialisation reads from the replaced module.
 

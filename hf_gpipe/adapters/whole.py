@@ -151,7 +151,7 @@ def refresh(model: PreTrainedModel) -> None:
     Raises UserError where a parameter was replaced or added from outside: it would not be trained.
     """
     placed: dict[str, nn.Parameter] = model._placed
-    ties, own = model._owner.adapter.ties, dict(model._owner.named_parameters())
+    ties, own = model.all_tied_weights_keys, dict(model._owner.named_parameters())
     found = dict(model.named_parameters(remove_duplicate=False))
     if added := found.keys() - model._names:
         raise UserError(f"the model of the pipeline was given a new parameter {min(added)!r}; {_GIVE}")

@@ -184,12 +184,16 @@ def _read(stage: StageModel, path: str | os.PathLike[str], device: torch.device,
 
 
 def add_peft(stage: StageModel, peft: PeftAdapter, device: torch.device, seed: int) -> None:
-    """Put new PEFT layers into a stage that has its weights; their values depend on (seed, parameter's name)."""
+    """Put new PEFT layers into a stage that has its weights.
+
+    Their values depend on the weights of the layers they belong to, on (seed, parameter's name), and nothing else.
+    """
     peft.inject(stage.model)
-    state = default_generator(device).get_state()
+    generator = default_generator(device)
+    state = generator.get_state()
     with _SeededByName(stage.model, seed):
-        peft.reset(stage.model)
-    default_generator(device).set_state(state)
+        peft.reset(stage.model, lambda name: generator.manual_seed(mix(seed, key(name))))
+    generator.set_state(state)
 
 
 def _fetch(path: str | os.PathLike[str], is_own: Callable[[str], bool]) -> list[Path]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -26,7 +27,8 @@ WEIGHTS_NAME, CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
 
 def has_adapters(model: Any) -> bool:
     """Whether this is a directory with saved adapters, in place of a model."""
-    return isinstance(model, str | os.PathLike) and (Path(model) / CONFIG_NAME).is_file()
+    # os.path says no to a name that is none, where pathlib raises an error.
+    return isinstance(model, str | os.PathLike) and os.path.isfile(os.path.join(model, CONFIG_NAME))
 
 
 def base_of(directory: str | os.PathLike[str], peft_config: Any = None) -> tuple[str, Any]:
@@ -61,7 +63,6 @@ def base_of(directory: str | os.PathLike[str], peft_config: Any = None) -> tuple
 def unwritten_adapters(
     directory: Path,
     models: Mapping[int, StageModel],
-    owner_stage: Mapping[str, int],
     topology: Topology,
     peft: PeftAdapter,
     write_more: Callable[[Path], Any] | None = None,
@@ -82,17 +83,17 @@ def unwritten_adapters(
         config.save_pretrained(folder)
 
     write_once(directory, topology, lambda: prepare_files(directory, write_configuration, write_more))
-    files: Files = {}
-    for stage, model in models.items():
-        owned = {name: p.detach() for name, p in model.parameters.items() if owner_stage[name] == stage}
-        if topology.leads(stage):
-            files[stage] = peft.tensors(model.model, owned)
+    files: Files = {stage: peft.tensors(model.model) for stage, model in models.items() if topology.leads(stage)}
 
     def write(files: Files) -> dict[str, Entry]:
         parts = topology.gather_objects({name: t for own in files.values() for name, t in on_cpu(own).items()})
 
         def write_file() -> None:
-            tensors = {name: tensor.contiguous() for part in parts for name, tensor in part.items()}
+            tensors: dict[str, torch.Tensor] = {}
+            for name, tensor in sorted((name, tensor) for part in parts for name, tensor in part.items()):
+                # The format has no tensors that share memory.
+                is_tied = any(tensor.data_ptr() == other.data_ptr() for other in tensors.values())
+                tensors[name] = tensor.clone() if is_tied else tensor.contiguous()
             temporary = directory / f".{WEIGHTS_NAME}.tmp"
             save_file(tensors, temporary, metadata={"format": "pt"})
             with digests.updated(directory) as entries:
@@ -112,7 +113,8 @@ def load_adapters(directory: Path, models: Mapping[int, StageModel], peft: PeftA
     Raises CheckpointError if the file is missing or damaged, or lacks one of a stage's tensors.
     """
     file = directory / WEIGHTS_NAME
-    names = {name for model in models.values() for name in peft.tensors(model.model, dict(model.parameters))}
+    own = [peft.tensors(model.model) for model in models.values()]
+    names = {name for tensors in own for name in tensors}
     with digests.advising():
         if (written := Digests.read(directory)) is not None:
             written.check(written.parts(WEIGHTS_NAME, names.__contains__))
@@ -120,9 +122,9 @@ def load_adapters(directory: Path, models: Mapping[int, StageModel], peft: PeftA
         saved = load_file(file)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read the adapters in {file}: {error}") from error
-    for model in models.values():
+    for tensors in own:
         # The tensors under PEFT's names share memory with the stage's, so copying into them fills the stage.
-        for name, tensor in peft.tensors(model.model, {n: p.detach() for n, p in model.parameters.items()}).items():
+        for name, tensor in tensors.items():
             if name not in saved:
                 raise CheckpointError(f"{file} lacks {name!r}, which the model's adapter has")
             if saved[name].shape != tensor.shape:

@@ -63,7 +63,7 @@ class ModelLayers:
     def __init__(self, adapter: Adapter, peft: PeftAdapter | None = None) -> None:
         self.adapter = adapter
         self.peft = peft
-        model: nn.Module = adapter.reference
+        model = adapter.reference
         if adapter.quantisation is not None or peft is not None:
             model = adapter.skeleton()
         if adapter.quantisation is not None:
@@ -71,7 +71,7 @@ class ModelLayers:
         if peft is not None:
             peft.inject(model)
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        used = _used_parameters(adapter, parameters)
+        used = _used_parameters(adapter, parameters, model.all_tied_weights_keys)
         users: dict[str, int] = {}
         for names in used:
             for name in names:
@@ -336,10 +336,9 @@ def size_of(parameter: torch.Tensor) -> Parameters:
     return Parameters(count, num_bytes, *((count, num_bytes) if parameter.requires_grad else (0, 0)))
 
 
-def _used_parameters(adapter: Adapter, names: Mapping[str, torch.Tensor]) -> list[set[str]]:
+def _used_parameters(adapter: Adapter, names: Mapping[str, torch.Tensor], ties: Mapping[str, str]) -> list[set[str]]:
     """For each layer the names of the parameters that it uses, of a tie its source's."""
     used: list[set[str]] = [set() for _ in adapter.layers]
-    ties = adapter.ties
     for name in names:
         used[adapter.layer_of(name)].add(ties.get(name, name))
     number = {layer.name: index for index, layer in enumerate(adapter.layers)}
@@ -400,7 +399,7 @@ def _short_adapter(adapter: Adapter) -> Adapter | None:
             setattr(short, name, FEW_BLOCKS)
             for list_name, entries in _block_lists(config, count).items():
                 setattr(short, list_name, entries[:FEW_BLOCKS])
-    return type(adapter)(
+    found = type(adapter)(
         short,
         adapter.dtype,
         adapter.attn_implementation,
@@ -409,3 +408,6 @@ def _short_adapter(adapter: Adapter) -> Adapter | None:
         autocast=adapter.autocast,
         quantisation=adapter.quantisation,
     )
+    # A function or an adapter on the head may have changed it.
+    found.projection = adapter.projection
+    return found

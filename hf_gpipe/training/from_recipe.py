@@ -20,7 +20,8 @@ from transformers import (
 from hf_gpipe.adapters import Adapter, adapter_for
 from hf_gpipe.adapters.classifiers import ONE_CLASS, classifier_of, classifier_of_family
 from hf_gpipe.adapters.feed_forward import feed_forward_outputs
-from hf_gpipe.adapters.peft import make_peft, need_peft
+from hf_gpipe.adapters.peft import need_peft
+from hf_gpipe.adapters.peft_resolve import make_peft
 from hf_gpipe.adapters.quantised import need_bitsandbytes
 from hf_gpipe.checkpoint.peft import has_adapters
 from hf_gpipe.data import Corpus, StreamedCorpus, build_corpus

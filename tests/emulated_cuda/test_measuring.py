@@ -12,7 +12,7 @@ import torch
 
 from hf_gpipe import Pipeline, train
 from hf_gpipe.adapters import adapter_for
-from hf_gpipe.adapters.peft import make_peft
+from hf_gpipe.adapters.peft_resolve import make_peft
 from hf_gpipe.errors import RecipeError, UserError
 from hf_gpipe.planner import measure
 from hf_gpipe.planner.workload import Workload

@@ -14,7 +14,7 @@ from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import StageModel, adapter_for
-from hf_gpipe.adapters.peft import make_peft
+from hf_gpipe.adapters.peft_resolve import make_peft
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.planner import layers as planner_layers
 from hf_gpipe.planner.by_rows import ByRows

@@ -93,7 +93,7 @@ def test_families_are_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "chunk_positions", lambda width, vocabulary: 7)
     recompute = "stage" if "tied" in name else "none"
     pipe = Pipeline(model, 2, 2, recompute=recompute, label_smoothing=0.0)
-    assert pipe.adapter.projection.name == "lm_head"
+    assert pipe.adapter.projection.names == ("lm_head",)
     # The norms of some families compute in float32.
     tolerance = 1e-12 if name in EXACT else 1e-8
     assert_same(run_pipeline(pipe, batch), expected, tolerance)
@@ -263,18 +263,31 @@ def test_without_anything_trained_the_loss_is_there_at_once_and_without_a_graph_
         assert deferred_loss(deferred_of(linear, hidden, None, None), targets, TokenLoss(), 11) == 0
 
 
-class _InPlace(LlamaForCausalLM):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward(*args, **kwargs)
-        output.logits.mul_(2.0)
-        return output
+#: A model's own repository may have such classes; those of a user's script are refused before.
+_REPOSITORY = """
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 
-class _AcrossPositions(LlamaForCausalLM):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward(*args, **kwargs)
-        output.logits = output.logits.cumsum(1) / 4
-        return output
+class Changing(LlamaForCausalLM):
+    def forward(self, input_ids, attention_mask=None, labels=None, **kwargs):
+        hidden = self.model(input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
+        logits = self.changed(self.lm_head(hidden))
+        loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class InPlace(Changing):
+    def changed(self, logits):
+        return logits.mul_(2.0)
+
+
+class AcrossPositions(Changing):
+    def changed(self, logits):
+        return logits.cumsum(1) / 4
+"""
+_classes: dict[str, Any] = {"__name__": "transformers_modules.own"}
+exec(_REPOSITORY, _classes)
 
 
 class _NotLinear(LlamaForCausalLM):
@@ -286,8 +299,8 @@ class _NotLinear(LlamaForCausalLM):
 @pytest.mark.parametrize(
     ("model_class", "reason"),
     [
-        (_InPlace, "it changes its logits in place, by mul_"),
-        (_AcrossPositions, "its logits made in parts differ by"),
+        (_classes["InPlace"], "it changes its logits in place, by mul_"),
+        (_classes["AcrossPositions"], "its logits made in parts differ by"),
         (_NotLinear, "its head is a OwnLinear, not a linear layer"),
     ],
 )
@@ -302,7 +315,7 @@ def test_other_models_make_whole_logits_and_say_so(
     expected = run_plain(model, batch, 2)
     with caplog.at_level(logging.WARNING):
         pipe = Pipeline(model, 2, 2, attn_implementation="eager")
-    assert pipe.adapter.projection.name is None
+    assert not pipe.adapter.projection.names
     assert pipe.adapter.projection.reason.startswith(reason)
     assert f"training makes the logits of a micro-batch whole: {pipe.adapter.projection.reason}" in caplog.text
     assert_same(run_pipeline(pipe, batch), expected, 1e-8)

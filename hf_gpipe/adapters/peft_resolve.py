@@ -1,0 +1,161 @@
+"""Resolve a PEFT configuration on the whole model: what is adapted, wrapped and tied, before any weight exists."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_gpipe.adapters.base import Adapter
+from hf_gpipe.adapters.peft import PeftAdapter, Wrapped, before_injection, need_peft
+from hf_gpipe.errors import UnsupportedModelError
+
+#: Values of `init_lora_weights` that decompose the weights, and subtract from them what the adapters begin with.
+_DECOMPOSING_STARTS = re.compile(r"(?i:olora)|pissa(_niter_\d+)?")
+
+
+def make_peft(adapter: Adapter, name: str, config: Any, *, is_new: bool = True) -> PeftAdapter:
+    """Let PEFT resolve its configuration on the whole model, on the meta device.
+
+    Args:
+        adapter: the model's; where its head gets adapters, its `projection` changes.
+        name: of the PEFT adapter.
+        config: its configuration.
+        is_new: whether its layers are yet to be added.
+
+    Raises:
+        UserError: peft is not installed.
+        UnsupportedModelError: the method, its targets or its initial values cannot be split over stages.
+    """
+    need_peft()
+    from peft import inject_adapter_in_model
+
+    family = adapter.config.model_type
+    if config.is_prompt_learning:
+        raise UnsupportedModelError(
+            f"{family}: PEFT's prompt learning is not supported; use LoRA on linear layers of the blocks"
+        )
+    resolved = copy.deepcopy(config)
+    _name_classifier(adapter, resolved)
+    whole = adapter.skeleton()
+    try:
+        inject_adapter_in_model(known := before_injection(resolved), whole, name)
+    except (ValueError, TypeError, AttributeError) as error:  # PEFT raises them for what it cannot wrap or tie
+        raise UnsupportedModelError(f"{family}: {error}") from error
+    resolved.target_modules = known.target_modules
+    if hasattr(known, "fan_in_fan_out"):
+        resolved.fan_in_fan_out = known.fan_in_fan_out
+    parameters = dict(whole.named_parameters(remove_duplicate=False))
+    trained = frozenset(one for one, parameter in parameters.items() if parameter.requires_grad)
+    ties = _ties(adapter.ties, parameters)
+    _check_trained(adapter, trained, ties)
+    if getattr(known, "target_modules_to_tie", None):
+        raise UnsupportedModelError(
+            f"{family}: ensure_weight_tying gives the embedding and the head one LoRA, transposed in one of them; "
+            "leave it out, or name the embedding in modules_to_save or trainable_token_indices"
+        )
+    if is_new:
+        _check_start(adapter, resolved, whole, ties)
+    peft = PeftAdapter(
+        name, resolved, _wrapped(whole, name), trained, ties, _saves_embeddings(adapter, resolved, whole)
+    )
+    adapter.projection = peft.projection(adapter.projection, whole)
+    return peft
+
+
+def _name_classifier(adapter: Adapter, config: Any) -> None:
+    """Add the head of a model that classifies rows to `modules_to_save`, as PEFT does."""
+    if adapter.is_classifier and config.task_type == "SEQ_CLS":
+        asked = list(getattr(config, "modules_to_save", None) or ())
+        config.modules_to_save = [*asked, *(name for name in ("classifier", "score") if name not in asked)]
+
+
+def _check_trained(adapter: Adapter, trained: frozenset[str], ties: Mapping[str, str]) -> None:
+    """Raise UnsupportedModelError where a trained parameter is in no module that the stages call."""
+    called = tuple(f"{module}." for layer in adapter.layers for module in layer.modules)
+    used = {ties.get(name, name) for name in trained if name.startswith(called)}
+    for name in sorted(trained):
+        if ties.get(name, name) not in used:
+            raise UnsupportedModelError(
+                f"{adapter.config.model_type}: PEFT would train {name!r}, which is in none of the modules that text "
+                "passes through; leave its module out of target_modules, modules_to_save and trainable_token_indices, "
+                "or name it in exclude_modules"
+            )
+
+
+def _ties(ties: Mapping[str, str], parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    """The tied parameters of a model with adapters, from those of the plain model: alias -> source."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in parameters.items():
+        names.setdefault(parameter, []).append(name)
+    # A module stands under its own name, whatever is wrapped around it.
+    aliases = tuple(f"{alias.rpartition('.')[0]}." for alias in ties)
+    found: dict[str, str] = {}
+    for same in names.values():
+        source = next((name for name in same if not name.startswith(aliases)), same[0])
+        found |= {name: source for name in same if name != source}
+    return found
+
+
+def _check_start(adapter: Adapter, config: Any, whole: PreTrainedModel, ties: Mapping[str, str]) -> None:
+    """Raise UnsupportedModelError for initial values of new adapters that a stage cannot compute from its weights."""
+    start = getattr(config, "init_lora_weights", True)
+    if not isinstance(start, str) or start.lower() == "gaussian":
+        return
+    family, advice = adapter.config.model_type, "use True or 'gaussian'"
+    if _DECOMPOSING_STARTS.fullmatch(start) is None:
+        raise UnsupportedModelError(
+            f"{family}: init_lora_weights={start!r} is not supported; let peft.get_peft_model make the adapters and "
+            f"give that model, or use True, 'gaussian', 'pissa', 'pissa_niter_4' or 'olora'"
+        )
+    if adapter.quantisation is not None or adapter.dtype == torch.float64:
+        what = "quantised" if adapter.quantisation is not None else "float64"
+        raise UnsupportedModelError(
+            f"{family}: init_lora_weights={start!r} decomposes weights of float32, bfloat16 or float16, and the "
+            f"model's are {what}; {advice}"
+        )
+    tied = {*ties, *ties.values()}
+    for name, module in whole.named_modules():
+        if len(getattr(module, "lora_A", ())) and any(f"{name}.{own}" in tied for own, _ in module.named_parameters()):
+            raise UnsupportedModelError(
+                f"{family}: init_lora_weights={start!r} changes the weights of its targets, and those of {name!r} are "
+                f"also used elsewhere; leave {name!r} out of target_modules, or {advice}"
+            )
+
+
+def _wrapped(whole: PreTrainedModel, name: str) -> tuple[Wrapped, ...]:
+    """The modules of a model with adapters that PEFT has wrapped whole; those that others are tied to come first."""
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    found: list[Wrapped] = []
+    trained: dict[nn.Parameter, str] = {}
+    wrappers: dict[str, Any] = {n: m for n, m in whole.named_modules() if isinstance(m, AuxiliaryTrainingWrapper)}
+    adapters: dict[str, Any] = {path: wrapper._modules.get("token_adapter") for path, wrapper in wrappers.items()}
+    for path in sorted(wrappers, key=lambda one: getattr(adapters[one], "tied_adapter", None) is not None):
+        wrapper, adapter = wrappers[path], adapters[path]
+        tokens = None if adapter is None else tuple(adapter.token_indices[name])
+        own = (wrapper.modules_to_save if adapter is None else adapter.trainable_tokens_delta).parameters()
+        sources = {trained.setdefault(parameter, path) for parameter in own} - {path}
+        found.append(Wrapped(path, tokens, next(iter(sources), None)))
+    return tuple(found)
+
+
+def _saves_embeddings(adapter: Adapter, config: Any, whole: PreTrainedModel) -> bool:
+    """Whether PEFT would save the embeddings and the head with the adapters; see `PeftAdapter`."""
+    if getattr(config, "trainable_token_indices", None) is None:
+        layers = (whole.get_input_embeddings(), whole.get_output_embeddings())
+        if any(hasattr(layer, "base_layer") for layer in layers):
+            return True
+    base = adapter.given_config.name_or_path
+    if not base:
+        return False
+    try:
+        saved = type(adapter.config).from_pretrained(base, local_files_only=True)
+    except (OSError, ValueError):
+        return False  # PEFT assumes so too
+    return bool(saved.get_text_config().vocab_size != adapter.config.get_text_config().vocab_size)
