@@ -23,11 +23,13 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from hf_gpipe.errors import UserError, listed
+from hf_gpipe.errors import MessageError, UserError, listed
 
 #: How long a machine tries to reach another one. A firewall that drops packets answers nothing.
 _REACH_SECONDS = 5.0
@@ -57,6 +59,8 @@ class Facts:
         problem: why there is no address; empty: there is one.
     """
 
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
     host: str
     boot: str
     versions: Mapping[str, str]
@@ -67,6 +71,14 @@ class Facts:
     port: int = 0
     nccl: str = ""
     problem: str = ""
+
+    @classmethod
+    def read(cls, text: bytes) -> Facts:
+        """The facts that a process has told. Raises MessageError for anything else."""
+        try:
+            return TypeAdapter(cls).validate_json(text, strict=True)
+        except ValidationError as error:
+            raise _not_ours(error) from None
 
     @classmethod
     def of_this_process(cls, settings: Mapping[str, str], *, is_alone: bool) -> Facts:
@@ -126,12 +138,12 @@ def check(
         door = socket.create_server((facts.address, 0), family=family)
         facts = replace(facts, port=door.getsockname()[1])
     try:
-        everyone = [Facts(**json.loads(one)) for one in _gathered(store, rank, size, asdict(facts), limit, prefix)]
+        everyone = [Facts.read(one) for one in _gathered(store, rank, size, asdict(facts), limit, prefix)]
         _agree(store, rank, complaints(everyone) if rank == 0 else [], limit, f"{prefix}/compared")
         if len({one.host for one in everyone}) > 1:
             found = unreached(facts, everyone) if facts.port else []
             told = _gathered(store, rank, size, found, limit, f"{prefix}/reached")
-            problems = [problem for one in told for problem in json.loads(one)]
+            problems = [problem for one in told for problem in _lines(one)]
             _agree(store, rank, problems, limit, f"{prefix}/checked")
             return machines(everyone)
     finally:
@@ -285,6 +297,18 @@ def gloo_address(found: Mapping[str, str]) -> str:
     return "127.0.0.1"
 
 
+def stay_on_loopback() -> None:
+    """Let gloo and NCCL listen where no other machine reaches them, unless their variables say where.
+
+    Only for processes that are all on this machine.
+    """
+    for name, address in addresses().items():
+        if is_loopback(address):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+            return
+
+
 def addresses() -> dict[str, str]:
     """The IPv4 address of each network interface that has one; on Linux only."""
     found: dict[str, str] = {}
@@ -332,5 +356,22 @@ def _agree(store: dist.Store, rank: int, found: Sequence[str], limit: timedelta,
     if rank == 0:
         store.set(key, json.dumps(list(found)))
     store.wait([key], limit)
-    if told := json.loads(store.get(key)):
+    if told := _lines(store.get(key)):
         raise UserError("; ".join(told))
+
+
+def _lines(text: bytes) -> list[str]:
+    """The lines that a process has told. Raises MessageError for anything else."""
+    try:
+        return TypeAdapter(list[str]).validate_json(text, strict=True)
+    except ValidationError as error:
+        raise _not_ours(error) from None
+
+
+def _not_ours(error: ValidationError) -> MessageError:
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(map(str, first["loc"]))
+    return MessageError(
+        f"what a process has told at the start is not hf_gpipe's: {where}{': ' * bool(where)}{first['msg']}; see that "
+        "all processes run the same version, and that nothing else reaches the store"
+    )
