@@ -65,6 +65,10 @@ class CheckpointError(UserError):
     """A checkpoint directory that is missing, incomplete or contradicts the model."""
 
 
+class DisagreementError(UserError):
+    """Processes of a run that were given different things: names the key, the values and the processes."""
+
+
 class MissingAttributeError(UserError, AttributeError):
     """An attribute of transformers that does not exist here; the message says what to use. `hasattr` gives False."""
 
@@ -94,6 +98,7 @@ _TRAVELLING: dict[str, tuple[type[UserError], dict[str, tuple[type, ...]]]] = {
     "ScheduleError": (ScheduleError, {"line": (str, type(None))}),
     "UnsupportedModelError": (UnsupportedModelError, {}),
     "CheckpointError": (CheckpointError, {}),
+    "DisagreementError": (DisagreementError, {}),
     "MissingAttributeError": (MissingAttributeError, {}),
 }
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from hf_gpipe.adapters import is_known_exact
 from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.adapters.whole import refresh, whole_model
-from hf_gpipe.building import ModelSource, Source, Trained, boundary_dtype, make_stages
+from hf_gpipe.building import ModelSource, Source, Trained, boundary_dtype, compared_source, make_stages
 from hf_gpipe.checkpoint.peft import base_of, has_adapters
 from hf_gpipe.errors import UserError
 from hf_gpipe.exactness import verify, verify_packing
@@ -27,8 +27,10 @@ from hf_gpipe.planner.decide import Planning, settled
 from hf_gpipe.planner.links import Machines
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.preflight import compare_with_machines
-from hf_gpipe.planner.workload import PlanInputs
+from hf_gpipe.planner.workload import OF_THE_READER, PlanInputs
 from hf_gpipe.recipe import ModelSection, PipelineConfig, TrainingSection
+from hf_gpipe.recipe.pipeline import OF_EACH_PROCESS
+from hf_gpipe.runtime.agreement import compare
 from hf_gpipe.runtime.custom_loss import Loss, check_loss, loss_of, whole_logits
 from hf_gpipe.runtime.device_choice import DeviceChoice, processes_for
 from hf_gpipe.runtime.edges import connect
@@ -142,6 +144,7 @@ class Pipeline(PipelineSteps):
         **settings: Any,
     ) -> None:
         adapters = model if has_adapters(model) else None
+        given_model = model
         if has_adapters(model):
             model, peft_config = base_of(model, peft_config)
         of_inputs = {one.name: settings.pop(one.name) for one in fields(PlanInputs) if one.name in settings}
@@ -163,6 +166,16 @@ class Pipeline(PipelineSteps):
         if loss is not None:
             check_loss(loss, label_smoothing, logit_clipping, packing=packing)
         Job.join()
+        same = {name: value for name, value in vars(given).items() if name not in OF_EACH_PROCESS}
+        same |= {name: value for name, value in vars(self._plan_inputs).items() if name not in OF_THE_READER}
+        same |= {"dtype": dtype, "attn_implementation": attn_implementation, "seed": seed, "loss": loss}
+        same |= {"trust_remote_code": trust_remote_code, "config_overrides": config_overrides}
+        same |= {"label_smoothing": label_smoothing, "logit_clipping": logit_clipping, "autocast": autocast}
+        same |= {"depth_scaled_feed_forward": depth_scaled_feed_forward, "peft_config": peft_config}
+        same |= {"quantization_config": quantization_config, "length_bucketing": length_bucketing}
+        if given_model is not model:
+            same |= {f"{name}, with adapters": value for name, value in compared_source(given_model).items()}
+        compare({**same, **compared_source(model)}, "arguments of the Pipeline")
         processes = processes_for(given, device)
         given = settled(given, self._plan_inputs, processes)
         # Read before any weight is made: a table that cannot be run costs no time.

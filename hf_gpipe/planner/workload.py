@@ -199,6 +199,10 @@ def _mean_and_most(lengths: Sequence[int]) -> tuple[int, int]:
     return -(-sum(lengths) // len(lengths)), max(lengths)
 
 
+#: Fields of `PlanInputs` that only the process that reads the data needs, or that follow from what it tells.
+OF_THE_READER = ("example", "tables", "earlier_num_micro_batches")
+
+
 @dataclass(frozen=True)
 class PlanInputs:
     """The planner's inputs beside the model and its `PipelineConfig`.

@@ -29,6 +29,7 @@ from hf_gpipe.adapters.intercept import extend_class
 from hf_gpipe.adapters.layers import StackName
 from hf_gpipe.errors import StageError, UserError, nearest
 from hf_gpipe.runtime import wire
+from hf_gpipe.runtime.agreement import compare
 from hf_gpipe.runtime.edges import Edge
 from hf_gpipe.runtime.spread_rows import joined, number_of_parts, part_of, pipelines
 from hf_gpipe.runtime.topology import Topology
@@ -281,6 +282,7 @@ class Generator:
             return data, {name: _class_of(value) for name, value in own.items() if name not in data}, num_parts
 
         data, objects, num_parts = self._topology.from_reader(read)
+        self._compare(own, data)
         if objects:
             missing = [name for name, cls in objects.items() if _class_of(own.get(name)) != cls]
             for rank, names in enumerate(self._topology.gather_objects(missing)):
@@ -292,6 +294,14 @@ class Generator:
         if isinstance(values := data.get(_CONFIG), dict):
             data[_CONFIG] = GenerationConfig.from_dict(values)
         return data | {name: own[name] for name in objects}, num_parts
+
+    def _compare(self, own: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+        """Raise DisagreementError, on every process, where one was given another option than the main process.
+
+        The other processes may leave options out, and their tensors are not read.
+        """
+        main = {name: value for name, value in data.items() if not isinstance(value, torch.Tensor)}
+        compare({n: _as_data(own[n]) if n in own else value for n, value in main.items()}, "arguments of generate")
 
     def _checked(self, arguments: Mapping[str, Any]) -> int:
         """How many pipelines generate. Raises UserError if an argument is not supported."""

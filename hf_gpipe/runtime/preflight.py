@@ -37,6 +37,8 @@ _REACH_SECONDS = 5.0
 _LISTENS_SECONDS = 30.0
 #: So many keys of two recipes that differ are named.
 _MOST_KEYS = 3
+#: And so many of the processes that have a value.
+_MOST_RANKS = 8
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 #: The request for the IPv4 address of an interface (netdevice(7)).
 _SIOCGIFADDR = 0x8915
@@ -162,12 +164,8 @@ def complaints(everyone: Sequence[Facts]) -> list[str]:
     for name in everyone[0].versions:
         if differing := _differing([(one.host, one.versions.get(name, "")) for one in everyone]):
             found.append(f"{name} is {differing}; install the same on all machines")
-    keys = [name for name in everyone[0].settings if len({one.settings.get(name) for one in everyone}) > 1]
-    for name in keys[:_MOST_KEYS]:
-        found.append(f"{name} is {_differing([(one.host, one.settings.get(name, 'missing')) for one in everyone])}")
-    if keys:
-        more = f", also of {listed(keys[_MOST_KEYS:])}" if keys[_MOST_KEYS:] else ""
-        found.append(f"give all processes the same recipe and the same key=value arguments{more}")
+    if different := disagreements([(one.host, one.settings) for one in everyone]):
+        found += [*different, "give all processes the same recipe and the same arguments"]
     hosts = {one.host: one for one in everyone}
     boots: dict[str, set[str]] = {}
     for one in everyone:
@@ -177,6 +175,31 @@ def complaints(everyone: Sequence[Facts]) -> list[str]:
             found.append(f"{len(own)} machines have the name {host}; give each its own (hostnamectl set-hostname NAME)")
     if len(hosts) > 1:
         found += [_network_problem(one) for one in hosts.values() if one.problem or is_loopback(one.address)]
+    return found
+
+
+def disagreements(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
+    """The settings in which processes differ, a sentence each: the values, and the processes that have them.
+
+    Args:
+        everyone: the machine and the settings of each process, in order of rank.
+    """
+    has_several_hosts = len({host for host, _ in everyone}) > 1
+    names = dict.fromkeys(name for _, settings in everyone for name in settings)
+    keys = [name for name in names if len({settings.get(name) for _, settings in everyone}) > 1]
+    found = []
+    for name in keys[:_MOST_KEYS]:
+        ranks: dict[str, list[int]] = {}
+        for rank, (_, settings) in enumerate(everyone):
+            ranks.setdefault(settings.get(name, "missing"), []).append(rank)
+        parts = []
+        for value, own in ranks.items():
+            where = f"{'process' if len(own) == 1 else 'processes'} {listed([str(rank) for rank in own], _MOST_RANKS)}"
+            hosts = " and ".join(dict.fromkeys(everyone[rank][0] for rank in own))
+            parts.append(f"{value} on {hosts} ({where})" if has_several_hosts else f"{value} in {where}")
+        found.append(f"{name} is {', '.join(parts)}")
+    if keys[_MOST_KEYS:]:
+        found.append(f"also different: {listed(keys[_MOST_KEYS:])}")
     return found
 
 
