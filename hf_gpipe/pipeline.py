@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
@@ -196,6 +197,9 @@ class Pipeline(PipelineSteps):
             quantization_config=quantization_config,
         )
         self.adapter, self.peft = self._source.adapter, self._source.peft
+        if isinstance(model, str) and not os.path.isdir(model):
+            # Each machine has the Hub's model in a cache of its own.
+            compare({"the model's commit": getattr(self.adapter.given_config, "_commit_hash", None)}, str(model))
         self._loss = loss_of(self.adapter, of_tokens, loss)
         self.has_new_adapters = self.peft is not None and not self._source.has_peft_layers
         if packing:

@@ -85,15 +85,23 @@ def unpack(data: torch.Tensor) -> Any:
         MessageError: the bytes are anything else.
     """
     try:
-        tensors = safetensors.torch.load(data.numpy().tobytes())
+        tensors = load_tensors(data)
         text = tensors.pop(_TEXT)
         if text.dtype != torch.uint8 or text.dim() != 1 or text.numel() > MOST_TEXT_BYTES:
             raise MessageError(f"its text has the shape {tuple(text.shape)} and the type {text.dtype}")
         return _read(json.loads(text.numpy().tobytes()), tensors, 0)
     except MessageError as error:
-        raise MessageError(f"{_MALFORMED}: {error}") from None
-    except (SafetensorError, KeyError, ValueError, TypeError, RecursionError, UserError) as error:
+        raise MessageError(str(error) if str(error).startswith(_MALFORMED) else f"{_MALFORMED}: {error}") from None
+    except (KeyError, ValueError, TypeError, RecursionError, UserError) as error:
         raise MessageError(f"{_MALFORMED}: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
+
+
+def load_tensors(data: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of bytes in safetensors form. Raises MessageError for any other bytes."""
+    try:
+        return safetensors.torch.load(data.numpy().tobytes())
+    except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise MessageError(f"{_MALFORMED}: {' '.join(str(error).split())[:200]}") from None
 
 
 _MALFORMED = (
@@ -266,7 +274,7 @@ def gather(value: object, group: dist.ProcessGroup) -> list[Any]:
     own = _message(value)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([own.numel()]), group=group)
-    counts = [_checked(size) for size in sizes]
+    counts = [checked_size(int(size)) for size in sizes]
     room = torch.zeros(max(counts), dtype=torch.uint8)
     room[: own.numel()] = own
     everyone = [torch.empty_like(room) for _ in counts]
@@ -279,7 +287,7 @@ def broadcast(value: object, src: int, group: dist.ProcessGroup) -> Any:
     own = _message(value) if dist.get_rank(group) == src else None
     size = torch.tensor([0 if own is None else own.numel()])
     dist.broadcast(size, group_src=src, group=group)
-    data = torch.empty(_checked(size), dtype=torch.uint8) if own is None else own
+    data = torch.empty(checked_size(int(size)), dtype=torch.uint8) if own is None else own
     dist.broadcast(data, group_src=src, group=group)
     return _value(data)
 
@@ -296,7 +304,7 @@ def receive(src: int, group: dist.ProcessGroup) -> Any:
     """The value that a process of a group has sent. Raises as `gather`."""
     size = torch.zeros(1, dtype=torch.int64)
     dist.recv(size, group_src=src, group=group)
-    data = torch.empty(_checked(size), dtype=torch.uint8)
+    data = torch.empty(checked_size(int(size)), dtype=torch.uint8)
     dist.recv(data, group_src=src, group=group)
     return _value(data)
 
@@ -319,8 +327,8 @@ def _value(data: torch.Tensor) -> Any:
     raise MessageError(f"{_MALFORMED}: it has no envelope")
 
 
-def _checked(size: torch.Tensor) -> int:
-    count = int(size)
+def checked_size(count: int) -> int:
+    """The number of bytes that a peer has announced. Raises MessageError where there cannot be so many."""
     if not 0 < count <= MOST_BYTES:
         raise MessageError(f"{_MALFORMED}: it would have {count} bytes")
     return count

@@ -159,6 +159,16 @@ def test_what_is_not_signed_for_a_key_and_a_start_is_refused() -> None:
             other.get("a")
 
 
+def test_gloo_connects_to_no_address_that_is_not_signed() -> None:
+    """A peer writes its own address where that of rank 1 belongs, before rank 1 does."""
+    plain = dist.HashStore()
+    own = SignedStore(plain, b"k" * 32, "start")
+    for name in ("0/1", "1", "rank_1"):
+        plain.set(name, b"an address of somebody else".hex())
+    with pytest.raises(UserError, match=r"not written with this run's secret \(0/1\)"):
+        dist.ProcessGroupGloo(own, 0, 2, timedelta(seconds=20))
+
+
 def test_a_secret_has_a_length(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)

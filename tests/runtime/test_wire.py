@@ -18,7 +18,7 @@ import torch.distributed as dist
 from hf_gpipe.errors import MessageError, PartitionError, ScheduleError, UserError
 from hf_gpipe.planner.costs import Parameters, Seconds, SharedParameter
 from hf_gpipe.recipe.section import MisfitError
-from hf_gpipe.runtime import wire
+from hf_gpipe.runtime import batches, wire
 from hf_gpipe.runtime.processes import Processes
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule import Schedule
@@ -148,6 +148,12 @@ def test_mutated_messages_become_values_or_that_error() -> None:
         except MessageError:
             num_refused += 1
     assert num_refused > 500
+
+
+@pytest.mark.parametrize("data", [b"", b"junk" * 9, safetensors.torch.save({"input_ids": torch.ones(2)})])
+def test_a_malformed_mini_batch_is_one_error(data: bytes) -> None:
+    with pytest.raises(MessageError):
+        batches.unpack(torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte())
 
 
 def _exchange() -> dict[str, Any]:
