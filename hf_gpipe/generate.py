@@ -65,7 +65,7 @@ def _generate(args: argparse.Namespace) -> int:
     note_launcher()
     # The main process alone reads the texts, and each process may have a device of its own.
     Job.join()
-    compare({n: value for n, value in vars(args).items() if n not in ("text", "device", "model")}, "options")
+    compare(lambda: {n: value for n, value in vars(args).items() if n not in ("text", "device", "model")}, "options")
     if args.batch_size < 1:
         raise UserError(f"--batch-size is {args.batch_size}; it must be at least 1")
     tokenizer = _tokenizer_of(args.model, trust_remote_code=args.trust_remote_code)

@@ -42,7 +42,7 @@ from hf_gpipe.runtime.micro_batch import Batch
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.runtime.ties import trained_by_several
 from hf_gpipe.runtime.topology import Topology
-from hf_gpipe.schedule.file import recompute_under
+from hf_gpipe.schedule.file import TABLE_SUFFIX, is_table_file, recompute_under
 from hf_gpipe.schedule.table import Schedule
 
 logger = logging.getLogger(__name__)
@@ -167,16 +167,23 @@ class Pipeline(PipelineSteps):
         if loss is not None:
             check_loss(loss, label_smoothing, logit_clipping, packing=packing)
         Job.join()
-        same = {name: value for name, value in vars(given).items() if name not in OF_EACH_PROCESS}
-        same |= {name: value for name, value in vars(self._plan_inputs).items() if name not in OF_THE_READER}
-        same |= {"dtype": dtype, "attn_implementation": attn_implementation, "seed": seed, "loss": loss}
-        same |= {"trust_remote_code": trust_remote_code, "config_overrides": config_overrides}
-        same |= {"label_smoothing": label_smoothing, "logit_clipping": logit_clipping, "autocast": autocast}
-        same |= {"depth_scaled_feed_forward": depth_scaled_feed_forward, "peft_config": peft_config}
-        same |= {"quantization_config": quantization_config, "length_bucketing": length_bucketing}
-        if given_model is not model:
-            same |= {f"{name}, with adapters": value for name, value in compared_source(given_model).items()}
-        compare({**same, **compared_source(model)}, "arguments of the Pipeline")
+        asked, base = given, model
+
+        def given_here() -> dict[str, Any]:
+            same = {name: value for name, value in vars(asked).items() if name not in OF_EACH_PROCESS}
+            same |= {name: value for name, value in vars(self._plan_inputs).items() if name not in OF_THE_READER}
+            same |= {"dtype": dtype, "attn_implementation": attn_implementation, "seed": seed, "loss": loss}
+            same |= {"trust_remote_code": trust_remote_code, "config_overrides": config_overrides}
+            same |= {"label_smoothing": label_smoothing, "logit_clipping": logit_clipping, "autocast": autocast}
+            same |= {"depth_scaled_feed_forward": depth_scaled_feed_forward, "peft_config": peft_config}
+            same |= {"quantization_config": quantization_config, "length_bucketing": length_bucketing}
+            if is_table_file(asked.schedule):
+                same["schedule"] = TABLE_SUFFIX  # the main process reads it, and the others may know another path
+            if given_model is not base:
+                same |= {f"{name}, with adapters": value for name, value in compared_source(given_model).items()}
+            return {**same, **compared_source(base)}
+
+        compare(given_here, "arguments of the Pipeline")
         processes = processes_for(given, device)
         given = settled(given, self._plan_inputs, processes)
         # Read before any weight is made: a table that cannot be run costs no time.
@@ -199,7 +206,8 @@ class Pipeline(PipelineSteps):
         self.adapter, self.peft = self._source.adapter, self._source.peft
         if isinstance(model, str) and not os.path.isdir(model):
             # Each machine has the Hub's model in a cache of its own.
-            compare({"the model's commit": getattr(self.adapter.given_config, "_commit_hash", None)}, str(model))
+            commit = getattr(self.adapter.given_config, "_commit_hash", None)
+            compare(lambda: {"the model's commit": commit}, model)
         self._loss = loss_of(self.adapter, of_tokens, loss)
         self.has_new_adapters = self.peft is not None and not self._source.has_peft_layers
         if packing:

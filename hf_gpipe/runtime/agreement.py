@@ -11,7 +11,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType, TracebackType
 from typing import Any, NamedTuple
 
@@ -37,11 +37,11 @@ class Noted(NamedTuple):
     note: str
 
 
-def compare(settings: Mapping[str, Any], what: str) -> None:
+def compare(given: Callable[[], Mapping[str, Any]], what: str) -> None:
     """Compare what must be the same in all processes. Every process calls it, once it has joined its job.
 
     Args:
-        settings: values by their names. They are compared as text.
+        given: makes the values by their names, where there are other processes. They are compared as text.
         what: these are, such as "arguments of the Pipeline".
 
     Raises:
@@ -51,6 +51,7 @@ def compare(settings: Mapping[str, Any], what: str) -> None:
     processes = Processes.of_job()
     if processes.num_processes == 1:
         return
+    settings = given()
     mine = {name: value.value if isinstance(value, Noted) else text_of(value) for name, value in settings.items()}
     notes = {name: value.note for name, value in settings.items() if isinstance(value, Noted)}
     told = processes.gather_objects((socket.gethostname(), mine, notes))

@@ -301,7 +301,8 @@ class Generator:
         The other processes may leave options out, and their tensors are not read.
         """
         main = {name: value for name, value in data.items() if not isinstance(value, torch.Tensor)}
-        compare({n: _as_data(own[n]) if n in own else value for n, value in main.items()}, "arguments of generate")
+        mine = {name: _as_data(own[name]) if name in own else value for name, value in main.items()}
+        compare(lambda: mine, "arguments of generate")
 
     def _checked(self, arguments: Mapping[str, Any]) -> int:
         """How many pipelines generate. Raises UserError if an argument is not supported."""

@@ -59,7 +59,7 @@ def join_with(args: PipelineTrainingArguments, **others: Any) -> Job:
     """
     job = Job.join(args.ddp_timeout)
     compared = {one.name: getattr(args, one.name) for one in fields(args) if one.name not in _OF_EACH_PROCESS}
-    compare({**compared, **others}, f"arguments of the trainer ({type(args).__name__})")
+    compare(lambda: {**compared, **others}, f"arguments of the trainer ({type(args).__name__})")
     return job
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def _compared() -> list[str]:
         {str(name): rank for name in range(9)},
     ):
         try:
-            compare(mine, "things")
+            compare(partial(dict[str, Any], mine), "things")
             found.append("")
         except DisagreementError as error:
             found.append(str(error))
