@@ -23,8 +23,10 @@ from hf_gpipe.adapters.peft import PeftAdapter, find_peft
 from hf_gpipe.adapters.peft_resolve import make_peft
 from hf_gpipe.checkpoint import hub
 from hf_gpipe.checkpoint.digests import check_model_files
+from hf_gpipe.checkpoint.source_digest import digest_of_model
 from hf_gpipe.errors import CheckpointError, UserError
 from hf_gpipe.exactness import verify
+from hf_gpipe.runtime.agreement import Noted, model_in_memory
 from hf_gpipe.runtime.custom_loss import Loss
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.topology import Topology
@@ -33,6 +35,19 @@ ModelSource: TypeAlias = PreTrainedModel | PreTrainedConfig | str | os.PathLike[
 """A model in memory, a configuration to initialise, or a Hub id or directory to load."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def compared_source(model: Any) -> dict[str, Any]:
+    """What must be the same in all processes of the model that each was given (runtime/agreement.py).
+
+    Raises CheckpointError where the files of a directory cannot be read.
+    """
+    if isinstance(model, PreTrainedModel | PreTrainedConfig):
+        return model_in_memory(model)
+    if isinstance(model, str | os.PathLike) and Path(model).is_dir():
+        # Each machine may have it at a path of its own.
+        return {"the digest of the model's files": Noted(digest_of_model(Path(model)), os.fspath(model))}
+    return {"the model": model}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 #: Exit codes of a command other than 0: a failure; an error that the user can correct; a signal stopped the training
 #: after a checkpoint was saved, so that the same command resumes it (EX_TEMPFAIL of sysexits.h).
@@ -64,6 +65,10 @@ class CheckpointError(UserError):
     """A checkpoint directory that is missing, incomplete or contradicts the model."""
 
 
+class DisagreementError(UserError):
+    """Processes of a run that were given different things: names the key, the values and the processes."""
+
+
 class MissingAttributeError(UserError, AttributeError):
     """An attribute of transformers that does not exist here; the message says what to use. `hasattr` gives False."""
 
@@ -78,6 +83,43 @@ class NonFiniteError(HfGpipeError):
 
 class PeerError(HfGpipeError):
     """This process cannot continue because another one failed; the other one's message has the cause."""
+
+
+class MessageError(HfGpipeError):
+    """A message of another process is not what it must be; says what was found."""
+
+
+#: The exceptions that travel between processes, by their names, and the attributes that travel with each.
+_TRAVELLING: dict[str, tuple[type[UserError], dict[str, tuple[type, ...]]]] = {
+    "UserError": (UserError, {}),
+    "RecipeError": (RecipeError, {}),
+    "DataError": (DataError, {}),
+    "PartitionError": (PartitionError, {"fullness": (float,)}),
+    "ScheduleError": (ScheduleError, {"line": (str, type(None))}),
+    "UnsupportedModelError": (UnsupportedModelError, {}),
+    "CheckpointError": (CheckpointError, {}),
+    "DisagreementError": (DisagreementError, {}),
+    "MissingAttributeError": (MissingAttributeError, {}),
+}
+
+
+def error_to_data(error: UserError) -> tuple[str, str, dict[str, Any]]:
+    """What `error_of_data` makes the error of: a class's name, its message and its attributes.
+
+    An error of any other class becomes one of the nearest of its bases.
+    """
+    name = next(cls.__name__ for cls in type(error).__mro__ if _TRAVELLING.get(cls.__name__, (None,))[0] is cls)
+    return name, str(error), {attribute: getattr(error, attribute) for attribute in _TRAVELLING[name][1]}
+
+
+def error_of_data(name: str, message: str, attributes: Mapping[str, Any]) -> UserError:
+    """The error of these data. Raises MessageError where they are not those of an error that may travel."""
+    if name not in _TRAVELLING:
+        raise MessageError(f"no error of class {name[:80]!r} travels between processes")
+    cls, types = _TRAVELLING[name]
+    if attributes.keys() != types.keys() or not all(isinstance(attributes[key], types[key]) for key in types):
+        raise MessageError(f"a {name} with the attributes {str(dict(attributes))[:80]}")
+    return cls(message, **attributes)
 
 
 def nearest(found: str, allowed: Iterable[str]) -> str:

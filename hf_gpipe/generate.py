@@ -58,10 +58,14 @@ def _generate(args: argparse.Namespace) -> int:
     import torch
 
     from hf_gpipe.pipeline import Pipeline
+    from hf_gpipe.runtime.agreement import compare
     from hf_gpipe.runtime.job import Job
     from hf_gpipe.runtime.started import note_launcher
 
     note_launcher()
+    # The main process alone reads the texts, and each process may have a device of its own.
+    Job.join()
+    compare(lambda: {n: value for n, value in vars(args).items() if n not in ("text", "device", "model")}, "options")
     if args.batch_size < 1:
         raise UserError(f"--batch-size is {args.batch_size}; it must be at least 1")
     tokenizer = _tokenizer_of(args.model, trust_remote_code=args.trust_remote_code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 from hf_gpipe.adapters import is_known_exact
 from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.adapters.whole import refresh, whole_model
-from hf_gpipe.building import ModelSource, Source, Trained, boundary_dtype, make_stages
+from hf_gpipe.building import ModelSource, Source, Trained, boundary_dtype, compared_source, make_stages
 from hf_gpipe.checkpoint.peft import base_of, has_adapters
 from hf_gpipe.errors import UserError
 from hf_gpipe.exactness import verify, verify_packing
@@ -27,8 +28,10 @@ from hf_gpipe.planner.decide import Planning, settled
 from hf_gpipe.planner.links import Machines
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.preflight import compare_with_machines
-from hf_gpipe.planner.workload import PlanInputs
+from hf_gpipe.planner.workload import OF_THE_READER, PlanInputs
 from hf_gpipe.recipe import ModelSection, PipelineConfig, TrainingSection
+from hf_gpipe.recipe.pipeline import OF_EACH_PROCESS
+from hf_gpipe.runtime.agreement import compare
 from hf_gpipe.runtime.custom_loss import Loss, check_loss, loss_of, whole_logits
 from hf_gpipe.runtime.device_choice import DeviceChoice, processes_for
 from hf_gpipe.runtime.edges import connect
@@ -39,7 +42,7 @@ from hf_gpipe.runtime.micro_batch import Batch
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.runtime.ties import trained_by_several
 from hf_gpipe.runtime.topology import Topology
-from hf_gpipe.schedule.file import recompute_under
+from hf_gpipe.schedule.file import TABLE_SUFFIX, is_table_file, recompute_under
 from hf_gpipe.schedule.table import Schedule
 
 logger = logging.getLogger(__name__)
@@ -142,6 +145,7 @@ class Pipeline(PipelineSteps):
         **settings: Any,
     ) -> None:
         adapters = model if has_adapters(model) else None
+        given_model = model
         if has_adapters(model):
             model, peft_config = base_of(model, peft_config)
         of_inputs = {one.name: settings.pop(one.name) for one in fields(PlanInputs) if one.name in settings}
@@ -163,6 +167,23 @@ class Pipeline(PipelineSteps):
         if loss is not None:
             check_loss(loss, label_smoothing, logit_clipping, packing=packing)
         Job.join()
+        asked, base = given, model
+
+        def given_here() -> dict[str, Any]:
+            same = {name: value for name, value in vars(asked).items() if name not in OF_EACH_PROCESS}
+            same |= {name: value for name, value in vars(self._plan_inputs).items() if name not in OF_THE_READER}
+            same |= {"dtype": dtype, "attn_implementation": attn_implementation, "seed": seed, "loss": loss}
+            same |= {"trust_remote_code": trust_remote_code, "config_overrides": config_overrides}
+            same |= {"label_smoothing": label_smoothing, "logit_clipping": logit_clipping, "autocast": autocast}
+            same |= {"depth_scaled_feed_forward": depth_scaled_feed_forward, "peft_config": peft_config}
+            same |= {"quantization_config": quantization_config, "length_bucketing": length_bucketing}
+            if is_table_file(asked.schedule):
+                same["schedule"] = TABLE_SUFFIX  # the main process reads it, and the others may know another path
+            if given_model is not base:
+                same |= {f"{name}, with adapters": value for name, value in compared_source(given_model).items()}
+            return {**same, **compared_source(base)}
+
+        compare(given_here, "arguments of the Pipeline")
         processes = processes_for(given, device)
         given = settled(given, self._plan_inputs, processes)
         # Read before any weight is made: a table that cannot be run costs no time.
@@ -183,6 +204,10 @@ class Pipeline(PipelineSteps):
             quantization_config=quantization_config,
         )
         self.adapter, self.peft = self._source.adapter, self._source.peft
+        if isinstance(model, str) and not os.path.isdir(model):
+            # Each machine has the Hub's model in a cache of its own.
+            commit = getattr(self.adapter.given_config, "_commit_hash", None)
+            compare(lambda: {"the model's commit": commit}, model)
         self._loss = loss_of(self.adapter, of_tokens, loss)
         self.has_new_adapters = self.peft is not None and not self._source.has_peft_layers
         if packing:

@@ -14,12 +14,11 @@ from pathlib import Path
 from hf_gpipe.command import fail
 from hf_gpipe.errors import EXIT_STOPPED, RecipeError, UserError
 from hf_gpipe.recipe import Recipe, load_recipe, recipe_help, section_help
+from hf_gpipe.recipe.pipeline import OF_EACH_PROCESS
 from hf_gpipe.runtime.started import has_group, note_launcher
 
 #: In the output directory of a run that a signal has stopped: start it again to go on. torchrun hides exit codes.
 STOPPED_FILE = "stopped"
-#: Keys that may have another value on each machine.
-_OF_EACH_PROCESS = ("pipeline.device", "pipeline.devices", "pipeline.threads_per_process")
 
 USAGE = """\
 usage: python -m hf_gpipe.train recipe.yaml [key=value ...]
@@ -208,7 +207,8 @@ def _stopped_file(recipe: Recipe) -> Path:
 def _settings(recipe: Recipe) -> dict[str, str]:
     """The recipe's values that must be the same in every process, by their keys. Devices may differ."""
     values = {".".join(key): value for key, value in recipe.values().items()}
-    return {key: repr(value) for key, value in values.items() if key not in _OF_EACH_PROCESS}
+    own = {f"pipeline.{name}" for name in OF_EACH_PROCESS}
+    return {key: repr(value) for key, value in values.items() if key not in own}
 
 
 def _is_launched_here() -> bool:

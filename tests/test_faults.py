@@ -242,12 +242,8 @@ assert signal.set_wakeup_fd(-1) == -1
 
 
 FORBIDDEN = {
-    # What is sent to other processes is tried out with pickle.dumps.
-    "import": {"dill", "cloudpickle", "marshal", "shelve"},
+    "import": {"pickle", "dill", "cloudpickle", "marshal", "shelve"},
     "call": {
-        "pickle.load",
-        "pickle.loads",
-        "pickle.Unpickler",
         "eval",
         "exec",
         "os.system",
@@ -259,19 +255,20 @@ FORBIDDEN = {
     },
     "keyword": {"shell", "allow_pickle"},
 }
+#: Functions of torch.distributed that pickle what they send.
+PICKLES = re.compile(r"(gather|scatter|broadcast|send|recv)_object(_list)?\b")
 
 
 def test_nothing_is_unpickled_evaluated_or_given_to_a_shell() -> None:
-    """What comes out of a checkpoint, a recipe or a data file is data."""
+    """What comes out of a checkpoint, a recipe, a data file or another process is data."""
     for path in sorted((REPOSITORY / "hf_gpipe").rglob("*.py")):
+        assert not PICKLES.search(path.read_text().replace('"eval_use_gather_object"', "")), f"{path}"
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 names = {alias.name.partition(".")[0] for alias in node.names}
                 assert not FORBIDDEN["import"] & names, f"{path}:{node.lineno}"
             elif isinstance(node, ast.ImportFrom):
-                assert (node.module or "").partition(".")[0] not in FORBIDDEN["import"] | {"pickle"}, (
-                    f"{path}:{node.lineno}"
-                )
+                assert (node.module or "").partition(".")[0] not in FORBIDDEN["import"], f"{path}:{node.lineno}"
             elif isinstance(node, ast.Call):
                 assert ast.unparse(node.func) not in FORBIDDEN["call"], f"{path}:{node.lineno}"
                 given = {keyword.arg for keyword in node.keywords}

@@ -73,6 +73,13 @@ def test_each_file_parses_and_leaves_time_to_save(
 
     check_bash(files["torchrun"])
     check_bash(files["slurm"])
+    assert all("HF_GPIPE_SECRET" in files[engine] for engine in ENGINES if engine != "ray")
+    made = re.search("^export HF_GPIPE_SECRET=.*$", files["slurm"], re.MULTILINE)
+    assert made is not None
+    script = f"unset HF_GPIPE_SECRET\n{made[0]}\necho $HF_GPIPE_SECRET\n"
+    secrets = {subprocess.run(["bash", "-c", script], capture_output=True, text=True).stdout for _ in range(2)}
+    assert len(secrets) == 2
+    assert all(re.fullmatch(r"[0-9a-f]{64}\n", secret) for secret in secrets)
     slurm = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)", files["slurm"], re.MULTILINE))
     assert (slurm["nodes"], slurm["ntasks-per-node"], slurm["gpus-per-node"]) == ("2", "2", "2")
     assert slurm["signal"] == f"TERM@{shutdown + 20}"

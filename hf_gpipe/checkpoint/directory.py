@@ -225,7 +225,7 @@ def check_shared(output_dir: Path, processes: Processes) -> None:
     Raises:
         CheckpointError: on every process, if one of them cannot write, or does not see a file of another one.
     """
-    token = processes.broadcast_object(uuid4().hex, processes.writer)
+    token = processes.broadcast_value(uuid4().hex, processes.writer)
     files = [output_dir / f".seen-by-all-{token}-{rank}" for rank in range(processes.num_processes)]
 
     def write() -> None:

@@ -14,7 +14,7 @@ import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from uuid import uuid4
 
 import torch
@@ -25,7 +25,7 @@ from hf_gpipe.checkpoint.digests import DIGESTS_FILE, Digests
 from hf_gpipe.checkpoint.directory import checkpoint_path, checkpoints, last_checkpoint, remove, step_of, temporary_path
 from hf_gpipe.checkpoint.save import replace_directory
 from hf_gpipe.checkpoint.together import write_together
-from hf_gpipe.errors import CheckpointError
+from hf_gpipe.errors import CheckpointError, MessageError
 from hf_gpipe.runtime.processes import Processes
 
 logger = logging.getLogger(__name__)
@@ -166,6 +166,9 @@ class MemoryCheckpoints:
             CheckpointError: on every process, if one of them cannot read or write.
         """
         everyone = processes.gather_objects(_files(directory) if self._is_first else {})
+        for name in (name for files in everyone for name in files):
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise MessageError(f"another process has a file {name[:200]!r} of a checkpoint, which is outside of it")
         group = processes.group_on(torch.device("cpu")) if len(self._firsts) > 1 else None
         lacking = [
             (self._firsts[owner], self._firsts[machine], name)

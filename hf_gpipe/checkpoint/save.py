@@ -23,6 +23,7 @@ from hf_gpipe.checkpoint.digests import Entry
 from hf_gpipe.checkpoint.together import write_once, write_together
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.wire import sendable
 
 #: File names of shards, written by transformers or by this module. Other files named model-... belong to the user.
 _SHARD = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
@@ -30,6 +31,7 @@ _SHARD = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
 _PREPARED = ".config.tmp"
 
 
+@sendable
 class _Shard(NamedTuple):
     """Sizes and digests of a file that a process has written, sent to the other processes."""
 

@@ -97,6 +97,7 @@ class JobFile:
             "arguments": shlex.join(self.arguments),
             "shutdown_seconds": self.shutdown_seconds,
             "grace_seconds": self.shutdown_seconds + _GRACE_SECONDS,
+            "secret": templates.SECRET,
         }
         return template.substitute({**common, **values})
 

@@ -36,13 +36,19 @@ TORCHRUN = FileTemplate("""\
 # Exit code 75: a signal has stopped the training and all is saved; run it again to go on.
 @run""")
 
-ONE_MACHINE = """\
-# bash FILE"""
+#: The secret by which the processes of a run know each other (docs/security.md), unless one is given.
+SECRET = """\
+export HF_GPIPE_SECRET=${HF_GPIPE_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')}"""
+
+ONE_MACHINE = f"""\
+# bash FILE
+{SECRET}"""
 
 EVERY_MACHINE = """\
 # Run it on every machine, in the same directory, with the machine's number and the first machine's name or address:
 #     bash FILE 0 FIRST        on FIRST itself, which reads the data
 #     bash FILE 1 FIRST        on the second, and so on
+# First export HF_GPIPE_SECRET, the same on all (openssl rand -hex 32): without it whoever reaches the port can join.
 machine=${1:?the number of this machine, from 0} first=${2:?the name or address of the first machine}"""
 
 SLURM = FileTemplate("""\
@@ -61,6 +67,8 @@ SLURM = FileTemplate("""\
 # Slurm has taken the job's nodes away or lost one, the job is queued again.
 stopped=@marker
 rm -f "$stopped"
+# Slurm gives it to every process of the job.
+@secret
 srun --kill-on-bad-exit=1 python -m hf_gpipe.train @arguments
 code=$?
 if [ -e "$stopped" ]; then scontrol requeue "$SLURM_JOB_ID"; fi
@@ -69,8 +77,10 @@ exit "$code"
 
 KUBERNETES = FileTemplate("""\
 @comments
-# For Kubeflow Trainer 2: kubectl apply -f FILE. The claim @claim is mounted at /workspace, which all pods share. It has
-# the recipe and the data; paths are relative to it.
+# For Kubeflow Trainer 2: kubectl apply -f FILE. First give the pods the secret by which they know each other:
+#     kubectl create secret generic @name-run --from-literal=secret="$(openssl rand -hex 32)"
+# The claim @claim is mounted at /workspace, which all pods share. It has the recipe and the data; paths are relative to
+# it.
 apiVersion: trainer.kubeflow.org/v1alpha1
 kind: TrainingRuntime
 metadata:
@@ -111,6 +121,12 @@ spec:
                   containers:
                     - name: node
                       workingDir: /workspace
+                      env:
+                        - name: HF_GPIPE_SECRET
+                          valueFrom:
+                            secretKeyRef:
+                              name: @name-run
+                              key: secret
                       volumeMounts:
                         - name: workspace
                           mountPath: /workspace
@@ -145,8 +161,9 @@ spec:
 
 SKYPILOT = FileTemplate("""\
 @comments
-# sky jobs launch FILE: a managed job, which comes back after a machine is lost. The output directory must be on storage
-# that all machines see and that outlives them: mount a bucket or a volume there, under file_mounts or volumes.
+# sky jobs launch --env HF_GPIPE_SECRET FILE, after export HF_GPIPE_SECRET=$(openssl rand -hex 32), by which the
+# machines know each other: a managed job, which comes back after a machine is lost. The output directory must be on
+# storage that all machines see and that outlives them: mount a bucket or a volume there, under file_mounts or volumes.
 name: @name
 num_nodes: @nodes
 workdir: .
@@ -163,7 +180,8 @@ run: |
 RAY = FileTemplate('''\
 @comments
 # python FILE, or ray job submit -- python FILE. Ray ends its workers without a signal, so the steps since the last
-# checkpoint are lost (training.save_steps). After a fault it starts them again, at most three times.
+# checkpoint are lost (training.save_steps). After a fault it starts them again, at most three times. The process group
+# is Ray's, and protected by Ray alone.
 import os
 
 FOLDER = @folder  # on every machine, with the recipe and the data

@@ -14,11 +14,13 @@ from typing import Literal
 
 from hf_gpipe.adapters.layers import LayerKind, StackName
 from hf_gpipe.planner.workload import Workload
+from hf_gpipe.runtime.wire import sendable
 
 InnerRecompute = Literal["none", "block"]
 """Which tensors a live graph keeps: everything, or only the inputs of blocks. ("stage" says when a graph is alive.)"""
 
 
+@sendable
 @dataclass(frozen=True)
 class Parameters:
     """Weights of some layers. `num_bytes` are of the weights themselves; gradients are as large where trainable."""
@@ -45,6 +47,7 @@ class Parameters:
         )
 
 
+@sendable
 @dataclass(frozen=True)
 class SharedParameter:
     """A parameter that several layers use: a tied embedding, or a position table that all blocks read.
@@ -63,6 +66,7 @@ class SharedParameter:
     first_layer: int
 
 
+@sendable
 @dataclass(frozen=True)
 class GraphCost:
     """The bytes that a layer adds to the autograd graph of its stage, and the working memory of its backward.
@@ -82,6 +86,7 @@ class GraphCost:
     backward_working_bytes: int
 
 
+@sendable
 @dataclass(frozen=True)
 class Seconds:
     """Measured time of one micro-batch: a forward without a graph, a forward with one, and a backward."""
@@ -119,6 +124,7 @@ class Seconds:
         )
 
 
+@sendable
 @dataclass(frozen=True)
 class LayerCost:
     """One layer's costs for one micro-batch.
@@ -171,6 +177,7 @@ class LayerCost:
         return self.plain if inner == "none" else self.block
 
 
+@sendable
 @dataclass(frozen=True)
 class ModelCosts:
     """All layers of a model, in order, for one shape of micro-batch.

@@ -16,6 +16,7 @@ from hf_gpipe.errors import UserError, nearest
 from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, Recipe, TrainingSection
 from hf_gpipe.runtime.batches import tensors_of
 from hf_gpipe.runtime.packing import is_flattened, packed_parts
+from hf_gpipe.runtime.wire import sendable
 from hf_gpipe.schedule import Schedule
 
 #: A token that no family gives a meaning: past the special tokens, inside of the smallest vocabulary.
@@ -51,6 +52,7 @@ def rows_of_tokens(batch_tokens: int, max_target_tokens: int) -> int:
     return -(-batch_tokens // max_target_tokens)
 
 
+@sendable
 @dataclass(frozen=True)
 class Workload:
     """The shape of one micro-batch, padding included.
@@ -195,6 +197,10 @@ class Workload:
 def _mean_and_most(lengths: Sequence[int]) -> tuple[int, int]:
     """The mean, rounded up, and the longest."""
     return -(-sum(lengths) // len(lengths)), max(lengths)
+
+
+#: Fields of `PlanInputs` that only the process that reads the data needs, or that follow from what it tells.
+OF_THE_READER = ("example", "tables", "earlier_num_micro_batches")
 
 
 @dataclass(frozen=True)

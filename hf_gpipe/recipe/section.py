@@ -118,7 +118,7 @@ class MisfitError(UserError):
         super().__init__(f"{dotted(path)}{what}")
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        return type(self), (self.path, self.what)  # it travels between processes
+        return type(self), (self.path, self.what)  # copies are made of both
 
 
 def dotted(path: tuple[object, ...]) -> str:

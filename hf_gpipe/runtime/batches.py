@@ -15,10 +15,11 @@ import torch
 from torch.nn import functional as F
 
 from hf_gpipe.adapters import IGNORED_LABEL
-from hf_gpipe.errors import DataError, PeerError
+from hf_gpipe.errors import DataError, MessageError, PeerError
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.micro_batch import Batch
 from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.runtime.wire import checked_size, load_tensors
 
 Batches = Sequence[Batch]
 
@@ -48,10 +49,12 @@ def tensors_of(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def unpack(data: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    """Restore the mini-batches that `pack` serialised."""
+    """Restore the mini-batches that `pack` serialised. Raises MessageError for any other bytes."""
     batches: dict[int, dict[str, torch.Tensor]] = {}
-    for key, tensor in safetensors.torch.load(data.numpy().tobytes()).items():
+    for key, tensor in load_tensors(data).items():
         number, _, name = key.partition(".")
+        if not number.isdecimal() or not name:
+            raise MessageError(f"a mini-batch of the main process has an entry {key[:80]!r}, and not NUMBER.NAME")
         batches.setdefault(int(number), {})[name] = tensor
     return [batches[number] for number in sorted(batches)]
 
@@ -146,7 +149,7 @@ class _Messages:
         if size == _END:
             return None
         body = self._message[_HEADER_BYTES:]
-        if size > self._room:
+        if checked_size(size) > self._room:
             rest = torch.empty(size - self._room, dtype=torch.uint8) if self._data is None else self._data[self._room :]
             self._processes.broadcast(rest, self._processes.reader)
             body = torch.cat([body, rest])

@@ -12,6 +12,7 @@ import torch
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.runtime.wire import sendable
 
 DeviceChoice: TypeAlias = torch.device | str | Sequence[str] | None
 """Where a process computes: a device, a list of devices for its stages, or None to choose one."""
@@ -57,6 +58,7 @@ def processes_for(config: PipelineConfig, device: DeviceChoice = None) -> Proces
     return Processes(rank, count, devices)
 
 
+@sendable
 @dataclass(frozen=True)
 class _Wish:
     """The devices that a process asks for, and those that it can see.

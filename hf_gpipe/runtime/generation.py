@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import pickle
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,6 +28,8 @@ from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.adapters.intercept import extend_class
 from hf_gpipe.adapters.layers import StackName
 from hf_gpipe.errors import StageError, UserError, nearest
+from hf_gpipe.runtime import wire
+from hf_gpipe.runtime.agreement import compare
 from hf_gpipe.runtime.edges import Edge
 from hf_gpipe.runtime.spread_rows import joined, number_of_parts, part_of, pipelines
 from hf_gpipe.runtime.topology import Topology
@@ -67,6 +68,7 @@ REFUSED = {
     "max_time": "processes would stop at different tokens; use max_new_tokens",
     "synced_gpus": "the processes of a pipeline run in lock-step already",
 }
+_CONFIG = "generation_config"
 #: Values of these arguments that change nothing.
 _HARMLESS: dict[str, tuple[object, ...]] = {
     "num_beam_groups": (1,),
@@ -130,14 +132,15 @@ class Generator:
 
         Args:
             inputs: its keyword arguments; those of the main process are used, a streamer only there. Objects among
-                them, such as a logits processor, must compute the same on every process.
+                them, such as a logits processor or a tokenizer, do not travel: each process uses its own, which must
+                compute the same.
 
         Raises:
-            UserError: on every process, if an argument is unknown or not supported.
+            UserError: on every process, if an argument is unknown or not supported, or a process has no such object.
             StageError: the forward of a stage failed.
         """
         streamer = inputs.get("streamer") if self._topology.is_reader else None
-        shared, num_parts = self._topology.from_reader(lambda: self._checked(inputs))
+        shared, num_parts = self._shared(inputs)
         self._share_random_state()
         if num_parts == 1:
             self._number, self._group = 0, None
@@ -264,15 +267,47 @@ class Generator:
 
     # ------------------------------------------------------------------ arguments
 
-    def _checked(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-        """The arguments in a form that can be sent to other processes, and how many pipelines generate.
+    def _shared(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+        """The main process's arguments, with this process's own objects, and how many pipelines generate.
 
-        Raises UserError if an argument is not supported.
+        Raises UserError, on every process, if an argument is not supported, or is no object of the same class in all.
         """
-        arguments = {name: value for name, value in inputs.items() if name != "streamer"}
+        own = {name: value for name, value in inputs.items() if name != "streamer"}
+        if self._topology.num_processes == 1:
+            return own, self._checked(own)
+
+        def read() -> tuple[dict[str, Any], dict[str, str], int]:
+            num_parts = self._checked(own)
+            data = {name: _as_data(value) for name, value in own.items() if _travels(value)}
+            return data, {name: _class_of(value) for name, value in own.items() if name not in data}, num_parts
+
+        data, objects, num_parts = self._topology.from_reader(read)
+        self._compare(own, data)
+        if objects:
+            missing = [name for name, cls in objects.items() if _class_of(own.get(name)) != cls]
+            for rank, names in enumerate(self._topology.gather_objects(missing)):
+                if names:
+                    raise UserError(
+                        f"generate({names[0]}=...) is an object of {objects[names[0]]}, which does not travel between "
+                        f"processes, and process {rank} was given none; give it on every process"
+                    )
+        if isinstance(values := data.get(_CONFIG), dict):
+            data[_CONFIG] = GenerationConfig.from_dict(values)
+        return data | {name: own[name] for name in objects}, num_parts
+
+    def _compare(self, own: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+        """Raise DisagreementError, on every process, where one was given another option than the main process.
+
+        The other processes may leave options out, and their tensors are not read.
+        """
+        main = {name: value for name, value in data.items() if not isinstance(value, torch.Tensor)}
+        mine = {name: _as_data(own[name]) if name in own else value for name, value in main.items()}
+        compare(lambda: mine, "arguments of generate")
+
+    def _checked(self, arguments: Mapping[str, Any]) -> int:
+        """How many pipelines generate. Raises UserError if an argument is not supported."""
         self._check(arguments)
-        num_parts = number_of_parts(arguments, lambda name: self._setting(inputs, name), len(self._pipelines))
-        return {name: v.cpu() if isinstance(v, torch.Tensor) else v for name, v in arguments.items()}, num_parts
+        return number_of_parts(arguments, lambda name: self._setting(arguments, name), len(self._pipelines))
 
     def _check(self, arguments: Mapping[str, Any]) -> None:
         """Raise UserError for arguments that would be ignored, give wrong results or lead to a hang."""
@@ -292,9 +327,6 @@ class Generator:
         for name in arguments:
             if name not in known:
                 raise UserError(f"generate() has no argument {name!r}{nearest(name, known)}")
-        if self._topology.num_processes > 1:
-            for name, value in arguments.items():
-                _check_sendable(name, value)
 
     def _setting(self, arguments: Mapping[str, Any], name: str) -> Any:
         """The value that `generate` would use: the argument's, the given configuration's or the model's own."""
@@ -314,14 +346,17 @@ class Generator:
             generator.set_state(state)
 
 
-def _check_sendable(name: str, value: object) -> None:
-    try:
-        pickle.dumps(value)
-    except Exception as error:
-        raise UserError(
-            f"generate({name}=...) cannot be sent to the other processes ({error}); "
-            "define it at the top of a module that they can import"
-        ) from error
+def _travels(value: object) -> bool:
+    """Whether an argument is sent to the other processes, and not an object that each of them has."""
+    return isinstance(value, GenerationConfig) or wire.is_sendable(value)
+
+
+def _as_data(value: object) -> object:
+    return value.to_dict() if isinstance(value, GenerationConfig) else value
+
+
+def _class_of(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 class _Encoder:

@@ -30,6 +30,7 @@ from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime import preflight
 from hf_gpipe.runtime.heartbeat import Heartbeat
 from hf_gpipe.runtime.meeting import meet
+from hf_gpipe.runtime.secret import signed
 from hf_gpipe.runtime.started import note_launcher
 
 Item = TypeVar("Item")
@@ -135,6 +136,7 @@ class Job:
             job._num_waits += 1
             store, rank, size = distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
             limit = timedelta(seconds=APART_SECONDS)
+            store = signed(store, "group")
             job.machines = preflight.check(store, rank, size, settings, limit, f"hf_gpipe/started/{job._num_waits}")
         return job
 
@@ -159,11 +161,16 @@ class Job:
         except dist.DistError as error:
             raise UserError(_no_store(error)) from None
         # The store may have what processes wrote that the launcher has started before.
-        self.start = meet(store, rank, size, apart)
-        self._store = dist.PrefixStore(self.start, store)
+        self.start = meet(signed(store, "meeting"), rank, size, apart)
+        of_start = dist.PrefixStore(self.start, store)
+        self._store = signed(of_start, self.start)
         # The time limit is that of messages. Processes may start further apart, so they meet here first.
         self.machines = preflight.check(self._store, rank, size, settings, max(apart, timeout))
-        dist.init_process_group(backend, store=self._store, rank=rank, world_size=size, timeout=timeout)
+        if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
+            preflight.stay_on_loopback()
+        # NCCL asks the store from threads of its own for as long as the process lives, which must not need Python.
+        of_torch = of_start if "nccl" in backend else self._store
+        dist.init_process_group(backend, store=of_torch, rank=rank, world_size=size, timeout=timeout)
         self._heartbeat = Heartbeat(self._store, rank, size, timeout)
 
     def new_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
@@ -217,9 +224,10 @@ class Job:
                 "hf_gpipe/ended", max(timedelta(seconds=APART_SECONDS), _END_LIMITS * self.limit)
             )
             self._heartbeat.stop()
-            self._store = self._heartbeat = None
+            self._heartbeat = None
         self._world, self._common_groups = None, {}
         dist.destroy_process_group()
+        self._store = None  # torch's groups had it
 
     # ------------------------------------------------------------------ current work
 

@@ -13,11 +13,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch.distributed as dist
-
 from hf_gpipe.errors import EXIT_STOPPED
 from hf_gpipe.runtime.failures import show
 from hf_gpipe.runtime.job import LAUNCHER_PID
+from hf_gpipe.runtime.secret import SECRET_VARIABLE, new_secret, store_on_loopback
 from hf_gpipe.runtime.signals import StopSignal
 from hf_gpipe.runtime.supervise import Child, environment_of, first_failure, forwarding, wait_for_all
 
@@ -48,11 +47,10 @@ def launch(
         first, 1 where a process was killed by a signal; or 128 plus the number of the signal that ended the job before
         it saved. The failure has been printed on stderr.
     """
-    environment = dict(os.environ) | {LAUNCHER_PID: str(os.getpid())}
+    environment = {SECRET_VARIABLE: new_secret(), **os.environ, LAUNCHER_PID: str(os.getpid())}
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
-    # Port 0: the system chooses one that is free.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = store_on_loopback()
     children: list[Child] = []
     stop = StopSignal()
     with tempfile.TemporaryDirectory(prefix="hf_gpipe-") as name, forwarding(stop, children):

@@ -23,11 +23,13 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from hf_gpipe.errors import UserError, listed
+from hf_gpipe.errors import MessageError, UserError, listed
 
 #: How long a machine tries to reach another one. A firewall that drops packets answers nothing.
 _REACH_SECONDS = 5.0
@@ -35,6 +37,8 @@ _REACH_SECONDS = 5.0
 _LISTENS_SECONDS = 30.0
 #: So many keys of two recipes that differ are named.
 _MOST_KEYS = 3
+#: And so many of the processes that have a value.
+_MOST_RANKS = 8
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 #: The request for the IPv4 address of an interface (netdevice(7)).
 _SIOCGIFADDR = 0x8915
@@ -57,6 +61,8 @@ class Facts:
         problem: why there is no address; empty: there is one.
     """
 
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
     host: str
     boot: str
     versions: Mapping[str, str]
@@ -67,6 +73,14 @@ class Facts:
     port: int = 0
     nccl: str = ""
     problem: str = ""
+
+    @classmethod
+    def read(cls, text: bytes) -> Facts:
+        """The facts that a process has told. Raises MessageError for anything else."""
+        try:
+            return TypeAdapter(cls).validate_json(text, strict=True)
+        except ValidationError as error:
+            raise _not_ours(error) from None
 
     @classmethod
     def of_this_process(cls, settings: Mapping[str, str], *, is_alone: bool) -> Facts:
@@ -126,12 +140,12 @@ def check(
         door = socket.create_server((facts.address, 0), family=family)
         facts = replace(facts, port=door.getsockname()[1])
     try:
-        everyone = [Facts(**json.loads(one)) for one in _gathered(store, rank, size, asdict(facts), limit, prefix)]
+        everyone = [Facts.read(one) for one in _gathered(store, rank, size, asdict(facts), limit, prefix)]
         _agree(store, rank, complaints(everyone) if rank == 0 else [], limit, f"{prefix}/compared")
         if len({one.host for one in everyone}) > 1:
             found = unreached(facts, everyone) if facts.port else []
             told = _gathered(store, rank, size, found, limit, f"{prefix}/reached")
-            problems = [problem for one in told for problem in json.loads(one)]
+            problems = [problem for one in told for problem in _lines(one)]
             _agree(store, rank, problems, limit, f"{prefix}/checked")
             return machines(everyone)
     finally:
@@ -150,12 +164,8 @@ def complaints(everyone: Sequence[Facts]) -> list[str]:
     for name in everyone[0].versions:
         if differing := _differing([(one.host, one.versions.get(name, "")) for one in everyone]):
             found.append(f"{name} is {differing}; install the same on all machines")
-    keys = [name for name in everyone[0].settings if len({one.settings.get(name) for one in everyone}) > 1]
-    for name in keys[:_MOST_KEYS]:
-        found.append(f"{name} is {_differing([(one.host, one.settings.get(name, 'missing')) for one in everyone])}")
-    if keys:
-        more = f", also of {listed(keys[_MOST_KEYS:])}" if keys[_MOST_KEYS:] else ""
-        found.append(f"give all processes the same recipe and the same key=value arguments{more}")
+    if different := disagreements([(one.host, one.settings) for one in everyone]):
+        found += [*different, "give all processes the same recipe and the same arguments"]
     hosts = {one.host: one for one in everyone}
     boots: dict[str, set[str]] = {}
     for one in everyone:
@@ -165,6 +175,31 @@ def complaints(everyone: Sequence[Facts]) -> list[str]:
             found.append(f"{len(own)} machines have the name {host}; give each its own (hostnamectl set-hostname NAME)")
     if len(hosts) > 1:
         found += [_network_problem(one) for one in hosts.values() if one.problem or is_loopback(one.address)]
+    return found
+
+
+def disagreements(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
+    """The settings in which processes differ, a sentence each: the values, and the processes that have them.
+
+    Args:
+        everyone: the machine and the settings of each process, in order of rank.
+    """
+    has_several_hosts = len({host for host, _ in everyone}) > 1
+    names = dict.fromkeys(name for _, settings in everyone for name in settings)
+    keys = [name for name in names if len({settings.get(name) for _, settings in everyone}) > 1]
+    found = []
+    for name in keys[:_MOST_KEYS]:
+        ranks: dict[str, list[int]] = {}
+        for rank, (_, settings) in enumerate(everyone):
+            ranks.setdefault(settings.get(name, "missing"), []).append(rank)
+        parts = []
+        for value, own in ranks.items():
+            where = f"{'process' if len(own) == 1 else 'processes'} {listed([str(rank) for rank in own], _MOST_RANKS)}"
+            hosts = " and ".join(dict.fromkeys(everyone[rank][0] for rank in own))
+            parts.append(f"{value} on {hosts} ({where})" if has_several_hosts else f"{value} in {where}")
+        found.append(f"{name} is {', '.join(parts)}")
+    if keys[_MOST_KEYS:]:
+        found.append(f"also different: {listed(keys[_MOST_KEYS:])}")
     return found
 
 
@@ -285,6 +320,18 @@ def gloo_address(found: Mapping[str, str]) -> str:
     return "127.0.0.1"
 
 
+def stay_on_loopback() -> None:
+    """Let gloo and NCCL listen where no other machine reaches them, unless their variables say where.
+
+    Only for processes that are all on this machine.
+    """
+    for name, address in addresses().items():
+        if is_loopback(address):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+            return
+
+
 def addresses() -> dict[str, str]:
     """The IPv4 address of each network interface that has one; on Linux only."""
     found: dict[str, str] = {}
@@ -332,5 +379,22 @@ def _agree(store: dist.Store, rank: int, found: Sequence[str], limit: timedelta,
     if rank == 0:
         store.set(key, json.dumps(list(found)))
     store.wait([key], limit)
-    if told := json.loads(store.get(key)):
+    if told := _lines(store.get(key)):
         raise UserError("; ".join(told))
+
+
+def _lines(text: bytes) -> list[str]:
+    """The lines that a process has told. Raises MessageError for anything else."""
+    try:
+        return TypeAdapter(list[str]).validate_json(text, strict=True)
+    except ValidationError as error:
+        raise _not_ours(error) from None
+
+
+def _not_ours(error: ValidationError) -> MessageError:
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(map(str, first["loc"]))
+    return MessageError(
+        f"what a process has told at the start is not hf_gpipe's: {where}{': ' * bool(where)}{first['msg']}; see that "
+        "all processes run the same version, and that nothing else reaches the store"
+    )

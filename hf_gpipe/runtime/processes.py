@@ -1,7 +1,7 @@
 """The processes of a pipeline: their ranks, their roles, and all that they tell each other outside of a step's table.
 
 The default group of torch.distributed may be the user's, on any backend and with messages of its own. So the processes
-talk over groups of their own: gloo for CPU tensors and Python objects, NCCL for CUDA tensors.
+talk over groups of their own: gloo for CPU tensors and values (wire.py), NCCL for CUDA tensors.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from hf_gpipe.errors import UserError
+from hf_gpipe.runtime import wire
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.waiting import working
 
@@ -113,10 +114,10 @@ class Processes:
             except UserError as error:
                 outcome = error
         # Gathered, not broadcast: no process goes on before all are here.
-        outcome = self.gather_objects(outcome)[rank]
-        if isinstance(outcome, UserError):
-            raise outcome
-        return outcome
+        told = self.gather_objects(outcome)[rank]
+        if isinstance(told, UserError):
+            raise outcome if self.rank == rank else told
+        return cast(Value, told)
 
     def working(self, limits: float = math.inf) -> AbstractContextManager[None]:
         """Context manager in which each process may work for longer than a message may take; it ends when all have.
@@ -174,37 +175,28 @@ class Processes:
         return end
 
     def gather_objects(self, value: Value) -> list[Value]:
-        """Gather a small Python value of every process, in order of rank, on every process."""
-        if self.num_processes == 1:
-            return [value]
-        values: list[Any] = [None] * self.num_processes
-        dist.all_gather_object(values, value, group=self.group_on(_CPU))
-        return values
+        """Gather a small value of every process, in order of rank, on every process.
+
+        Raises:
+            UserError: on every process: the value of one of them is of a type that does not travel (wire.py).
+        """
+        return [value] if self.num_processes == 1 else wire.gather(value, self.group_on(_CPU))
 
     def gather_at_first(self, value: Value, ranks: Sequence[int]) -> list[Value] | None:
-        """Gather a Python value of some processes in the first of them, in the order of `ranks`; None elsewhere.
+        """Gather a value of some processes in the first of them, in the order of `ranks`; None elsewhere.
 
         Only these processes take part in it.
         """
         first, *others = ranks
         if self.rank == first:
-            values: list[Any] = [value]
-            for rank in others:
-                box: list[Any] = [None]
-                dist.recv_object_list(box, group_src=rank, group=self.group_on(_CPU))
-                values += box
-            return values
+            return [value, *(wire.receive(rank, self.group_on(_CPU)) for rank in others)]
         if self.rank in others:
-            dist.send_object_list([value], group_dst=first, group=self.group_on(_CPU))
+            wire.send(value, first, self.group_on(_CPU))
         return None
 
-    def broadcast_object(self, value: Value, src: int) -> Value:
-        """The Python value of the process `src`, on every process."""
-        if self.num_processes == 1:
-            return value
-        box: list[Any] = [value]
-        dist.broadcast_object_list(box, group_src=src, group=self.group_on(_CPU))
-        return box[0]
+    def broadcast_value(self, value: Value, src: int) -> Value:
+        """The value of the process `src`, on every process. Raises as `gather_objects`."""
+        return value if self.num_processes == 1 else cast(Value, wire.broadcast(value, src, self.group_on(_CPU)))
 
     # ------------------------------------------------------------------ groups
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hf_gpipe.errors import UserError
+from hf_gpipe.runtime import wire
 from hf_gpipe.runtime.replicas import Replicas, in_buckets
 from hf_gpipe.runtime.topology import Topology
 
@@ -227,11 +228,8 @@ class Shards:
         """
         whole = {name: slots for name, slots in states.items() if name not in self._ends}
         for names, workers, (_, group) in self._replicated():
-            kinds: list[Any] = [None] * len(workers)
             mine = {name: {slot: _kind(value) for slot, value in states.get(name, {}).items()} for name in names}
-            dist.all_gather_object(kinds, mine, group=group)
-            # In the order of a group's ranks, which may be another one than that of the replicas.
-            kinds = [kinds[dist.get_group_rank(group, rank)] for rank in workers]
+            kinds = wire.by_rank(wire.gather(mine, group), group, workers)
             for name in names:
                 holders = self._holders(name)
                 for slot, kind in kinds[holders[0]][name].items():
@@ -271,6 +269,7 @@ class Shards:
         return result
 
 
+@wire.sendable
 class _TensorKind(NamedTuple):
     """A tensor of an optimizer's state, as other processes need to know it."""
 

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_gpipe.runtime.wire import sendable
 from hf_gpipe.schedule.actions import Action
 
 
+@sendable
 @dataclass(frozen=True)
 class ActionTime:
     """When an action ran on this process, in seconds of a monotonic clock."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import AUTO
+from hf_gpipe.runtime.agreement import compare
 from hf_gpipe.runtime.custom_loss import Loss
+from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.processes import Processes
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.generating import generation_config_of
@@ -37,6 +39,36 @@ from hf_gpipe.training.loss_scaling import LossScaler
 from hf_gpipe.training.master_weights import MasterWeights
 from hf_gpipe.training.optim import check_optimizer
 from hf_gpipe.training.progress import MetricsFile, ProgressBar
+
+#: Arguments that may be another's in each process: where it writes and shows what, and a token that must not travel.
+_OF_EACH_PROCESS = (
+    *("output_dir", "logging_dir", "run_name", "report_to", "project", "trackio_space_id", "disable_tqdm", "log_level"),
+    *("log_level_replica", "log_on_each_node", "local_rank", "hub_token"),
+)
+
+
+def join_with(args: PipelineTrainingArguments, **others: Any) -> Job:
+    """Join the job, and compare the arguments of a trainer with those of the other processes.
+
+    Args:
+        args: of the trainer.
+        others: what else it was given that must be the same, by its names.
+
+    Raises:
+        DisagreementError: on every process: they differ.
+    """
+    job = Job.join(args.ddp_timeout)
+    compared = {one.name: getattr(args, one.name) for one in fields(args) if one.name not in _OF_EACH_PROCESS}
+    compare(lambda: {**compared, **others}, f"arguments of the trainer ({type(args).__name__})")
+    return job
+
+
+def options_of(optimizer: torch.optim.Optimizer | None) -> Any:
+    """What is compared of a given optimizer: its class, and the options of its groups of parameters."""
+    if optimizer is None:
+        return None
+    groups = [{name: value for name, value in one.items() if name != "params"} for one in optimizer.param_groups]
+    return type(optimizer).__name__, groups
 
 
 def pipeline_of(

@@ -19,6 +19,7 @@ from hf_gpipe.data.pairs import ENGLISH, Pair, language_tag
 from hf_gpipe.data.tokenized import IGNORE_INDEX, TokenizedPairs
 from hf_gpipe.errors import DataError
 from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.runtime.wire import sendable
 from hf_gpipe.training.generating import Generation
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.predicting import predict
@@ -27,6 +28,7 @@ from hf_gpipe.training.predicting import predict
 MOST_LINES = 12
 
 
+@sendable
 @dataclass(frozen=True)
 class Scores:
     """Of the pairs of one language, or averaged over languages.
@@ -54,6 +56,7 @@ class Scores:
     chrf_copy: float
 
 
+@sendable
 @dataclass(frozen=True)
 class Translated:
     """A pair with its translation, and the negative log-likelihood of its reference with the characters it is of."""
@@ -66,6 +69,7 @@ class Translated:
     num_characters: int
 
 
+@sendable
 @dataclass(frozen=True)
 class TranslationReport:
     """Scores of every language, the languages with the most pairs first, and the translations.

@@ -110,7 +110,7 @@ class Evaluator:
         steps = math.ceil(sum(num_rows) / self.args.per_device_eval_batch_size)
         metrics |= speed_metrics(prefix, start_time, num_samples=sum(num_rows), num_steps=steps)
         # Every process measured the speed for itself.
-        return columns, self.pipe.topology.broadcast_object(metrics, self.pipe.topology.reporter)
+        return columns, self.pipe.topology.broadcast_value(metrics, self.pipe.topology.reporter)
 
     def _generation(self, options: Mapping[str, Any]) -> Generation:
         return Generation(self.pipe, generation_options(self.args, options), self.pad_token_id)
@@ -138,7 +138,7 @@ class Evaluator:
     def _from_last(self, value: Any) -> Any:
         """The value of the last stage's leader, in every process."""
         topology = self.pipe.topology
-        return topology.broadcast_object(value, topology.leader_of(self.pipe.num_stages - 1))
+        return topology.broadcast_value(value, topology.leader_of(self.pipe.num_stages - 1))
 
 
 @dataclass

@@ -186,11 +186,15 @@ def _prepared(
     """The model's configuration, and in the reader everything that it has prepared."""
     mine: list[_Prepared] = []
 
-    def prepare() -> PreTrainedConfig:
+    def prepare() -> dict[str, Any]:
         mine.append(_prepare(recipe, task, output_dir, checkpoint))
-        return mine[0].config
+        return mine[0].config.to_dict()
 
-    return processes.from_reader(prepare, takes_long=True), mine[0] if mine else None
+    values = processes.from_reader(prepare, takes_long=True)
+    if mine:
+        return mine[0].config, mine[0]
+    # Its class is of the recipe, its values are the reader's: they have the tokenizer's ids.
+    return type(model_config(recipe, None)).from_dict(values), None
 
 
 def _prepare(recipe: Recipe, task: Task, output_dir: Path, checkpoint: Path | None) -> _Prepared:

@@ -448,7 +448,7 @@ class TrainingLoop:
 
     def _finish(self) -> TrainOutput:
         mine = self._logs.summary(self._state)
-        metrics = self._topology.broadcast_object(mine, self._topology.reporter)
+        metrics = self._topology.broadcast_value(mine, self._topology.reporter)
         self._trainer.log(metrics)
         if self._args.load_best_model_at_end:
             self._load_best_model()

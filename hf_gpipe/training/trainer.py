@@ -34,7 +34,6 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.runtime.calls import by_every_process
 from hf_gpipe.runtime.custom_loss import LogitsLoss
-from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.topology import Topology
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.base import (
@@ -42,8 +41,10 @@ from hf_gpipe.training.base import (
     check_optimizers,
     default_collator,
     example_of,
+    join_with,
     loss_scaler,
     master_weights_of,
+    options_of,
     pipeline_of,
     restore_callbacks,
 )
@@ -119,7 +120,11 @@ class PipelineTrainer(InspectedTrainer):
             raise UserError("give either model or model_init")
         seed = enable_full_determinism if self.args.full_determinism else set_seed
         seed(self.args.seed)
-        self.job = Job.join(self.args.ddp_timeout)
+        self.job = join_with(
+            self.args,
+            optimizer=options_of(optimizers[0]),
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+        )
         self.model_init = model_init
         self.pipe = pipeline_of(
             self.call_model_init() if model is None else model,

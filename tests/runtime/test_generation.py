@@ -263,6 +263,12 @@ def test_a_failing_stage_is_named() -> None:
     assert torch.equal(pipe.generate(**prompts(model), max_new_tokens=10), plain_tokens(model))
 
 
+def _with_objects() -> dict[str, Any]:
+    """Arguments that are no data, with tokens that no model would choose itself."""
+    config = GenerationConfig(num_beams=2, max_new_tokens=4, pad_token_id=0, decoder_start_token_id=0)
+    return {"prefix_allowed_tokens_fn": lambda _, ids: [7 + len(ids)], "generation_config": config}
+
+
 def _on_two_processes() -> dict[str, Any]:
     """Every method of two families on three stages; only the main process has the prompts and the right seed."""
     rank = torch.distributed.get_rank()
@@ -274,9 +280,10 @@ def _on_two_processes() -> dict[str, Any]:
             torch.manual_seed(5 if rank == 0 else 99)
             arguments = {**prompts(model), "max_new_tokens": 10, **options} if rank == 0 else {}
             results[f"{family}, {method}"] = pipe.generate(**arguments)
+        results[f"{family}, own object"] = pipe.generate(**prompts(model), **_with_objects())
         for name, value in {"max_time": 1.0, "prefix_allowed_tokens_fn": lambda *_: [1]}.items():
             try:
-                pipe.generate(**prompts(model), **{name: value})
+                pipe.generate(**prompts(model), **({name: value} if rank == 0 else {}))
             except UserError as error:
                 results[f"{family}, refusal of {name}"] = str(error)
     encoder_alone = Pipeline(sharp_model("marian"), 2, partition=[3, 4])
@@ -309,7 +316,12 @@ def test_two_gloo_processes() -> None:
     for results in run_gloo(_on_two_processes, 2):
         for family in ("llama", "marian"):
             assert "generate(max_time=1.0) cannot be" in results[f"{family}, refusal of max_time"]
-            assert "cannot be sent" in results[f"{family}, refusal of prefix_allowed_tokens_fn"]
+            refusal = results[f"{family}, refusal of prefix_allowed_tokens_fn"]
+            assert "object of builtins.function, which does not travel" in refusal
+            assert "process 1 was given none; give it on every process" in refusal
+            expected[f"{family}, own object"] = sharp_model(family).generate(
+                **prompts(sharp_model(family)), **_with_objects()
+            )
         for name, tokens in expected.items():
             assert torch.equal(results[name], tokens), name
 

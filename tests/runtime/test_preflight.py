@@ -45,7 +45,10 @@ def facts(host: str, **values: Any) -> Facts:
         ([facts("n"), facts("m", versions={"torch": "2.11"}), facts("m", versions={"torch": "2.11"})],
          ["torch is 2.13 on n, 2.11 on m; install the same on all machines"]),
         ([facts("n"), facts("m", settings={"a": "3", "b": "2"})],
-         ["a is 1 on n, 3 on m", "give all processes the same recipe and the same key=value arguments"]),
+         ["a is 1 on n (process 0), 3 on m (process 1)", "give all processes the same recipe and the same arguments"]),
+        ([facts("n"), facts("n", settings={"a": "3"}), facts("n", settings={"a": "3", "b": "2"})],
+         ["a is 1 in process 0, 3 in processes 1, 2", "b is 2 in processes 0, 2, missing in process 1",
+          "give all processes the same recipe and the same arguments"]),
         ([facts("n"), facts("m", address="127.0.1.1", interfaces=["eth0", "ib0"])],
          ["machine m: its name resolves to 127.0.1.1, where no other machine reaches gloo; set "
           "GLOO_SOCKET_IFNAME=eth0 or GLOO_SOCKET_IFNAME=ib0 there (with GPUs also NCCL_SOCKET_IFNAME), or correct its "
@@ -215,7 +218,9 @@ def test_two_machines(tmp_path: Path) -> None:
     assert outcomes[0] == outcomes[1], "every process tells the same"
     fine, recipe, name, measured, memory, believes, near, far, other_data, same_data = outcomes[0]
     assert fine == ""
-    assert recipe == "key is 0 on n, 1 on m; give all processes the same recipe and the same key=value arguments"
+    assert recipe == (
+        "key is 0 on n (process 0), 1 on m (process 1); give all processes the same recipe and the same arguments"
+    )
     assert name.startswith("machine n: its name resolves to 127.0.1.1,")
     assert len(measured) == 1
     assert measured[0].startswith("n - m, processes 0 and 1: ")

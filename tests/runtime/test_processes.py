@@ -67,7 +67,7 @@ def _messages() -> tuple[Any, ...]:
     group = processes.group_on(tensor.device)
     limit = group._get_backend(tensor.device).options._timeout
     assert processes.group_on(tensor.device) is group
-    return tensor.item(), theirs.item(), total.item(), objects, processes.broadcast_object(other, 0), limit
+    return tensor.item(), theirs.item(), total.item(), objects, processes.broadcast_value(other, 0), limit
 
 
 def _fail(message: str) -> None:
@@ -117,7 +117,7 @@ def test_one_process_needs_no_group() -> None:
     assert processes.broadcast(value, 0) is None
     assert processes.all_reduce(value) is value
     assert processes.gather_objects("a") == ["a"]
-    assert processes.broadcast_object("a", 0) == "a"
+    assert processes.broadcast_value("a", 0) == "a"
     assert (processes.is_reader, processes.is_writer, processes.is_reporter) == (True, True, True)
     assert Job.current()._common_groups == {}
 

@@ -1,0 +1,60 @@
+"""Programs of two processes that meet, and of a peer that nobody has invited, for test_secret.py.
+
+python -m tests.runtime.peers rank|uninvited FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_gpipe.runtime import failures
+from hf_gpipe.runtime.job import Job
+from hf_gpipe.runtime.processes import Processes
+
+
+class Runs:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._path,)
+
+
+def rank(folder: Path) -> int:
+    """A process of the run."""
+    try:
+        job = Job.join(30.0)
+        processes = Processes.of_job()
+        total = processes.all_reduce(torch.ones(2))
+        found = processes.gather_objects(f"of {processes.rank}")
+        (folder / f"found-{processes.rank}").write_text(f"{found} {total.tolist()}")
+        while (folder / "stay").exists():
+            time.sleep(0.05)
+        job.leave()
+    except Exception as error:
+        code = failures.report(error)
+        os._exit(code)
+    return 0
+
+
+def uninvited(folder: Path) -> int:
+    """Says it is rank 1, as the real one would, and sends an object that runs code where it is unpickled."""
+    os.environ.pop("HF_GPIPE_SECRET", None)
+    Job.join(30.0)
+    group = Job.current().common_group("gloo")
+    dist.all_reduce(torch.ones(2), group=group)
+    dist.all_gather_object([None, None], Runs(folder / "executed"), group=group)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit({"rank": rank, "uninvited": uninvited}[sys.argv[1]](Path(sys.argv[2])))
