@@ -17,7 +17,7 @@ from hf_gpipe.adapters import is_known_exact
 from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.adapters.whole import refresh, whole_model
 from hf_gpipe.building import ModelSource, Source, Trained, boundary_dtype, compared_source, make_stages
-from hf_gpipe.checkpoint.peft import base_of, has_adapters
+from hf_gpipe.checkpoint.peft import as_config, base_of, has_adapters
 from hf_gpipe.errors import UserError
 from hf_gpipe.exactness import verify, verify_packing
 from hf_gpipe.look import html_of, text_of
@@ -84,8 +84,8 @@ class Pipeline(PipelineSteps):
         device: where this process computes, in place of the config's `device` and `devices`. A list, such as
             ["cuda:0", "cuda:1"], names the devices of this machine. Each of its processes takes an equal part, and
             spreads its stages over it.
-        peft_config: a peft.LoraConfig to add adapters; everything else is frozen. A model that has PEFT adapters
-            already, or is a PeftModel, is taken as it is.
+        peft_config: a peft.LoraConfig to add adapters, or a directory of saved adapters; everything else is frozen. A
+            model that has PEFT adapters already, or is a PeftModel, is taken as it is.
         quantization_config: a transformers.BitsAndBytesConfig: linear layers are quantised while they are loaded, each
             as soon as it is read, and only adapters can be trained on them. A model or checkpoint that bitsandbytes has
             quantised already is taken as it is. Needs the package bitsandbytes.
@@ -144,10 +144,10 @@ class Pipeline(PipelineSteps):
         packing: bool = False,
         **settings: Any,
     ) -> None:
-        adapters = model if has_adapters(model) else None
-        given_model = model
         if has_adapters(model):
-            model, peft_config = base_of(model, peft_config)
+            model, peft_config = base_of(model, peft_config), model
+        adapters = peft_config if isinstance(peft_config, str | os.PathLike) else None
+        peft_config = as_config(peft_config)
         of_inputs = {one.name: settings.pop(one.name) for one in fields(PlanInputs) if one.name in settings}
         if plan_inputs is not None and of_inputs:
             raise UserError(f"plan_inputs and {', '.join(of_inputs)} are given; put all into plan_inputs")
@@ -179,8 +179,8 @@ class Pipeline(PipelineSteps):
             same |= {"quantization_config": quantization_config, "length_bucketing": length_bucketing}
             if is_table_file(asked.schedule):
                 same["schedule"] = TABLE_SUFFIX  # the main process reads it, and the others may know another path
-            if given_model is not base:
-                same |= {f"{name}, with adapters": value for name, value in compared_source(given_model).items()}
+            if adapters is not None:
+                same |= {f"{name}, with adapters": value for name, value in compared_source(adapters).items()}
             return {**same, **compared_source(base)}
 
         compare(given_here, "arguments of the Pipeline")

@@ -208,6 +208,7 @@ def _planner(
     from hf_gpipe.adapters.autocast import Autocast
     from hf_gpipe.adapters.classifiers import classifier_of
     from hf_gpipe.adapters.peft_resolve import make_peft
+    from hf_gpipe.checkpoint.peft import as_config
     from hf_gpipe.planner.choose import micro_batch_counts
     from hf_gpipe.planner.plan import Planner
     from hf_gpipe.planner.workload import PlanInputs
@@ -248,7 +249,7 @@ def _planner(
             adapter,
             inputs,
             device,
-            peft=None if lora is None else make_peft(adapter, "default", lora),
+            peft=None if lora is None else make_peft(adapter, "default", as_config(lora)),
             loss=loss_of(recipe).planned,
             as_on_gpu=True,
             profile_on=here if is_profiled else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from transformers import LlamaForCausalLM
 from hf_gpipe import Pipeline, PipelineTrainer
 from hf_gpipe.errors import CheckpointError, RecipeError, UnsupportedModelError, UserError
 from hf_gpipe.recipe import load_recipe
-from hf_gpipe.training.from_recipe import model_config
+from hf_gpipe.train import main
+from hf_gpipe.training.from_recipe import check_model, model_config
 from tests.gloo import run_gloo
 from tests.oracle import Result, assert_same, padded_batch, plain_model, run_pipeline, run_plain, tiny_config
 from tests.test_peft import adapted_model, lora
@@ -137,8 +139,10 @@ def test_what_is_wrong_with_saved_adapters(saved: Path, tmp_path: Path) -> None:
         Pipeline(saved / "adapters", 2, peft_config=lora())
     with pytest.raises(CheckpointError, match=r"has no adapter_model.safetensors; save"):
         Pipeline(copied("empty"), 2)
+    no_base = copied("no base", base_model_name_or_path=None)
+    shutil.copy(saved / "adapters/adapter_model.safetensors", no_base)
     with pytest.raises(CheckpointError, match="has no base_model_name_or_path"):
-        Pipeline(copied("no base", base_model_name_or_path=None), 2)
+        Pipeline(no_base, 2)
     with pytest.raises(CheckpointError, match="cannot read the adapters' configuration"):
         Pipeline(copied("no method", peft_type="SOMETHING"), 2)
     lacking = copied("lacking")
@@ -153,8 +157,35 @@ def test_what_is_wrong_with_saved_adapters(saved: Path, tmp_path: Path) -> None:
         "training": {"output_dir": str(tmp_path / "out")},
     }
     recipe.write_text(json.dumps(sections))
-    with pytest.raises(RecipeError, match="has PEFT adapters and no model"):
+    with pytest.raises(RecipeError, match=r"has PEFT adapters and no model; give the model.*as lora.path"):
         model_config(load_recipe(recipe), None)
+
+
+def test_a_recipe_trains_whole_modules_and_trains_saved_adapters_on(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    config = tiny_config("llama")
+    config.vocab_size = 320
+    LlamaForCausalLM(config).save_pretrained(base)
+    recipe = tmp_path / "recipe.yaml"
+    (tmp_path / "text.txt").write_text("".join(f"line {number} of the text\n\n" for number in range(60)))
+    sections = {
+        "model": {"path": str(base)},
+        "data": {"kind": "text", "path": str(tmp_path / "text.txt"), "max_target_tokens": 16, "test_fraction": 0.2},
+        "tokenizer": {"vocab_size": 280},
+        "pipeline": {"num_stages": 2, "num_micro_batches": 2, "num_processes": 1, "device": "cpu"},
+        "training": {"output_dir": str(tmp_path / "first"), "max_steps": 2, "batch_size": 4},
+    }
+    recipe.write_text(json.dumps(sections))
+    assert main([str(recipe), "lora.r=2", "lora.modules_to_save=[embed_tokens]"]) == 0
+    adapters = tmp_path / "first"
+    words = [str(recipe), f"lora.path={adapters}", f"training.output_dir={tmp_path / 'second'}"]
+    assert main([*words, "training.max_steps=1", "training.learning_rate=0.0"]) == 0
+    found, expected = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "second", adapters))
+    assert any("modules_to_save" in name or "embed_tokens" in name for name in expected)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    with pytest.raises(RecipeError, match=r"there is no adapter_config\.json in"):
+        check_model(load_recipe(recipe, [f"lora.path={base}"]))
 
 
 def test_a_trainer_adds_adapters(saved: Path, tmp_path: Path) -> None:

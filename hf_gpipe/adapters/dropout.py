@@ -8,6 +8,7 @@ and whether it runs for the first time or again in recomputation.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -44,10 +45,26 @@ def default_generator(device: torch.device) -> torch.Generator:
 class DropoutSeeds:
     """The seeds of one micro-batch on one stage. Each layer calls `plant` when it starts."""
 
-    def __init__(self, generator: torch.Generator, layer_keys: dict[str, int], micro_batch_seed: int) -> None:
+    def __init__(
+        self,
+        generator: torch.Generator,
+        layer_keys: dict[str, int],
+        micro_batch_seed: int,
+        row_seeds: Sequence[int] = (),
+    ) -> None:
         self._generator = generator
         self._layer_keys = layer_keys
         self._micro_batch_seed = micro_batch_seed
+        self._row_seeds = row_seeds
 
     def plant(self, layer_name: str) -> None:
         self._generator.manual_seed(mix(self._micro_batch_seed, self._layer_keys[layer_name]))
+
+    def of_each_row(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The rows of a tensor one by one, each with its own seed planted; the whole tensor where rows have none."""
+        if not self._row_seeds:
+            yield tensor
+            return
+        for row, seed in zip(tensor, self._row_seeds, strict=True):
+            self._generator.manual_seed(seed)
+            yield row

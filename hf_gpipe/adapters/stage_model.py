@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -169,8 +170,8 @@ class StageModel:
     def add_noise(self, alpha: float | None) -> None:
         """Add noise to the embeddings (B, T, D) of training, if this stage makes them (NEFTune, arXiv 2310.05914).
 
-        It is uniform, at most alpha / sqrt(T D), and is drawn from the embedding's own seed of the micro-batch, like
-        dropout.
+        It is uniform, at most alpha / sqrt(T D), and is drawn from each row's own seed; of packed rows from that of the
+        micro-batch, like dropout.
 
         Args:
             alpha: None: no noise, and none any more.
@@ -185,7 +186,10 @@ class StageModel:
             if self.port.seeds is None:
                 return embedded
             bound = alpha / math.sqrt(embedded.shape[1] * embedded.shape[2])
-            return embedded + torch.empty_like(embedded).uniform_(-bound, bound)
+            noise = torch.empty_like(embedded)
+            for rows in self.port.seeds.of_each_row(noise):
+                rows.uniform_(-bound, bound)
+            return embedded + noise
 
         self._noise = self.model.get_input_embeddings().register_forward_hook(hook)
 
@@ -256,6 +260,7 @@ class StageModel:
         carry: Tensors,
         micro_batch_seed: int | None = None,
         deferred: DeferredLogits | None = None,
+        row_seeds: Sequence[int] = (),
     ) -> dict[str, torch.Tensor]:
         """Run the stage on one micro-batch.
 
@@ -264,6 +269,7 @@ class StageModel:
             carry: the tensors received from the previous stage; empty on the first stage.
             micro_batch_seed: seed of dropout for this micro-batch and step; None leaves the generator alone.
             deferred: made by `deferred_logits`; the logits are left out, and can be computed by it.
+            row_seeds: of the noise on each row's embeddings; none: the noise has the micro-batch's.
 
         Returns:
             The carry for the next stage. On the last stage {"logits": (B, T, V)} unless they are deferred; for a
@@ -278,7 +284,7 @@ class StageModel:
         # Positions that are given begin anew already.
         self._borders.lengths = {} if "position_ids" in inputs else self.adapter.document_lengths(inputs)
         if micro_batch_seed is not None and self.model.training:
-            self.port.seeds = DropoutSeeds(self._generator, self._layer_keys, micro_batch_seed)
+            self.port.seeds = DropoutSeeds(self._generator, self._layer_keys, micro_batch_seed, row_seeds)
         try:
             with scope_of(self.adapter.autocast):
                 if deferred is None or self._projection is None:

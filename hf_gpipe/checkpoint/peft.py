@@ -31,33 +31,47 @@ def has_adapters(model: Any) -> bool:
     return isinstance(model, str | os.PathLike) and os.path.isfile(os.path.join(model, CONFIG_NAME))
 
 
-def base_of(directory: str | os.PathLike[str], peft_config: Any = None) -> tuple[str, Any]:
-    """The model that saved adapters belong to, a Hub id or directory, and their configuration, for training.
+def base_of(directory: str | os.PathLike[str], peft_config: Any = None) -> str:
+    """The model that saved adapters belong to, a Hub id or directory.
 
     Args:
         directory: of the adapters.
-        peft_config: of new adapters, which must be None.
+        peft_config: of other adapters, which must be None.
 
     Raises:
         UserError: there is a `peft_config`, or peft is not installed.
         CheckpointError: the configuration cannot be read, or names no model, or the tensors are not in safetensors.
     """
+    if peft_config is not None:
+        raise UserError(f"{directory} has saved adapters already; leave peft_config out, or give their base model")
+    base = as_config(directory).base_model_name_or_path
+    if not isinstance(base, str) or not base:
+        file = Path(directory) / CONFIG_NAME
+        raise CheckpointError(f"{file} has no base_model_name_or_path, the model that the adapters belong to; add it")
+    return base
+
+
+def as_config(given: Any) -> Any:
+    """A PEFT configuration: the given one, or that of a directory of saved adapters, for training on.
+
+    Raises:
+        UserError: peft is not installed.
+        CheckpointError: the configuration cannot be read, or the tensors are not in safetensors.
+    """
+    if not isinstance(given, str | os.PathLike):
+        return given
     need_peft()
     from peft import PeftConfig
 
-    if peft_config is not None:
-        raise UserError(f"{directory} has saved adapters already; leave peft_config out, or give their base model")
-    file = Path(directory) / CONFIG_NAME
+    file = Path(given) / CONFIG_NAME
     try:
-        config = PeftConfig.from_pretrained(str(directory))
+        config = PeftConfig.from_pretrained(str(given))
     except Exception as error:  # of a broken file, peft raises whatever its reading comes upon
         raise CheckpointError(f"cannot read the adapters' configuration {file}: {error}") from error
-    if not isinstance(config.base_model_name_or_path, str) or not config.base_model_name_or_path:
-        raise CheckpointError(f"{file} has no base_model_name_or_path, the model that the adapters belong to; add it")
-    if not (Path(directory) / WEIGHTS_NAME).is_file():
-        raise CheckpointError(f"{directory} has no {WEIGHTS_NAME}; save the adapters in safetensors format")
+    if not (Path(given) / WEIGHTS_NAME).is_file():
+        raise CheckpointError(f"{given} has no {WEIGHTS_NAME}; save the adapters in safetensors format")
     config.inference_mode = False
-    return config.base_model_name_or_path, config
+    return config
 
 
 def unwritten_adapters(

@@ -246,7 +246,7 @@ class PlanInputs:
             training.offload_optimizer,
             training.gradient_accumulation_steps,
             training.packing,
-            "model" if recipe.lora.r is None else "adapters",
+            "adapters" if recipe.lora.is_on else "model",
             training.save_in_background != "never",
             training.memory_save_steps is not None,
         )

@@ -121,7 +121,7 @@ def _check_model(model: ModelSection) -> None:
 
 def _check_quantization(recipe: Recipe) -> None:
     model, lora = recipe.model, recipe.lora
-    if model.quantization is not None and lora.r is None:
+    if model.quantization is not None and not lora.is_on:
         raise RecipeError(
             f"model.quantization is {model.quantization} and lora.r is null, so there would be nothing to train: "
             "quantised weights stay as they are; set lora.r, such as 16, or leave model.quantization out."
@@ -140,9 +140,15 @@ def _check_quantization(recipe: Recipe) -> None:
             "model.depth_scaled_feed_forward is for new weights that are trained, and model.quantization is "
             f"{model.quantization}; leave one of them out."
         )
-    for key in keys_of(LoraSection).values() if lora.r is None else ():
-        if (value := getattr(lora, key.name)) != key.default:
-            raise RecipeError(f"lora.{key.name} is {show(value)} and lora.r is null, so there is no LoRA; set lora.r.")
+    for key in keys_of(LoraSection).values() if lora.r is None or lora.path is not None else ():
+        if key.name == "path" or (value := getattr(lora, key.name)) == key.default:
+            continue
+        if lora.path is not None:
+            raise RecipeError(
+                f"lora.{key.name} is {show(value)} and lora.path is {lora.path!r}, whose adapters have their own "
+                f"settings; leave lora.{key.name} out."
+            )
+        raise RecipeError(f"lora.{key.name} is {show(value)} and lora.r is null, so there is no LoRA; set lora.r.")
 
 
 def _check_data(data: DataSection) -> None:

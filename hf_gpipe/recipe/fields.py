@@ -65,7 +65,8 @@ class LoraSection:
     """LoRA: small matrices beside linear layers are trained, and the weights of the model stay as they are."""
 
     r: Count | None = None
-    """Rank of the matrices; null: no LoRA, and all weights are trained. The keys are those of the package peft."""
+    """Rank of the matrices; null: no new ones. Without `path`, all weights are then trained. The keys are those of the
+    package peft."""
 
     lora_alpha: Count = 16
     """The product of the matrices is multiplied by lora_alpha / r."""
@@ -74,7 +75,20 @@ class LoraSection:
     """Dropout of the input of the matrices."""
 
     target_modules: list[Text] = field(default_factory=list)
-    """Names of linear layers with such matrices, such as [q_proj, v_proj]; empty: all linear layers of the blocks."""
+    """Names of linear layers and embeddings with such matrices, such as [q_proj, v_proj, embed_tokens]; empty: all
+    linear layers of the blocks."""
+
+    modules_to_save: list[Text] = field(default_factory=list)
+    """Names of modules that are trained whole beside the matrices, such as [embed_tokens, lm_head]."""
+
+    path: Text | None = None
+    """A directory with saved adapters of the model at `model.path`, in peft's format, that are trained on. They bring
+    the settings of all other keys of this section."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether adapters are trained, new or saved ones."""
+        return self.r is not None or self.path is not None
 
 
 @section()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from hf_gpipe.adapters import Adapter
-from hf_gpipe.adapters.dropout import mix
+from hf_gpipe.adapters.dropout import key, mix
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.runtime.custom_loss import NOT_PACKED, Loss
 from hf_gpipe.runtime.loss import PLAIN, TokenLoss
@@ -19,6 +19,10 @@ LogitsCallback = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], None]
 """(logits (B, T, V), the micro-batch's inputs), called in evaluation."""
 
 
+#: Under this name the numbers of the rows are cut together with their tensors.
+_NUMBER = "number of the row"
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """One micro-batch of a mini-batch, the same on every stage.
@@ -27,6 +31,8 @@ class MicroBatch:
         index: its number in the table, from 0: in the step, or counted over the steps of a window.
         inputs: its rows, as returned by `Adapter.prepare`, with masks as `KnownMask`.
         seed: its seed for dropout, from (seed, step, number in the step).
+        row_seeds: of each of its rows a seed from (seed, step, number of the row in the step), which is the same for
+            any number of micro-batches; none where documents are packed into one row.
         num_units: units of the loss in the whole mini-batch, by which its sum is divided; at least 1.
         num_micro_batches: of the step; an auxiliary loss is the mean over them.
         mini_batch: the number of the step, or of the evaluation, and that of its mini-batch in it.
@@ -39,6 +45,7 @@ class MicroBatch:
     num_units: int
     num_micro_batches: int
     mini_batch: tuple[int, int] = (0, 0)
+    row_seeds: tuple[int, ...] = ()
     shapes: dict[int, Mapping[str, tuple[int, ...]]] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -204,27 +211,33 @@ def make_micro_batches(
     on_cpu = [{name: tensor.cpu() for name, tensor in batch.items()} for batch in batches]
     inputs: list[Mapping[str, torch.Tensor]] = []
     owners: list[int] = []
+    row_seeds: list[tuple[int, ...]] = []
+    num_rows = 0
     for number, batch in enumerate(on_cpu):
         if packing or is_flattened(batch):
             if not isinstance(loss, TokenLoss):
                 raise UserError(NOT_PACKED.format(type(loss).__name__))
             parts = packed_parts(batch, num_micro_batches, adapter.target_keys)
             inputs += [adapter.packed(documents, is_compiled=is_compiled) for documents in parts]
+            row_seeds += [()] * len(parts)
         else:
+            numbered = batch | {_NUMBER: num_rows + torch.arange(len(batch["input_ids"]))}
             rows = (
-                split_tokens(batch, num_micro_batches, adapter, loss.rows_per_unit)
+                split_tokens(numbered, num_micro_batches, adapter, loss.rows_per_unit)
                 if length_bucketing
-                else split_rows(batch, num_micro_batches, loss.rows_per_unit)
+                else split_rows(numbered, num_micro_batches, loss.rows_per_unit)
             )
+            row_seeds += [tuple(mix(seed, step, key("row"), row) for row in one.pop(_NUMBER).tolist()) for one in rows]
             inputs += [adapter.with_known_masks(adapter.prepare(one)) for one in rows]
+        num_rows += len(batch["input_ids"])
         owners += [number] * (len(inputs) - len(owners))
     for one in inputs:
         adapter.check_lengths(one)
         adapter.check_ids(one)
     count = sum(int(loss.row_units(adapter.targets(one)).sum()) for one in inputs)
     return [
-        MicroBatch(first + i, one, mix(seed, step, i), max(count, 1), len(inputs), (step, owner))
-        for i, (one, owner) in enumerate(zip(inputs, owners, strict=True))
+        MicroBatch(first + i, one, mix(seed, step, i), max(count, 1), len(inputs), (step, owner), of_rows)
+        for i, (one, owner, of_rows) in enumerate(zip(inputs, owners, row_seeds, strict=True))
     ]
 
 

@@ -252,7 +252,7 @@ class Stage:
         }
         micro_batch, loss = context.micro_batch, self.loss
         deferred = None if isinstance(loss, LogitsLoss) else self.model.deferred_logits()
-        outputs = self.model(micro_batch.inputs, received, micro_batch.seed, deferred)
+        outputs = self.model(micro_batch.inputs, received, micro_batch.seed, deferred, micro_batch.row_seeds)
         if self.is_last:
             auxiliary = outputs.pop("auxiliary_loss", None)
             added = None if auxiliary is None else auxiliary / micro_batch.num_micro_batches

@@ -23,7 +23,7 @@ from hf_gpipe.adapters.feed_forward import feed_forward_outputs
 from hf_gpipe.adapters.peft import need_peft
 from hf_gpipe.adapters.peft_resolve import make_peft
 from hf_gpipe.adapters.quantised import need_bitsandbytes
-from hf_gpipe.checkpoint.peft import has_adapters
+from hf_gpipe.checkpoint.peft import as_config, has_adapters
 from hf_gpipe.data import Corpus, StreamedCorpus, build_corpus
 from hf_gpipe.data.chats import ChatCorpus, chat_corpus, preference_of
 from hf_gpipe.data.collate import PairCollator
@@ -56,10 +56,11 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 def check_model(recipe: Recipe) -> None:
     """Raise UserError where the recipe's model cannot be made, or not be cut as the recipe says. Makes no weights."""
-    if recipe.lora.r is not None and recipe.model.path is None:
+    key = "r" if recipe.lora.path is None else "path"
+    if recipe.lora.is_on and recipe.model.path is None:
         raise RecipeError(
-            f"lora.r is {recipe.lora.r} and model.path is null: adapters alone are saved, so the weights of a new "
-            "model would be lost; give model.path, or leave lora.r out"
+            f"lora.{key} is {getattr(recipe.lora, key)} and model.path is null: adapters alone are saved, so the "
+            f"weights of a new model would be lost; give model.path, or leave lora.{key} out"
         )
     adapter = checked_adapter(recipe)
     pipeline = recipe.pipeline
@@ -88,7 +89,7 @@ def checked_adapter(recipe: Recipe) -> Adapter:
             quantization_config=quantization_config_of(recipe),
         )
         if (lora := peft_config_of(recipe, config)) is not None:
-            make_peft(adapter, "default", lora)
+            make_peft(adapter, "default", as_config(lora))
         elif adapter.quantisation is not None:
             raise RecipeError(
                 f"the weights at model.path {model.path!r} are quantised, and such weights are not trained; set "
@@ -196,11 +197,18 @@ def quantization_config_of(recipe: Recipe) -> BitsAndBytesConfig | None:
 
 
 def peft_config_of(recipe: Recipe, config: PreTrainedConfig) -> Any:
-    """The `peft.LoraConfig` of a recipe for a model of this configuration, or None. Raises UserError without peft."""
+    """The `peft_config` of a recipe's `Pipeline` for a model of this configuration. Raises UserError without peft."""
     lora = recipe.lora
-    if lora.r is None:
+    if not lora.is_on:
         return None
     need_peft()
+    if lora.r is None:
+        assert lora.path is not None
+        if not has_adapters(lora.path):
+            raise RecipeError(
+                f"lora.path: there is no adapter_config.json in {lora.path!r}; give a directory of adapters"
+            )
+        return lora.path
     from peft import LoraConfig
 
     task_type = "SEQ_2_SEQ_LM" if config.is_encoder_decoder else "CAUSAL_LM"
@@ -209,6 +217,7 @@ def peft_config_of(recipe: Recipe, config: PreTrainedConfig) -> Any:
         lora_alpha=lora.lora_alpha,
         lora_dropout=lora.lora_dropout,
         target_modules=lora.target_modules or "all-linear",
+        modules_to_save=lora.modules_to_save or None,
         task_type="SEQ_CLS" if recipe.data.kind == "classification" else task_type,
     )
 
@@ -284,8 +293,8 @@ def _config_of_language_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase
     model = recipe.model
     if has_adapters(model.path):
         raise RecipeError(
-            f"model.path {model.path!r} has PEFT adapters and no model; give the model that they belong to, or train "
-            "them on from Python: PipelineTrainer(model=...) takes this directory"
+            f"model.path {model.path!r} has PEFT adapters and no model; give the model that they belong to, and the "
+            "adapters as lora.path"
         )
     if model.path is not None:
         values = {name: value for name, value in model.config.items() if name != "model_type"}

@@ -94,7 +94,7 @@ HONOURED = frozenset(
 #: Of these, what is honoured only in part.
 LIMITS = {
     "optim": "those of optimizers that treat each parameter alone: {optimizers}; with bitsandbytes {bitsandbytes}",
-    "neftune_noise_alpha": "of decoder-only models; the noise depends on the seed, the step and the micro-batch",
+    "neftune_noise_alpha": "of decoder-only models; the noise depends on the seed, the step and the row",
     "dataloader_num_workers": "of a map-style dataset; an iterable one is read by the main process",
 }
 

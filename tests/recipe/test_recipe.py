@@ -184,6 +184,10 @@ def test_a_bad_file_is_refused_with_the_line(text: str, message: str) -> None:
         ("model.quantization=nf4", "lora.r is null, so there would be nothing to train"),
         ("model.double_quantization=true", "model.quantization nf4 and fp4, and it is null"),
         ("lora.target_modules=[q_proj]", "lora.target_modules is ['q_proj'] (a list) and lora.r is null"),
+        (
+            "lora={path: there, r: 4}",
+            "lora.r is 4 (a whole number) and lora.path is 'there', whose adapters have their own",
+        ),
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(override: str, message: str) -> None:

@@ -22,11 +22,13 @@ from transformers import (
 )
 
 from hf_gpipe import Pipeline, PipelineDPOConfig, PipelineSFTConfig, PipelineSFTTrainer
+from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.dropout import key, mix
 from hf_gpipe.data import SFTExamples
 from hf_gpipe.data.packed_rows import packed_rows
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.runtime.loss import TokenLoss
+from hf_gpipe.runtime.micro_batch import make_micro_batches
 from tests.data.chat_templates import MARKED, tokenizer
 from tests.gloo import run_gloo
 from tests.oracle import plain_model
@@ -286,14 +288,14 @@ def test_the_dynamic_loss_has_the_gradient_of_its_definition() -> None:
 
 
 def test_noise_on_embeddings_is_the_plain_model_s_and_the_same_for_every_split(tmp_path: Path) -> None:
-    """neftune_noise_alpha was refused. The noise is drawn from the seed of the micro-batch and the embedding's name."""
+    """The noise is drawn from the seed, the step and the number of the row, so also the number M does not matter."""
     model = plain_model(config())
     examples = SFTExamples(rows("ids"), tokenizer())
     embeddings, numbers = model.get_input_embeddings(), iter(range(12))
 
     def add_noise(module: Any, args: Any, embedded: torch.Tensor) -> torch.Tensor:
         step, row = divmod(next(numbers), 3)
-        torch.manual_seed(mix(mix(0, step, row), key("model.embed_tokens")))
+        torch.manual_seed(mix(0, step, key("row"), row))
         bound = 5 / (embedded.shape[1] * embedded.shape[2]) ** 0.5
         return embedded + torch.empty_like(embedded).uniform_(-bound, bound)
 
@@ -317,6 +319,23 @@ def test_noise_on_embeddings_is_the_plain_model_s_and_the_same_for_every_split(t
         assert_alike(logs, expected, 1e-9)
     one, other = (made.evaluate(rows("ids", 4))["eval_loss"] for _ in range(2))
     assert one == other
+
+
+@pytest.mark.parametrize("length_bucketing", [False, True])
+def test_each_row_has_the_same_seed_for_every_number_of_micro_batches(length_bucketing: bool) -> None:
+    adapter = adapter_for(config())
+    ids = torch.arange(3, 17).view(7, 2)
+    batch = {"input_ids": ids, "labels": ids}
+    seeds = []
+    for count in (1, 3, 7):
+        made = make_micro_batches(adapter, [batch, batch], count, 5, 2, length_bucketing=length_bucketing)
+        of_rows: dict[tuple[int, int], int] = {}
+        for one in made:
+            firsts = one.inputs["input_ids"][:, 0].tolist()
+            of_rows |= {(one.mini_batch[1], first): seed for first, seed in zip(firsts, one.row_seeds, strict=True)}
+        seeds.append(of_rows)
+    assert len(set(seeds[0].values())) == 14
+    assert seeds[0] == seeds[1] == seeds[2]
 
 
 def test_noise_is_refused_where_the_model_has_an_encoder(tmp_path: Path) -> None:
