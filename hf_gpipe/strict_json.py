@@ -78,7 +78,7 @@ def parse(
         if brackets + text.count(",") > MOST_VALUES:
             raise ValueError(f"more than {MOST_VALUES} values")
         value = json.loads(text, parse_int=_whole_number, **options)
-        if brackets > DEEPEST and _is_deeper(value, DEEPEST):
+        if brackets > DEEPEST and is_deeper(value):
             raise RecursionError
     except RecursionError:
         raise error(f"{source} is damaged: more than {DEEPEST} levels of lists and mappings") from None
@@ -120,7 +120,7 @@ def _whole_number(digits: str) -> int:
     return int(digits)
 
 
-def _is_deeper(value: Any, most: int) -> bool:
+def is_deeper(value: Any, most: int = DEEPEST) -> bool:
     """Whether lists and mappings are nested in more levels than `most`."""
     level = [value]
     for _ in range(most):

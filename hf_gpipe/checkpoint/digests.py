@@ -246,8 +246,8 @@ def digest(data: Any) -> str:
 
 
 def entry_of_file(path: Path) -> Entry:
-    """The entry of a small file that has just been written."""
-    return digest(path.read_bytes())
+    """The entry of a file that has just been written and is not of tensors."""
+    return _digest_of(path, 0, path.stat().st_size)
 
 
 def entry_of_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Entry:

@@ -30,14 +30,6 @@ class _Position(TypedDict):
     place: NotRequired[dict[str, Any] | None]
 
 
-class _LossScale(TypedDict):
-    scale: FiniteFloat
-    growth_factor: FiniteFloat
-    backoff_factor: FiniteFloat
-    growth_interval: Number
-    _growth_tracker: Number
-
-
 class Progress(TypedDict):
     """The shape of what a checkpoint stores of a `RunState`; older ones have less."""
 
@@ -46,7 +38,7 @@ class Progress(TypedDict):
     data: dict[str, Any]
     evaluation_is_due: NotRequired[bool]
     num_micro_batches: NotRequired[Number | None]
-    loss_scale: NotRequired[_LossScale | None]
+    loss_scale: NotRequired[dict[str, FiniteFloat] | None]
     has_digests: NotRequired[bool]
 
 

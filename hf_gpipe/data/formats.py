@@ -21,6 +21,7 @@ from typing import Any, Literal, TextIO, TypeVar
 import pyarrow  # type: ignore[import-untyped]
 import pyarrow.parquet  # type: ignore[import-untyped]
 
+from hf_gpipe import strict_json
 from hf_gpipe.errors import DataError
 
 Row = tuple[str, Mapping[str, Any]]
@@ -95,6 +96,9 @@ def _object(text: str, where: str) -> dict[str, Any]:
         found, end = _DECODER.raw_decode(text)
         if end < len(text):
             raise json.JSONDecodeError("Extra data", text, end)
+        # What is nested deeper could not be written again, which conversations are.
+        if text.count("[") + text.count("{") > strict_json.DEEPEST and strict_json.is_deeper(found):
+            raise RecursionError(f"more than {strict_json.DEEPEST} levels of lists and mappings")
     except json.JSONDecodeError as error:
         raise DataError(
             f"{where}: not JSON ({error.msg} at column {error.colno}); write one object per line"

@@ -166,7 +166,10 @@ class Checkpoints:
         if self._master_weights is not None:
             self._master_weights.restore(optimizer)
         if self._scaler is not None and saved.loss_scale is not None:
-            self._scaler.load_state_dict(saved.loss_scale)
+            try:
+                self._scaler.load_state_dict(saved.loss_scale)
+            except KeyError as error:
+                raise CheckpointError(f"{checkpoint} is damaged: progress.loss_scale has no {error}") from error
         self._pipe.step = saved.pipeline_step
         position = Position(saved.position.epoch) if self._args.ignore_data_skip else saved.position
         return replace(saved, position=position, data=new.data, num_micro_batches=now), state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import resource
@@ -445,7 +446,12 @@ def test_a_directory_that_processes_do_not_share_is_told(tmp_path: Path) -> None
         (lambda state: with_optimizer(state, groups=[1, 2]), r"optimizer.groups\[0\] is 1"),
         (lambda state: with_optimizer(state, values={"a": 1}), "optimizer.values.a is 1"),
         (lambda state: state | {"scheduler": {"step": 1}}, "has no 'step'"),
-        (lambda state: state | {"scheduler": {"lr_lambdas": 1}}, "does not fit the optimizer"),
+        (lambda state: state | {"scheduler": {"lr_lambdas": 1}}, r"scheduler.lr_lambdas is 1 .*, expected a list"),
+        (lambda state: state | {"scheduler": {"base_lrs": ["1"]}}, r"scheduler.base_lrs\[0\] is '1'"),
+        (lambda state: with_group(state, lr="fast"), r"optimizer.groups\[0\].lr is 'fast' .*, expected a number"),
+        (lambda state: with_group(state, lr=math.nan), r"optimizer.groups\[0\].lr is nan"),
+        (lambda state: with_group(state, betas=[0.9, {}]), r"optimizer.groups\[0\].betas\[1\] is {}"),
+        (lambda state: with_group(state, betas="ab"), r"optimizer.groups\[0\].betas is 'ab'"),
     ],
 )
 def test_a_state_that_was_tampered_with_is_told(change: Any, message: str, damaged: Path, tmp_path: Path) -> None:
@@ -453,6 +459,11 @@ def test_a_state_that_was_tampered_with_is_told(change: Any, message: str, damag
     file.write_text(json.dumps(change(json.loads(file.read_text()))))
     with pytest.raises(CheckpointError, match=message):
         trainer(tmp_path, **SAVE).train(resume_from_checkpoint=damaged)
+
+
+def with_group(state: dict[str, Any], **values: Any) -> dict[str, Any]:
+    first, *others = state["optimizer"]["groups"]
+    return with_optimizer(state, groups=[first | values, *others])
 
 
 def with_optimizer(state: dict[str, Any], **values: Any) -> dict[str, Any]:
