@@ -258,9 +258,10 @@ def _check_like(current: Any, saved: Any, what: str) -> None:
 
     Without this, text in place of a learning rate would be found in the first step only, by a TypeError.
     """
-    if isinstance(current, list | tuple) and isinstance(saved, list | tuple) and len(current) == len(saved):
-        for number, (one, other) in enumerate(zip(current, saved, strict=True)):
-            _check_like(one, other, f"{what}[{number}]")
+    if isinstance(current, list | tuple) and isinstance(saved, list | tuple):
+        for number, one in enumerate(saved):
+            # A list may have grown; its entries are of one kind, unless it is as long as before.
+            _check_like(current[min(number, len(current) - 1)] if current else None, one, f"{what}[{number}]")
     elif (kind := _kind(current)) is not None and _kind(saved) not in (None, kind):
         raise CheckpointError(f"{what} is {show(saved)}, expected {kind}")
     if isinstance(saved, float) and math.isnan(saved):

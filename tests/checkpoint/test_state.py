@@ -251,7 +251,7 @@ def test_progress_of_older_versions_is_read(checkpoint: Path) -> None:
     for name in ("position", "pipeline_step", "data"):
         damaged = {key: value for key, value in content["progress"].items() if key != name}
         file.write_text(json.dumps(content | {"progress": damaged}))
-        with pytest.raises(CheckpointError, match=f"checkpoint-8: no training state that can be read: .*{name}"):
+        with pytest.raises(CheckpointError, match=f"'{name}' is missing in progress"):
             read_state(checkpoint)
 
 
