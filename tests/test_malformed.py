@@ -179,7 +179,7 @@ def test_bytes_that_are_no_recipe(content: bytes, tmp_path: Path, refused: Calla
 def test_recipes_that_cannot_be_read(tmp_path: Path, refused: Callable[..., str]) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    for name in ("missing.yaml", ".", "loop", "dangling", "a" * 300, "missing/recipe.yaml", "a\x00b"):
+    for name in ("missing.yaml", ".", "loop", "dangling", "a" * 300, "missing/recipe.yaml", "a\x00b", "/dev/zero"):
         refused(recipe=tmp_path / name)
 
 
@@ -190,6 +190,9 @@ def test_recipes_that_cannot_be_read(tmp_path: Path, refused: Callable[..., str]
         *("training.max_steps=[", "training.max_steps=: :", "training.max_steps.x=1", "training=3", "model=marian"),
         *("pipeline.num_stages=1e3", "pipeline.num_stages=4.0", "pipeline.num_stages='4'"),
         *("pipeline.num_stages=true", "pipeline.partition=cout"),
+        *("pipeline.num_stages=2000000000", "pipeline.replicas=2000000000", "pipeline.num_micro_batches=2000000000"),
+        *("pipeline.replicas=[2000000000, 1, 1]", "training.gradient_accumulation_steps=2000000000"),
+        "tokenizer={vocab_size: 2000000000}",
         *("pipeline.num_stages=-1", "pipeline.num_stages=99999999999999999999", "pipeline.num_micro_batches=.5"),
         *(
             "pipeline.partition=[1]",
