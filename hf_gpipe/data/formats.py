@@ -16,7 +16,8 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import zip_longest
+from functools import partial
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TextIO, TypeVar
 
@@ -40,8 +41,9 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 _LONGEST_LINE = 1 << 24
 #: Characters that a gzipped file with one JSON array, which is in memory as a whole, may unpack to.
 _LONGEST_ARRAY = 1 << 28
+_BLOCK = 1 << 20
 #: Text that is packed more tightly than this, after so many bytes, is a bomb: gzip packs zeros 1 to 1000, prose 1 to 4.
-_MOST_PACKED, _MAY_BE_PACKED_BYTES = 200, 1 << 26
+_MOST_PACKED, _MAY_BE_PACKED_BYTES = 200, 1 << 24
 
 
 # ---- lines
@@ -170,7 +172,8 @@ def read_json(path: Path, start: int = 0) -> Iterator[Row]:
     with text_of(path) as opened:
         most = max(_LONGEST_ARRAY, path.stat().st_size)
         try:
-            text = opened.read(most + 1)
+            # In blocks: one read takes the memory that it is allowed to fill, not what there is.
+            text = "".join(islice(iter(partial(opened.read, _BLOCK), ""), most // _BLOCK + 2))
         except UnicodeDecodeError as error:
             raise not_utf8(path, 0, error) from error
     brackets = text.count("[") + text.count("{")
