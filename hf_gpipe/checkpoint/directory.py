@@ -109,6 +109,7 @@ def _find_damage(checkpoint: Path, processes: Processes) -> str:
         # Digests are of accidents: whoever changes a file on purpose, or with a faulty program, changes them too.
         read_state(checkpoint)
         read_trainer_state(checkpoint)
+        _weights(checkpoint)
     except CheckpointError as error:
         problem = str(error)
     found = next((problem for problem in processes.gather_objects(problem) if problem), "")

@@ -26,7 +26,7 @@ WEIGHTS_NAME, CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
 
 def has_adapters(model: Any) -> bool:
     """Whether this is a directory with saved adapters, in place of a model."""
-    return isinstance(model, str | os.PathLike) and (Path(model) / CONFIG_NAME).is_file()
+    return isinstance(model, str | os.PathLike) and os.path.isfile(Path(model) / CONFIG_NAME)
 
 
 def base_of(directory: str | os.PathLike[str], peft_config: Any = None) -> tuple[str, Any]:

@@ -165,7 +165,10 @@ def _object(text: str, where: str) -> dict[str, Any]:
 def read_json(path: Path, start: int = 0) -> Iterator[Row]:
     """The entries of a JSON array, as ("file, entry 7", the object); a file of another form is read as JSON Lines."""
     with text_of(path) as opened:
-        is_array = opened.read(1024).lstrip().startswith("[")
+        try:
+            is_array = opened.read(1024).lstrip().startswith("[")
+        except UnicodeDecodeError as error:
+            raise not_utf8(path, 0, error) from error
     if not is_array:
         yield from read_jsonl(path, start)
         return

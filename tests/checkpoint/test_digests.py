@@ -442,6 +442,8 @@ def test_rotation_spares_what_was_just_saved_beside_a_damaged_newer_one(out: Pat
         (f"{FOLDER}/{STATE_FILE}", "[" * 5000, "more than 64 levels"),
         (f"{FOLDER}/{STATE_FILE}", '{"format": 1, "progress": 3}', "damaged: 'optimizer' is missing"),
         ("trainer_state.json", '{"log_history": ' + "[" * 900 + "]" * 900 + "}", "more than 64 levels"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": "/etc/passwd"}}', "the index names '/etc/passwd'"),
+        ("model.safetensors.index.json", '{"weight_map": ' + "9" * 5000 + "}", "a whole number of 5000 digits"),
         ("trainer_state.json", '{"global_step": "six"}', r"global_step is 'six' \(a string\)"),
         ("trainer_state.json", '{"global_step": 6, "stateful_callbacks": [[1]]}', "stateful_callbacks is"),
         ("trainer_state.json", '{"global_step": 6, "unheard": 1}', "unheard"),

@@ -226,6 +226,13 @@ def test_arrays_that_are_damaged(text: str, message: str, tmp_path: Path) -> Non
         list(formats.read_json(tmp_path / "x.json"))
 
 
+def test_an_array_that_is_not_utf8(tmp_path: Path) -> None:
+    for content in (b"[\xff", b"[" + b" " * 2_000_000 + b"\xff"):
+        (tmp_path / "x.json").write_bytes(content)
+        with pytest.raises(DataError, match="not UTF-8"):
+            list(formats.read_json(tmp_path / "x.json"))
+
+
 def test_arrays_are_read_from_any_entry(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(' [ {"a": 1} ,\n{"a": [2]}\n, {"a": "]"}\t] \n')
     rows = [(str(tmp_path / f"x.json, entry {n}"), row) for n, row in enumerate(({"a": 1}, {"a": [2]}, {"a": "]"}), 1)]
