@@ -60,6 +60,14 @@ class _Content(TypedDict):
     scheduler: NotRequired[Values | None]
 
 
+class _LogLine(TypedDict, total=False):
+    """What is read of a line of the history; others may have anything."""
+
+    step: Required[strict_json.Number]
+    tokens_per_second: float
+    training_seconds: float
+
+
 class _TrainerState(TypedDict, total=False):
     """Fields of trainer_state.json that are used here; transformers refuses those that it does not know."""
 
@@ -69,7 +77,7 @@ class _TrainerState(TypedDict, total=False):
     num_train_epochs: strict_json.Number
     num_input_tokens_seen: strict_json.Number | float
     total_flos: float
-    log_history: list[Values]
+    log_history: list[_LogLine]
     best_metric: float | None
     best_global_step: strict_json.Number | None
     best_model_checkpoint: str | None

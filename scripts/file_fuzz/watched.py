@@ -51,7 +51,8 @@ def run(read: Callable[[], None], folder: Path) -> str:
             return f"it had not ended after {SECONDS} s"
         time.sleep(0.002)
     said = output.read_text(errors="replace") if output.exists() else ""
-    last = " ".join(said.split())[-400:]
+    errors = " ".join(line for line in said.splitlines() if line.startswith("error: "))
+    last = f"{errors[:500]} {' '.join(said.split())[-300:]}".strip()
     if os.WIFSIGNALED(status):
         name = signal.Signals(os.WTERMSIG(status)).name
         return f"ended by {name}" + (f": over {CPU_SECONDS} s of the processor" if name == "SIGXCPU" else f": {last}")
@@ -75,6 +76,7 @@ def _in_child(read: Callable[[], None], folder: Path, output: Path) -> None:
         descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
+        sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, errors="backslashreplace", closefd=False)
         temporary = folder.with_name(f"{folder.name}.tmp")
         temporary.mkdir()
         tempfile.tempdir = os.environ["MPLCONFIGDIR"] = str(temporary)

@@ -444,6 +444,12 @@ def test_rotation_spares_what_was_just_saved_beside_a_damaged_newer_one(out: Pat
         ("trainer_state.json", '{"log_history": ' + "[" * 900 + "]" * 900 + "}", "more than 64 levels"),
         ("model.safetensors.index.json", '{"weight_map": {"a": "/etc/passwd"}}', "the index names '/etc/passwd'"),
         ("model.safetensors.index.json", '{"weight_map": ' + "9" * 5000 + "}", "a whole number of 5000 digits"),
+        ("trainer_state.json", '{"global_step": 6, "log_history": [{"loss": 1}]}', r"'step' is missing in log_history"),
+        (
+            "trainer_state.json",
+            '{"global_step": 6, "log_history": [{"step": 1, "training_seconds": "x"}]}',
+            r"log_history\[0\].training_seconds is 'x'",
+        ),
         ("trainer_state.json", '{"global_step": "six"}', r"global_step is 'six' \(a string\)"),
         ("trainer_state.json", '{"global_step": 6, "stateful_callbacks": [[1]]}', "stateful_callbacks is"),
         ("trainer_state.json", '{"global_step": 6, "unheard": 1}', "unheard"),
