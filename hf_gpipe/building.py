@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
+from hf_gpipe import strict_json
 from hf_gpipe.adapters import Adapter, StageModel, adapter_for, is_known_exact
 from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.adapters.classifiers import classifier_of
@@ -22,7 +24,7 @@ from hf_gpipe.adapters.patches import Patch, find_patches
 from hf_gpipe.adapters.peft import PeftAdapter, find_peft
 from hf_gpipe.adapters.peft_resolve import make_peft
 from hf_gpipe.checkpoint import hub
-from hf_gpipe.checkpoint.digests import check_model_files
+from hf_gpipe.checkpoint.configuration import read_config
 from hf_gpipe.checkpoint.source_digest import digest_of_model
 from hf_gpipe.errors import CheckpointError, UserError
 from hf_gpipe.exactness import verify
@@ -286,11 +288,7 @@ def _config_of(model: ModelSource, trust_remote_code: bool, overrides: Mapping[s
         return model.config
     if isinstance(model, PreTrainedConfig):
         return model
-    check_model_files(Path(model))
-    try:
-        return AutoConfig.from_pretrained(str(model), trust_remote_code=trust_remote_code, **(overrides or {}))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read a model's configuration at {str(model)!r}: {error}") from error
+    return read_config(model, trust_remote_code=trust_remote_code, overrides=overrides)
 
 
 def _generation_config_of(model: ModelSource) -> GenerationConfig | None:
@@ -299,7 +297,12 @@ def _generation_config_of(model: ModelSource) -> GenerationConfig | None:
         return copy.deepcopy(getattr(model, "generation_config", None))
     if isinstance(model, PreTrainedConfig):
         return None
+    file = Path(model) / GENERATION_CONFIG_NAME
+    if file.exists():
+        strict_json.read(file, dict[str, Any], allows_nan=True)
     try:
         return GenerationConfig.from_pretrained(str(model))
     except OSError:
         return None
+    except Exception as error:  # the library raises whatever its reading comes upon
+        raise CheckpointError(f"cannot read {file}: {error}") from error

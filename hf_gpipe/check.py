@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_gpipe.command import run_command
-from hf_gpipe.errors import CheckpointError, UnsupportedModelError, UserError
+from hf_gpipe.errors import UnsupportedModelError, UserError
 from hf_gpipe.recipe import load_recipe
 
 USAGE = """\
@@ -36,9 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check(args: Sequence[str]) -> int:
     import torch
     import transformers
-    from transformers import AutoConfig
 
     from hf_gpipe.adapters.quantised import find_quantisation
+    from hf_gpipe.checkpoint.configuration import read_config
     from hf_gpipe.exactness import CloneError, compare
 
     num_stages = 3
@@ -54,10 +54,7 @@ def _check(args: Sequence[str]) -> int:
         if unknown := [arg for arg in args[1:] if arg != "--trust-remote-code"]:
             raise UserError(f"{unknown[0]!r} is not understood; key=value goes with a recipe, a file named *.yaml")
         source = str(Path(args[0]).parent) if Path(args[0]).name == "config.json" else args[0]
-        try:
-            config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"cannot read a model's configuration at {source!r}: {error}") from error
+        config = read_config(source, trust_remote_code=trust_remote_code)
     print(f"model      {config.model_type}, transformers {transformers.__version__}")
     try:
         find_quantisation(config, None, torch.float32)

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import NoReturn
 
-from hf_gpipe.errors import EXIT_USER_ERROR, UserError
+from hf_gpipe.errors import EXIT_USER_ERROR, UserError, one_line
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,5 +32,5 @@ def run_command(work: Callable[[], int]) -> int:
 
 def fail(error: UserError) -> int:
     """Print an error in one line; returns the exit code."""
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    print(f"error: {one_line(str(error))}", file=sys.stderr)
     return EXIT_USER_ERROR

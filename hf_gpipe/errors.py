@@ -132,3 +132,9 @@ def listed(names: Sequence[str], most: int = 20) -> str:
     """The first `most` names, and how many more there are: "de, fr and 100 more"."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def one_line(message: str, most: int = 2000) -> str:
+    """A message on one line, without the middle of one that is too long: a file from outside may be quoted in it."""
+    text = " ".join(message.split())
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"

@@ -276,7 +276,7 @@ def _with_vocabulary(recipe: Recipe) -> Recipe:
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(recipe.tokenizer.path, trust_remote_code=model.trust_remote_code)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # of a broken file, the library raises whatever its reading comes upon
             raise RecipeError(f"tokenizer.path: no tokenizer at {recipe.tokenizer.path!r}: {error}") from error
         vocab_size, source = len(tokenizer), f"the tokenizer at {recipe.tokenizer.path}"
     else:

@@ -19,6 +19,8 @@ from hf_gpipe.runtime.started import has_group, note_launcher
 
 #: In the output directory of a run that a signal has stopped: start it again to go on. torchrun hides exit codes.
 STOPPED_FILE = "stopped"
+#: Processes that are started on this machine at most: a mistyped number must not make thousands of them.
+_MOST_PROCESSES = 1024
 
 USAGE = """\
 usage: python -m hf_gpipe.train recipe.yaml [key=value ...]
@@ -178,6 +180,11 @@ def _num_processes(recipe: Recipe) -> int:
         num_devices = len(pipeline.devices)
         return asked or (num_devices if pipeline.is_mesh_open else min(pipeline.processes, num_devices))
     if pipeline.device == "cpu" or not torch.cuda.is_available():
+        if pipeline.processes > _MOST_PROCESSES:
+            raise RecipeError(
+                f"pipeline.num_processes is {pipeline.processes}, or one for each stage and replica, and at most "
+                f"{_MOST_PROCESSES} are started on one machine; give fewer, or fewer pipeline.num_stages"
+            )
         return pipeline.processes
     num_gpus = torch.cuda.device_count()
     if asked is not None and asked > num_gpus:

@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("schedule",),
     ("partition",),
     ("recipe",),
+    ("strict_json",),
     ("adapters",),
     ("runtime",),
     ("checkpoint",),
@@ -36,7 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-WITHOUT_TORCH = ("errors", "schedule", "partition", "recipe")
+WITHOUT_TORCH = ("errors", "schedule", "partition", "recipe", "strict_json")
 HEAVY = {"torch", "transformers"}
 
 

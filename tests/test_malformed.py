@@ -179,7 +179,7 @@ def test_bytes_that_are_no_recipe(content: bytes, tmp_path: Path, refused: Calla
 def test_recipes_that_cannot_be_read(tmp_path: Path, refused: Callable[..., str]) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    for name in ("missing.yaml", ".", "loop", "dangling", "a" * 300, "missing/recipe.yaml", "a\x00b"):
+    for name in ("missing.yaml", ".", "loop", "dangling", "a" * 300, "missing/recipe.yaml", "a\x00b", "/dev/zero"):
         refused(recipe=tmp_path / name)
 
 
@@ -190,6 +190,9 @@ def test_recipes_that_cannot_be_read(tmp_path: Path, refused: Callable[..., str]
         *("training.max_steps=[", "training.max_steps=: :", "training.max_steps.x=1", "training=3", "model=marian"),
         *("pipeline.num_stages=1e3", "pipeline.num_stages=4.0", "pipeline.num_stages='4'"),
         *("pipeline.num_stages=true", "pipeline.partition=cout"),
+        *("pipeline.num_stages=2000000000", "pipeline.replicas=2000000000", "pipeline.num_micro_batches=2000000000"),
+        *("pipeline.replicas=[2000000000, 1, 1]", "training.gradient_accumulation_steps=2000000000"),
+        "tokenizer={vocab_size: 2000000000}",
         *("pipeline.num_stages=-1", "pipeline.num_stages=99999999999999999999", "pipeline.num_micro_batches=.5"),
         *(
             "pipeline.partition=[1]",
@@ -202,6 +205,7 @@ def test_recipes_that_cannot_be_read(tmp_path: Path, refused: Callable[..., str]
         *("model.config.encoder_attention_heads=3", "model.config.dropout=x"),
         *("model.config.model_type=../..", "model.config.model_type=[]", "model.config.model_type=vit"),
         *("model.config.activation_function=gelo", "model.config.vocab_size=-5", "model.config.vocab_size=x"),
+        *("model.config.encoder_layers=10000000", "model.attn_implementation=kernels-community/flash-attn"),
         *("model.attn_implementation=flash_attention_9", "model.attn_implementation=x", "model.config.auto_map={a: b}"),
         *("data.validation_fraction=0.95", "data.test_fraction=1", "data.languages=[xx]", "data.target_tag=true"),
         *("data.source_field=nothing", "data.language_field=nothing", "data.max_source_tokens=1", "data.kind=csv"),
@@ -276,6 +280,7 @@ GOOD = '{"source": "a", "target": "b"}\n'
         b'{"source": "a", "target": ' + b"9" * 6000 + b"}\n",
         b"[" * 100_000 + b"\n",
         b'{"a":' * 100_000 + b"\n",
+        b'{"source": ' + b"[" * 500 + b"]" * 500 + b', "target": "b"}\n',
         b"source,target\na,b\n",
         b"a\tb\n",
         GOOD.encode() * 2 + b"{\n",
@@ -383,6 +388,16 @@ def test_broken_files_of_a_model(
         {"max_position_embeddings": -1},
         {"auto_map": {"AutoConfig": "module.Class"}, "model_type": "unheard"},
         {"dtype": "nothing"},
+        {"encoder_layers": 10_000_000},
+        {"num_labels": 10**9},
+        {"d_model": 2**41},
+        {"d_model": 2**40},
+        {"vocab_size": 10**5000 // 10**4000},
+        {"task_specific_params": {"a": {"num_layers": 10**7}}},
+        {"note": json.loads("[" * 900 + "]" * 900)},
+        {"attn_implementation": "kernels-community/flash-attn"},
+        {"_attn_implementation": "kernels-community/flash-attn:a"},
+        {"attn_implementation": "nothing"},
     ],
 )
 def test_broken_configurations(

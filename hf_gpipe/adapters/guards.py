@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -10,13 +11,67 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
-from hf_gpipe.errors import UnsupportedModelError, UserError
+from hf_gpipe.errors import UnsupportedModelError, UserError, nearest
+from hf_gpipe.recipe.words import shorten
+
+#: The largest number in a configuration whose name matches; the last one is for all names. A model of 5000 layers is
+#: made in seconds, and the deepest that are known have 2500.
+_LARGEST = (
+    (re.compile(r"(layer|layers|blocks|depth)$"), 5000),
+    (re.compile(r"(experts|expert_num)$"), 20_000),
+    (re.compile(r"num_labels$"), 1_000_000),
+    (re.compile(""), 2**40),
+)
+
+
+def check_sizes(fields: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise UserError for a number in a configuration's fields that no model has, before anything is made of it.
+
+    Args:
+        fields: as in config.json.
+        prefix: of the fields' names in messages.
+    """
+    for name, value in fields.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            check_sizes(value, f"{key}.")
+            continue
+        for number in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(number, int) and abs(number) > (most := _largest(str(name))):
+                raise UserError(f"{key} is {shorten(str(number))}, and at most {most} is allowed; correct it")
+
+
+def _largest(name: str) -> int:
+    return next(most for pattern, most in _LARGEST if pattern.search(name))
+
+
+def check_attention(config: PreTrainedConfig, asked: str | None = None) -> None:
+    """Raise UserError unless each attention that is asked for is a function that is installed.
+
+    The name of a kernel on the Hub, "owner/name", would let transformers fetch its code and run it.
+
+    Args:
+        config: whose own attention, and that of its parts, is checked.
+        asked: the argument attn_implementation.
+    """
+    if asked is not None:
+        names: list[Any] = [asked]
+    else:
+        parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+        names = [getattr(part, "_attn_implementation", None) for part in parts]
+    allowed = ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys())
+    for name in names:
+        if name is not None and name not in allowed:
+            is_kernel = "/" in str(name)
+            hint = "; a kernel of the Hub is code, and is not fetched" if is_kernel else nearest(str(name), allowed)
+            raise UserError(f"attn_implementation is {name!r}, expected one of {', '.join(allowed)}{hint}")
 
 
 def check_config(config: PreTrainedConfig) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
-from hf_gpipe.adapters.guards import check_config
+from hf_gpipe.adapters.guards import check_attention, check_config, check_sizes
 
 
 def build_skeleton(
@@ -22,8 +22,9 @@ def build_skeleton(
 ) -> PreTrainedModel:
     """Build the model of `config` on the meta device: every module and name, no weights.
 
-    Raises UnsupportedModelError where the configuration asks for something that stages cannot compute exactly.
+    Raises UserError where the configuration asks for something that stages cannot compute exactly, or is absurd.
     """
+    check_sizes(config.to_dict())
     check_config(config)
     with torch.device("meta"), _NoRandomValues():
         return build(config, dtype, attn_implementation, model_class, trust_remote_code=trust_remote_code)
@@ -39,8 +40,10 @@ def build(
 ) -> PreTrainedModel:
     """Build the model of `config` with random weights on torch's default device.
 
-    Without `model_class` it is the class that transformers' auto classes choose.
+    Without `model_class` it is the class that transformers' auto classes choose. Raises UserError for an attention that
+    is not installed.
     """
+    check_attention(config, attn_implementation)
     config = copy.deepcopy(config)  # transformers changes it
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     if model_class is not None:

@@ -13,16 +13,20 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import torch
 import xxhash
+from pydantic import Field
+from typing_extensions import TypedDict
 
+from hf_gpipe import strict_json
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.runtime.job import available_cores
 
@@ -38,6 +42,28 @@ _MOST_THREADS = 4
 
 Entry: TypeAlias = str | dict[str, Any]
 """The digest of a file, or the digests of the header and the tensors of a safetensors file."""
+
+
+#: A longer header of a safetensors file is refused, as the safetensors library does.
+_LONGEST_HEADER = 100_000_000
+
+
+class _OfTensors(TypedDict):
+    header: str
+    tensors: dict[str, str]
+
+
+class _Content(TypedDict):
+    """What the file of digests has."""
+
+    step: strict_json.Number | None
+    files: dict[str, str | _OfTensors]
+
+
+class _Tensor(TypedDict):
+    """What the header of a safetensors file says of a tensor."""
+
+    data_offsets: Annotated[list[strict_json.Number], Field(min_length=2, max_length=2)]
 
 
 class Part(NamedTuple):
@@ -81,12 +107,13 @@ class Digests:
         rest = text.partition(b"\n")[2]
         if text != _first_line(rest) + rest:
             raise CheckpointError(f"{path} is damaged: its content has another digest than its first line says")
-        content = json.loads(text)
+        content = strict_json.parse(text, str(path), dict[str, Any])
         if content.get("format") != FORMAT:
             raise CheckpointError(f"{path} has format {content.get('format')!r}; this version reads format {FORMAT}")
+        strict_json.fit(content, _Content, str(path))
         for file in content["files"]:
             # The checkpoint may be of unknown origin: a name must not lead out of it.
-            if Path(file).is_absolute() or ".." in Path(file).parts:
+            if Path(file).is_absolute() or ".." in Path(file).parts or "\0" in file:
                 raise CheckpointError(f"{path} names {file!r}, which is outside of its directory")
         return cls(directory, content["step"], content["files"])
 
@@ -104,7 +131,10 @@ class Digests:
         if entry is None:
             raise CheckpointError(f"{path} is not one of the files that {DIGESTS_FILE} names")
         try:
-            size = path.stat().st_size
+            found = path.stat()
+            if not stat.S_ISREG(found.st_mode):  # of a pipe the reading would never end
+                raise CheckpointError(f"{path} cannot be read: it is not a regular file")
+            size = found.st_size
             if isinstance(entry, str):
                 return [Part(file, None, 0, size, entry)]
             header = _read_header(path)
@@ -114,8 +144,13 @@ class Digests:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         if digest(header) != entry["header"]:
             raise CheckpointError(f"{path} is damaged: its header has another digest than {DIGESTS_FILE} says")
-        content = json.loads(header[8:])
-        places = {name: content[name]["data_offsets"] for name in content if name != "__metadata__"}
+        content = strict_json.parse(header[8:], f"{path}, its header", dict[str, Any])
+        content.pop("__metadata__", None)
+        strict_json.fit(content, dict[str, _Tensor], f"{path}, its header")
+        places = {name: tensor["data_offsets"] for name, tensor in content.items()}
+        for name, (start, stop) in places.items():
+            if start > stop:
+                raise CheckpointError(f"{path} is damaged: the tensor {name!r} lies from byte {start} to {stop}")
         expected = len(header) + max((stop for _, stop in places.values()), default=0)
         if size != expected:
             raise CheckpointError(f"{path} is damaged: it has {size} bytes, and its header describes {expected}")
@@ -211,8 +246,8 @@ def digest(data: Any) -> str:
 
 
 def entry_of_file(path: Path) -> Entry:
-    """The entry of a small file that has just been written."""
-    return digest(path.read_bytes())
+    """The entry of a file that has just been written and is not of tensors."""
+    return _digest_of(path, 0, path.stat().st_size)
 
 
 def entry_of_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Entry:
@@ -237,7 +272,7 @@ def _read_header(path: Path) -> bytes:
     with path.open("rb") as file:
         length = file.read(8)
         # A damaged length must not allocate more memory than the file has bytes.
-        size = min(int.from_bytes(length, "little"), os.fstat(file.fileno()).st_size)
+        size = min(int.from_bytes(length, "little"), os.fstat(file.fileno()).st_size, _LONGEST_HEADER)
         return length + file.read(size)
 
 

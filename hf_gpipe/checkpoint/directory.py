@@ -21,7 +21,7 @@ from hf_gpipe.checkpoint.digests import DIGESTS_FILE, Digests
 from hf_gpipe.checkpoint.hub import read_weight_map
 from hf_gpipe.checkpoint.peft import WEIGHTS_NAME as ADAPTER_WEIGHTS_NAME
 from hf_gpipe.checkpoint.save import make_directory, replace_directory
-from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE, has_state, read_state
+from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE, has_state, read_state, read_trainer_state
 from hf_gpipe.checkpoint.together import write_once, write_together
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.runtime.processes import Processes
@@ -106,6 +106,10 @@ def _find_damage(checkpoint: Path, processes: Processes) -> str:
             digests.check_share(processes.rank, processes.num_processes)
         else:
             _check_files(checkpoint)
+        # Digests are of accidents: whoever changes a file on purpose, or with a faulty program, changes them too.
+        read_state(checkpoint)
+        read_trainer_state(checkpoint)
+        _weights(checkpoint)
     except CheckpointError as error:
         problem = str(error)
     found = next((problem for problem in processes.gather_objects(problem) if problem), "")

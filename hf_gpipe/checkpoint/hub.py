@@ -7,7 +7,6 @@ conversions of keys apply unchanged.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils import logging as transformers_logging
 
+from hf_gpipe import strict_json
 from hf_gpipe.adapters.dropout import default_generator, key, mix
 from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.adapters.quantised import BySlices, quantised_layers, restore
@@ -231,15 +231,12 @@ def _check(directory: Path, files: Sequence[Path], is_own: Callable[[str], bool]
 
 def read_weight_map(index: Path) -> dict[str, str]:
     """Read an index: tensor name -> name of a file in the same directory. Raises CheckpointError if it is invalid."""
-    try:
-        content = json.loads(index.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{index}: not an index of a sharded checkpoint: {error}") from error
+    content = strict_json.read(index)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: not an index of a sharded checkpoint: no mapping called weight_map")
     for file in weight_map.values():
-        if not isinstance(file, str) or Path(file).name != file or file == "..":
+        if not isinstance(file, str) or Path(file).name != file or file == ".." or "\0" in file:
             raise CheckpointError(f"{index}: the index names {file!r}, which is not a file of the same directory")
     return weight_map
 

@@ -24,6 +24,7 @@ from hf_gpipe.checkpoint import digests
 from hf_gpipe.checkpoint.digests import DIGESTS_FILE, Digests
 from hf_gpipe.checkpoint.directory import checkpoint_path, checkpoints, last_checkpoint, remove, step_of, temporary_path
 from hf_gpipe.checkpoint.save import replace_directory
+from hf_gpipe.checkpoint.state import read_state, read_trainer_state
 from hf_gpipe.checkpoint.together import write_together
 from hf_gpipe.errors import CheckpointError, MessageError
 from hf_gpipe.runtime.processes import Processes
@@ -150,6 +151,8 @@ class MemoryCheckpoints:
             found = Digests.read(path)
             assert found is not None, "it was read before"
             found.check_share(self._own.index(self._processes.rank), len(self._own))
+            read_state(path)
+            read_trainer_state(path)
         except CheckpointError as error:
             problem = str(error)
         return next((one for one in self._processes.gather_objects(problem) if one), "")

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NotRequired
+
+from pydantic import FiniteFloat
+from typing_extensions import TypedDict
+
+from hf_gpipe.strict_json import Number
 
 
 @dataclass(frozen=True)
@@ -17,6 +22,24 @@ class Position:
     epoch: int = 0
     mini_batches: int = 0
     place: Mapping[str, Any] | None = None
+
+
+class _Position(TypedDict):
+    epoch: Number
+    mini_batches: Number
+    place: NotRequired[dict[str, Any] | None]
+
+
+class Progress(TypedDict):
+    """The shape of what a checkpoint stores of a `RunState`; older ones have less."""
+
+    position: _Position
+    pipeline_step: Number
+    data: dict[str, Any]
+    evaluation_is_due: NotRequired[bool]
+    num_micro_batches: NotRequired[Number | None]
+    loss_scale: NotRequired[dict[str, FiniteFloat] | None]
+    has_digests: NotRequired[bool]
 
 
 @dataclass
@@ -42,13 +65,14 @@ class RunState:
     loss_scale: Mapping[str, Any] | None = None
 
     @classmethod
-    def from_json(cls, progress: Mapping[str, Any]) -> RunState:
-        """Read what a checkpoint stores. Raises KeyError, TypeError or ValueError for anything else."""
+    def from_json(cls, progress: Progress) -> RunState:
+        """Read what a checkpoint stores."""
+        position = progress["position"]
         return cls(
-            Position(**progress["position"]),
-            int(progress["pipeline_step"]),
-            dict(progress["data"]),
-            bool(progress.get("evaluation_is_due", False)),
+            Position(position["epoch"], position["mini_batches"], position.get("place")),
+            progress["pipeline_step"],
+            progress["data"],
+            progress.get("evaluation_is_due", False),
             progress.get("num_micro_batches"),
             progress.get("loss_scale"),
         )

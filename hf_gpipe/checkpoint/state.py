@@ -11,31 +11,77 @@ Nothing is unpickled, so a checkpoint of unknown origin cannot run code.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, Required
 
 import torch
+from pydantic import FiniteFloat
 from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers import TrainerState
+from typing_extensions import TypedDict
 
+from hf_gpipe import strict_json
 from hf_gpipe.checkpoint import digests
 from hf_gpipe.checkpoint.copies import Files, Unwritten, on_cpu
 from hf_gpipe.checkpoint.digests import Digests, Entry
-from hf_gpipe.checkpoint.run_state import RunState
+from hf_gpipe.checkpoint.run_state import Progress, RunState
 from hf_gpipe.checkpoint.together import write_once, write_together
 from hf_gpipe.errors import CheckpointError
+from hf_gpipe.recipe.words import show
 from hf_gpipe.runtime.shards import Shards
 from hf_gpipe.runtime.topology import Topology
 
 FOLDER, STATE_FILE = "training_state", "state.json"
+#: Of transformers' trainer.
+TRAINER_STATE_FILE = "trainer_state.json"
 FORMAT = 1
 _FILE = re.compile(r"optimizer-\d{5}-of-\d{5}\.safetensors")
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 Parameters = Mapping[str, torch.nn.Parameter]
+
+
+Values = dict[str, Any]
+_Optimizer = TypedDict(
+    "_Optimizer", {"class": str, "groups": list[Values], "files": list[str], "values": dict[str, Values]}
+)
+
+
+class _Content(TypedDict):
+    """What state.json has."""
+
+    optimizer: _Optimizer
+    progress: Progress
+    scheduler: NotRequired[Values | None]
+
+
+class _LogLine(TypedDict, total=False):
+    """What is read of a line of the history; others may have anything."""
+
+    step: Required[strict_json.Number]
+    tokens_per_second: float
+    training_seconds: float
+
+
+class _TrainerState(TypedDict, total=False):
+    """Fields of trainer_state.json that are used here; transformers refuses those that it does not know."""
+
+    epoch: FiniteFloat | None
+    global_step: Required[strict_json.Number]
+    max_steps: strict_json.Number
+    num_train_epochs: strict_json.Number
+    num_input_tokens_seen: strict_json.Number | float
+    total_flos: float
+    log_history: list[_LogLine]
+    best_metric: float | None
+    best_global_step: strict_json.Number | None
+    best_model_checkpoint: str | None
+    stateful_callbacks: dict[str, Values | list[Values]]
 
 
 @dataclass(frozen=True)
@@ -175,8 +221,11 @@ def load_state(
             f"{checkpoint} holds {len(saved['groups'])} groups of parameters and the optimizer has "
             f"{len(state['param_groups'])}; resume with the optimizer that was saved"
         )
-    for group, options in zip(state["param_groups"], saved["groups"], strict=True):
-        group.update({key: _like(group.get(key), value) for key, value in options.items()})
+    file = checkpoint / FOLDER / STATE_FILE
+    for number, (group, options) in enumerate(zip(state["param_groups"], saved["groups"], strict=True)):
+        for key, value in options.items():
+            _check_like(group.get(key), value, f"{file} is damaged: optimizer.groups[{number}].{key}")
+            group[key] = _like(group.get(key), value)
     names = {parameter: name for name, parameter in parameters.items()}
     wanted = {name for name in parameters if shards is None or shards.has_part(name)}
     slots = _read_slots(checkpoint, saved["files"], wanted, shards)
@@ -191,20 +240,45 @@ def load_state(
     try:
         optimizer.load_state_dict(state)
         if scheduler is not None and content.scheduler is not None:
-            _check_scheduler(scheduler, content.scheduler)
+            _check_scheduler(scheduler, content.scheduler, file)
             scheduler.load_state_dict(content.scheduler)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
         raise CheckpointError(
-            f"{checkpoint / FOLDER / STATE_FILE} does not fit the optimizer and its scheduler: {error!r}; resume with "
+            f"{file} does not fit the optimizer and its scheduler: {error!r}; resume with "
             "those that were saved, or from another checkpoint"
         ) from error
 
 
-def _check_scheduler(scheduler: Scheduler, saved: Mapping[str, Any]) -> None:
-    """Raise ValueError for a saved name that the scheduler does not have; its own loading takes any name."""
-    for name in saved:
-        if name not in scheduler.state_dict():
+def _check_scheduler(scheduler: Scheduler, saved: Mapping[str, Any], file: Path) -> None:
+    """Raise ValueError for a saved name that the scheduler does not have; its own loading takes any name.
+
+    Raises CheckpointError for a value of another kind than the scheduler's.
+    """
+    current = scheduler.state_dict()
+    for name, value in saved.items():
+        if name not in current:
             raise ValueError(f"the scheduler has no {name!r}")
+        _check_like(current[name], value, f"{file} is damaged: scheduler.{name}")
+
+
+def _check_like(current: Any, saved: Any, what: str) -> None:
+    """Raise CheckpointError if one of the two values is text, a number or a list, and the other is another of these.
+
+    Without this, text in place of a learning rate would be found in the first step only, by a TypeError.
+    """
+    if isinstance(current, list | tuple) and isinstance(saved, list | tuple):
+        for number, one in enumerate(saved):
+            # A list may have grown; its entries are of one kind, unless it is as long as before.
+            _check_like(current[min(number, len(current) - 1)] if current else None, one, f"{what}[{number}]")
+    elif (kind := _kind(current)) is not None and _kind(saved) not in (None, kind):
+        raise CheckpointError(f"{what} is {show(saved)}, expected {kind}")
+    if isinstance(saved, float) and math.isnan(saved):
+        raise CheckpointError(f"{what} is {show(saved)}, expected a number")
+
+
+def _kind(value: Any) -> str | None:
+    kinds: dict[str, Any] = {"a number": int | float, "a string": str, "a list": list | tuple, "a mapping": dict}
+    return next((name for name, types in kinds.items() if isinstance(value, types)), None)
 
 
 def read_state(checkpoint: Path) -> SavedState:
@@ -214,43 +288,38 @@ def read_state(checkpoint: Path) -> SavedState:
         CheckpointError: there is none, it cannot be read, or it has other content.
     """
     path = checkpoint / FOLDER / STATE_FILE
-    try:
-        content: Any = json.loads(path.read_text())
-    except FileNotFoundError as error:
+    if not path.exists():
         raise CheckpointError(
             f"{checkpoint} has no {FOLDER}/{STATE_FILE}, so no training can resume from it; its weights can be loaded "
             "as a model"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__} where the state of a training is expected")
+        )
+    # A scheduler may keep an infinite number, such as the best loss so far before the first one.
+    content = strict_json.read(path, dict[str, Any], allows_nan=True)
     if content.get("format") != FORMAT:
         raise CheckpointError(f"{path} has format {content.get('format')!r}; this version reads format {FORMAT}")
-    optimizer = content.get("optimizer")
-    values = optimizer if isinstance(optimizer, dict) else {}
-    for name, value, expected in (
-        ("progress", content.get("progress"), dict),
-        ("optimizer", optimizer, dict),
-        ("optimizer.class", values.get("class"), str),
-        ("optimizer.groups", values.get("groups"), list),
-        ("optimizer.files", values.get("files"), list),
-        ("optimizer.values", values.get("values"), dict),
-    ):
-        if not isinstance(value, expected):
-            raise CheckpointError(f"{path}: {name} is a {type(value).__name__}, expected a {expected.__name__}")
-    for file in values["files"]:
+    strict_json.fit(content, _Content, str(path))
+    optimizer, progress = content["optimizer"], content["progress"]
+    for file in optimizer["files"]:
         # The checkpoint may be of unknown origin: a name must not lead out of it.
-        if not isinstance(file, str) or not _FILE.fullmatch(file):
+        if not _FILE.fullmatch(file):
             raise CheckpointError(f"{path}: optimizer.files names {file!r}, which is not a file of a training's state")
-    for group in (*values["groups"], *values["values"].values()):
-        if not isinstance(group, dict):
-            raise CheckpointError(f"{path}: the optimizer's groups and values must be mappings, found {group!r}")
+    return SavedState(
+        optimizer, content.get("scheduler"), RunState.from_json(progress), progress.get("has_digests", False)
+    )
+
+
+def read_trainer_state(checkpoint: Path) -> TrainerState:
+    """The state of transformers' trainer in a checkpoint, with the types of its values checked.
+
+    Raises:
+        CheckpointError: there is none, it cannot be read, or it has other content.
+    """
+    path = checkpoint / TRAINER_STATE_FILE
+    content = strict_json.read(path, _TrainerState, allows_nan=True)  # a loss that was logged may be neither
     try:
-        run = RunState.from_json(content["progress"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint}: no training state that can be read: {error!r}") from error
-    return SavedState(values, content.get("scheduler"), run, bool(content["progress"].get("has_digests", False)))
+        return TrainerState(**content)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: it is not the state of a trainer: {error}") from error
 
 
 def _read_slots(

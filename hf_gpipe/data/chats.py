@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hf_gpipe import strict_json
 from hf_gpipe.data.fields import check_characters
 from hf_gpipe.data.formats import Row, read_json, read_jsonl, read_parquet
 from hf_gpipe.data.pairs import MAX_TOKENIZER_EXAMPLES
@@ -208,8 +209,8 @@ def preference_of(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
 def _read_tools(where: str, given: dict[str, Any]) -> None:
     if isinstance(tools := given.get("tools"), str):
         try:
-            given["tools"] = json.loads(tools)
-        except ValueError as error:
+            given["tools"] = strict_json.parse(tools, "it", error=DataError)
+        except DataError as error:
             raise DataError(
                 f"{where}: tools is text that is not JSON ({error}); give a list of JSON schemas"
             ) from error

@@ -12,7 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pyarrow  # type: ignore[import-untyped]
+from typing_extensions import TypedDict
 
+from hf_gpipe import strict_json
 from hf_gpipe.data.cldr import cldr_corpus
 from hf_gpipe.data.deterministic import stable_fraction
 from hf_gpipe.data.fields import PairFields
@@ -41,6 +43,14 @@ logger = logging.getLogger(__name__)
 _NOT_OF_THE_PAIRS = (
     *("max_source_tokens", "max_target_tokens", "temperature", "streaming", "counts", "shuffle_buffer", "made_by"),
 )
+
+
+class _About(TypedDict):
+    """What about.json beside the pairs has."""
+
+    languages: list[str]
+    tags: bool
+    empty: dict[str, strict_json.Number]
 
 
 def build_corpus(data: DataSection, order_seed: int = 0) -> Corpus | StreamedCorpus:
@@ -85,7 +95,7 @@ def read_corpus(parts: Sequence[Part], fields: PairFields, data: DataSection) ->
     keys = {key: value for key, value in asdict(data).items() if key not in _NOT_OF_THE_PAIRS}
     key = fingerprint("pairs", keys, [[part.language, part.identity()] for part in parts])
     folder = cached("pairs", key, lambda folder: _write(folder, parts, fields, data))
-    about = json.loads((folder / "about.json").read_text())
+    about = strict_json.read(folder / "about.json", _About, error=DataError)
     for name, number in about["empty"].items():
         logger.warning("%s: %d rows without text on one side were left out", name, number)
     splits = {split: PairTable(read_table(folder / f"{split}.arrow"), f"{key}-{split}") for split in SPLITS}

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.data.chats import Conversation, Read
 from hf_gpipe.data.progress import progress
-from hf_gpipe.data.store import BATCH_ROWS, cached, fingerprint, in_blocks, read_table, write_table
+from hf_gpipe.data.store import BATCH_ROWS, cached, fingerprint, in_blocks, read_counts, read_table, write_table
 from hf_gpipe.data.tokenizer import identity_of_tokenizer
 from hf_gpipe.errors import DataError
 
@@ -57,7 +57,7 @@ class EncodedConversations(ABC):
         key = fingerprint(self._name, digest.hexdigest(), identity_of_tokenizer(tokenizer), list(options))
         folder = cached(self._name, key, lambda folder: self._write(folder, conversations))
         self._table = read_table(folder / "tokens.arrow")
-        self.num_truncated, self.num_dropped = json.loads((folder / "counts.json").read_text())
+        self.num_truncated, self.num_dropped = read_counts(folder / "counts.json")
 
     def _write(self, folder: Path, conversations: list[Conversation]) -> None:
         self.num_truncated = self.num_dropped = 0

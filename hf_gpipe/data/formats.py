@@ -10,17 +10,21 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import zip_longest
+from functools import partial
+from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any, Literal, TextIO, TypeVar
+from typing import Any, BinaryIO, Literal, TextIO, TypeVar
 
 import pyarrow  # type: ignore[import-untyped]
 import pyarrow.parquet  # type: ignore[import-untyped]
 
+from hf_gpipe import strict_json
 from hf_gpipe.errors import DataError
 
 Row = tuple[str, Mapping[str, Any]]
@@ -32,6 +36,14 @@ SOURCE, TARGET = "source", "target"
 T = TypeVar("T")
 _BATCH_ROWS = 1000
 _DECODER = json.JSONDecoder()
+_SPACE = re.compile(r"[ \t\n\r]*")
+#: Characters of a line, which is in memory as a whole.
+_LONGEST_LINE = 1 << 24
+#: Characters that a gzipped file with one JSON array, which is in memory as a whole, may unpack to.
+_LONGEST_ARRAY = 1 << 28
+_BLOCK = 1 << 20
+#: Text that is packed more tightly than this, after so many bytes, is a bomb: gzip packs zeros 1 to 1000, prose 1 to 4.
+_MOST_PACKED, _MAY_BE_PACKED_BYTES = 200, 1 << 24
 
 
 # ---- lines
@@ -46,7 +58,12 @@ def text_of(path: Path, newline: str | None = None) -> Iterator[TextIO]:
     # utf-8-sig: a byte order mark at the start does not belong to the first line.
     try:
         if path.suffix == ".gz":
-            with gzip.open(path, "rt", encoding="utf-8-sig", newline=newline) as opened:
+            with (
+                path.open("rb") as packed,
+                io.TextIOWrapper(
+                    io.BufferedReader(_Unpacked(packed, path)), encoding="utf-8-sig", newline=newline
+                ) as opened,
+            ):
                 yield opened
         else:
             with path.open(encoding="utf-8-sig", newline=newline) as opened:
@@ -57,12 +74,42 @@ def text_of(path: Path, newline: str | None = None) -> Iterator[TextIO]:
         raise DataError(f"data file {path} cannot be read: {error}") from error
 
 
+class _Unpacked(io.RawIOBase):
+    """The content of a gzipped file, until it is seen to be a bomb: a small file that unpacks to fill any memory."""
+
+    def __init__(self, packed: BinaryIO, path: Path) -> None:
+        self._packed, self._content, self._path, self._size = packed, gzip.GzipFile(fileobj=packed), path, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._content.readinto(buffer)
+        self._size += count
+        if self._size > _MAY_BE_PACKED_BYTES and self._size > _MOST_PACKED * self._packed.tell():
+            raise DataError(
+                f"data file {self._path} unpacks to more than {_MOST_PACKED} times its size, which no text does; if it "
+                "is meant, unpack it before"
+            )
+        return count
+
+
+def lines_of(opened: TextIO, path: Path) -> Iterator[str]:
+    """The lines of an open file. Raises DataError for one that is too long."""
+    number = 0
+    while line := opened.readline(_LONGEST_LINE + 1):
+        number += 1
+        if len(line) > _LONGEST_LINE:
+            raise DataError(f"{path}, line {number}: more than {_LONGEST_LINE} characters; divide it")
+        yield line
+
+
 def numbered_lines(path: Path, newline: str | None = None) -> Iterator[tuple[int, str]]:
     """Every line with its number from 1. Raises DataError if the file cannot be read or is not UTF-8."""
     number = 0
-    with text_of(path, newline) as lines:
+    with text_of(path, newline) as opened:
         try:
-            for number, line in enumerate(lines, start=1):
+            for number, line in enumerate(lines_of(opened, path), start=1):
                 yield number, line
         except UnicodeDecodeError as error:
             raise not_utf8(path, number, error) from error
@@ -89,10 +136,19 @@ def read_jsonl(path: Path, start: int = 0) -> Iterator[Row]:
             yield where, _object(text, where)
 
 
+def _decoded(text: str, place: int) -> tuple[Any, int]:
+    """The JSON value at a place and where it ends. Raises ValueError or RecursionError."""
+    # Takes half the time of json.loads.
+    found, end = _DECODER.raw_decode(text, place)
+    # What is nested deeper could not be written again, which conversations are.
+    if text.count("[", place, end) + text.count("{", place, end) > strict_json.DEEPEST and strict_json.is_deeper(found):
+        raise RecursionError(f"more than {strict_json.DEEPEST} levels of lists and mappings")
+    return found, end
+
+
 def _object(text: str, where: str) -> dict[str, Any]:
     try:
-        # Takes half the time of json.loads.
-        found, end = _DECODER.raw_decode(text)
+        found, end = _decoded(text, 0)
         if end < len(text):
             raise json.JSONDecodeError("Extra data", text, end)
     except json.JSONDecodeError as error:
@@ -109,19 +165,58 @@ def _object(text: str, where: str) -> dict[str, Any]:
 def read_json(path: Path, start: int = 0) -> Iterator[Row]:
     """The entries of a JSON array, as ("file, entry 7", the object); a file of another form is read as JSON Lines."""
     with text_of(path) as opened:
-        is_array = opened.read(1024).lstrip().startswith("[")
+        try:
+            is_array = opened.read(1024).lstrip().startswith("[")
+        except UnicodeDecodeError as error:
+            raise not_utf8(path, 0, error) from error
     if not is_array:
         yield from read_jsonl(path, start)
         return
-    try:
-        entries = json.loads("".join(line for _, line in numbered_lines(path)))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not a JSON array ({error}); correct it, or write one object per line") from error
-    for number, entry in enumerate(entries[start:], start=start + 1):
+    with text_of(path) as opened:
+        most = max(_LONGEST_ARRAY, path.stat().st_size)
+        try:
+            # In blocks: one read takes the memory that it is allowed to fill, not what there is.
+            text = "".join(islice(iter(partial(opened.read, _BLOCK), ""), most // _BLOCK + 2))
+        except UnicodeDecodeError as error:
+            raise not_utf8(path, 0, error) from error
+    brackets = text.count("[") + text.count("{")
+    if len(text) > most or (brackets > strict_json.MOST_VALUES and brackets * 8 > len(text)):
+        raise DataError(f"{path}: a JSON array that is too large to be read at once; write one object per line")
+    for number, entry in enumerate(_entries(text, path), start=1):
         where = f"{path}, entry {number}"
         if not isinstance(entry, dict):
             raise DataError(f"{where}: a JSON {type(entry).__name__} where an object such as {{...}} is needed")
-        yield where, entry
+        if number > start:
+            yield where, entry
+
+
+def _entries(text: str, path: Path) -> Iterator[Any]:
+    """The entries of a JSON array, one at a time: all of them take twenty times the memory of the text."""
+    place, number = _after_space(text, text.index("[") + 1), 0
+    is_first = True
+    while not (is_first and text[place : place + 1] == "]"):
+        number += 1
+        try:
+            entry, place = _decoded(text, place)
+            place = _after_space(text, place)
+            if text[place : place + 1] not in (",", "]"):
+                raise json.JSONDecodeError("Expecting ',' or ']'", text, place)
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"{path}: not a JSON array (entry {number}: {error}); correct it, or write one object per line"
+            ) from error
+        yield entry
+        is_first = False
+        if text[place] == "]":
+            break
+        place = _after_space(text, place + 1)
+    if end := text[_after_space(text, place + 1) :][:20]:
+        raise DataError(f"{path}: not a JSON array ({end!r} stands after it); correct it, or write one object per line")
+
+
+def _after_space(text: str, place: int) -> int:
+    found = _SPACE.match(text, place)
+    return place if found is None else found.end()
 
 
 # ---- CSV and TSV
@@ -133,7 +228,7 @@ def read_csv(path: Path, start: int = 0, delimiter: str | None = None) -> Iterat
         delimiter = "\t" if ".tsv" in path.suffixes[-2:] else ","
     quoting: Literal[0, 3] = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
     with text_of(path, newline="") as opened:
-        reader = csv.reader(opened, delimiter=delimiter, quoting=quoting, strict=True)
+        reader = csv.reader(lines_of(opened, path), delimiter=delimiter, quoting=quoting, strict=True)
         try:
             yield from _csv_rows(reader, path, start)
         except csv.Error as error:

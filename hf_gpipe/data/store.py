@@ -1,25 +1,34 @@
 """The cache of prepared data: memory-mapped Arrow files in the cache of `datasets`.
 
 An entry's name is a hash of all that its content depends on, so an entry is never changed. It is written under another
-name and renamed at the end: processes that prepare the same entry at once do not disturb each other.
+name and renamed at the end: processes that prepare the same entry at once do not disturb each other. Digests of its
+files, as a checkpoint has, are checked before it is used; a damaged entry is made again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import pyarrow  # type: ignore[import-untyped]
+from pydantic import Field
 
-from hf_gpipe.errors import DataError
+from hf_gpipe import strict_json
+from hf_gpipe.checkpoint import digests
+from hf_gpipe.checkpoint.digests import DIGESTS_FILE, Digests
+from hf_gpipe.errors import CheckpointError, DataError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_Counts = Annotated[list[strict_json.Number], Field(min_length=2, max_length=2)]
 
 #: To be raised when the same inputs give another content.
 VERSION = 1
@@ -47,12 +56,12 @@ def identity_of(file: Path) -> list[Any]:
 
 
 def cached(name: str, key: str, write: Callable[[Path], None]) -> Path:
-    """The folder of an entry.
+    """The folder of an entry, every byte of which was checked. One that is damaged is made again, and a line says so.
 
     Args:
         name: the first part of the folder's name, for people.
         key: a fingerprint of what the content depends on.
-        write: fills an empty folder; called if the entry does not exist yet.
+        write: fills an empty folder; called if the entry does not exist yet, or is damaged.
 
     Raises:
         DataError: the cache cannot be written, or any error of `write`.
@@ -61,8 +70,11 @@ def cached(name: str, key: str, write: Callable[[Path], None]) -> Path:
 
     root = Path(datasets.config.HF_DATASETS_CACHE) / "hf_gpipe"
     entry = root / f"{name}-{key}"
-    if entry.is_dir():
+    problem = damage(entry)
+    if problem is None:
         return entry
+    if problem:
+        logger.warning("the prepared data in %s is damaged, and is made again (%s)", entry, problem)
     try:
         root.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=root))
@@ -72,16 +84,53 @@ def cached(name: str, key: str, write: Callable[[Path], None]) -> Path:
         ) from error
     try:
         write(made)
-        os.rename(made, entry)
+        with digests.updated(made) as files:
+            files |= {path.relative_to(made).as_posix(): digests.entry_of_file(path) for path in _files(made)}
+        _publish(made, entry)
     except OSError as error:
-        if not entry.is_dir():  # otherwise another process was faster
-            raise DataError(
-                f"the cache directory {root} cannot be written ({error.strerror}); make room there, or set "
-                "HF_DATASETS_CACHE to another one"
-            ) from error
+        raise DataError(
+            f"the cache directory {root} cannot be written ({error.strerror}); make room there, or set "
+            "HF_DATASETS_CACHE to another one"
+        ) from error
     finally:
         shutil.rmtree(made, ignore_errors=True)
     return entry
+
+
+def damage(entry: Path) -> str | None:
+    """What is wrong with an entry: empty if it does not exist, None if nothing is."""
+    if not os.path.lexists(entry):
+        return ""
+    try:
+        written = Digests.read(entry)
+        if written is None:
+            return f"it has no {DIGESTS_FILE}"
+        if missing := {path.relative_to(entry).as_posix() for path in _files(entry)} ^ {*written.files, DIGESTS_FILE}:
+            return f"{entry / min(missing)} is missing, or does not belong there"
+        written.check_share(0, 1)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _publish(made: Path, entry: Path) -> None:
+    """Give a new entry its name, unless another process was faster. Raises OSError."""
+    try:
+        os.rename(made, entry)
+    except OSError:
+        if damage(entry) is None:
+            return
+        # Processes that have opened a damaged file keep it.
+        aside = Path(tempfile.mkdtemp(prefix=".damaged-", dir=entry.parent))
+        try:
+            os.rename(entry, aside / entry.name)
+            os.rename(made, entry)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if not path.is_dir() or path.is_symlink())
 
 
 def write_table(path: Path, schema: pyarrow.Schema, batches: Iterable[pyarrow.RecordBatch]) -> None:
@@ -92,9 +141,21 @@ def write_table(path: Path, schema: pyarrow.Schema, batches: Iterable[pyarrow.Re
 
 
 def read_table(path: Path) -> pyarrow.Table:
-    """The table in an Arrow file, memory-mapped: only what is accessed is read."""
-    with pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))) as reader:
-        return reader.read_all()
+    """The table in an Arrow file, memory-mapped: only what is accessed is read. Raises DataError if it is not one."""
+    try:
+        with pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))) as reader:
+            table = reader.read_all()
+        table.validate()
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        what = " ".join(str(error).split())[:200]
+        raise DataError(f"the prepared data in {path.parent} cannot be read ({what}); delete that directory") from error
+    return table
+
+
+def read_counts(path: Path) -> list[int]:
+    """The two numbers in a JSON file. Raises DataError for anything else."""
+    found: list[int] = strict_json.read(path, _Counts, error=DataError)
+    return found
 
 
 def in_blocks(items: Sequence[T], size: int = BATCH_ROWS) -> Iterator[Sequence[T]]:

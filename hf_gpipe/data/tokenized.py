@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.data.pairs import Pair, languages_of, texts_in_blocks
 from hf_gpipe.data.progress import progress
-from hf_gpipe.data.store import cached, fingerprint, read_table, write_table
+from hf_gpipe.data.store import cached, fingerprint, read_counts, read_table, write_table
 from hf_gpipe.data.threads import in_turn
 from hf_gpipe.data.tokenizer import identity_of_tokenizer
 from hf_gpipe.errors import DataError
@@ -71,7 +71,7 @@ class TokenizedPairs:
             key = fingerprint("tokens", made_of, identity_of_tokenizer(tokenizer), limits)
             folder = cached("tokens", key, lambda folder: tokenize.write(folder, pairs))
             self._table = read_table(folder / "tokens.arrow")
-            truncated = json.loads((folder / "truncated.json").read_text())
+            truncated = read_counts(folder / "truncated.json")
         self.num_truncated_sources, self.num_truncated_targets = truncated
         if warns and (self.num_truncated_sources or self.num_truncated_targets):
             logger.warning(

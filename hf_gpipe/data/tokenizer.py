@@ -20,6 +20,7 @@ import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from hf_gpipe import strict_json
 from hf_gpipe.data.pairs import MAX_TOKENIZER_EXAMPLES
 from hf_gpipe.data.progress import progress
 from hf_gpipe.data.store import cached, fingerprint
@@ -239,7 +240,7 @@ def identity_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 def _content(path: Path) -> Any:
     if path.suffix != ".json":
         return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = strict_json.read(path, error=DataError, allows_nan=True)
     if isinstance(found, dict):
         # The last truncation and padding, and the path that it was loaded from, do not belong to its identity.
         for name in ("truncation", "padding", "name_or_path", "is_local", "local_files_only"):

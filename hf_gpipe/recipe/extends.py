@@ -13,7 +13,7 @@ from typing import Any
 
 from hf_gpipe.errors import RecipeError
 from hf_gpipe.recipe.build import drop_unused, kind_of
-from hf_gpipe.recipe.strict_yaml import KeyPath, Locations, read_mapping
+from hf_gpipe.recipe.strict_yaml import LONGEST, KeyPath, Locations, read_mapping
 from hf_gpipe.recipe.words import show
 
 EXTENDS = "extends"
@@ -83,7 +83,12 @@ def _base(value: object, path: Path, locations: Locations, chain: Sequence[Path]
 
 def _text(path: Path, name: str) -> str:
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        with path.open("rb") as file:
+            # Bytes that are cut in the middle of a character are too many anyhow. What is no regular file may not end.
+            content = file.read(4 * LONGEST + 1)
+        if len(content) > 4 * LONGEST:
+            raise RecipeError(f"{name} is no recipe: it has more than {4 * LONGEST} bytes.")
+        return content.decode("utf-8-sig")
     except FileNotFoundError as error:
         raise RecipeError(f"{name} does not exist (looked in {Path.cwd()}); correct the path.") from error
     except UnicodeDecodeError as error:

@@ -122,7 +122,7 @@ class TokenizerSection:
     path: Text | None = None
     """Hub id or directory to load from; null: that of `model.path`, or, if it has none, one trained on the corpus."""
 
-    vocab_size: Count = 8000
+    vocab_size: Annotated[int, Field(ge=1, le=2_000_000)] = 8000
     """Vocabulary size of a trained tokenizer, including the special tokens and the 256 bytes."""
 
     model: Literal["unigram", "bpe"] = "unigram"

@@ -201,8 +201,7 @@ class PipelineConfig:
     def _check_mesh(self) -> None:
         """Raise UserError where stages, replicas, placement and processes do not fit each other."""
         num_stages, replicas = self.mesh
-        if isinstance(replicas, tuple):
-            replicas_of(num_stages, replicas)
+        replicas_of(num_stages, replicas)
         if self.num_processes is not None and self.num_processes > self.places:
             raise UserError(
                 f"num_processes is {self.num_processes} and num_stages is {num_stages}; a process without a stage "

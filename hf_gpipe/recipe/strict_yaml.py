@@ -19,6 +19,10 @@ KeyPath = tuple[object, ...]
 """The keys from the top to a value; for an entry of a list, its index."""
 
 _DEEPEST = 50
+#: Values of a recipe, each counted wherever an alias repeats it: a few lines of aliases can stand for billions.
+_MOST_VALUES = 20_000
+#: Characters of a recipe's text. The parser takes a second for this many.
+LONGEST = 1 << 18
 
 _RESOLVERS: tuple[tuple[str, str, list[str]], ...] = (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -67,6 +71,7 @@ class Locations:
 
 class _Loader(yaml.SafeLoader):
     _depth = 0
+    num_values = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
@@ -103,10 +108,12 @@ def read(text: str, source: str) -> tuple[Any, Locations]:
     """Parse YAML text into dict, list, str, bool, int, float and None; also return the place of each value.
 
     Raises:
-        RecipeError: text that does not parse, a duplicate key, a tag, an alias that contains itself, or more than 50
-            levels; the message has the line and the column.
+        RecipeError: text that does not parse, a duplicate key, a tag, an alias that contains itself, more than 50
+            levels, or too many values; the message has the line and the column.
     """
     locations = Locations(source)
+    if len(text) > LONGEST:
+        raise RecipeError(f"{source}: {len(text)} characters, and a recipe has at most {LONGEST}.")
     try:
         loader = _Loader(text)
         try:
@@ -140,6 +147,11 @@ def write(value: Any) -> str:
 def _value(
     loader: _Loader, node: yaml.Node, path: KeyPath, locations: Locations, enclosing: frozenset[yaml.Node]
 ) -> Any:
+    loader.num_values += 1
+    if loader.num_values > _MOST_VALUES:
+        raise yaml.MarkedYAMLError(
+            problem=f"more than {_MOST_VALUES} values, those that aliases repeat included", problem_mark=node.start_mark
+        )
     if node in enclosing:
         raise yaml.MarkedYAMLError(problem="an alias contains itself", problem_mark=node.start_mark)
     inside = enclosing | {node}

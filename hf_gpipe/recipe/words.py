@@ -65,9 +65,13 @@ def _one(schema: Mapping[str, Any]) -> str:
         case "string":
             return "a string that is not empty" if "pattern" in schema else "a string"
         case str(name):
-            bounds = " and".join(f" {words} {schema[key]:g}" for key, words in _BOUNDS.items() if key in schema)
+            bounds = " and".join(f" {words} {_plain(schema[key])}" for key, words in _BOUNDS.items() if key in schema)
             return _TYPES[name] + bounds
     return "any value"
+
+
+def _plain(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"
 
 
 def choices(schema: Mapping[str, Any]) -> list[str]:

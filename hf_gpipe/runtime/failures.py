@@ -17,9 +17,11 @@ import traceback
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
+from hf_gpipe import strict_json
 from hf_gpipe.errors import EXIT_FAILURE, EXIT_USER_ERROR, HfGpipeError, PeerError, StageError, UserError
 from hf_gpipe.runtime.heartbeat import SilentError
 from hf_gpipe.runtime.job import LAUNCHER_PID, Job
@@ -135,10 +137,10 @@ def show(failure: Failure, traceback_file: Path | None = None) -> None:
 def read_error_file(path: Path) -> Failure | None:
     """The failure in an error file; None if there is none written by this project."""
     try:
-        noted = json.loads(path.read_text()).get("hf_gpipe")
-    except (OSError, ValueError, AttributeError):
+        noted = strict_json.read(path, dict[str, Any]).get("hf_gpipe")
+        return Failure(**noted) if noted is not None else None
+    except (UserError, TypeError):
         return None
-    return Failure(**noted) if noted is not None else None
 
 
 def _write_error_file(path: Path, failure: Failure) -> None:

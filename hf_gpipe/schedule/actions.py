@@ -35,7 +35,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import TypeAlias
 
-from hf_gpipe.errors import ScheduleError
+from hf_gpipe.errors import ScheduleError, one_line
 
 
 class ActionKind(StrEnum):
@@ -77,6 +77,9 @@ TEXT_VERSION = 4
 """Version of the text of a table and its actions. It changes with a new kind of action or a new meaning of a word.
 Version 2 has G and several workers per stage, version 3 I and W, version 4 several steps and the versions of weights; a
 text of an earlier version means the same in it."""
+
+MOST_PLACES = 100_000
+"""The most replicas of all stages together: before anything is made that is as large as a number in a file."""
 
 _NUMBER = r"0|[1-9][0-9]{0,8}"
 _ACTION_TEXT = re.compile(rf"({_NUMBER})([A-Z])({_NUMBER})?")
@@ -400,8 +403,13 @@ def replicas_of(num_stages: int, replicas: int | Sequence[int]) -> tuple[int, ..
     """The number of replicas of each stage, from one number for all or one for each.
 
     Raises:
-        ScheduleError: a number below 1, or not one for each stage.
+        ScheduleError: a number below 1, or not one for each stage, or too many of them.
     """
+    if num_stages * (replicas if isinstance(replicas, int) else 1) > MOST_PLACES:
+        raise ScheduleError(
+            f"num_stages is {num_stages}, and replicas is {one_line(str(replicas), 60)}: over {MOST_PLACES} in all; "
+            "use fewer."
+        )
     counts = (replicas,) * num_stages if isinstance(replicas, int) else tuple(replicas)
     if len(counts) != num_stages:
         raise ScheduleError(

@@ -23,7 +23,7 @@ from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES, asynchronous
 from hf_gpipe.schedule.file import TABLE_SUFFIX
 from hf_gpipe.schedule.interleaved import interleaved_orders
 from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations, with_recomputations
-from hf_gpipe.schedule.table import Schedule
+from hf_gpipe.schedule.table import MOST_ACTIONS, Schedule
 from hf_gpipe.schedule.validate import check_table
 from hf_gpipe.schedule.zero_bubble import v_half, whole_backwards, zb_h1, zb_h2, zb_v
 
@@ -276,6 +276,12 @@ def build(
         raise ScheduleError(
             f"schedule {name!r}: num_stages is {num_stages} and num_micro_batches is {num_micro_batches}; "
             "both must be at least 1."
+        )
+    # At least a forward, a backward and an update; before anything is made that is as large as these numbers.
+    if num_stages * num_micro_batches * 2 > MOST_ACTIONS:
+        raise ScheduleError(
+            f"schedule {name!r}: num_stages is {num_stages} and num_micro_batches is {num_micro_batches}; a table has "
+            f"at most {MOST_ACTIONS} actions, and these are more: let one of the numbers be smaller."
         )
     placement = placement or Placement.one_stage_each(num_stages, 1 if replicas is None else replicas)
     if placement.num_stages != num_stages:

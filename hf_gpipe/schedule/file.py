@@ -15,7 +15,7 @@ from hf_gpipe.schedule.validate import check_table
 TABLE_SUFFIX = ".txt"
 """The suffix of a table's file. A schedule without it is the name of a builder."""
 
-LARGEST_BYTES = 1 << 26
+LARGEST_BYTES = 1 << 24
 """A larger file is not a table."""
 
 
@@ -122,9 +122,11 @@ def recompute_under(table: Schedule, recompute: str | Sequence[str | int]) -> st
 def _text(path: str) -> str:
     file = Path(path).expanduser()
     try:
-        if file.stat().st_size > LARGEST_BYTES:
+        with file.open("rb") as opened:
+            content = opened.read(LARGEST_BYTES + 1)  # what is no regular file may have no end
+        if len(content) > LARGEST_BYTES:
             raise ScheduleError(f"schedule: {path} has over {LARGEST_BYTES >> 20} MiB; no table is that large.")
-        return file.read_bytes().decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except FileNotFoundError:
         raise ScheduleError(
             f"schedule: there is no file {path} (looked in {Path.cwd()}); correct the path, or write one with "

@@ -35,6 +35,9 @@ from typing import NoReturn
 from hf_gpipe.errors import ScheduleError, nearest
 from hf_gpipe.schedule.actions import TEXT_VERSION, Action, ActionKind, Placement, gradient_action, parse_number
 
+MOST_ACTIONS = 600_000
+"""The most actions of a table: of more, the checks alone would take minutes."""
+
 _HEADER_KEYS = ("table", "schedule", "num_stages", "num_micro_batches", "placement")
 _OPTIONAL_KEYS = ("steps", "stashes", "devices")
 
@@ -229,6 +232,7 @@ class Schedule:
         actions: list[tuple[Action, ...]] = []
         versions: set[tuple[int, int, int]] = set()
         places: dict[str, int] = {}
+        num_actions = 0
         for number, line in enumerate(text.splitlines(), start=1):
             if not line.strip():
                 continue
@@ -241,7 +245,11 @@ class Schedule:
                         f"{' or '.join(f'{name}:' for name in expected)}{nearest(key, expected)}"
                     )
                 if key.startswith("process "):
-                    actions.append(tuple(_parse(word, versions) for word in value.split()))
+                    words = value.split()
+                    num_actions += len(words)
+                    if num_actions > MOST_ACTIONS:
+                        raise ScheduleError(f"the table has more than {MOST_ACTIONS} actions; let it have fewer.")
+                    actions.append(tuple(_parse(word, versions) for word in words))
                 else:
                     header[key] = value
                     _check_version(header)

@@ -21,8 +21,8 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import ExportableState
 
 from hf_gpipe.checkpoint.directory import checkpoints
-from hf_gpipe.checkpoint.state import read_state
-from hf_gpipe.errors import UserError
+from hf_gpipe.checkpoint.state import TRAINER_STATE_FILE, read_state
+from hf_gpipe.errors import CheckpointError, UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import AUTO
@@ -140,12 +140,22 @@ def callbacks_of(
 
 
 def restore_callbacks(callbacks: list[TrainerCallback], saved: Mapping[str, Any]) -> None:
-    """Give each callback that keeps a state the one saved under its class's name, in order."""
+    """Give each callback that keeps a state the one saved under its class's name, in order.
+
+    Raises CheckpointError where the state is not one of that class.
+    """
     states_of = {name: list(s) if isinstance(s, list) else [s] for name, s in saved.items()}
     for index, callback in enumerate(callbacks):
         states = states_of.get(type(callback).__name__)
         if states and isinstance(callback, ExportableState):
-            callbacks[index] = type(callback).from_state(states.pop(0))
+            try:
+                callbacks[index] = type(callback).from_state(states.pop(0))
+            except (TypeError, ValueError, KeyError, AttributeError) as error:
+                name = type(callback).__name__
+                raise CheckpointError(
+                    f"stateful_callbacks.{name} in {TRAINER_STATE_FILE} does not fit the callback: {error!r}; resume "
+                    "from another checkpoint, or with restore_callback_states_from_checkpoint=False"
+                ) from error
 
 
 def _pipeline(

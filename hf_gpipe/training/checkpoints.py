@@ -28,7 +28,13 @@ from hf_gpipe.checkpoint.directory import (
 )
 from hf_gpipe.checkpoint.in_memory import MemoryCheckpoints, newest_checkpoint
 from hf_gpipe.checkpoint.run_state import Position, RunState
-from hf_gpipe.checkpoint.state import load_state, read_state, unwritten_state
+from hf_gpipe.checkpoint.state import (
+    TRAINER_STATE_FILE,
+    load_state,
+    read_state,
+    read_trainer_state,
+    unwritten_state,
+)
 from hf_gpipe.checkpoint.together import write_once
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.pipeline import Pipeline
@@ -46,7 +52,6 @@ from hf_gpipe.training.steps import OLDER_DATA_FACTS
 
 logger = transformers.logging.get_logger(__name__)
 
-STATE_NAME = "trainer_state.json"
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 
@@ -145,10 +150,7 @@ class Checkpoints:
             CheckpointError: the checkpoint cannot be read, or does not fit.
         """
         saved = read_state(checkpoint).run
-        try:
-            state = TrainerState.load_from_json(checkpoint / STATE_NAME)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{checkpoint}: no training state that can be read: {error!r}") from error
+        state = read_trainer_state(checkpoint)
         if not self._args.ignore_data_skip:
             _check_data(checkpoint, saved.data, new.data)
         before, now = saved.num_micro_batches, new.num_micro_batches
@@ -164,7 +166,10 @@ class Checkpoints:
         if self._master_weights is not None:
             self._master_weights.restore(optimizer)
         if self._scaler is not None and saved.loss_scale is not None:
-            self._scaler.load_state_dict(saved.loss_scale)
+            try:
+                self._scaler.load_state_dict(saved.loss_scale)
+            except KeyError as error:
+                raise CheckpointError(f"{checkpoint} is damaged: progress.loss_scale has no {error}") from error
         self._pipe.step = saved.pipeline_step
         position = Position(saved.position.epoch) if self._args.ignore_data_skip else saved.position
         return replace(saved, position=position, data=new.data, num_micro_batches=now), state
@@ -298,8 +303,8 @@ class Checkpoints:
 
             def complete() -> None:
                 with digests.updated(directory, state.global_step, has_all_files=memory is None) as entries:
-                    state.save_to_json(directory / STATE_NAME)
-                    entries |= written | {STATE_NAME: digests.entry_of_file(directory / STATE_NAME)}
+                    state.save_to_json(directory / TRAINER_STATE_FILE)
+                    entries |= written | {TRAINER_STATE_FILE: digests.entry_of_file(directory / TRAINER_STATE_FILE)}
 
             write_once(directory, processes, complete)
             if memory is not None:

@@ -20,9 +20,11 @@ from transformers import (
 from hf_gpipe.adapters import Adapter, adapter_for
 from hf_gpipe.adapters.classifiers import ONE_CLASS, classifier_of, classifier_of_family
 from hf_gpipe.adapters.feed_forward import feed_forward_outputs
+from hf_gpipe.adapters.guards import check_sizes
 from hf_gpipe.adapters.peft import need_peft
 from hf_gpipe.adapters.peft_resolve import make_peft
 from hf_gpipe.adapters.quantised import need_bitsandbytes
+from hf_gpipe.checkpoint.configuration import read_config
 from hf_gpipe.checkpoint.peft import as_config, has_adapters
 from hf_gpipe.data import Corpus, StreamedCorpus, build_corpus
 from hf_gpipe.data.chats import ChatCorpus, chat_corpus, preference_of
@@ -31,7 +33,7 @@ from hf_gpipe.data.files import read_template
 from hf_gpipe.data.labelled import labelled_of
 from hf_gpipe.data.text import TextCorpus, text_corpus
 from hf_gpipe.data.tokenizer import trained_tokenizer
-from hf_gpipe.errors import DataError, RecipeError, UnsupportedModelError, UserError, nearest
+from hf_gpipe.errors import CheckpointError, DataError, RecipeError, UnsupportedModelError, UserError, nearest
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, Recipe
 from hf_gpipe.recipe.transformer import with_transformer
@@ -299,9 +301,9 @@ def _config_of_language_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase
     if model.path is not None:
         values = {name: value for name, value in model.config.items() if name != "model_type"}
         try:
-            config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code, **values)
-        except Exception as error:  # of a broken file, the library raises whatever its reading comes upon
-            raise RecipeError(f"model.path: no configuration of a model at {model.path!r}: {error}") from error
+            config = read_config(model.path, trust_remote_code=model.trust_remote_code, overrides=values)
+        except CheckpointError as error:
+            raise RecipeError(f"model.path: {error}") from error
         if model.config.get("model_type", config.model_type) != config.model_type:
             raise RecipeError(
                 f"model.config.model_type is {model.config['model_type']} and the model at {model.path!r} is a "
@@ -316,6 +318,7 @@ def _config_of_language_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase
         return config
     fields = model.config if model.transformer is None else with_transformer(model.config, model.transformer)
     family, given = fields["model_type"], {k: v for k, v in fields.items() if k != "model_type"}
+    check_sizes(given, "model.config.")
     if family not in CONFIG_MAPPING:
         raise UnsupportedModelError(
             f"model.config.model_type: transformers has no model family {family!r}{nearest(family, CONFIG_MAPPING)}"

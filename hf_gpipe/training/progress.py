@@ -9,7 +9,10 @@ from typing import Any
 
 from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from typing_extensions import TypedDict
 
+from hf_gpipe import strict_json
+from hf_gpipe.errors import UserError
 from hf_gpipe.training.meter import STAGE_PEAK
 
 METRICS_FILE = "metrics.jsonl"
@@ -107,7 +110,8 @@ class MetricsFile(TrainerCallback):
         path = self._path(args)
         if not state.is_world_process_zero:
             return
-        lines = path.read_text().splitlines() if path.exists() and state.global_step else []
+        # A line that was damaged has no step, and is left out.
+        lines = path.read_text(errors="replace").splitlines() if path.exists() and state.global_step else []
         kept = [line for line in lines if _step(line) <= state.global_step]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(f"{line}\n" for line in kept))
@@ -131,9 +135,13 @@ class MetricsFile(TrainerCallback):
         return Path(args.output_dir) / METRICS_FILE
 
 
+class _Line(TypedDict):
+    step: strict_json.Number
+
+
 def _step(line: str) -> float:
     """The step of a line of the file; of a line that was cut off when its process was killed, none."""
     try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+        return float(strict_json.parse(line, METRICS_FILE, _Line, allows_nan=True)["step"])
+    except UserError:
         return float("inf")

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoTokenizer,
     EvalPrediction,
     PreTrainedConfig,
@@ -22,6 +21,7 @@ from transformers import (
     TrainerCallback,
 )
 
+from hf_gpipe.checkpoint.configuration import read_config
 from hf_gpipe.data.sft import SFTCollator, SFTExamples
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
@@ -262,7 +262,7 @@ def _options_of(model: Any, args: PipelineSFTConfig) -> dict[str, Any]:
             )
             raise UserError(f"model_init_kwargs: {name} is not supported ({advice}); leave it out")
     trusts = given.pop("trust_remote_code", args.trust_remote_code)
-    config = AutoConfig.from_pretrained(model, trust_remote_code=trusts) if is_path else getattr(model, "config", model)
+    config = read_config(model, trust_remote_code=trusts) if is_path else getattr(model, "config", model)
     assert isinstance(config, PreTrainedConfig)
     changes = _auxiliary(config, args)
     options: dict[str, Any] = {}

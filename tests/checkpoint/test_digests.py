@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,21 @@ def make_old(checkpoint: Path) -> None:
     state = json.loads((checkpoint / FOLDER / STATE_FILE).read_text())
     del state["progress"]["has_digests"]
     (checkpoint / FOLDER / STATE_FILE).write_text(json.dumps(state))
+
+
+def forge(checkpoint: Path, name: str, content: str) -> None:
+    """Replace a file, and its digest, as somebody does who changes it on purpose."""
+    with digests.updated(checkpoint, int(checkpoint.name.rpartition("-")[2])) as entries:
+        (checkpoint / name).write_text(content)
+        entries[name] = digests.entry_of_file(checkpoint / name)
+
+
+def write_digests(checkpoint: Path, **values: Any) -> None:
+    """Change what the file of digests says, with a first line that agrees."""
+    content = json.loads((checkpoint / DIGESTS_FILE).read_bytes())
+    del content["digest"]
+    rest = json.dumps(content | values)[1:].encode()
+    (checkpoint / DIGESTS_FILE).write_bytes(digests._first_line(rest) + rest)
 
 
 # ---------------------------------------------------------------------- every kind of damage
@@ -415,3 +431,73 @@ def test_rotation_spares_what_was_just_saved_beside_a_damaged_newer_one(out: Pat
     settings = SETTINGS | {"save_steps": 3, "max_steps": 4, "save_total_limit": 1}
     trainer(out, **settings).train(resume_from_checkpoint=True)
     assert last_checkpoint(out, ALONE) == out / "checkpoint-4"
+
+
+# ---------------------------------------------------------------------- files that were changed with their digests
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (f"{FOLDER}/{STATE_FILE}", "[" * 5000, "more than 64 levels"),
+        (f"{FOLDER}/{STATE_FILE}", '{"format": 1, "progress": 3}', "damaged: 'optimizer' is missing"),
+        ("trainer_state.json", '{"log_history": ' + "[" * 900 + "]" * 900 + "}", "more than 64 levels"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": "/etc/passwd"}}', "the index names '/etc/passwd'"),
+        ("model.safetensors.index.json", '{"weight_map": ' + "9" * 5000 + "}", "a whole number of 5000 digits"),
+        ("trainer_state.json", '{"global_step": 6, "log_history": [{"loss": 1}]}', r"'step' is missing in log_history"),
+        (
+            "trainer_state.json",
+            '{"global_step": 6, "log_history": [{"step": 1, "training_seconds": "x"}]}',
+            r"log_history\[0\].training_seconds is 'x'",
+        ),
+        ("trainer_state.json", '{"global_step": "six"}', r"global_step is 'six' \(a string\)"),
+        ("trainer_state.json", '{"global_step": 6, "stateful_callbacks": [[1]]}', "stateful_callbacks is"),
+        ("trainer_state.json", '{"global_step": 6, "unheard": 1}', "unheard"),
+        ("trainer_state.json", '{"global_step": ' + "9" * 5000 + "}", "a whole number of 5000 digits"),
+        ("trainer_state.json", "\ud83d{", "not JSON"),
+    ],
+)
+def test_json_that_is_malformed_is_damage_and_the_older_checkpoint_is_used(
+    name: str, content: str, message: str, out: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    forge(out / "checkpoint-6", name, content.encode("utf-8", "surrogatepass").decode("latin-1"))
+    with caplog.at_level(logging.WARNING):
+        assert last_checkpoint(out, ALONE) == out / "checkpoint-4"
+    assert re.search(message, caplog.text)
+    assert "the older checkpoint-4 is used" in caplog.text
+    with pytest.raises(CheckpointError, match=message):
+        check_whole(out / "checkpoint-6", ALONE)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"files": []}, r"files is \[\] \(a list\)"),
+        ({"files": {"config.json": 7}}, "files.config.json is 7"),
+        ({"files": {"model.safetensors": {"header": "a"}}}, "files.model.safetensors"),
+        ({"files": {"../../x": "a"}}, "outside of its directory"),
+        ({"files": {"/etc/passwd": "a"}}, "outside of its directory"),
+        ({"files": {"a\0b": "a"}}, "outside of its directory"),
+        ({"files": {FOLDER: "a"}}, "not a regular file"),
+        ({"step": "6"}, "step is '6'"),
+        ({"step": {}}, "step is {}"),
+        ({"format": []}, r"format \[\]"),
+        ({"more": json.loads("[" * 100 + "]" * 100)}, "more than 64 levels"),
+    ],
+)
+def test_digests_of_another_type_are_damage(values: dict[str, Any], message: str, out: Path) -> None:
+    write_digests(out / "checkpoint-6", **values)
+    with pytest.raises(CheckpointError, match=message):
+        check_whole(out / "checkpoint-6", ALONE)
+    assert last_checkpoint(out, ALONE) == out / "checkpoint-4"
+
+
+def test_headers_of_tensors_that_make_no_sense_are_damage(out: Path) -> None:
+    file = out / "checkpoint-6" / SHARD
+    for header in (b"[]", b"{", b'{"a": 3}', b'{"a": {"data_offsets": [0]}}', b'{"a": {"data_offsets": [9, 1]}}'):
+        content = len(header).to_bytes(8, "little") + header
+        with digests.updated(out / "checkpoint-6", 6) as entries:
+            file.write_bytes(content)
+            entries[SHARD] = {"header": digests.digest(content), "tensors": {}}
+        with pytest.raises(CheckpointError, match=r"model-00002-of-00002.safetensors.* is damaged"):
+            check_whole(out / "checkpoint-6", ALONE)

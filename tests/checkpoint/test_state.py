@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import resource
@@ -250,7 +251,7 @@ def test_progress_of_older_versions_is_read(checkpoint: Path) -> None:
     for name in ("position", "pipeline_step", "data"):
         damaged = {key: value for key, value in content["progress"].items() if key != name}
         file.write_text(json.dumps(content | {"progress": damaged}))
-        with pytest.raises(CheckpointError, match=f"checkpoint-8: no training state that can be read: .*{name}"):
+        with pytest.raises(CheckpointError, match=f"'{name}' is missing in progress"):
             read_state(checkpoint)
 
 
@@ -435,17 +436,22 @@ def test_a_directory_that_processes_do_not_share_is_told(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: [], "holds a list"),
-        (lambda state: state | {"progress": []}, "progress is a list"),
-        (lambda state: state | {"progress": {}}, "no training state that can be read"),
-        (lambda state: state | {"optimizer": None}, "optimizer is a NoneType"),
-        (lambda state: with_optimizer(state, files="abc"), "optimizer.files is a str"),
+        (lambda state: [], "expected a valid dictionary"),
+        (lambda state: state | {"progress": []}, r"progress is \[\] \(a list\), expected"),
+        (lambda state: state | {"progress": {}}, "'position' is missing in progress"),
+        (lambda state: state | {"optimizer": None}, r"optimizer is nothing \(null\)"),
+        (lambda state: with_optimizer(state, files="abc"), r"optimizer.files is 'abc' \(a string\)"),
         (lambda state: with_optimizer(state, files=["../../weights.safetensors"]), "which is not a file of"),
-        (lambda state: with_optimizer(state, files=[7]), "which is not a file of"),
-        (lambda state: with_optimizer(state, groups=[1, 2]), "must be mappings"),
-        (lambda state: with_optimizer(state, values={"a": 1}), "must be mappings"),
+        (lambda state: with_optimizer(state, files=[7]), r"optimizer.files\[0\] is 7"),
+        (lambda state: with_optimizer(state, groups=[1, 2]), r"optimizer.groups\[0\] is 1"),
+        (lambda state: with_optimizer(state, values={"a": 1}), "optimizer.values.a is 1"),
         (lambda state: state | {"scheduler": {"step": 1}}, "has no 'step'"),
-        (lambda state: state | {"scheduler": {"lr_lambdas": 1}}, "does not fit the optimizer"),
+        (lambda state: state | {"scheduler": {"lr_lambdas": 1}}, r"scheduler.lr_lambdas is 1 .*, expected a list"),
+        (lambda state: state | {"scheduler": {"base_lrs": ["1"]}}, r"scheduler.base_lrs\[0\] is '1'"),
+        (lambda state: with_group(state, lr="fast"), r"optimizer.groups\[0\].lr is 'fast' .*, expected a number"),
+        (lambda state: with_group(state, lr=math.nan), r"optimizer.groups\[0\].lr is nan"),
+        (lambda state: with_group(state, betas=[0.9, {}]), r"optimizer.groups\[0\].betas\[1\] is {}"),
+        (lambda state: with_group(state, betas="ab"), r"optimizer.groups\[0\].betas is 'ab'"),
     ],
 )
 def test_a_state_that_was_tampered_with_is_told(change: Any, message: str, damaged: Path, tmp_path: Path) -> None:
@@ -453,6 +459,11 @@ def test_a_state_that_was_tampered_with_is_told(change: Any, message: str, damag
     file.write_text(json.dumps(change(json.loads(file.read_text()))))
     with pytest.raises(CheckpointError, match=message):
         trainer(tmp_path, **SAVE).train(resume_from_checkpoint=damaged)
+
+
+def with_group(state: dict[str, Any], **values: Any) -> dict[str, Any]:
+    first, *others = state["optimizer"]["groups"]
+    return with_optimizer(state, groups=[first | values, *others])
 
 
 def with_optimizer(state: dict[str, Any], **values: Any) -> dict[str, Any]:

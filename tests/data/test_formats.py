@@ -5,7 +5,11 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import random
+import tracemalloc
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -13,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_gpipe.data import formats
 from hf_gpipe.data.formats import count_parquet, read_csv, read_jsonl, read_parallel, read_parquet
 from hf_gpipe.errors import DataError
 
@@ -150,3 +155,88 @@ def test_unequal_numbers_of_lines_are_refused(tmp_path, source, target):
     (tmp_path / "x.en").write_text("sentence\n" * target)
     with pytest.raises(DataError, match=rf"x\.de has {source} lines and .*x\.en has {target}"):
         list(read_parallel(tmp_path / "x.de", target_path=tmp_path / "x.en"))
+
+
+# ---------------------------------------------------------------------- files that would take any memory
+
+
+@pytest.fixture(scope="module")
+def bombs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Files of a few hundred kB that unpack to 100 MB: one line, an array of nothing, and rows."""
+    folder, files = tmp_path_factory.mktemp("bombs"), []
+    for name, part in (("line", b"0" * 1000), ("array", b"[]," * 300), ("rows", b'{"text": "aaaaaaaaa"}\n' * 50)):
+        files.append(folder / f"{name}.gz")
+        with gzip.open(files[-1], "wb", compresslevel=6) as packed:
+            if name == "array":
+                packed.write(b"[")
+            for _ in range(100):
+                packed.write(part * (1_000_000 // len(part)))
+        assert files[-1].stat().st_size < 500_000
+    return files
+
+
+@pytest.mark.parametrize("read", [formats.read_jsonl, formats.read_csv, formats.read_json, formats.numbered_lines])
+def test_a_decompression_bomb_is_refused_in_bounded_memory(
+    read: Callable[[Path], Iterator[Any]], bombs: list[Path]
+) -> None:
+    for file in bombs:
+        is_of_rows = file.name == "rows.gz"  # whose memory is not measured, because that takes long
+        if not is_of_rows:
+            tracemalloc.start()
+        with pytest.raises(DataError) as caught:
+            sum(1 for _ in read(file))
+        assert str(file) in str(caught.value)
+        if not is_of_rows:
+            assert tracemalloc.get_traced_memory()[1] < 100e6
+            tracemalloc.stop()
+
+
+def test_what_is_packed_as_prose_is_read(tmp_path: Path) -> None:
+    generator = random.Random(0)
+    rows = [{"text": "".join(generator.choices("abcdefgh ", k=80))} for _ in range(2000)]
+    with gzip.open(tmp_path / "x.jsonl.gz", "wt") as packed:
+        packed.write("\n".join(map(json.dumps, rows)))
+    assert [row for _, row in formats.read_jsonl(tmp_path / "x.jsonl.gz")] == rows
+
+
+def test_a_line_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "_LONGEST_LINE", 1000)
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"a": 1}\n{"a": "' + "b" * 1000 + '"}\n')
+    with pytest.raises(DataError, match=r"x.jsonl, line 2: more than 1000 characters"):
+        list(formats.read_jsonl(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 500, "more than 64 levels|not a JSON array"),
+        ("[" + "[" * 70 + "]" * 70 + "]", "entry 1: more than 64 levels"),
+        ('[{"a": 1}, {"a": 2}', r"entry 2: Expecting ',' or '\]'"),
+        ('[{"a": 1} {"a": 2}]', r"entry 1: Expecting ',' or '\]'"),
+        ('[{"a": 1},]', "entry 2: Expecting value"),
+        ("[,]", "entry 1: Expecting value"),
+        ('[{"a": 1}] x', "'x' stands after it"),
+        ('[{"a": 1}, 3]', "entry 2: a JSON int"),
+    ],
+)
+def test_arrays_that_are_damaged(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(DataError, match=message):
+        list(formats.read_json(tmp_path / "x.json"))
+
+
+def test_an_array_that_is_not_utf8(tmp_path: Path) -> None:
+    for content in (b"[\xff", b"[" + b" " * 2_000_000 + b"\xff"):
+        (tmp_path / "x.json").write_bytes(content)
+        with pytest.raises(DataError, match="not UTF-8"):
+            list(formats.read_json(tmp_path / "x.json"))
+
+
+def test_arrays_are_read_from_any_entry(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(' [ {"a": 1} ,\n{"a": [2]}\n, {"a": "]"}\t] \n')
+    rows = [(str(tmp_path / f"x.json, entry {n}"), row) for n, row in enumerate(({"a": 1}, {"a": [2]}, {"a": "]"}), 1)]
+    for start in range(4):
+        assert list(formats.read_json(tmp_path / "x.json", start)) == rows[start:]
+    (tmp_path / "x.json").write_text("[ ]")
+    assert list(formats.read_json(tmp_path / "x.json")) == []

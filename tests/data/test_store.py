@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
 from transformers import AutoTokenizer
 
+from hf_gpipe.checkpoint import digests
 from hf_gpipe.data import TokenizedPairs, store, tokenized, train_tokenizer
 from hf_gpipe.data.pairs import PairTable
 from hf_gpipe.data.sources import FileRows
@@ -132,6 +135,90 @@ def test_a_table_of_pairs_is_a_sequence(tmp_path):
     assert pairs != listed[1:]
     with pytest.raises(IndexError):
         pairs[len(pairs)]
+
+
+# ---------------------------------------------------------------------- damage
+
+
+def damaged_in_every_way(file: Path) -> list[bytes | None]:
+    """Contents of a file that was damaged: emptied, cut, garbled, exchanged for nonsense, or lost."""
+    content = file.read_bytes()
+    middle = len(content) // 2
+    flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+    return [b"", content[:middle], content[:-1], flipped, b"\xff\xfe" + content, b"[" * 5000, b"{}", None]
+
+
+def test_a_damaged_entry_is_made_again_with_one_line(tmp_path, cache, caplog):
+    """Of pairs, a tokenizer and tokens: every file of each, damaged in every way."""
+    path = write(tmp_path / "x.jsonl", count=60)
+    section = TokenizerSection(vocab_size=280)
+
+    def prepare() -> tuple[Any, Any, Any]:
+        found = corpus(kind="jsonl", path=str(path))
+        shutil.rmtree(tmp_path / "tokenizer", ignore_errors=True)
+        tokenizer = trained_tokenizer(found, section, tmp_path / "tokenizer")
+        rows = TokenizedPairs(found.train, tokenizer, **LIMITS)
+        return list(found.train), tokenizer.get_vocab(), [rows[index] for index in range(len(rows))]
+
+    first = prepare()
+    names = entries(cache)
+    assert {name.partition("-")[0] for name in names} == {"pairs", "tokenizer", "tokens"}
+    num_damaged = 0
+    for file in sorted(path for path in cache.rglob("*") if path.is_file()):
+        ways = damaged_in_every_way(file)
+        # A tokenizer takes a second to train.
+        for content in ways if "tokenizer-" not in str(file) else ways[1:2]:
+            file.unlink() if content is None else file.write_bytes(content)
+            caplog.clear()
+            with caplog.at_level(logging.WARNING):
+                assert prepare() == first
+            said = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
+            assert len(said) == 1, (file, content, said)
+            assert str(file.parent) in said[0]
+            num_damaged += 1
+    assert num_damaged > 60
+    assert entries(cache) == names, "nothing is left of the damaged ones"
+    caplog.clear()
+    prepare()
+    assert not caplog.records
+
+
+def test_a_file_that_does_not_belong_to_an_entry_is_damage(cache):
+    entry = store.cached("x", "key", lambda folder: (folder / "a").write_text("1") and None)
+    assert store.damage(entry) is None
+    (entry / "b").symlink_to("/etc/passwd")
+    assert "does not belong there" in store.damage(entry)
+    store.cached("x", "key", lambda folder: (folder / "a").write_text("2") and None)
+    assert sorted(path.name for path in entry.iterdir()) == ["a", digests.DIGESTS_FILE]
+    assert (entry / "a").read_text() == "2"
+
+
+def test_entries_of_older_versions_and_other_things_in_their_place_are_made_again(cache):
+    def make() -> Path:
+        return store.cached("x", "key", lambda folder: (folder / "a").write_text("new") and None)
+
+    entry = make()
+    (entry / digests.DIGESTS_FILE).unlink()
+    assert (make() / digests.DIGESTS_FILE).is_file()
+    shutil.rmtree(entry)
+    entry.write_text("a file")
+    assert (make() / "a").read_text() == "new"
+    shutil.rmtree(entry)
+    entry.symlink_to(cache / "nowhere")
+    assert (make() / "a").read_text() == "new"
+    assert entries(cache) == ["x-key"]
+
+
+def test_a_process_that_is_slower_at_mending_takes_what_the_other_has_made(cache):
+    entry = store.cached("x", "key", lambda folder: (folder / "a").write_text("1") and None)
+    (entry / "a").write_text("damaged")
+
+    def write_and_be_late(folder: Path) -> None:
+        (folder / "a").write_text("mine")
+        store.cached("x", "key", lambda other: (other / "a").write_text("theirs") and None)
+
+    assert (store.cached("x", "key", write_and_be_late) / "a").read_text() == "theirs"
+    assert entries(cache) == ["x-key"]
 
 
 # ---------------------------------------------------------------------- tokenizers and tokens

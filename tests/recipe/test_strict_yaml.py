@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -80,3 +81,21 @@ def test_what_an_override_replaces_has_the_overrides_place() -> None:
     _, locations = read("a:\n  b: 1", "text")
     locations.replace(("a",), "override")
     assert locations.of(("a", "b")) == "override"
+
+
+def test_aliases_that_stand_for_billions_of_values_are_refused() -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    start = time.monotonic()
+    with pytest.raises(RecipeError, match="more than 20000 values, those that aliases repeat included"):
+        read("\n".join(lines), "recipe")
+    mappings = ["a0: &a0 {x: 1, y: 2}"]
+    mappings += [f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}" for n in range(1, 40)]
+    with pytest.raises(RecipeError, match="more than 20000 values"):
+        read("\n".join(mappings), "recipe")
+    assert time.monotonic() - start < 5
+
+
+def test_text_that_is_too_long_is_refused() -> None:
+    with pytest.raises(RecipeError, match="262145 characters, and a recipe has at most 262144"):
+        read("a" * 262145, "recipe")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -234,3 +235,45 @@ def scrambled(chance: random.Random) -> str:
     """A table's text with one character changed, left out or added."""
     at, signs = chance.randrange(len(MINE)), "0159FRBUX: \n,"
     return MINE[:at] + chance.choice([*signs, ""]) + MINE[at + chance.randrange(2) :]
+
+
+# ---------------------------------------------------------------------- sizes that nobody means
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("num_stages: 2", "num_stages: 2000000000", "num_stages: found '2000000000', expected one number"),
+        ("num_stages: 2", "num_stages: 999999999", "the placement is of 2 stages and the table of 999999999"),
+        ("num_micro_batches: 2", "num_micro_batches: 999999999", "0F2 is missing"),
+        ("placement: 0 1", "placement: 0 999999999", "numbered from 0 to 1"),
+        ("placement: 0 1", "placement: " + "0," * 100_000 + "0 1", "name at least one"),
+        ("0F1 0F0", "0F1 999999999F0", "the stages are 0 to 1"),
+        ("0F1 0F0", "0F1 0F999999999", "the micro-batches are 0 to 1"),
+        ("0F1 0F0", "0F1 " * 600_001, "more than 600000 actions"),
+        ("schedule: mine", "schedule: " + "x" * (1 << 24), "over 16 MiB"),
+    ],
+)
+def test_a_size_that_nobody_means_is_told_in_seconds(old: str, new: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "table.txt").write_text(MINE.replace(old, new, 1))
+    start = time.monotonic()
+    with pytest.raises(ScheduleError, match=re.escape(message)):
+        read_table(str(tmp_path / "table.txt"), 2, 2, 2)
+    assert time.monotonic() - start < 10
+
+
+def test_a_file_without_an_end_is_no_table(tmp_path: Path) -> None:
+    (tmp_path / "table.txt").symlink_to("/dev/zero")
+    with pytest.raises(ScheduleError, match="over 16 MiB"):
+        read_table(str(tmp_path / "table.txt"), 2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_micro_batches", "replicas"),
+    [(2_000_000_000, 1, 1), (1, 2_000_000_000, 1), (10_000, 10_000, 1), (2, 2, 2_000_000_000), (10**6, 1, 10**6)],
+)
+def test_a_table_that_would_be_too_large_is_not_made(num_stages: int, num_micro_batches: int, replicas: int) -> None:
+    start = time.monotonic()
+    with pytest.raises(ScheduleError, match=r"num_stages is \d+"):
+        build("gpipe", num_stages, num_micro_batches, replicas=replicas)
+    assert time.monotonic() - start < 5

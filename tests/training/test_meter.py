@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hf_gpipe import Pipeline
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule import Action
 from hf_gpipe.training.meter import Meter, num_tokens, peak_memory_bytes
-from hf_gpipe.training.progress import words
+from hf_gpipe.training.progress import MetricsFile, words
 from tests.gloo import run_gloo
 from tests.oracle import padded_batch, tiny_config
 from tests.training.toy import Recorder, Rows, trainer
@@ -92,3 +93,18 @@ def test_the_progress_line_has_the_time_left_and_the_memory_of_each_stage() -> N
     shown = {"loss": "2.0000", "tokens_per_second": "1,234", "left": "1:02:03", "memory": "2.50 GB"}
     assert words(logs | {"mine": 3}) == {**shown, "mine": "3"}
     assert words(logs | {"peak_memory_bytes_stage_1": 1e9})["memory"] == "2.50/1.00 GB"
+
+
+def test_damaged_lines_of_the_metrics_are_left_out_of_a_resumed_run(tmp_path: Path) -> None:
+    good = b'{"step": 1, "loss": NaN}\n'
+    damaged = [
+        b"\xff\xfe\n",
+        b"[" * 9000 + b"\n",
+        b'{"step": "1"}\n',
+        b'{"step": ' + b"9" * 5000 + b"}\n",
+        b'{"step": 9}',
+    ]
+    (tmp_path / "metrics.jsonl").write_bytes(good + b"".join(damaged))
+    arguments = TrainingArguments(output_dir=str(tmp_path))
+    MetricsFile().on_train_begin(arguments, TrainerState(global_step=2), TrainerControl())
+    assert (tmp_path / "metrics.jsonl").read_bytes() == good

@@ -1,0 +1,1 @@
+"""Parts of `scripts/fuzz_files.py`: how files are damaged, who reads them, and the process that watches the reading."""
