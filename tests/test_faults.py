@@ -119,6 +119,34 @@ def test_a_signal_stops_a_training_after_its_step(
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 61)), "no loss is lost or twice"
 
 
+def test_a_second_run_in_the_output_directory_leaves_the_first_alone(
+    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a lock the second one deletes what the first one is writing, and both end with a missing file."""
+    words = [str(prepared / "recipe.yaml"), f"training.output_dir={tmp_path / 'out'}", "training.max_steps=100000"]
+    words += ["training.resume=never", "pipeline.num_processes=2"]
+    first = forked_command.start(tmp_path, *words)
+    try:
+        wait_for_steps(tmp_path / "out", first.is_alive)
+        before = (tmp_path / "out/recipe.yaml").stat().st_mtime_ns
+        (tmp_path / "second").mkdir()
+        second = forked_command.start(tmp_path / "second", *words)
+        second.join(200)
+        (line,) = (tmp_path / "second/run.err").read_text().splitlines()
+        assert second.exitcode == 2
+        assert re.search(r"^error: \S+/out is the output directory of the run of process \d+ on machine ", line)
+        assert (tmp_path / "out/recipe.yaml").stat().st_mtime_ns == before
+        assert first.is_alive()
+        # Of the first, nobody can tidy up.
+        for pid in (tmp_path / "pids").read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
+        first.join(60)
+    finally:
+        first.kill()
+    again = ["training.max_steps=2", "training.resume=never", "pipeline.num_processes=1"]
+    assert main([*words, *again]) == 0, capsys.readouterr().err
+
+
 def test_the_file_for_torchrun_passes_the_signal_on(
     prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

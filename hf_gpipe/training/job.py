@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_gpipe.checkpoint.directory import check_shared, checkpoints, remove, step_of, tidy
 from hf_gpipe.checkpoint.in_memory import MemoryCheckpoints, newest_checkpoint
+from hf_gpipe.checkpoint.lock import owned
 from hf_gpipe.checkpoint.save import make_directory
 from hf_gpipe.checkpoint.state import read_state
 from hf_gpipe.data import PairCollator
@@ -76,11 +77,18 @@ def run(recipe: Recipe, job: Job) -> None:
     """
     cost_meter = CostMeter()
     task = task_of(recipe)
-    output_dir = Path(recipe.training.output_dir)
     processes = processes_for(recipe.pipeline)
-    say = summary.say if processes.is_reporter else _say_nothing
     job.note("checking the recipe")
     processes.from_reader(lambda: _check(recipe))
+    job.note("taking the output directory")
+    with owned(Path(recipe.training.output_dir), processes):
+        _run(recipe, job, processes, task, cost_meter)
+
+
+def _run(recipe: Recipe, job: Job, processes: Processes, task: Task, cost_meter: CostMeter) -> None:
+    """The same with the output directory to itself."""
+    output_dir = Path(recipe.training.output_dir)
+    say = summary.say if processes.is_reporter else _say_nothing
     checkpoint = _checkpoint_of(recipe, output_dir, processes, job)
     first_step = 0 if checkpoint is None else step_of(checkpoint)
     accumulation, num_processes = recipe.training.gradient_accumulation_steps, processes.num_processes
