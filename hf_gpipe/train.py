@@ -111,6 +111,7 @@ def _work(recipe: Recipe) -> int:
 
     is_guest = has_group()
     try:
+        from hf_gpipe.checkpoint.save import writing
         from hf_gpipe.training.job import run
         from hf_gpipe.training.stopping import TrainingStopped
 
@@ -121,7 +122,8 @@ def _work(recipe: Recipe) -> int:
         except TrainingStopped as stopped:
             code = EXIT_STOPPED
             if os.environ.get("RANK", "0") == "0":
-                _stopped_file(recipe).write_text(f"after step {stopped.step}: {stopped.checkpoint}\n")
+                with writing(_stopped_file(recipe)):
+                    _stopped_file(recipe).write_text(f"after step {stopped.step}: {stopped.checkpoint}\n")
         if not is_guest:
             job.leave()
     except KeyboardInterrupt:

@@ -30,6 +30,7 @@ from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime import preflight
 from hf_gpipe.runtime.heartbeat import Heartbeat
 from hf_gpipe.runtime.meeting import meet
+from hf_gpipe.runtime.open_files import check_open_files
 from hf_gpipe.runtime.started import note_launcher
 
 Item = TypeVar("Item")
@@ -120,7 +121,8 @@ class Job:
                 process group that was there before; None: there nothing is checked.
 
         Raises:
-            UserError: on every process: they differ, or their machines do not reach each other (runtime/preflight.py).
+            UserError: on every process: they differ, or their machines do not reach each other (runtime/preflight.py);
+                the port is in use; the limit of open files is too low.
         """
         note_launcher()
         job = cls.current()
@@ -152,6 +154,7 @@ class Job:
         _end_with(int(os.environ.get(LAUNCHER_PID) or os.getppid()))
         _show_stack_on_demand()
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+        check_open_files(int(os.environ["WORLD_SIZE"]))
         preflight.check_main_address(int(os.environ["RANK"]))
         apart = timedelta(seconds=APART_SECONDS)
         try:
@@ -255,6 +258,11 @@ class Job:
 
 def _no_store(error: dist.DistError) -> str:
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    if "EADDRINUSE" in str(error):
+        return (
+            f"MASTER_PORT is {os.environ['MASTER_PORT']}, and on machine {socket.gethostname()} another program, such "
+            "as another run, has that port; give each run its own"
+        )
     return (
         f"process {os.environ['RANK']} on machine {socket.gethostname()} cannot meet the others at {address}: "
         f"{' '.join(str(error).split())}; see whether the first machine's processes run, whether that port is free "

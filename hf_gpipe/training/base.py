@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +19,7 @@ from transformers import (
     default_data_collator,
 )
 from transformers.integrations import get_reporting_integration_callbacks
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from hf_gpipe.checkpoint.directory import checkpoints
 from hf_gpipe.checkpoint.state import read_state
@@ -105,6 +106,15 @@ def callbacks_of(
     except (RuntimeError, ValueError, ImportError) as error:  # an unknown name, or its package is not installed
         raise UserError(f"report_to: {error}") from error
     return [DefaultFlowCallback, MetricsFile, *reporting, *given, show]
+
+
+def name_of_callback(error: Exception) -> str:
+    """The class of the callback that raised an exception, from its traceback."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        called = frame.f_locals.get("self")
+        if isinstance(called, TrainerCallback) and not isinstance(called, CallbackHandler):
+            return type(called).__name__
+    return "a callback"
 
 
 def restore_callbacks(callbacks: list[TrainerCallback], saved: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hf_gpipe.checkpoint.save import writing
 from hf_gpipe.training.meter import STAGE_PEAK
 
 METRICS_FILE = "metrics.jsonl"
@@ -98,7 +99,10 @@ def words(logs: dict[str, Any]) -> dict[str, str]:
 
 
 class MetricsFile(TrainerCallback):
-    """Appends every logged dict of metrics to metrics.jsonl in the output directory, with its step."""
+    """Appends every logged dict of metrics to metrics.jsonl in the output directory, with its step.
+
+    Raises CheckpointError where that file cannot be written, as on a full disk.
+    """
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -107,10 +111,11 @@ class MetricsFile(TrainerCallback):
         path = self._path(args)
         if not state.is_world_process_zero:
             return
-        lines = path.read_text().splitlines() if path.exists() and state.global_step else []
-        kept = [line for line in lines if _step(line) <= state.global_step]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(f"{line}\n" for line in kept))
+        with writing(path):
+            lines = path.read_text().splitlines() if path.exists() and state.global_step else []
+            kept = [line for line in lines if _step(line) <= state.global_step]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(f"{line}\n" for line in kept))
 
     def on_log(
         self,
@@ -122,9 +127,10 @@ class MetricsFile(TrainerCallback):
     ) -> None:
         if state.is_world_process_zero:
             path = self._path(args)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:
-                file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
+            with writing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("a") as file:
+                    file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
 
     @staticmethod
     def _path(args: TrainingArguments) -> Path:

@@ -35,8 +35,8 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.runtime.calls import by_every_process
 from hf_gpipe.runtime.custom_loss import LogitsLoss
-from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.uncaught import join_from_script
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.base import (
     callbacks_of,
@@ -45,6 +45,7 @@ from hf_gpipe.training.base import (
     example_of,
     loss_scaler,
     master_weights_of,
+    name_of_callback,
     pipeline_of,
     restore_callbacks,
 )
@@ -120,7 +121,7 @@ class PipelineTrainer(InspectedTrainer):
             raise UserError("give either model or model_init")
         seed = enable_full_determinism if self.args.full_determinism else set_seed
         seed(self.args.seed)
-        self.job = Job.join(self.args.ddp_timeout)
+        self.job = join_from_script(self.args.ddp_timeout)
         self.model_init = model_init
         self.pipe = pipeline_of(
             self.call_model_init() if model is None else model,
@@ -344,7 +345,11 @@ class PipelineTrainer(InspectedTrainer):
 
     def fire(self, event: str, **kwargs: Any) -> None:
         """Call an event of the callbacks of this process."""
-        self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control, **kwargs)
+        try:
+            self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control, **kwargs)
+        except Exception as error:
+            self.job.note(f"{self.job.work}, in {name_of_callback(error)}.{event}".removeprefix(", "))
+            raise
 
     def new_state(self) -> TrainerState:
         """The state before a training, with the present state of callbacks that keep one."""
