@@ -33,12 +33,12 @@ from hf_gpipe.runtime.custom_loss import Loss, check_loss, loss_of, whole_logits
 from hf_gpipe.runtime.device_choice import DeviceChoice, processes_for
 from hf_gpipe.runtime.edges import connect
 from hf_gpipe.runtime.executor import Executor
+from hf_gpipe.runtime.joining import join_job
 from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.micro_batch import Batch
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.runtime.ties import trained_by_several
 from hf_gpipe.runtime.topology import Topology
-from hf_gpipe.runtime.uncaught import join_from_script
 from hf_gpipe.schedule.file import recompute_under
 from hf_gpipe.schedule.table import Schedule
 
@@ -162,7 +162,7 @@ class Pipeline(PipelineSteps):
         of_tokens = TokenLoss(label_smoothing, logit_clipping)
         if loss is not None:
             check_loss(loss, label_smoothing, logit_clipping, packing=packing)
-        join_from_script()
+        join_job()
         processes = processes_for(given, device)
         given = settled(given, self._plan_inputs, processes)
         # Read before any weight is made: a table that cannot be run costs no time.

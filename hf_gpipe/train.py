@@ -107,7 +107,8 @@ def _print_help(sections: Sequence[str]) -> int:
 def _work(recipe: Recipe) -> int:
     """This process's part of the job."""
     from hf_gpipe.runtime import failures
-    from hf_gpipe.runtime.job import Job, in_job
+    from hf_gpipe.runtime.job import in_job
+    from hf_gpipe.runtime.joining import join_job
 
     is_guest = has_group()
     try:
@@ -115,7 +116,7 @@ def _work(recipe: Recipe) -> int:
         from hf_gpipe.training.job import run
         from hf_gpipe.training.stopping import TrainingStopped
 
-        job = Job.join(recipe.pipeline.timeout_seconds, recipe.pipeline.threads_per_process, _settings(recipe))
+        job = join_job(recipe.pipeline.timeout_seconds, recipe.pipeline.threads_per_process, _settings(recipe))
         code = 0
         try:
             run(recipe, job)

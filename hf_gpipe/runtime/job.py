@@ -32,6 +32,7 @@ from hf_gpipe.runtime.heartbeat import Heartbeat
 from hf_gpipe.runtime.meeting import meet
 from hf_gpipe.runtime.open_files import check_open_files
 from hf_gpipe.runtime.started import note_launcher
+from hf_gpipe.runtime.store import Answers
 
 Item = TypeVar("Item")
 
@@ -74,6 +75,8 @@ class Job:
         calls: what runtime/calls.py knows of the calls that every process must make; None before the first.
         is_in_call: whether this process is in such a call.
         machines: of several machines a line about each; empty otherwise.
+        answers: of the store at which the processes have met; None: there is none.
+        reading_since: since when this process reads a mini-batch, by `time.monotonic`; None: it does not.
     """
 
     _current: ClassVar[Job | None] = None
@@ -86,6 +89,8 @@ class Job:
         self.calls: Any = None
         self.is_in_call = False
         self.machines: list[str] = []
+        self.answers: Answers | None = None
+        self.reading_since: float | None = None
         self._store: dist.Store | None = None
         self._heartbeat: Heartbeat | None = None
         self._world: dist.ProcessGroup | None = None
@@ -161,12 +166,15 @@ class Job:
             store, rank, size = next(iter(dist.rendezvous("env://", timeout=apart)))
         except dist.DistError as error:
             raise UserError(_no_store(error)) from None
+        # Until all have met, they may be further apart.
+        self.answers = Answers(store, max(apart, timeout))
         # The store may have what processes wrote that the launcher has started before.
         self.start = meet(store, rank, size, apart)
         self._store = dist.PrefixStore(self.start, store)
         # The time limit is that of messages. Processes may start further apart, so they meet here first.
         self.machines = preflight.check(self._store, rank, size, settings, max(apart, timeout))
         dist.init_process_group(backend, store=self._store, rank=rank, world_size=size, timeout=timeout)
+        self.answers.limit = timeout
         self._heartbeat = Heartbeat(self._store, rank, size, timeout)
 
     def new_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
@@ -220,7 +228,9 @@ class Job:
                 "hf_gpipe/ended", max(timedelta(seconds=APART_SECONDS), _END_LIMITS * self.limit)
             )
             self._heartbeat.stop()
-            self._store = self._heartbeat = None
+            assert self.answers is not None, "it is made with the heartbeat"
+            self.answers.stop()
+            self._store = self._heartbeat = self.answers = None
         self._world, self._common_groups = None, {}
         dist.destroy_process_group()
 
@@ -246,11 +256,15 @@ class Job:
         self.note(before)
 
     def noting(self, items: Iterator[Item], work: str) -> Iterator[Item]:
-        """Yield the same items; `work` is noted while an item is read."""
+        """Yield the same items of a dataset; `work` is noted while one is read, and since when it is."""
         end = object()
         while True:
-            with self.during(work):
-                item = next(items, end)
+            self.reading_since = time.monotonic()
+            try:
+                with self.during(work):
+                    item = next(items, end)
+            finally:
+                self.reading_since = None
             if item is end:
                 return
             yield cast(Item, item)

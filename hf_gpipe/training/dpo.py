@@ -25,7 +25,7 @@ from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.batches import shared_stream
 from hf_gpipe.runtime.custom_loss import RowLoss
 from hf_gpipe.runtime.device_choice import processes_for
-from hf_gpipe.runtime.uncaught import join_from_script
+from hf_gpipe.runtime.joining import join_job
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.base import pipeline_of
 from hf_gpipe.training.loader import Batch, MiniBatches
@@ -138,7 +138,7 @@ class PipelineDPOTrainer(PipelineTrainer):
         if not isinstance(args, PipelineDPOConfig):
             raise UserError(f"args is a {type(args).__name__}; PipelineDPOTrainer needs a PipelineDPOConfig")
         args.check()
-        join_from_script(args.ddp_timeout)
+        join_job(args.ddp_timeout)
         if processing_class is None and isinstance(model, str):
             processing_class = AutoTokenizer.from_pretrained(model)
         self._tokenizer, self._max_length = processing_class, args.max_length

@@ -27,9 +27,9 @@ from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.runtime.custom_loss import LogitsLoss
 from hf_gpipe.runtime.device_choice import processes_for
+from hf_gpipe.runtime.joining import join_job
 from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.token_metrics import TokenMetrics, means
-from hf_gpipe.runtime.uncaught import join_from_script
 from hf_gpipe.training.base import example_of, pipeline_of
 from hf_gpipe.training.dpo import each
 from hf_gpipe.training.loader import Batch
@@ -93,7 +93,7 @@ class PipelineSFTTrainer(PipelineTrainer):
             raise UserError(f"args is a {type(args).__name__}; PipelineSFTTrainer needs a PipelineSFTConfig")
         args.check()
         self.args = args
-        join_from_script(args.ddp_timeout)
+        join_job(args.ddp_timeout)
         tokenizer = processing_class or _tokenizer_of(model, args)
         if tokenizer is not None:
             _set_up(tokenizer, args)

@@ -35,8 +35,8 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.runtime.calls import by_every_process
 from hf_gpipe.runtime.custom_loss import LogitsLoss
+from hf_gpipe.runtime.joining import join_job
 from hf_gpipe.runtime.topology import Topology
-from hf_gpipe.runtime.uncaught import join_from_script
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.base import (
     callbacks_of,
@@ -121,7 +121,7 @@ class PipelineTrainer(InspectedTrainer):
             raise UserError("give either model or model_init")
         seed = enable_full_determinism if self.args.full_determinism else set_seed
         seed(self.args.seed)
-        self.job = join_from_script(self.args.ddp_timeout)
+        self.job = join_job(self.args.ddp_timeout)
         self.model_init = model_init
         self.pipe = pipeline_of(
             self.call_model_init() if model is None else model,

@@ -14,25 +14,34 @@ import pytest
 from tests.test_train import ENVIRONMENT, REPOSITORY
 
 SCRIPT = """
-import os, resource, sys
+import os, resource, sys, time
 from hf_gpipe.errors import UserError
-from hf_gpipe.runtime.uncaught import join_from_script
+from hf_gpipe.runtime.joining import join_job
 what, limit = sys.argv[1], int(sys.argv[2])
 if limit:
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(limit, 60), limit))
-join_from_script(60.0)
+join_job(60.0)
 import torch, torch.distributed as dist
-print("limit", resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+print("limit", resource.getrlimit(resource.RLIMIT_NOFILE)[0], flush=True)
 dist.barrier()
+if what == "wait":
+    time.sleep(600)
 if os.environ["RANK"] == "1":
     raise {"fault": ValueError("boom"), "user": UserError("the key is wrong")}[what]
 dist.all_reduce(torch.ones(1))
 """
 
 
-def script(rank: int, port: int, what: str = "none", limit: int = 0) -> subprocess.Popen[str]:
-    """Start one of two processes, as srun or a shell script does: no launcher watches over them."""
-    variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+def script(
+    rank: int, port: int, what: str = "none", limit: int = 0, *, has_machine: bool = False
+) -> subprocess.Popen[str]:
+    """Start one of two processes, as srun or a shell script does: no launcher watches over them.
+
+    With `has_machine` it stands for one on a machine of its own, and tells its failure itself.
+    """
+    local_rank, num_local = (0, 1) if has_machine else (rank, 2)
+    variables = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "2"}
+    variables |= {"LOCAL_WORLD_SIZE": str(num_local)}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return subprocess.Popen(
         [sys.executable, "-c", SCRIPT, what, str(limit)],
@@ -77,6 +86,29 @@ def test_a_port_that_is_in_use() -> None:
         f"error: MASTER_PORT is {port}, and on machine {host} another program, such as another run, has that port; "
         "give each run its own\n"
     )
+
+
+def test_two_runs_that_are_given_the_same_port() -> None:
+    """Process 1 of the second would wait for five minutes, in the store of the first."""
+    port = free_port()
+    first = [script(rank, port, "wait") for rank in range(2)]
+    try:
+        assert first[0].stdout is not None
+        assert first[0].stdout.readline().startswith("limit")
+        begin = time.monotonic()
+        second = [script(rank, port, has_machine=True) for rank in range(2)]
+        told = [process.communicate(timeout=250)[1] for process in second]
+        assert time.monotonic() - begin < 150
+        assert [process.returncode for process in second] == [2, 2]
+        assert f"MASTER_PORT is {port}, and on machine" in told[0]
+        assert f"the processes of another run have met at 127.0.0.1:{port}" in told[1]
+        assert f"its main process is process {first[0].pid} on machine" in told[1]
+        assert [one.count("\n") for one in told] == [1, 1]
+        assert [process.poll() for process in first] == [None, None]
+    finally:
+        for process in first:
+            process.kill()
+            process.communicate()
 
 
 def test_too_few_open_files() -> None:
