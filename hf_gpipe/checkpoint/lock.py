@@ -80,7 +80,7 @@ def owned(output_dir: Path, processes: Processes) -> Iterator[None]:
 
     def take() -> None:
         try:
-            path = output_dir.resolve() / LOCK_FILE
+            path = Path(os.path.realpath(output_dir)) / LOCK_FILE
             if path not in _held:
                 taken.append(_Lock(path))
         except (OSError, ValueError) as error:

@@ -159,7 +159,9 @@ def test_a_file_that_names_nobody(content: bytes, tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none"), tmp_path / "a\0b"):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    names = ("file", "file/below", "loop", "/proc/none", "a\0b", "a" * 300)
+    for path in (tmp_path / name for name in names):
         with pytest.raises(CheckpointError, match="cannot write into the directory"):
             owned(path, ALONE).__enter__()
 
