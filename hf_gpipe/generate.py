@@ -59,12 +59,10 @@ def _generate(args: argparse.Namespace) -> int:
 
     from hf_gpipe.pipeline import Pipeline
     from hf_gpipe.runtime.agreement import compare
-    from hf_gpipe.runtime.job import Job
-    from hf_gpipe.runtime.started import note_launcher
+    from hf_gpipe.runtime.joining import join_job
 
-    note_launcher()
+    job = join_job()
     # The main process alone reads the texts, and each process may have a device of its own.
-    Job.join()
     compare(lambda: {n: value for n, value in vars(args).items() if n not in ("text", "device", "model")}, "options")
     if args.batch_size < 1:
         raise UserError(f"--batch-size is {args.batch_size}; it must be at least 1")
@@ -87,7 +85,7 @@ def _generate(args: argparse.Namespace) -> int:
         if pipe.topology.is_reporter:
             for text in tokenizer.batch_decode(added, skip_special_tokens=True):
                 print(text, flush=True)
-    Job.current().leave()
+    job.leave()
     return 0
 
 

@@ -36,7 +36,7 @@ from hf_gpipe.runtime.custom_loss import Loss, check_loss, loss_of, whole_logits
 from hf_gpipe.runtime.device_choice import DeviceChoice, processes_for
 from hf_gpipe.runtime.edges import connect
 from hf_gpipe.runtime.executor import Executor
-from hf_gpipe.runtime.job import Job
+from hf_gpipe.runtime.joining import join_job
 from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.micro_batch import Batch
 from hf_gpipe.runtime.recompute import Recompute
@@ -166,7 +166,7 @@ class Pipeline(PipelineSteps):
         of_tokens = TokenLoss(label_smoothing, logit_clipping)
         if loss is not None:
             check_loss(loss, label_smoothing, logit_clipping, packing=packing)
-        Job.join()
+        join_job()
         asked, base = given, model
 
         def given_here() -> dict[str, Any]:

@@ -108,21 +108,24 @@ def _print_help(sections: Sequence[str]) -> int:
 def _work(recipe: Recipe) -> int:
     """This process's part of the job."""
     from hf_gpipe.runtime import failures
-    from hf_gpipe.runtime.job import Job, in_job
+    from hf_gpipe.runtime.job import in_job
+    from hf_gpipe.runtime.joining import join_job
 
     is_guest = has_group()
     try:
+        from hf_gpipe.checkpoint.save import writing
         from hf_gpipe.training.job import run
         from hf_gpipe.training.stopping import TrainingStopped
 
-        job = Job.join(recipe.pipeline.timeout_seconds, recipe.pipeline.threads_per_process, _settings(recipe))
+        job = join_job(recipe.pipeline.timeout_seconds, recipe.pipeline.threads_per_process, _settings(recipe))
         code = 0
         try:
             run(recipe, job)
         except TrainingStopped as stopped:
             code = EXIT_STOPPED
             if os.environ.get("RANK", "0") == "0":
-                _stopped_file(recipe).write_text(f"after step {stopped.step}: {stopped.checkpoint}\n")
+                with writing(_stopped_file(recipe)):
+                    _stopped_file(recipe).write_text(f"after step {stopped.step}: {stopped.checkpoint}\n")
         if not is_guest:
             job.leave()
     except KeyboardInterrupt:

@@ -423,6 +423,8 @@ def _wrong_end(fault: Fault, exit_code: int | None, told: list[str], stderr: str
         "stuck": rf"waited {fault.seconds_of_wait} seconds in vain.*process {fault.process} was stuck {stuck}",
         "disk full": rf"process {fault.process}.*No space left on device",
     }
+    if fault.phase == "data":
+        patterns["stuck"] = rf"process 0, {place}: the dataset has given nothing for \d+ seconds, in _stuck"
     # Where memory runs out, the planner's advice stands between the two.
     pattern = patterns.get(fault.kind, rf"(?=.*{place}).*process {fault.process}.*injected")
     if not any(re.search(pattern, line) for line in told):

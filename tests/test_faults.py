@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 import json
 import os
 import re
@@ -117,6 +118,60 @@ def test_a_signal_stops_a_training_after_its_step(
             torch.testing.assert_close(resumed[name], expected[name], rtol=0, atol=1e-5)
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 61)), "no loss is lost or twice"
+
+
+def test_a_second_run_in_the_output_directory_leaves_the_first_alone(
+    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a lock the second one deletes what the first one is writing, and both end with a missing file."""
+    words = [str(prepared / "recipe.yaml"), f"training.output_dir={tmp_path / 'out'}", "training.max_steps=100000"]
+    words += ["training.resume=never", "pipeline.num_processes=2"]
+    first = forked_command.start(tmp_path, *words)
+    try:
+        wait_for_steps(tmp_path / "out", first.is_alive)
+        before = (tmp_path / "out/recipe.yaml").stat().st_mtime_ns
+        (tmp_path / "second").mkdir()
+        second = forked_command.start(tmp_path / "second", *words)
+        second.join(200)
+        (line,) = (tmp_path / "second/run.err").read_text().splitlines()
+        assert second.exitcode == 2
+        assert re.search(r"^error: \S+/out is the output directory of the run of process \d+ on machine ", line)
+        assert (tmp_path / "out/recipe.yaml").stat().st_mtime_ns == before
+        assert first.is_alive()
+        # Of the first, nobody can tidy up.
+        for pid in (tmp_path / "pids").read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
+        first.join(60)
+    finally:
+        first.kill()
+    again = ["training.max_steps=2", "training.resume=never", "pipeline.num_processes=1"]
+    assert main([*words, *again]) == 0, capsys.readouterr().err
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Let two files have each other's names, at one moment (renameat2 with RENAME_EXCHANGE)."""
+    assert ctypes.CDLL(None).renameat2(-100, bytes(one), -100, bytes(other), 2) == 0
+
+
+def test_metrics_that_cannot_be_written_end_all_processes(prepared: Path, tmp_path: Path) -> None:
+    """As where a file system becomes read-only, or a quota is used up, between two checkpoints."""
+    words = [str(prepared / "recipe.yaml"), f"training.output_dir={tmp_path / 'out'}", "training.max_steps=100000"]
+    words.append("pipeline.num_processes=2")
+    process, file = forked_command.start(tmp_path, *words), tmp_path / "out/metrics.jsonl"
+    try:
+        wait_for_steps(tmp_path / "out", process.is_alive)
+        # At once, for the next step makes the file anew.
+        (tmp_path / "directory").mkdir()
+        exchange(tmp_path / "directory", file)
+        process.join(60)
+    finally:
+        process.kill()
+    told = [line for line in (tmp_path / "run.err").read_text().splitlines() if not line.startswith("step ")]
+    assert told == [
+        f"error: cannot write {file}: Is a directory; earlier checkpoints are unchanged; make room there, or correct "
+        "the permissions, and start again"
+    ]
+    assert process.exitcode == 2
 
 
 def test_the_file_for_torchrun_passes_the_signal_on(

@@ -6,7 +6,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -143,6 +144,22 @@ def make_directory(directory: Path) -> None:
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(f"cannot write into the directory {str(directory)!r}: {why}") from error
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Context manager in which this process writes a file, or files in a directory.
+
+    Raises:
+        CheckpointError: the system does not let it, as on a full disk.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {error.filename or path}: {error.strerror or error}; earlier checkpoints are unchanged; "
+            "make room there, or correct the permissions, and start again"
+        ) from error
 
 
 def replace_directory(temporary: Path, final: Path) -> None:

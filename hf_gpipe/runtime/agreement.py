@@ -7,19 +7,17 @@ is given: as text, by the name under which the user knows it.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import socket
-import sys
 from collections.abc import Callable, Mapping
-from types import FunctionType, MethodType, TracebackType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.errors import DisagreementError
-from hf_gpipe.runtime import failures, preflight
+from hf_gpipe.runtime import preflight
 from hf_gpipe.runtime.processes import Processes
 
 #: A longer text of a value is cut, and its digest tells it from another.
@@ -61,7 +59,6 @@ def compare(given: Callable[[], Mapping[str, Any]], what: str) -> None:
         for host, own, noted in told
     ]
     if problems := preflight.disagreements(everyone):
-        _end_scripts_with_a_line()
         raise DisagreementError(f"{what}: {'; '.join(problems)}; give all processes the same")
 
 
@@ -111,19 +108,3 @@ def _digest_of_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
         samples = values[:: max(1, values.numel() // _NUM_SAMPLES)][: 2 * _NUM_SAMPLES].contiguous().cpu()
         digest.update(samples.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def _end_scripts_with_a_line() -> None:
-    """Let a script that does not catch the error end with one line and exit code 2, and without waiting for others."""
-    earlier = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, DisagreementError):
-            earlier(kind, error, trace)
-            return
-        code = failures.report(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-    sys.excepthook = hook

@@ -81,6 +81,8 @@ def shared_stream(source: Iterator[Batches] | None, processes: Processes) -> Ite
         PeerError: reading `source` failed in the main process, which raises the error itself; both after the
             mini-batches before it.
     """
+    if source is not None:
+        source = Job.current().noting(source, "reading a mini-batch")
     if processes.num_processes == 1:
         assert source is not None
         for batches in source:

@@ -15,7 +15,6 @@ import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,12 @@ from hf_gpipe import strict_json
 from hf_gpipe.errors import EXIT_FAILURE, EXIT_USER_ERROR, HfGpipeError, PeerError, StageError, UserError
 from hf_gpipe.runtime.heartbeat import SilentError
 from hf_gpipe.runtime.job import LAUNCHER_PID, Job
+from hf_gpipe.runtime.store import count_in_store
 
 #: How long a process on another machine has to tell its own failure, which is the cause of this one's.
 _CAUSE_SECONDS = 3.0
+#: How long the store may take to answer: a stopped process that has it never does, and no time limit of torch's holds.
+_STORE_SECONDS = 5.0
 _LOST = (
     "no failure of another process is known here: look at the other machines, one of which may be lost, or its network"
 )
@@ -74,8 +76,8 @@ def describe(error: BaseException) -> Failure:
         text += f" ({work})" if work else ""
     elif not isinstance(error, HfGpipeError):
         text = f"process {_rank()}{', ' * bool(work)}{work}: {type(error).__name__}: {text}"
-    if not is_user_error and _has_other_machines():
-        text = f"machine {socket.gethostname()}: {text}"
+    if not is_user_error:
+        text = f"{of_machine()}{text}"
     text = _TIMED_OUT.sub(_waited, text)
     return Failure(
         message=text,
@@ -106,11 +108,22 @@ def report(error: BaseException, traceback_file: Path | None = None) -> int:
     return tell(describe(error), traceback_file)
 
 
-def tell(failure: Failure, traceback_file: Path | None = None) -> int:
-    """Print why this process fails, once per job, and return its exit code."""
+def tell(failure: Failure, traceback_file: Path | None = None, *, store_answers: bool = True) -> int:
+    """Print why this process fails, once per job, and return its exit code.
+
+    Args:
+        failure: of this process.
+        traceback_file: as for `report`.
+        store_answers: if not, it is what all processes have found, and no launcher that is stopped tells it: the first
+            process of each machine does.
+    """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         earlier = read_error_file(Path(path))
         _write_error_file(Path(path), replace(failure, time=earlier.time) if earlier else failure)
+    if not store_answers:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            show(failure, traceback_file)
+        return failure.exit_code
     if LAUNCHER_PID in os.environ:
         return failure.exit_code
     if not failure.is_consequence:
@@ -191,12 +204,16 @@ def _is_first() -> bool:
     if has_agent or Job.current().has_met:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         try:
-            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5))
-            return bool(store.add(f"hf_gpipe/failures/{Job.current().start}", 1) == 1)
+            return count_in_store(host, port, f"hf_gpipe/failures/{Job.current().start}", _STORE_SECONDS) == 1
         except RuntimeError:
             if not has_agent:
                 return _rank() == 0  # process 0, which held the store, has told its own failure and is gone
     return os.environ.get("LOCAL_RANK", "0") == "0" or dist.is_initialized()
+
+
+def of_machine() -> str:
+    """What a message begins with in a job of several machines: the name of this one."""
+    return f"machine {socket.gethostname()}: " if _has_other_machines() else ""
 
 
 def _has_other_machines() -> bool:

@@ -15,12 +15,22 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-#: Beats within the time limit of a message.
+#: Beats within the time limit of a message, and the longest time between two: another run hears them too (meeting.py).
 _BEATS_PER_LIMIT = 4
+_LONGEST_INTERVAL = timedelta(seconds=10)
 _POLL_SECONDS = 0.02
 
-_BEATS = "hf_gpipe/beats/{rank}"
 _LOST = "waited for all processes to come to their end, and lost the connection to another process, which has the store"
+
+
+def count_beats(store: dist.Store, rank: int) -> int:
+    """How often the process of this rank has said that it is there, in the store of its start."""
+    # Adding nothing reads a counter, and makes one where its process has not come to its first beat.
+    return int(store.add(_key(rank), 0))
+
+
+def _key(rank: int) -> str:
+    return f"hf_gpipe/beats/{rank}"
 
 
 class SilentError(RuntimeError):
@@ -44,7 +54,7 @@ class Heartbeat:
 
     def __init__(self, store: dist.Store, rank: int, num_processes: int, limit: timedelta) -> None:
         self._rank, self._num_processes, self._limit = rank, num_processes, limit
-        self._interval = limit / _BEATS_PER_LIMIT
+        self._interval = min(limit / _BEATS_PER_LIMIT, _LONGEST_INTERVAL)
         self._is_over = threading.Event()
         self._answered = 0.0
         # A store's client serves one thread at a time.
@@ -114,8 +124,7 @@ class Heartbeat:
 
     def _look_for_the_lost(self, missing: Sequence[int], heard: dict[int, tuple[int, float]]) -> None:
         for rank in missing:
-            # Adding nothing reads a counter, and makes one where its process has not come to its first beat.
-            count, now = self._store.add(_BEATS.format(rank=rank), 0), time.monotonic()
+            count, now = count_beats(self._store, rank), time.monotonic()
             last, since = heard[rank]
             if count != last:
                 heard[rank] = count, now
@@ -125,7 +134,7 @@ class Heartbeat:
     def _beat(self, store: dist.Store) -> None:
         try:
             while not self._is_over.wait(self._interval.total_seconds()):
-                store.add(_BEATS.format(rank=self._rank), 1)
+                store.add(_key(self._rank), 1)
         except RuntimeError:
             """The store is lost, or its process is at its end. Whoever waits learns it from a client of its own."""
 

@@ -30,8 +30,10 @@ from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime import preflight
 from hf_gpipe.runtime.heartbeat import Heartbeat
 from hf_gpipe.runtime.meeting import meet
+from hf_gpipe.runtime.open_files import check_open_files
 from hf_gpipe.runtime.secret import signed
 from hf_gpipe.runtime.started import note_launcher
+from hf_gpipe.runtime.store import Answers
 
 Item = TypeVar("Item")
 
@@ -74,6 +76,8 @@ class Job:
         calls: what runtime/calls.py knows of the calls that every process must make; None before the first.
         is_in_call: whether this process is in such a call.
         machines: of several machines a line about each; empty otherwise.
+        answers: of the store at which the processes have met; None: there is none.
+        reading_since: since when this process reads a mini-batch, by `time.monotonic`; None: it does not.
     """
 
     _current: ClassVar[Job | None] = None
@@ -86,6 +90,8 @@ class Job:
         self.calls: Any = None
         self.is_in_call = False
         self.machines: list[str] = []
+        self.answers: Answers | None = None
+        self.reading_since: float | None = None
         self._store: dist.Store | None = None
         self._heartbeat: Heartbeat | None = None
         self._world: dist.ProcessGroup | None = None
@@ -121,7 +127,8 @@ class Job:
                 process group that was there before; None: there nothing is checked.
 
         Raises:
-            UserError: on every process: they differ, or their machines do not reach each other (runtime/preflight.py).
+            UserError: on every process: they differ, or their machines do not reach each other (runtime/preflight.py);
+                the port is in use; the limit of open files is too low.
         """
         note_launcher()
         job = cls.current()
@@ -154,12 +161,15 @@ class Job:
         _end_with(int(os.environ.get(LAUNCHER_PID) or os.getppid()))
         _show_stack_on_demand()
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+        check_open_files(int(os.environ["WORLD_SIZE"]))
         preflight.check_main_address(int(os.environ["RANK"]))
         apart = timedelta(seconds=APART_SECONDS)
         try:
             store, rank, size = next(iter(dist.rendezvous("env://", timeout=apart)))
         except dist.DistError as error:
             raise UserError(_no_store(error)) from None
+        # Until all have met, they may be further apart.
+        self.answers = Answers(store, max(apart, timeout))
         # The store may have what processes wrote that the launcher has started before.
         self.start = meet(signed(store, "meeting"), rank, size, apart)
         of_start = dist.PrefixStore(self.start, store)
@@ -171,6 +181,7 @@ class Job:
         # NCCL asks the store from threads of its own for as long as the process lives, which must not need Python.
         of_torch = of_start if "nccl" in backend else self._store
         dist.init_process_group(backend, store=of_torch, rank=rank, world_size=size, timeout=timeout)
+        self.answers.limit = timeout
         self._heartbeat = Heartbeat(self._store, rank, size, timeout)
 
     def new_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
@@ -224,7 +235,9 @@ class Job:
                 "hf_gpipe/ended", max(timedelta(seconds=APART_SECONDS), _END_LIMITS * self.limit)
             )
             self._heartbeat.stop()
-            self._heartbeat = None
+            assert self.answers is not None, "it is made with the heartbeat"
+            self.answers.stop()
+            self._heartbeat = self.answers = None
         self._world, self._common_groups = None, {}
         dist.destroy_process_group()
         self._store = None  # torch's groups had it
@@ -251,11 +264,15 @@ class Job:
         self.note(before)
 
     def noting(self, items: Iterator[Item], work: str) -> Iterator[Item]:
-        """Yield the same items; `work` is noted while an item is read."""
+        """Yield the same items of a dataset; `work` is noted while one is read, and since when it is."""
         end = object()
         while True:
-            with self.during(work):
-                item = next(items, end)
+            self.reading_since = time.monotonic()
+            try:
+                with self.during(work):
+                    item = next(items, end)
+            finally:
+                self.reading_since = None
             if item is end:
                 return
             yield cast(Item, item)
@@ -263,6 +280,11 @@ class Job:
 
 def _no_store(error: dist.DistError) -> str:
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    if "EADDRINUSE" in str(error):
+        return (
+            f"MASTER_PORT is {os.environ['MASTER_PORT']}, and on machine {socket.gethostname()} another program, such "
+            "as another run, has that port; give each run its own"
+        )
     return (
         f"process {os.environ['RANK']} on machine {socket.gethostname()} cannot meet the others at {address}: "
         f"{' '.join(str(error).split())}; see whether the first machine's processes run, whether that port is free "

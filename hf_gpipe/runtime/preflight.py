@@ -91,9 +91,8 @@ class Facts:
             is_alone: whether its machine is the only one. Then nothing is said of the network, nor of the files of
                 this package.
         """
-        boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
         versions = {"torch": str(torch.__version__), "transformers": version("transformers")}
-        facts = cls(socket.gethostname(), boot, versions, settings)
+        facts = cls(socket.gethostname(), boot_id(), versions, settings)
         if is_alone:
             return facts
         versions["the hash of hf_gpipe's files"] = _digest_of_package()
@@ -152,6 +151,11 @@ def check(
         if door is not None:
             door.close()
     return []
+
+
+def boot_id() -> str:
+    """What tells this machine from others of its name, and from itself before its last start; empty: not known."""
+    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
 
 
 def complaints(everyone: Sequence[Facts]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -18,7 +19,7 @@ from transformers import (
     default_data_collator,
 )
 from transformers.integrations import get_reporting_integration_callbacks
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from hf_gpipe.checkpoint.directory import checkpoints
 from hf_gpipe.checkpoint.state import TRAINER_STATE_FILE, read_state
@@ -29,6 +30,7 @@ from hf_gpipe.recipe import AUTO
 from hf_gpipe.runtime.agreement import compare
 from hf_gpipe.runtime.custom_loss import Loss
 from hf_gpipe.runtime.job import Job
+from hf_gpipe.runtime.joining import join_job
 from hf_gpipe.runtime.processes import Processes
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.generating import generation_config_of
@@ -57,7 +59,7 @@ def join_with(args: PipelineTrainingArguments, **others: Any) -> Job:
     Raises:
         DisagreementError: on every process: they differ.
     """
-    job = Job.join(args.ddp_timeout)
+    job = join_job(args.ddp_timeout)
     compared = {one.name: getattr(args, one.name) for one in fields(args) if one.name not in _OF_EACH_PROCESS}
     compare(lambda: {**compared, **others}, f"arguments of the trainer ({type(args).__name__})")
     return job
@@ -137,6 +139,15 @@ def callbacks_of(
     except (RuntimeError, ValueError, ImportError) as error:  # an unknown name, or its package is not installed
         raise UserError(f"report_to: {error}") from error
     return [DefaultFlowCallback, MetricsFile, *reporting, *given, show]
+
+
+def name_of_callback(error: Exception) -> str:
+    """The class of the callback that raised an exception, from its traceback."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        called = frame.f_locals.get("self")
+        if isinstance(called, TrainerCallback) and not isinstance(called, CallbackHandler):
+            return type(called).__name__
+    return "a callback"
 
 
 def restore_callbacks(callbacks: list[TrainerCallback], saved: Mapping[str, Any]) -> None:

@@ -11,13 +11,14 @@ import transformers
 from huggingface_hub import HfApi
 from transformers.trainer_utils import HubStrategy
 
+from hf_gpipe.checkpoint.lock import LOCK_FILE
 from hf_gpipe.errors import UserError
 from hf_gpipe.runtime.processes import Processes
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 
-#: The files of a checkpoint that are not part of the model; the checkpoints of an output directory.
+#: The files of a checkpoint that are not part of the model; what an output directory has beside a model.
 _STATE = ("training_state/*", "trainer_state.json")
-_CHECKPOINTS = ("_*", "checkpoint-*")
+_CHECKPOINTS = ("_*", "checkpoint-*", LOCK_FILE)
 
 logger = transformers.logging.get_logger(__name__)
 

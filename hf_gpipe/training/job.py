@@ -15,7 +15,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_gpipe.checkpoint.directory import check_shared, checkpoints, remove, step_of, tidy
 from hf_gpipe.checkpoint.in_memory import MemoryCheckpoints, newest_checkpoint
-from hf_gpipe.checkpoint.save import make_directory
+from hf_gpipe.checkpoint.lock import owned
+from hf_gpipe.checkpoint.save import make_directory, writing
 from hf_gpipe.checkpoint.state import read_state
 from hf_gpipe.data import PairCollator
 from hf_gpipe.data.files import check_files, digest_of_files
@@ -76,11 +77,18 @@ def run(recipe: Recipe, job: Job) -> None:
     """
     cost_meter = CostMeter()
     task = task_of(recipe)
-    output_dir = Path(recipe.training.output_dir)
     processes = processes_for(recipe.pipeline)
-    say = summary.say if processes.is_reporter else _say_nothing
     job.note("checking the recipe")
     processes.from_reader(lambda: _check(recipe))
+    job.note("taking the output directory")
+    with owned(Path(recipe.training.output_dir), processes):
+        _run(recipe, job, processes, task, cost_meter)
+
+
+def _run(recipe: Recipe, job: Job, processes: Processes, task: Task, cost_meter: CostMeter) -> None:
+    """The same with the output directory to itself."""
+    output_dir = Path(recipe.training.output_dir)
+    say = summary.say if processes.is_reporter else _say_nothing
     checkpoint = _checkpoint_of(recipe, output_dir, processes, job)
     first_step = 0 if checkpoint is None else step_of(checkpoint)
     accumulation, num_processes = recipe.training.gradient_accumulation_steps, processes.num_processes
@@ -88,7 +96,7 @@ def run(recipe: Recipe, job: Job) -> None:
     job.note("preparing the corpus and the tokenizer")
     say("preparing the corpus and the tokenizer")
     config, prepared = _prepared(recipe, task, output_dir, checkpoint, processes)
-    for path in processes.from_writer(lambda: _begin(recipe, output_dir, table)):
+    for path in processes.from_writer(lambda: writing(output_dir)(_begin)(recipe, output_dir, table)):
         say(f"deleted {path}, because training.resume is never")
 
     job.note("creating the model")
@@ -119,11 +127,12 @@ def run(recipe: Recipe, job: Job) -> None:
     if processes.is_writer:
         cost = cost_meter.cost(pipe, trainer.state.log_history, measured, batch, first_step)
         metrics = json.dumps(_finite(report.to_dict() | {"cost": cost}), indent=2, ensure_ascii=False)
-        if translations := task.translations(report):
-            lines = [json.dumps(_finite(asdict(one)), ensure_ascii=False) for one in translations]
-            (output_dir / TRANSLATIONS_FILE).write_text("\n".join([*lines, ""]), encoding="utf-8")
-        (output_dir / METRICS_FILE).write_text(f"{metrics}\n")
-        _write_timelines(output_dir, measured, predicted)
+        with writing(output_dir):
+            if translations := task.translations(report):
+                lines = [json.dumps(_finite(asdict(one)), ensure_ascii=False) for one in translations]
+                (output_dir / TRANSLATIONS_FILE).write_text("\n".join([*lines, ""]), encoding="utf-8")
+            (output_dir / METRICS_FILE).write_text(f"{metrics}\n")
+            _write_timelines(output_dir, measured, predicted)
     if processes.is_reporter:
         summary.say(summary.step_text(breakdown(measured), output_dir / TRACE_FILE))
         files = {"one step's timeline": TIMELINE_FILE, "metrics": METRICS_FILE}

@@ -130,7 +130,7 @@ class TrainingLoop:
         source = None
         if batches is not None:
             groups = in_groups(batches.epoch(epoch, done, begin.place), self._plan.accumulation)
-            source = job.noting(islice(groups, self._plan.max_steps - self._state.global_step), "reading a mini-batch")
+            source = islice(groups, self._plan.max_steps - self._state.global_step)
         for window in windows(shared_stream(source, self._topology), self._pipe, self._args, self._state):
             job.note(f"training step {self._state.global_step + 1}")
             self._trainer.fire("on_step_begin")

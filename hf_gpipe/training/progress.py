@@ -12,6 +12,7 @@ from transformers import ProgressCallback, TrainerCallback, TrainerControl, Trai
 from typing_extensions import TypedDict
 
 from hf_gpipe import strict_json
+from hf_gpipe.checkpoint.save import writing
 from hf_gpipe.errors import UserError
 from hf_gpipe.training.meter import STAGE_PEAK
 
@@ -101,7 +102,10 @@ def words(logs: dict[str, Any]) -> dict[str, str]:
 
 
 class MetricsFile(TrainerCallback):
-    """Appends every logged dict of metrics to metrics.jsonl in the output directory, with its step."""
+    """Appends every logged dict of metrics to metrics.jsonl in the output directory, with its step.
+
+    Raises CheckpointError where that file cannot be written, as on a full disk.
+    """
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -110,11 +114,12 @@ class MetricsFile(TrainerCallback):
         path = self._path(args)
         if not state.is_world_process_zero:
             return
-        # A line that was damaged has no step, and is left out.
-        lines = path.read_text(errors="replace").splitlines() if path.exists() and state.global_step else []
-        kept = [line for line in lines if _step(line) <= state.global_step]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(f"{line}\n" for line in kept))
+        with writing(path):
+            # A line that was damaged has no step, and is left out.
+            lines = path.read_text(errors="replace").splitlines() if path.exists() and state.global_step else []
+            kept = [line for line in lines if _step(line) <= state.global_step]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(f"{line}\n" for line in kept))
 
     def on_log(
         self,
@@ -126,9 +131,10 @@ class MetricsFile(TrainerCallback):
     ) -> None:
         if state.is_world_process_zero:
             path = self._path(args)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:
-                file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
+            with writing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("a") as file:
+                    file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
 
     @staticmethod
     def _path(args: TrainingArguments) -> Path:

@@ -29,6 +29,7 @@ from transformers.trainer_callback import CallbackHandler, ExportableState
 from transformers.trainer_utils import PredictionOutput, TrainOutput, speed_metrics
 
 from hf_gpipe.checkpoint.copies import Unwritten
+from hf_gpipe.checkpoint.lock import owned
 from hf_gpipe.checkpoint.run_state import Position, RunState
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
@@ -44,6 +45,7 @@ from hf_gpipe.training.base import (
     join_with,
     loss_scaler,
     master_weights_of,
+    name_of_callback,
     options_of,
     pipeline_of,
     restore_callbacks,
@@ -184,7 +186,8 @@ class PipelineTrainer(InspectedTrainer):
             The number of updates, the mean training loss of this call, and metrics; the same in every process.
 
         Raises:
-            UserError: nothing to train on; a checkpoint that is missing, damaged or does not fit.
+            UserError: nothing to train on; another run has the output directory, or it cannot be written into; a
+                checkpoint that is missing, damaged or does not fit.
             TrainingStopped: with `enable_jit_checkpoint`, SIGTERM or SIGINT came and the last step is saved. It is a
                 SystemExit, so that a script that does nothing about it ends, with exit code 75.
         """
@@ -205,7 +208,8 @@ class PipelineTrainer(InspectedTrainer):
         self._check_surface()
         self._is_in_train = True
         try:
-            return self._loop(asked, **options).train()
+            with owned(Path(self.args.output_dir), self.topology):
+                return self._loop(asked, **options).train()
         finally:
             self._is_in_train = False
 
@@ -346,7 +350,11 @@ class PipelineTrainer(InspectedTrainer):
 
     def fire(self, event: str, **kwargs: Any) -> None:
         """Call an event of the callbacks of this process."""
-        self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control, **kwargs)
+        try:
+            self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control, **kwargs)
+        except Exception as error:
+            self.job.note(f"{self.job.work}, in {name_of_callback(error)}.{event}".removeprefix(", "))
+            raise
 
     def new_state(self) -> TrainerState:
         """The state before a training, with the present state of callbacks that keep one."""

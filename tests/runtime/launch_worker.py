@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from hf_gpipe.errors import UserError
 from hf_gpipe.runtime import failures, launch
 from hf_gpipe.runtime.job import Job
+from hf_gpipe.runtime.joining import join_job
 from hf_gpipe.runtime.processes import Processes
 
 #: What a message may take where one is waited for in vain, or where work takes longer: a busy machine takes seconds.
@@ -24,8 +26,8 @@ LIMIT_SECONDS, LONGER_SECONDS = 6, 8
 
 
 def body(what: str, folder: Path) -> None:
-    is_short = what in ("stuck", "explained", "late", "preparing", "dies", "stopped")
-    job = Job.join(timeout_seconds=LIMIT_SECONDS if is_short else 60)
+    is_short = what in ("stuck", "explained", "late", "preparing", "dies", "stopped", "unread", "sleep")
+    job = join_job(timeout_seconds=LIMIT_SECONDS if is_short else 60)
     rank = dist.get_rank()
     job.note("testing")
     (folder / f"{rank}.pid").write_text(str(os.getpid()))
@@ -45,6 +47,10 @@ def body(what: str, folder: Path) -> None:
             raise UserError("the cause, explained") from error
         if what in ("wait", "stuck", "watchdog"):
             time.sleep(600)
+    if what == "unread" and rank == 0:
+        next(Job.current().noting(never(), "reading a mini-batch"))
+    if what == "sleep":
+        time.sleep(600)
     if what == "watchdog":
         job.note_abort(timedelta(seconds=2))
         threading.Timer(1, abort_in_a_thread_outside_of_python).start()
@@ -57,6 +63,13 @@ def body(what: str, folder: Path) -> None:
     if what == "late" and rank == 0:
         time.sleep(LONGER_SECONDS)
     job.leave()
+
+
+def never() -> Iterator[int]:
+    """A dataset that gives nothing."""
+    while True:
+        time.sleep(1)
+    yield 1
 
 
 def prepare(what: str) -> None:

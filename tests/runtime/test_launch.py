@@ -145,6 +145,39 @@ def test_no_process_outlives_its_launcher(number: int, exit_code: int, message: 
         launcher.kill()
 
 
+def test_a_dataset_that_gives_nothing_ends_the_run(tmp_path: Path) -> None:
+    process = forked("unread", tmp_path)
+    process.join(200)
+    assert re.fullmatch(
+        r"error: process 0, reading a mini-batch: the dataset has given nothing for \d+ seconds, in never "
+        r"\(launch_worker.py, line \d+\)\n",
+        texts(tmp_path)[1],
+    ), texts(tmp_path)
+    assert process.exitcode == 1
+    assert_ended(tmp_path)
+
+
+def test_no_process_waits_for_ever_for_a_launcher_that_is_stopped(tmp_path: Path) -> None:
+    """It has the store, whose calls have no time limit."""
+    launcher = forked("sleep", tmp_path)
+    assert launcher.pid is not None
+    try:
+        wait_for_both(tmp_path, launcher)
+        os.kill(launcher.pid, signal.SIGSTOP)
+        assert_ended(tmp_path, 100)
+        line = texts(tmp_path)[1]
+        assert re.fullmatch(
+            r"error: process 0, testing: the process that has the store of this job has said nothing for \d+ seconds: "
+            rf"its launcher, process {launcher.pid}, is stopped \(SIGSTOP\); end it, or let it go on with SIGCONT\n",
+            line,
+        ), line
+        os.kill(launcher.pid, signal.SIGCONT)
+        launcher.join(60)
+        assert launcher.exitcode == 1
+    finally:
+        launcher.kill()
+
+
 def wait_for_both(folder: Path, launcher: BaseProcess) -> None:
     """Until process 0 waits in gloo for process 1, which sleeps."""
     deadline = time.monotonic() + 200

@@ -27,7 +27,8 @@ from transformers import (
 
 from hf_gpipe import Pipeline, PipelineTrainer
 from hf_gpipe.data import PairCollator
-from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.errors import CheckpointError, DataError, UserError
+from hf_gpipe.runtime import failures
 from hf_gpipe.training import loop
 from hf_gpipe.training.optim import make_optimizer
 from hf_gpipe.training.stopping import TrainingStopped
@@ -528,3 +529,32 @@ def test_a_stop_does_not_lose_the_evaluation_of_its_step(tmp_path: Path, capsys:
     with pytest.raises(TrainingStopped):
         stopped.train()
     assert stopped.state.log_history[0]["step"] == 1, "a training that begins anew has nothing to make up for"
+
+
+class _Broken(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            raise ValueError("boom")
+
+
+def test_a_callback_that_fails_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="boom") as caught:
+        trainer(tmp_path, callbacks=[_Broken()]).train()
+    told = failures.describe(caught.value).message
+    assert told.endswith("process 0, training step 2, in _Broken.on_step_end: ValueError: boom")
+
+
+class _NoFile(TrainerCallback):
+    """Puts something in the way of the file of metrics, as a file system does that becomes read-only."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        file = Path(args.output_dir) / "metrics.jsonl"
+        if state.global_step == 2:
+            file.unlink()
+            file.mkdir()
+
+
+def test_metrics_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot write \S+/metrics.jsonl: Is a directory; earlier checkpoints"):
+        trainer(tmp_path, callbacks=[_NoFile()]).train()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -1,0 +1,34 @@
+"""The limit of open files: each connection to another process is one, and gloo aborts a process that runs out."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+from hf_gpipe.errors import UserError
+
+#: What a process opens in a job of one, and for each further process: five groups connect all with all, and there is
+#: one for each edge and for each stage with replicas. Measured with 2 and 4 processes: 42 and 58 at most.
+_FILES, _FILES_PER_PROCESS = 64, 8
+
+
+def check_open_files(num_processes: int) -> None:
+    """Raise this process's limit of open files to what a job needs.
+
+    Args:
+        num_processes: of the job.
+
+    Raises:
+        UserError: the system does not allow as many.
+    """
+    needed = _FILES + _FILES_PER_PROCESS * num_processes
+    limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY or limit >= needed:
+        return
+    if highest != resource.RLIM_INFINITY and highest < needed:
+        raise UserError(
+            f"process {os.environ.get('RANK', '0')} may open {highest} files, and each process of a job of "
+            f"{num_processes} needs {needed}, for its connections to the others; raise the limit before the start "
+            "(ulimit -n 65536; in Docker --ulimit nofile=65536, in a service of systemd LimitNOFILE=65536)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, highest))

@@ -1,0 +1,140 @@
+"""What goes wrong before the processes of a script have met, or is not caught by it: one line, in seconds."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.test_train import ENVIRONMENT, REPOSITORY
+
+SCRIPT = """
+import os, resource, sys, time
+from hf_gpipe.errors import UserError
+from hf_gpipe.runtime.joining import join_job
+what, limit = sys.argv[1], int(sys.argv[2])
+if limit:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(limit, 60), limit))
+join_job(60.0)
+import torch, torch.distributed as dist
+print("limit", resource.getrlimit(resource.RLIMIT_NOFILE)[0], flush=True)
+dist.barrier()
+if what == "wait":
+    time.sleep(600)
+if os.environ["RANK"] == "1":
+    raise {"fault": ValueError("boom"), "user": UserError("the key is wrong")}[what]
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def script(
+    rank: int, port: int, what: str = "none", limit: int = 0, *, has_machine: bool = False
+) -> subprocess.Popen[str]:
+    """Start one of two processes, as srun or a shell script does: no launcher watches over them.
+
+    With `has_machine` it stands for one on a machine of its own, and tells its failure itself.
+    """
+    local_rank, num_local = (0, 1) if has_machine else (rank, 2)
+    variables = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "2"}
+    variables |= {"LOCAL_WORLD_SIZE": str(num_local)}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, what, str(limit)],
+        cwd=REPOSITORY,
+        env={**ENVIRONMENT, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as any_socket:
+        return int(any_socket.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("what", "exit_code", "line"),
+    [("fault", 1, "error: process 1: ValueError: boom"), ("user", 2, "error: the key is wrong")],
+)
+def test_an_exception_that_a_script_does_not_catch(what: str, exit_code: int, line: str) -> None:
+    port = free_port()
+    processes = [script(rank, port, what) for rank in range(2)]
+    begin = time.monotonic()
+    told = [process.communicate(timeout=200)[1] for process in processes]
+    assert time.monotonic() - begin < 100
+    assert [process.returncode for process in processes] == [1, exit_code]
+    assert told[0] == "", "it has only lost its connection"
+    assert told[1].splitlines()[-1] == line
+    assert ("Traceback" in told[1]) == (what == "fault")
+    assert told[1].count("error: ") == 1
+
+
+def test_a_port_that_is_in_use() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as other:
+        port = other.getsockname()[1]
+        process = script(0, port)
+        _, err = process.communicate(timeout=100)
+    assert process.returncode == 2
+    host = socket.gethostname()
+    assert err == (
+        f"error: MASTER_PORT is {port}, and on machine {host} another program, such as another run, has that port; "
+        "give each run its own\n"
+    )
+
+
+def test_two_runs_that_are_given_the_same_port() -> None:
+    """Process 1 of the second would wait for five minutes, in the store of the first."""
+    port = free_port()
+    first = [script(rank, port, "wait") for rank in range(2)]
+    try:
+        assert first[0].stdout is not None
+        assert first[0].stdout.readline().startswith("limit")
+        begin = time.monotonic()
+        second = [script(rank, port, has_machine=True) for rank in range(2)]
+        told = [process.communicate(timeout=250)[1] for process in second]
+        assert time.monotonic() - begin < 150
+        assert [process.returncode for process in second] == [2, 2]
+        assert f"MASTER_PORT is {port}, and on machine" in told[0]
+        assert f"the processes of another run have met at 127.0.0.1:{port}" in told[1]
+        assert f"its main process is process {first[0].pid} on machine" in told[1]
+        assert [one.count("\n") for one in told] == [1, 1]
+        assert [process.poll() for process in first] == [None, None]
+    finally:
+        for process in first:
+            process.kill()
+            process.communicate()
+
+
+def test_too_few_open_files() -> None:
+    """gloo aborts a process that may not open a connection."""
+    process = script(0, free_port(), limit=70)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 2
+    assert err.startswith("error: process 0 may open 70 files, and each process of a job of 2 needs 80, for its")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 200, reason="the system allows fewer")
+def test_the_limit_of_open_files_is_raised_where_it_may_be() -> None:
+    port = free_port()
+    processes = [script(rank, port, "fault", limit=200) for rank in range(2)]
+    assert [process.communicate(timeout=200)[0] for process in processes] == ["limit 80\n"] * 2
+
+
+def test_a_run_has_as_many_open_files_as_the_limit_allows(tmp_path: Path) -> None:
+    """The number that is said is enough for a whole run: training, checkpoints, evaluation, pictures."""
+    from scripts import chaos
+
+    recipe = chaos.prepare(tmp_path)
+    command = f"ulimit -n 88; exec {sys.executable} -m hf_gpipe.train {recipe} training.output_dir={tmp_path / 'out'}"
+    finished = subprocess.run(
+        ["bash", "-c", command], cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=400
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert (tmp_path / "out" / "metrics.json").exists()
