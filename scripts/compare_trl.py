@@ -113,6 +113,8 @@ def differences(family: str, num_stages: int, weights: str) -> dict[str, float]:
             },
             **{"train_sampling_strategy": "sequential", "save_strategy": "no", "optim": "adamw_torch"},
             **{name: value for name, value in options.items() if name not in own},
+            # TRL's other loss reads a bias of the head, which peft's wrapper around a tied head has not.
+            **({"loss_type": "nll"} if "trainable_token_indices" in (lora or {}) else {}),
         }
         for args, cls in (
             (PipelineSFTConfig(**common, **own), PipelineSFTTrainer),
