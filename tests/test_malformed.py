@@ -412,6 +412,15 @@ def test_broken_configurations(
     refused("model.config={}", f"model.path={folder}")
 
 
+def test_a_tokenizer_s_longest_text_that_is_no_number(
+    prepared: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    folder = copy_of(prepared / "model", tmp_path / "model")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"model_max_length": [1]}))
+    assert "model_max_length is [1]" in refused(f"tokenizer.path={folder}")
+
+
 @pytest.mark.parametrize("value", ["x", 1.5, [None, {}], True, 2**60])
 def test_broken_configurations_of_generation(
     value: Any, prepared: Path, tmp_path: Path, refused: Callable[..., str]
