@@ -18,7 +18,7 @@ from hf_gpipe.adapters import Adapter, StageModel, adapter_for, is_known_exact
 from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.adapters.classifiers import classifier_of
 from hf_gpipe.adapters.feed_forward import divide_by_depth, feed_forward_outputs
-from hf_gpipe.adapters.guards import check_as_configured, check_classes, check_model
+from hf_gpipe.adapters.guards import check_as_configured, check_classes, check_model, check_sizes
 from hf_gpipe.adapters.head import FoundProjection
 from hf_gpipe.adapters.patches import Patch, find_patches
 from hf_gpipe.adapters.peft import PeftAdapter, find_peft
@@ -299,7 +299,7 @@ def _generation_config_of(model: ModelSource) -> GenerationConfig | None:
         return None
     file = Path(model) / GENERATION_CONFIG_NAME
     if file.exists():
-        strict_json.read(file, dict[str, Any], allows_nan=True)
+        check_sizes(strict_json.read(file, dict[str, Any], allows_nan=True), f"{file}: ")
     try:
         return GenerationConfig.from_pretrained(str(model))
     except OSError:

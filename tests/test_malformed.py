@@ -389,6 +389,9 @@ def test_broken_files_of_a_model(
         {"auto_map": {"AutoConfig": "module.Class"}, "model_type": "unheard"},
         {"dtype": "nothing"},
         {"encoder_layers": 10_000_000},
+        {"eos_token_id": float("nan")},
+        {"eos_token_id": "</s>"},
+        {"bos_token_id": [1, "2"]},
         {"num_labels": 10**9},
         {"d_model": 2**41},
         {"d_model": 2**40},
@@ -406,6 +409,24 @@ def test_broken_configurations(
     folder = copy_of(prepared / "model", tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | values))
+    refused("model.config={}", f"model.path={folder}")
+
+
+def test_a_tokenizer_s_longest_text_that_is_no_number(
+    prepared: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    folder = copy_of(prepared / "model", tmp_path / "model")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"model_max_length": [1]}))
+    assert "model_max_length is [1]" in refused(f"tokenizer.path={folder}")
+
+
+@pytest.mark.parametrize("value", ["x", 1.5, [None, {}], True, 2**60])
+def test_broken_configurations_of_generation(
+    value: Any, prepared: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    folder = copy_of(prepared / "model", tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
     refused("model.config={}", f"model.path={folder}")
 
 

@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from hf_gpipe.errors import UnsupportedModelError, UserError, nearest
-from hf_gpipe.recipe.words import shorten
+from hf_gpipe.recipe.words import shorten, show
 
 #: The largest number in a configuration whose name matches; the last one is for all names. A model of 5000 layers is
 #: made in seconds, and the deepest that are known have 2500.
@@ -34,6 +34,8 @@ _LARGEST = (
 def check_sizes(fields: Mapping[str, Any], prefix: str = "") -> None:
     """Raise UserError for a number in a configuration's fields that no model has, before anything is made of it.
 
+    The token of the end, and the like, must be whole numbers: generation, after the training, would see it first.
+
     Args:
         fields: as in config.json.
         prefix: of the fields' names in messages.
@@ -44,6 +46,8 @@ def check_sizes(fields: Mapping[str, Any], prefix: str = "") -> None:
             check_sizes(value, f"{key}.")
             continue
         for number in value if isinstance(value, list | tuple) else (value,):
+            if str(name).endswith("_token_id") and number is not None and type(number) is not int:
+                raise UserError(f"{key} is {show(number)}, expected a whole number; correct it")
             if isinstance(number, int) and abs(number) > (most := _largest(str(name))):
                 raise UserError(f"{key} is {shorten(str(number))}, and at most {most} is allowed; correct it")
 

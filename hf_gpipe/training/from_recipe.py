@@ -165,7 +165,10 @@ def _tokenizer(recipe: Recipe, corpus: AnyCorpus, checkpoint: Path | None) -> Pr
     source = checkpoint or recipe.tokenizer.path or recipe.model.path
     if source is not None:
         try:
-            return AutoTokenizer.from_pretrained(str(source), trust_remote_code=recipe.model.trust_remote_code)
+            loaded = AutoTokenizer.from_pretrained(str(source), trust_remote_code=recipe.model.trust_remote_code)
+            if not isinstance(longest := loaded.model_max_length, int | float):  # the library finds it at a long text
+                raise ValueError(f"model_max_length is {longest!r}, expected a number")
+            return loaded
         except Exception as error:  # of a broken file, the library raises whatever its reading comes upon
             # A directory with weights alone has no tokenizer: one is trained.
             is_expected = checkpoint is not None or recipe.tokenizer.path is not None
