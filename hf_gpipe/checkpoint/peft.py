@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from hf_gpipe import strict_json
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.peft import PeftAdapter, need_peft
 from hf_gpipe.checkpoint import digests
@@ -64,6 +65,7 @@ def as_config(given: Any) -> Any:
     from peft import PeftConfig
 
     file = Path(given) / CONFIG_NAME
+    strict_json.read(file, dict[str, Any])
     try:
         config = PeftConfig.from_pretrained(str(given))
     except Exception as error:  # of a broken file, peft raises whatever its reading comes upon
