@@ -190,6 +190,32 @@ def test_initial_values_from_the_weights(start: str, tmp_path: Path) -> None:
     assert run_pipeline(resumed, batch).loss == run_pipeline(pipes[0], batch).loss
 
 
+def test_loftq_is_computed_where_the_weights_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """peft computes it on CUDA alone; here the same decomposition of the rest, of weights that are rounded."""
+    plain = plain_model(tiny_config("llama"), dtype=torch.float32)
+    plain.save_pretrained(tmp_path)
+    given = peft.LoraConfig(r=3, target_modules=BLOCKS)
+    # The constructor would ask for scipy.
+    given.init_lora_weights, given.loftq_config = "loftq", {"loftq_bits": 4, "loftq_iter": 1}
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match=r"init_lora_weights='loftq': peft computes.*q_proj on CUDA"):
+            Pipeline(tmp_path, 2, 2, peft_config=copy.deepcopy(given))
+
+    def rounded(weight: torch.Tensor, num_bits: int, reduced_rank: int, num_iter: int) -> tuple[torch.Tensor, ...]:
+        scale = weight.abs().max() / 2 ** (num_bits - 1)
+        coarse = (weight / scale).round() * scale
+        left, sizes, right = torch.linalg.svd((weight - coarse).detach(), full_matrices=False)
+        left = left * sizes.sqrt()
+        return coarse.detach(), sizes.sqrt()[:reduced_rank, None] * right[:reduced_rank], left[:, :reduced_rank]
+
+    monkeypatch.setattr(peft.tuners.lora.layer, "loftq_init", rounded)
+    pipe = Pipeline(tmp_path, 2, 2, peft_config=copy.deepcopy(given))
+    theirs = peft.get_peft_model(copy.deepcopy(plain), copy.deepcopy(given)).get_base_model()
+    found = dict(pipe.named_parameters())
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(found[name], parameter)
+
+
 def test_what_is_refused() -> None:
     config = tiny_config("llama")
 

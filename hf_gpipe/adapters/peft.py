@@ -129,6 +129,9 @@ class PeftAdapter:
         Args:
             model: has its weights.
             plant: seeds the generator from the name of a module.
+
+        Raises:
+            UserError: the values cannot be computed on the device of the weights.
         """
         start = getattr(self.config, "init_lora_weights", True)
         for path, module in model.named_modules():
@@ -147,6 +150,14 @@ class PeftAdapter:
                 layer.pissa_init(self.name, start)
             elif str(start).lower() == "olora":
                 layer.olora_init(self.name)
+            elif start == "loftq":
+                try:
+                    layer.loftq_init(self.name, self.config)
+                except (AssertionError, RuntimeError, ValueError) as error:
+                    raise UserError(
+                        f"init_lora_weights='loftq': peft computes the initial values of {path} on CUDA, with "
+                        f"bitsandbytes: {error}; use 'pissa', 'olora' or True elsewhere"
+                    ) from error
             else:
                 layer.reset_lora_parameters(self.name, start)
 

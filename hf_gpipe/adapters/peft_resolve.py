@@ -16,7 +16,7 @@ from hf_gpipe.adapters.peft import PeftAdapter, Wrapped, before_injection, need_
 from hf_gpipe.errors import UnsupportedModelError
 
 #: Values of `init_lora_weights` that decompose the weights, and subtract from them what the adapters begin with.
-_DECOMPOSING_STARTS = re.compile(r"(?i:olora)|pissa(_niter_\d+)?")
+_DECOMPOSING_STARTS = re.compile(r"(?i:olora)|pissa(_niter_\d+)?|loftq")
 
 
 def make_peft(adapter: Adapter, name: str, config: Any, *, is_new: bool = True) -> PeftAdapter:
@@ -111,7 +111,7 @@ def _check_start(adapter: Adapter, config: Any, whole: PreTrainedModel, ties: Ma
     if _DECOMPOSING_STARTS.fullmatch(start) is None:
         raise UnsupportedModelError(
             f"{family}: init_lora_weights={start!r} is not supported; let peft.get_peft_model make the adapters and "
-            f"give that model, or use True, 'gaussian', 'pissa', 'pissa_niter_4' or 'olora'"
+            f"give that model, or use True, 'gaussian', 'pissa', 'pissa_niter_4', 'olora' or 'loftq'"
         )
     if adapter.quantisation is not None or adapter.dtype == torch.float64:
         what = "quantised" if adapter.quantisation is not None else "float64"
