@@ -333,7 +333,7 @@ def test_a_run_with_a_table_goes_on_from_its_own_recipe(recipe: Path, tmp_path: 
         ("model.config.d_model=17", "divisible by num_heads"),
         ("model.config.vocab_size=100", "model.config.vocab_size is 100 and the tokenizer has 320"),
         ("model.config.eos_token_id=7", "model.config.eos_token_id is 7 and the tokenizer's is 1"),
-        ("model.path=/nowhere", "model.path: no configuration"),
+        ("model.path=/nowhere", "model.path: cannot read a model's configuration"),
         ("data={kind: jsonl, path: nowhere.jsonl}", "data.path: there is no file nowhere.jsonl"),
         ("data.languages=[de, xx]", "'xx'"),
         ("data.test_fraction=0", "no test pairs.*data.test_fraction"),

@@ -31,7 +31,7 @@ SYNCHRONOUS_SCHEDULES = tuple(name for name in SCHEDULES if name != "forward_onl
 TRAINING_SCHEDULES = (*SYNCHRONOUS_SCHEDULES, *ASYNCHRONOUS_SCHEDULES)
 PARTITIONS = (*STRATEGIES, *COST_STRATEGIES, AUTO)
 #: Keys that may have another value in each process.
-OF_EACH_PROCESS = ("device", "devices", "threads_per_process")
+OF_EACH_PROCESS = ("device", "devices", "threads_per_process", "memory")
 #: What the planner chooses where it is not given, and what it is where nothing can be planned.
 PLANNED = {"num_micro_batches": 1, "schedule": "gpipe", "recompute": "stage", "partition": "count"}
 

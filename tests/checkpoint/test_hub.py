@@ -283,7 +283,7 @@ def _fail_then_save(blocked: str, directory: str) -> list[str]:
         pass
     told.append(str(error.value))
     with pytest.raises(CheckpointError) as error:
-        unwritten_adapters(Path(blocked), pipe.models, pipe.ties.owner_stage, pipe.topology, peft=None)
+        unwritten_adapters(Path(blocked), pipe.models, pipe.topology, peft=None)
     told.append(str(error.value))
     pipe.save_pretrained(directory)
     return told

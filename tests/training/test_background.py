@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 from hf_gpipe.checkpoint import save
 from hf_gpipe.checkpoint.digests import DIGESTS_FILE
 from hf_gpipe.checkpoint.directory import checkpoints
+from hf_gpipe.checkpoint.lock import LOCK_FILE
 from hf_gpipe.training import background
 from tests import gloo
 from tests.training.toy import trainer, weights
@@ -80,7 +81,8 @@ def _save(folder: str, how: str, **values: Any) -> Saved:
         made.train()
     finally:
         save.save_file = torch_save_file
-    assert not [path for path in (Path(folder) / how).iterdir() if path.name.startswith(".")]
+    hidden = {path.name for path in (Path(folder) / how).iterdir() if path.name.startswith(".")}
+    assert hidden <= {LOCK_FILE}
     return watch.saved, {path.name: tensors_of(path) for path in checkpoints(Path(folder) / how)}, weights(made)
 
 
