@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from hf_gpipe.command import Parser, run_command
-from hf_gpipe.errors import EXIT_USER_ERROR, CheckpointError, UserError
+from hf_gpipe.errors import EXIT_USER_ERROR, UserError
 
 DESCRIPTION = """\
 Generate with a checkpoint, in stages. The text is a chat turn if the tokenizer has a chat template, else the source of
@@ -57,6 +57,7 @@ def _parser() -> Parser:
 def _generate(args: argparse.Namespace) -> int:
     import torch
 
+    from hf_gpipe.data.tokenizer import read_tokenizer
     from hf_gpipe.pipeline import Pipeline
     from hf_gpipe.runtime.agreement import compare
     from hf_gpipe.runtime.joining import join_job
@@ -66,7 +67,7 @@ def _generate(args: argparse.Namespace) -> int:
     compare(lambda: {n: value for n, value in vars(args).items() if n not in ("text", "device", "model")}, "options")
     if args.batch_size < 1:
         raise UserError(f"--batch-size is {args.batch_size}; it must be at least 1")
-    tokenizer = _tokenizer_of(args.model, trust_remote_code=args.trust_remote_code)
+    tokenizer = read_tokenizer(args.model, trust_remote_code=args.trust_remote_code)
     device, num_stages = args.device, args.num_stages
     num_gpus = torch.cuda.device_count() if device != "cpu" and "RANK" not in os.environ else 0
     if num_gpus > 1:
@@ -122,15 +123,6 @@ def _encoded(
         raise UserError("a text has no tokens; give some")
     padded = tokenizer.pad({"input_ids": rows}, padding=len(rows) > 1, return_tensors="pt")
     return {name: padded[name] for name in ("input_ids", "attention_mask")}
-
-
-def _tokenizer_of(model: str, *, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
-    except Exception as error:  # of a broken file, the library raises whatever its reading comes upon
-        raise CheckpointError(f"cannot read a tokenizer at {model!r}: {error}") from error
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hf_gpipe.errors import HfGpipeError, PartitionError, RecipeError, UserError
+from hf_gpipe.errors import DataError, HfGpipeError, PartitionError, RecipeError, UserError
 from hf_gpipe.recipe import SEQUENCE_KINDS, Recipe, load_recipe
 from hf_gpipe.recipe.sizes import read_bytes
 from hf_gpipe.schedule import Schedule, recompute_under
@@ -272,12 +272,12 @@ def _with_vocabulary(recipe: Recipe) -> Recipe:
     if model.path is not None or "vocab_size" in model.config:
         return recipe
     if recipe.tokenizer.path is not None:
-        from transformers import AutoTokenizer
+        from hf_gpipe.data.tokenizer import read_tokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(recipe.tokenizer.path, trust_remote_code=model.trust_remote_code)
-        except Exception as error:  # of a broken file, the library raises whatever its reading comes upon
-            raise RecipeError(f"tokenizer.path: no tokenizer at {recipe.tokenizer.path!r}: {error}") from error
+            tokenizer = read_tokenizer(recipe.tokenizer.path, trust_remote_code=model.trust_remote_code)
+        except DataError as error:
+            raise RecipeError(f"tokenizer.path: {error}") from error
         vocab_size, source = len(tokenizer), f"the tokenizer at {recipe.tokenizer.path}"
     else:
         vocab_size, source = recipe.tokenizer.vocab_size, "tokenizer.vocab_size; a trained one may have a few more"

@@ -84,7 +84,7 @@ def test_adapters_in_peft_s_format(folder: Path, tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nowhere"], "cannot read a tokenizer at 'nowhere'"),
+        (["nowhere"], "there is no tokenizer that can be read in 'nowhere'"),
         (["causal", "one", "--system", "two"], "--system is of a chat, and no chat template is used"),
         (["causal", "one", "--num-beans", "2"], "unrecognized arguments: --num-beans 2"),
         (["causal", "one", "--batch-size", "0"], "--batch-size is 0; it must be at least 1"),

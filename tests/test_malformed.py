@@ -421,7 +421,7 @@ def test_a_tokenizer_s_longest_text_that_is_no_number(
     assert "model_max_length is [1]" in refused(f"tokenizer.path={folder}")
 
 
-@pytest.mark.parametrize("value", ["x", 1.5, [None, {}], True, 2**60])
+@pytest.mark.parametrize("value", ["x", 1.5, [None, {}], [], True, 2**60])
 def test_broken_configurations_of_generation(
     value: Any, prepared: Path, tmp_path: Path, refused: Callable[..., str]
 ) -> None:

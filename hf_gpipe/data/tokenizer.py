@@ -18,7 +18,7 @@ import sentencepiece
 import tokenizers
 import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hf_gpipe import strict_json
 from hf_gpipe.data.pairs import MAX_TOKENIZER_EXAMPLES
@@ -46,6 +46,19 @@ class Trainable(Protocol):
 
     def texts(self, most: int | None = None, /) -> Iterable[str]:
         """The texts, at most those of so many pairs or documents; None: the corpus's own limit."""
+
+
+def read_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hub id or directory. Raises DataError where there is none that can be read."""
+    try:
+        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(source), trust_remote_code=trust_remote_code
+        )
+        if not isinstance(longest := loaded.model_max_length, int | float):  # the library finds it at a long text
+            raise ValueError(f"model_max_length is {longest!r}, expected a number")
+    except Exception as error:  # of a broken file, the library raises whatever its reading comes upon
+        raise DataError(f"there is no tokenizer that can be read in {str(source)!r}: {error}") from error
+    return loaded
 
 
 def train_tokenizer(

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import AutoTokenizer, EvalPrediction, PreTrainedTokenizerBase, TrainerCallback
+from transformers import EvalPrediction, PreTrainedTokenizerBase, TrainerCallback
 
 from hf_gpipe.data.preferences import PreferenceCollator, PreferenceExamples
 from hf_gpipe.data.progress import progress
+from hf_gpipe.data.tokenizer import read_tokenizer
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.planner.workload import Workload
@@ -139,7 +140,7 @@ class PipelineDPOTrainer(PipelineTrainer):
         args.check()
         join_with(args)
         if processing_class is None and isinstance(model, str):
-            processing_class = AutoTokenizer.from_pretrained(model)
+            processing_class = read_tokenizer(model)
         self._tokenizer, self._max_length = processing_class, args.max_length
         processes = model.topology if isinstance(model, Pipeline) else processes_for(args.config)
         datasets: dict[str, Any] = {}

@@ -11,7 +11,6 @@ import torch
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
-    AutoTokenizer,
     BitsAndBytesConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
@@ -32,7 +31,7 @@ from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.files import read_template
 from hf_gpipe.data.labelled import labelled_of
 from hf_gpipe.data.text import TextCorpus, text_corpus
-from hf_gpipe.data.tokenizer import trained_tokenizer
+from hf_gpipe.data.tokenizer import read_tokenizer, trained_tokenizer
 from hf_gpipe.errors import CheckpointError, DataError, RecipeError, UnsupportedModelError, UserError, nearest
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, Recipe
@@ -165,15 +164,12 @@ def _tokenizer(recipe: Recipe, corpus: AnyCorpus, checkpoint: Path | None) -> Pr
     source = checkpoint or recipe.tokenizer.path or recipe.model.path
     if source is not None:
         try:
-            loaded = AutoTokenizer.from_pretrained(str(source), trust_remote_code=recipe.model.trust_remote_code)
-            if not isinstance(longest := loaded.model_max_length, int | float):  # the library finds it at a long text
-                raise ValueError(f"model_max_length is {longest!r}, expected a number")
-            return loaded
-        except Exception as error:  # of a broken file, the library raises whatever its reading comes upon
+            return read_tokenizer(source, trust_remote_code=recipe.model.trust_remote_code)
+        except DataError:
             # A directory with weights alone has no tokenizer: one is trained.
             is_expected = checkpoint is not None or recipe.tokenizer.path is not None
             if is_expected or any((Path(source) / name).exists() for name in _TOKENIZER_FILES):
-                raise DataError(f"there is no tokenizer that can be read in {str(source)!r}: {error}") from error
+                raise
     folder = Path(recipe.training.output_dir) / TOKENIZER_FOLDER
     shutil.rmtree(folder, ignore_errors=True)
     return trained_tokenizer(corpus, recipe.tokenizer, folder)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoTokenizer,
     EvalPrediction,
     PreTrainedConfig,
     PreTrainedModel,
@@ -23,6 +22,7 @@ from transformers import (
 
 from hf_gpipe.checkpoint.configuration import read_config
 from hf_gpipe.data.sft import SFTCollator, SFTExamples
+from hf_gpipe.data.tokenizer import read_tokenizer
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.runtime.custom_loss import LogitsLoss
@@ -206,8 +206,7 @@ def _tokenizer_of(model: Any, args: PipelineSFTConfig) -> PreTrainedTokenizerBas
         model = getattr(getattr(model, "config", model), "_name_or_path", "")
     if not model:
         return None
-    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, trust_remote_code=args.trust_remote_code)
-    return loaded
+    return read_tokenizer(model, trust_remote_code=args.trust_remote_code)
 
 
 def _set_up(tokenizer: PreTrainedTokenizerBase, args: PipelineSFTConfig) -> None:
