@@ -225,6 +225,11 @@ def load_state(
     for number, (group, options) in enumerate(zip(state["param_groups"], saved["groups"], strict=True)):
         for key, value in options.items():
             _check_like(group.get(key), value, f"{file} is damaged: optimizer.groups[{number}].{key}")
+            if key == "amsgrad" and value != group.get(key):  # it says which tensors the state has
+                raise CheckpointError(
+                    f"{file}: optimizer.groups[{number}].amsgrad is {show(value)} and the optimizer's is "
+                    f"{show(group.get(key))}; resume with the optimizer that was saved"
+                )
             group[key] = _like(group.get(key), value)
     names = {parameter: name for name, parameter in parameters.items()}
     wanted = {name for name in parameters if shards is None or shards.has_part(name)}
