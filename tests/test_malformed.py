@@ -392,6 +392,7 @@ def test_broken_files_of_a_model(
         {"eos_token_id": float("nan")},
         {"eos_token_id": "</s>"},
         {"bos_token_id": [1, "2"]},
+        {"decoder_start_token_id": [0, 1]},
         {"num_labels": 10**9},
         {"d_model": 2**41},
         {"d_model": 2**40},

@@ -47,6 +47,8 @@ def check_sizes(fields: Mapping[str, Any], prefix: str = "") -> None:
             continue
         if str(name).endswith("_token_id") and value in ([], ()):
             raise UserError(f"{key} is an empty list, expected a whole number or several; correct it")
+        if name == "decoder_start_token_id" and isinstance(value, list | tuple) and len(value) > 1:
+            raise UserError(f"{key} has {len(value)} tokens, expected one; correct it")
         for number in value if isinstance(value, list | tuple) else (value,):
             if str(name).endswith("_token_id") and number is not None and type(number) is not int:
                 raise UserError(f"{key} is {show(number)}, expected a whole number; correct it")

@@ -155,8 +155,16 @@ class Executor:
         timer = Timer(self._devices) if is_measured else None
         mark = timer.mark if timer is not None else NamedRanges().mark if is_profiled() else _not_measured
         action, is_updating = None, False
+        # The clock of a worker. Each action of its row has three phases, between four marks; what an action waits for
+        # was sent by an action of a neighbour, whenever that came:
+        #
+        #     mark          mark         mark      mark
+        #      |  1 receive  |  2 compute  |  3 send  |      the next action
+        #           |                           |
+        #           waits for a message         hands its message over, and does not wait
         try:
             for planned in self._planned:
+                # 1. Receive: start what comes soon, and wait for what this action needs.
                 action, device = planned.action, planned.device
                 mark(action, device)
                 for one in planned.expected:
@@ -168,6 +176,7 @@ class Executor:
                     self._complete(result, reduce, timer)
                 elif planned.use is not None and action.kind == ActionKind.UPDATE and self._replicas is not None:
                     self._replicas.finish(action.stage)
+                # 2. Compute.
                 mark(action, device)
                 message: dict[str, torch.Tensor] = {}
                 if action.kind == ActionKind.REDUCE:
@@ -187,6 +196,7 @@ class Executor:
                     is_updating = False
                     if timer is not None:
                         timer.synchronize()
+                # 3. Send.
                 mark(action, device)
                 if message and planned.sent is not None:
                     one = planned.sent
@@ -202,7 +212,8 @@ class Executor:
                 raise
             self._reset()
             where = f"stage {action.stage}, action {action}" if action is not None else "before the first action"
-            raise StageError(f"process {self._rank}, {where}: {type(error).__name__}: {error}") from error
+            row = row_around(actions, action) if action is not None else ""
+            raise StageError(f"process {self._rank}, {where}: {type(error).__name__}: {error}{row}") from error
         for versions in self._versions.values():
             versions.end()
         result.stash_bytes = sum(versions.most_bytes for versions in self._versions.values())
@@ -344,6 +355,15 @@ def last_backwards(actions: Sequence[Action]) -> frozenset[Action]:
                 found.add(since[action.stage])
             since.clear()
     return frozenset(found)
+
+
+def row_around(actions: Sequence[Action], action: Action, most: int = 4) -> str:
+    """Text for a message: the actions of a worker's row around one of them, which is marked."""
+    place = actions.index(action)
+    first, stop = max(place - most, 0), min(place + most + 1, len(actions))
+    words = [f">{other}<" if other == action else str(other) for other in actions[first:stop]]
+    before, after = "... " if first else "", " ..." if stop < len(actions) else ""
+    return f" (action {place + 1} of {len(actions)} of this process: {before}{' '.join(words)}{after})"
 
 
 def _not_measured(action: Action, device: torch.device) -> None:
