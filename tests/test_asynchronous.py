@@ -299,7 +299,9 @@ def test_a_failed_window_leaves_the_newest_weights_and_no_stash() -> None:
             for parameter in pipe.models[stage].parameters.values():
                 parameter.fill_(step + 1)
 
-    with pytest.raises(StageError, match=r"stage 0, action 0U1: ValueError: enough \(action \d+ of \d+ of this process: .*\S+ >0U1< "):
+    with pytest.raises(
+        StageError, match=r"stage 0, action 0U1: ValueError: enough \(action \d+ of \d+ of this process: .*\S+ >0U1< "
+    ):
         pipe.train_window(batches, update)
     (row,) = pipe.schedule([1] * 4).actions
     done = row[: row.index(Action(ActionKind.UPDATE, 0, step=1))]

@@ -185,7 +185,9 @@ def test_a_failure_names_the_place_and_leaves_the_pipeline_usable() -> None:
         raise IndexError("no")
 
     failing = pipe.models[0].model.register_forward_pre_hook(fail)
-    with pytest.raises(StageError, match=r"process 0, stage 0, action 0F0: IndexError.* \(action 1 of \d+ of this process: >0F0< \S+"):
+    with pytest.raises(
+        StageError, match=r"process 0, stage 0, action 0F0: IndexError.* \(action 1 of \d+ of this process: >0F0< \S+"
+    ):
         pipe.train_step(batch)
     failing.remove()
     pipe.zero_grad()

@@ -14,7 +14,9 @@ from hf_gpipe.recipe.words import shorten, show
 
 
 def build(data: Mapping[Any, Any], locations: Locations) -> Recipe:
-    """Build the recipe from a mapping of sections; a section that is absent or null gets its defaults.
+    """Build the recipe from a mapping of sections; a section or key that is absent or null gets its default.
+
+    A key with nothing after it, as an empty variable of a shell makes it, is an error.
 
     Raises:
         RecipeError: an unknown key, a required key that is missing, a value of the wrong type or out of range, or
@@ -63,6 +65,8 @@ def apply_overrides(data: object, overrides: Iterable[str], locations: Locations
             raise RecipeError(f"{place}: expected key=value, for example pipeline.num_stages=4.")
         value, _ = read(text, place)
         locations.replace(_set(data, path, value, place), place)
+        if not text.strip():
+            locations.blank.add(path)
         given.append(path)
     return given
 
@@ -76,8 +80,14 @@ def _section(name: str, cls: type, values: object, locations: Locations) -> Any:
         if key not in keys_of(cls):
             found = (name, key)
             raise RecipeError(f"{locations.of(found)}: {name}.{key} is not a key of a recipe{_hint(found)}")
+    keys = keys_of(cls)
+    given = {
+        key: value
+        for key, value in values.items()
+        if value is not None or keys[key].keeps_null or (name, key) in locations.blank
+    }
     try:
-        return cls(**values)
+        return cls(**given)
     except MisfitError as error:
         path = (name, *error.path)
         place = locations.of(path) if error.path[0] in values else locations.source

@@ -100,6 +100,11 @@ class Key:
         found: dict[str, Any] = _schema(self.section)["properties"][self.name]
         return found
 
+    @property
+    def keeps_null(self) -> bool:
+        """Whether null is a value of its own, or an error; else it stands for the default."""
+        return self.is_required or any(one.get("type") == "null" for one in self.schema.get("anyOf", ()))
+
     def is_used_by(self, kind: object) -> bool:
         """Whether the kind of data uses it; an unknown kind uses every key."""
         return self.kinds is None or kind in self.kinds

@@ -37,10 +37,16 @@ _RESOLVERS: tuple[tuple[str, str, list[str]], ...] = (
 
 
 class Locations:
-    """Where each value of a recipe was written: "recipe.yaml, line 12" or "override 'a.b=3'"."""
+    """Where each value of a recipe was written: "recipe.yaml, line 12" or "override 'a.b=3'".
+
+    Attributes:
+        source: the file.
+        blank: where nothing was written, which YAML reads as null.
+    """
 
     def __init__(self, source: str) -> None:
         self.source = source
+        self.blank: set[KeyPath] = set()
         self._places: dict[KeyPath, str] = {}
 
     def of(self, path: KeyPath) -> str:
@@ -62,10 +68,12 @@ class Locations:
     def take(self, other: Locations, path: KeyPath) -> None:
         """Take the places of the value at `path`, and of all below it, from `other`."""
         self.forget(path)
+        self.blank |= {known for known in other.blank if known[: len(path)] == path}
         self._places |= {known: at for known, at in other._places.items() if known[: len(path)] == path}
 
     def forget(self, path: KeyPath) -> None:
         """Forget the places of the value at `path` and of all below it."""
+        self.blank = {known for known in self.blank if known[: len(path)] != path}
         self._places = {known: at for known, at in self._places.items() if known[: len(path)] != path}
 
 
@@ -158,6 +166,8 @@ def _value(
     if isinstance(node, yaml.SequenceNode):
         return [_value(loader, entry, (*path, i), locations, inside) for i, entry in enumerate(node.value)]
     if not isinstance(node, yaml.MappingNode):
+        if isinstance(node, yaml.ScalarNode) and not node.value and not node.style:
+            locations.blank.add(path)
         return loader.construct_object(node)
     mapping: dict[Any, Any] = {}
     lines: dict[Any, int] = {}

@@ -116,7 +116,6 @@ def test_the_resolved_recipe_reads_back_as_the_same() -> None:
         ("pipeline.num_stages=true", "found true (a boolean), expected a whole number"),
         ("pipeline.num_stages=2.0", "found 2.0 (a number), expected a whole number"),
         ("pipeline.num_stages=", "found nothing (null)"),
-        ("training.num_train_epochs=null", "expected a number above 0; leave the key out for its default, 3.0"),
         (
             "pipeline.recompute=stages",
             "'none', 'block', 'stage' or a whole number of at least 1 or null; did you mean 'stage'?",
@@ -194,6 +193,23 @@ def test_fields_that_contradict_each_other_are_refused(override: str, message: s
     refusal = refused(MINIMAL, override)
     assert refusal.startswith("r.yaml: ")
     assert message in refusal
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("training.num_train_epochs", 3.0), ("pipeline.device", "auto"), ("pipeline.schedule", None), ("data.seed", 0)]
+)
+def test_null_takes_a_key_back_to_its_default_and_nothing_is_an_error(key: str, value: object, tmp_path: Path) -> None:
+    section, _, name = key.partition(".")
+    base, child = tmp_path / "base.yaml", tmp_path / "child.yaml"
+    base.write_text(MINIMAL.replace("output_dir: outputs/test", "output_dir: outputs/test\n  num_train_epochs: 7"))
+    child.write_text(f"extends: base.yaml\n{section}:\n  {name}: null\n")
+    for recipe in (load_recipe(child), load_recipe(base, [f"{key}=null"]), load_recipe(base, [f"{key}=~"])):
+        assert getattr(getattr(recipe, section), name) == value
+    if value is not None:
+        child.write_text(f"extends: base.yaml\n{section}:\n  {name}:\n")
+        for file, overrides in ((child, []), (base, [f"{key}="])):
+            with pytest.raises(RecipeError, match=rf"{key}: found nothing \(null\), .* its default"):
+                load_recipe(file, overrides)
 
 
 def test_a_number_of_languages_stands_in_for_their_names() -> None:
