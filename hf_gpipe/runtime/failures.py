@@ -57,6 +57,7 @@ class Failure:
         time: seconds since the epoch, to tell which process failed first.
         traceback: Python's, unless the user can correct the failure; then it is empty.
         is_time_limit: whether it waited too long for another process.
+        is_told: whether a process has printed it, for want of a launcher that does.
     """
 
     message: str
@@ -65,6 +66,7 @@ class Failure:
     time: float
     traceback: str
     is_time_limit: bool = False
+    is_told: bool = False
 
 
 def describe(error: BaseException) -> Failure:
@@ -117,6 +119,7 @@ def tell(failure: Failure, traceback_file: Path | None = None, *, store_answers:
         store_answers: if not, it is what all processes have found, and no launcher that is stopped tells it: the first
             process of each machine does.
     """
+    failure = replace(failure, is_told=not store_answers)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         earlier = read_error_file(Path(path))
         _write_error_file(Path(path), replace(failure, time=earlier.time) if earlier else failure)
