@@ -44,6 +44,28 @@ def test_a_dozen_faults(tmp_path: Path) -> None:
     assert re.search(r"1\d faults: 0 hangs, 0 lost or corrupt checkpoints, 0 with anything wrong", out)
 
 
+def test_faults_that_are_drawn(tmp_path: Path) -> None:
+    """Two cases at least, and in the same folder others: what is done is not done again."""
+    words = ["--minutes", "0.02", "--seed", "3", "--only", "SIGKILL to a process, command", "--output"]
+    counts = []
+    for turn in ("first", "second"):
+        (tmp_path / turn).mkdir()
+        process = forked_command.start_function(tmp_path / turn, chaos.main, [*words, str(tmp_path / "out")])
+        try:
+            process.join(400)
+        finally:
+            process.kill()
+        out, err = ((tmp_path / turn / name).read_text() for name in ("run.out", "run.err"))
+        assert process.exitcode == 0, out + err
+        results = [json.loads(line) for line in (tmp_path / "out/results.jsonl").read_text().splitlines()]
+        assert all(one["bit_equal"] and not one["hang"] and not one["loss"] for one in results)
+        counts.append(len(results))
+    assert 0 < counts[0] < counts[1]
+    assert len({one["case"] for one in results}) == counts[1]
+    met = [one for one in results if one["met"]]
+    assert f"| SIGKILL to a process | command | {len(met)} |" in out or not met
+
+
 # ---------------------------------------------------------------------- stopping
 
 

@@ -46,7 +46,7 @@ class Scene:
         victim: the number of one of its processes.
         dice: of the case.
         second: another run, if the fault is one.
-        stopped: processes that stay stopped, and can end only after somebody ends them.
+        stopped: processes that stay as they are until somebody ends them.
         tidy: undoes what a user would undo before the next start.
     """
 
@@ -97,6 +97,12 @@ def _to_worker(number: int, scene: Scene) -> None:
     _send(scene.worker, number)
     if number == signal.SIGSTOP:
         scene.stopped.append(scene.worker)
+
+
+def _get_stuck(scene: Scene) -> None:
+    _send(scene.worker, STUCK_SIGNAL)
+    if scene.run.launch == BY_HAND:
+        scene.stopped.append(scene.worker)  # nobody is there to end it
 
 
 def _to_launcher(number: int, scene: Scene) -> None:
@@ -227,7 +233,7 @@ FAULTS = (
     Fault("the launcher stopped for a moment", partial(_pause, True), survives=True),
     Fault("an exception", partial(_to_worker, RAISE_SIGNAL)),
     Fault("out of memory", partial(_to_worker, NO_MEMORY_SIGNAL)),
-    Fault("a process stuck", partial(_to_worker, STUCK_SIGNAL)),
+    Fault("a process stuck", _get_stuck),
     Fault("files limited to 4 KiB", partial(_limit, resource.RLIMIT_FSIZE, lambda pid: 4096)),
     Fault("no more open files", partial(_limit, resource.RLIMIT_NOFILE, _open_files)),
     Fault("a full disk", _fill_disk, prepare=_small_disk),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import socket
 import sys
@@ -40,10 +41,19 @@ COMMAND, TORCHRUN, SCRIPT, BY_HAND = "command", "torchrun", "script", "script by
 LAUNCHES = (COMMAND, TORCHRUN, SCRIPT, BY_HAND)
 
 
+#: What torchrun itself says of a process that was killed, whose kind its own end leaves no time to speak.
+_AGENT = re.compile(r"^ *exitcode +: -\d+ \(pid: .*|.*SignalException: Process \d+ got signal.*", re.MULTILINE)
+
+
 def free_port() -> int:
-    """A port that nobody has at this moment."""
-    with socket.create_server(("127.0.0.1", 0)) as any_socket:
-        return int(any_socket.getsockname()[1])
+    """A port that nobody has at this moment, and that the system gives nobody: another case may start meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)
+        try:
+            with socket.create_server(("127.0.0.1", port)):
+                return port
+        except OSError:
+            continue
 
 
 @dataclass(frozen=True)
@@ -176,7 +186,11 @@ class Run:
 
     def told(self) -> list[str]:
         """The lines that say why a run has ended."""
-        return [line for line in self.printed().splitlines() if line.startswith(("error: ", "stopped by "))]
+        printed = self.printed()
+        told = [line for line in printed.splitlines() if line.startswith(("error: ", "stopped by "))]
+        if not told and self.launch in (TORCHRUN, SCRIPT):
+            return [f"torchrun: {found[0].strip()}" for found in _AGENT.finditer(printed)][-1:]
+        return told
 
 
 def _note_work(path: Path, lingering: Lingering) -> None:

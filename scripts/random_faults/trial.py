@@ -19,7 +19,7 @@ from hf_gpipe.checkpoint.directory import checkpoints, step_of
 from hf_gpipe.runtime.job import ENDING
 from scripts import chaos
 from scripts.random_faults.faults import FAULTS, Fault, Scene
-from scripts.random_faults.runs import COMMAND, LAUNCHES, SCRIPT, STEPS, TORCHRUN, Lingering, Run
+from scripts.random_faults.runs import BY_HAND, COMMAND, SCRIPT, STEPS, TORCHRUN, Lingering, Run
 
 #: A run that has not ended so long after its fault hangs: six time limits of a message, which a save may take, and the
 #: time that torchrun gives its processes.
@@ -87,7 +87,8 @@ def try_case(seed: int, number: int, only: str, prepared: Prepared, folder: Path
     phase = dice.choice(sorted(PHASES if program_of(launch) == COMMAND else PHASES_OF_SCRIPT))
     phase = _STARTING if fault.is_at_start else phase
     lingers = dice.choice((0.0, dice.uniform(0.05, 0.8)))
-    victim = dice.randrange(2)
+    # The main process alone reads the data.
+    victim = 0 if phase == "reading" else dice.randrange(2)
     folder.mkdir(parents=True)
     shutil.copytree(prepared.folder / "cache", folder / "cache")
     if fault.prepare is not None:
@@ -143,10 +144,11 @@ def _judge(
     code, told = run.launcher.poll(), run.told()
     run.end()
     is_over = code == 0
-    must_tell = not is_over and not fault.is_silent
+    # A shell that a signal has ended says nothing, and its processes end with it.
+    must_tell = not is_over and not fault.is_silent and not (run.launch == BY_HAND and (code or 0) < 0)
     if must_tell and not told:
         problems.append(f"no line says why: exit code {code}")
-    if run.launch != TORCHRUN and len(told) > 1:
+    if len(told) > 1:
         problems.append(f"{len(told)} lines")
     if run.launch == COMMAND and "Traceback" in run.printed():
         problems.append("a traceback")
@@ -189,10 +191,10 @@ def _wait_for_end(scene: Scene, deadline: float) -> list[int]:
     """Wait until nothing runs but what was stopped, and its launcher, which nothing tells; what runs at the end."""
     run = scene.run
     while left := [pid for pid in run.running() if pid not in scene.stopped]:
-        # torchrun's agent and a shell wait for a stopped process until somebody ends it.
-        if left == [run.launcher.pid] and any(pid in run.workers() and chaos.is_running(pid) for pid in scene.stopped):
-            if run.launch not in (COMMAND, TORCHRUN):
-                return []
+        # A shell waits for a stopped process until somebody ends it.
+        waits = any(pid in run.workers() and chaos.is_running(pid) for pid in scene.stopped)
+        if run.launch == BY_HAND and left == [run.launcher.pid] and waits:
+            return []
         if time.monotonic() > deadline:
             return left
         time.sleep(0.02)
@@ -242,7 +244,7 @@ def prepare(folder: Path) -> Prepared:
         own = folder / launch
         if not (own / "done").exists():
             shutil.rmtree(own, ignore_errors=True)
-            run = Run(LAUNCHES[0] if launch == COMMAND else LAUNCHES[3], recipe, own / "first", own / "out")
+            run = Run(COMMAND if launch == COMMAND else BY_HAND, recipe, own / "first", own / "out")
             if run.launcher.wait(RUN_SECONDS) != 0:
                 run.end()
                 raise RuntimeError(f"the run without a fault fails: {run.printed()}")
