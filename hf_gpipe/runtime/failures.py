@@ -28,11 +28,13 @@ from hf_gpipe.runtime.store import count_in_store
 
 #: How long a process on another machine has to tell its own failure, which is the cause of this one's.
 _CAUSE_SECONDS = 3.0
+#: torchrun's agent sets it for its processes, and tells which of them was killed.
+_AGENT_VARIABLE = "TORCHELASTIC_RUN_ID"
 #: How long the store may take to answer: a stopped process that has it never does, and no time limit of torch's holds.
 _STORE_SECONDS = 5.0
-_LOST = (
-    "no failure of another process is known here: look at the other machines, one of which may be lost, or its network"
-)
+_LOST = "no failure of another process is known here: "
+_LOST_MACHINE = f"{_LOST}look at the other machines, one of which may be lost, or its network"
+_LOST_PROCESS = f"{_LOST}one was killed, as the system does when memory runs out, or has ended without a word"
 
 _TIMED_OUT = re.compile(
     r"\[\S*gloo\S*\] Timed out waiting (?P<gloo_ms>\d+)ms for (?P<gloo>\w+) operation to complete"
@@ -132,11 +134,12 @@ def tell(failure: Failure, traceback_file: Path | None = None, *, store_answers:
     if not failure.is_consequence:
         if _is_first():
             show(failure, traceback_file)
-    elif _has_other_machines():
-        # The cause may be a machine that is gone, and then nobody else tells it.
+    elif _has_other_machines() or (Job.current().has_met and _AGENT_VARIABLE not in os.environ):
+        # The cause may be a machine that is gone, or a process that was killed and has no launcher that tells it.
         time.sleep(_CAUSE_SECONDS)
         if _is_first():
-            show(replace(failure, message=f"{failure.message} ({_LOST})"), traceback_file)
+            lost = _LOST_MACHINE if _has_other_machines() else _LOST_PROCESS
+            show(replace(failure, message=f"{failure.message} ({lost})"), traceback_file)
     return failure.exit_code
 
 

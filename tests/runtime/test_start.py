@@ -27,6 +27,8 @@ dist.barrier()
 if what == "wait":
     time.sleep(600)
 if os.environ["RANK"] == "1":
+    if what == "killed":
+        os.kill(os.getpid(), 9)
     raise {"fault": ValueError("boom"), "user": UserError("the key is wrong")}[what]
 dist.all_reduce(torch.ones(1))
 """
@@ -73,6 +75,19 @@ def test_an_exception_that_a_script_does_not_catch(what: str, exit_code: int, li
     assert told[1].splitlines()[-1] == line
     assert ("Traceback" in told[1]) == (what == "fault")
     assert told[1].count("error: ") == 1
+
+
+def test_a_process_that_is_killed_and_has_no_launcher() -> None:
+    """Nobody but the others can tell it."""
+    port = free_port()
+    processes = [script(rank, port, "killed") for rank in range(2)]
+    begin = time.monotonic()
+    told = [process.communicate(timeout=200)[1] for process in processes]
+    assert time.monotonic() - begin < 100
+    assert [process.returncode for process in processes] == [1, -9]
+    (line,) = told[0].splitlines()
+    assert line.startswith("error: process 0: RuntimeError: lost the connection to another process (no failure of")
+    assert told[1] == ""
 
 
 def test_a_port_that_is_in_use() -> None:
