@@ -118,7 +118,7 @@ def tell(failure: Failure, traceback_file: Path | None = None, *, store_answers:
     Args:
         failure: of this process.
         traceback_file: as for `report`.
-        store_answers: if not, it is what all processes have found, and no launcher that is stopped tells it: the first
+        store_answers: if not, it is what all processes have found, and no launcher that is stopped tells it: one
             process of each machine does.
     """
     failure = replace(failure, is_told=not store_answers)
@@ -126,7 +126,7 @@ def tell(failure: Failure, traceback_file: Path | None = None, *, store_answers:
         earlier = read_error_file(Path(path))
         _write_error_file(Path(path), replace(failure, time=earlier.time) if earlier else failure)
     if not store_answers:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if _speaks_for_machine():
             show(failure, traceback_file)
         return failure.exit_code
     if LAUNCHER_PID in os.environ:
@@ -215,6 +215,14 @@ def _is_first() -> bool:
             if not has_agent:
                 return _rank() == 0  # process 0, which held the store, has told its own failure and is gone
     return os.environ.get("LOCAL_RANK", "0") == "0" or dist.is_initialized()
+
+
+def _speaks_for_machine() -> bool:
+    """Whether this process tells for all of its machine that the store is silent: the first that does not have it."""
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_with_process_0 = os.environ.get("RANK", "0") == local_rank
+    return local_rank == ("1" if is_with_process_0 and not has_agent else "0")
 
 
 def of_machine() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -22,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
 from transformers import MarianConfig
 
 from hf_gpipe import PipelineTrainer, PipelineTrainingArguments
+from hf_gpipe.checkpoint import lock
 from hf_gpipe.data import PairCollator
 from hf_gpipe.runtime import job, launch
 from hf_gpipe.runtime.job import Job
@@ -33,6 +35,8 @@ NUM_PROCESSES = 2
 STEPS, SAVED, EVALUATED = 12, 3, 4
 #: How long a process waits for a message, and for others that have not started yet (in the product: 300 s).
 TIMEOUT_SECONDS, APART_SECONDS = 8, 40
+#: How long a run waits for another one in its directory to end (in the product: 5 s, in which these runs are over).
+ENDING_SECONDS = 0.3
 #: On these a process raises an error or is stuck, wherever it is in Python.
 RAISE_SIGNAL, NO_MEMORY_SIGNAL, STUCK_SIGNAL = signal.SIGRTMIN + 5, signal.SIGRTMIN + 6, signal.SIGRTMIN + 7
 
@@ -99,7 +103,7 @@ class Run:
 
     def _launch(self) -> int:
         """In the launcher's process: start the others and wait for them."""
-        job.APART_SECONDS = APART_SECONDS
+        job.APART_SECONDS, lock.ENDING_SECONDS = APART_SECONDS, ENDING_SECONDS
         os.environ.update({SECRET_VARIABLE: new_secret(), **self.environment})
         # torchrun waits for so long before it kills what does not end.
         os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "10"
@@ -128,6 +132,7 @@ class Run:
         while any(process.poll() is None for process in processes):
             time.sleep(0.02)
         codes = [process.poll() or 0 for process in processes]
+        (self.folder / "codes").write_text(json.dumps(codes))
         # As a shell says it: a signal is 128 and its number.
         return max(code if code >= 0 else 128 - code for code in codes)
 
@@ -170,6 +175,12 @@ class Run:
 
     def _is_running(self, pid: int) -> bool:
         return self.launcher.poll() is None if pid == self.launcher.pid else chaos.is_running(pid)
+
+    def is_silenced(self) -> bool:
+        """Whether nobody is left who could say why the run has ended: nothing of it but a shell watches over it, which
+        was killed, or process 0 was, which has the store."""
+        codes = self.folder / "codes"
+        return self.launch == BY_HAND and (not codes.exists() or json.loads(codes.read_text())[0] < 0)
 
     def end(self) -> None:
         """Kill what is left."""

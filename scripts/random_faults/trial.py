@@ -144,8 +144,7 @@ def _judge(
     code, told = run.launcher.poll(), run.told()
     run.end()
     is_over = code == 0
-    # A shell that a signal has ended says nothing, and its processes end with it.
-    must_tell = not is_over and not fault.is_silent and not (run.launch == BY_HAND and (code or 0) < 0)
+    must_tell = not is_over and not fault.is_silent and not run.is_silenced()
     if must_tell and not told:
         problems.append(f"no line says why: exit code {code}")
     if len(told) > 1:
