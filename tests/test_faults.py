@@ -293,6 +293,30 @@ def test_a_step_that_does_not_end_is_not_waited_for(where: str, why: str) -> Non
     assert err.startswith(f"error: process 0 was asked to stop by SIGTERM and ended without saving, since {why}")
 
 
+ENDED_EARLY = """
+import os, signal, subprocess, sys, time
+from hf_gpipe.runtime import failures
+from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.training.stopping import StopRequest
+with StopRequest(Processes.of_job(), 60.0) as request:
+    child = subprocess.Popen(["true"])
+    child.wait()
+    request._peers = [child.pid]
+    if sys.argv[1] == "failed":
+        failures.note(MemoryError("too little"))
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("what", "told"), [("failed", "error: process 0: MemoryError: too little\n"), ("stopped", "")])
+def test_a_process_that_looks_for_advice_is_told_to_end(what: str, told: str) -> None:
+    """torchrun ends it as soon as another one has ended, which has only lost its connection and says nothing."""
+    command = [sys.executable, "-c", ENDED_EARLY, what]
+    ended = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stderr) == (1, told)
+
+
 def test_the_handlers_are_given_back() -> None:
     program = """
 import os, signal

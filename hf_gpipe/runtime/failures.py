@@ -98,8 +98,16 @@ def note(error: BaseException) -> None:
 
     So it has an earlier time than the failures of processes that wait for this one. `tell` later replaces the message.
     """
+    failure = Job.current().failure = describe(error)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        _write_error_file(Path(path), describe(error))
+        _write_error_file(Path(path), failure)
+
+
+def tell_noted() -> None:
+    """Tell what `note` has noted, in a process that must end during the search for its cause."""
+    failure = Job.current().failure
+    if failure is not None and not failure.is_consequence:
+        tell(failure)
 
 
 def report(error: BaseException, traceback_file: Path | None = None) -> int:
