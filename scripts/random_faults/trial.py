@@ -144,7 +144,7 @@ def _judge(
     code, told = run.launcher.poll(), run.told()
     run.end()
     is_over = code == 0
-    must_tell = not is_over and not fault.is_silent and not run.is_silenced()
+    must_tell = not is_over and not fault.is_silent and (bool(scene.stopped) or not run.is_silenced())
     if must_tell and not told:
         problems.append(f"no line says why: exit code {code}")
     if len(told) > 1:
