@@ -1,11 +1,16 @@
 """Break a training in every way, in every process and phase, and see that nothing hangs and nothing saved is lost.
 
     python scripts/chaos.py [--quick] [--only WORD] [--output FOLDER]
+    python scripts/chaos.py --minutes N [--seed S] [--case C] [--only WORD] [--output FOLDER]
 
 Each fault is injected into a run of `python -m hf_gpipe.train` over three processes, by wrapping one function of the
 product in one of them. Then: every process is gone in time; the exit code and the one message are right and name the
 place; the newest checkpoint loads in transformers; the run, started again, ends with the weights of one that was never
 disturbed. The processes are forked from this one, which has imported everything, and so start in no time.
+
+With --minutes faults are drawn: the kind, the launch (our command, torchrun, a script in Python under torchrun, and one
+started by hand), the process, the phase and the moment. Each is a line in FOLDER/results.jsonl, and the table of all
+comes last. The seed is printed. Started again with the same seed and folder, the script goes on after the last case.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import importlib
 import json
 import math
 import os
+import random
 import re
 import signal
 import sys
@@ -116,7 +122,8 @@ def _disk_full() -> NoReturn:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _stuck() -> None:
+def stuck() -> None:
+    """Wait for ever."""
     while True:
         time.sleep(3600)
 
@@ -127,7 +134,7 @@ KINDS: dict[str, Callable[[], None]] = {
     "device memory": _out_of_device_memory,
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
-    "stuck": _stuck,
+    "stuck": stuck,
     "disk full": _disk_full,
 }
 WRITES = ("weights", "state", "publish")
@@ -311,6 +318,21 @@ def fork_ahead(worker: Callable[[int], int], folder: Path, num_processes: int) -
     Their numbers are written to the file `pids` in the folder.
     """
 
+    start = forked_ahead(worker, num_processes, folder / "pids")
+    launch.start = lambda command, environment: start(environment)  # type: ignore[assignment]
+
+
+def forked_ahead(
+    worker: Callable[[int], int], num_processes: int, pids: Path | None = None
+) -> Callable[[dict[str, str]], Forked]:
+    """Fork processes that wait for their environment: the function gives it to the next one, which then works.
+
+    Args:
+        worker: what a process does, from its rank to its exit code.
+        num_processes: how many there are.
+        pids: a file for their numbers.
+    """
+
     def wait_and_work(pipe: int, own: int) -> int:
         # Else it would wait for ever where the launcher ends without it.
         for write in (own, *(other for _, other in waiting)):
@@ -327,14 +349,15 @@ def fork_ahead(worker: Callable[[int], int], folder: Path, num_processes: int) -
         read, write = os.pipe()
         waiting.append((Forked(partial(wait_and_work, read, write)), write))
         os.close(read)
-    (folder / "pids").write_text("".join(f"{process.pid}\n" for process, _ in waiting))
+    if pids is not None:
+        pids.write_text("".join(f"{process.pid}\n" for process, _ in waiting))
 
-    def start(command: Sequence[str], environment: dict[str, str]) -> Forked:
+    def start(environment: dict[str, str]) -> Forked:
         process, pipe = waiting.pop(0)
         os.write(pipe, json.dumps(environment).encode() + b"\n")
         return process
 
-    launch.start = start  # type: ignore[assignment]
+    return start
 
 
 def is_running(process: int) -> bool:
@@ -416,7 +439,7 @@ def _wrong_end(fault: Fault, exit_code: int | None, told: list[str], stderr: str
         problems.append(f"{len(told)} messages{', and a traceback' * ('Traceback' in stderr)}")
     place = fault.place.said.format(process=fault.process)
     # A thread that writes is waited for by the main thread.
-    stuck = "while saving checkpoint-4" if fault.phase in WRITES else ".*_stuck"
+    stuck = "while saving checkpoint-4" if fault.phase in WRITES else ".* in stuck"
     patterns = {
         "SIGTERM": r"stopped by SIGTERM after step \d of 6; all of it is saved" if is_stopped else "killed by SIGTERM",
         "SIGKILL": rf"process {fault.process} was killed by SIGKILL",
@@ -424,7 +447,7 @@ def _wrong_end(fault: Fault, exit_code: int | None, told: list[str], stderr: str
         "disk full": rf"process {fault.process}.*No space left on device",
     }
     if fault.phase == "data":
-        patterns["stuck"] = rf"process 0, {place}: the dataset has given nothing for \d+ seconds, in _stuck"
+        patterns["stuck"] = rf"process 0, {place}: the dataset has given nothing for \d+ seconds, in stuck"
     # Where memory runs out, the planner's advice stands between the two.
     pattern = patterns.get(fault.kind, rf"(?=.*{place}).*process {fault.process}.*injected")
     if not any(re.search(pattern, line) for line in told):
@@ -480,12 +503,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="try the faults whose description has this word in it")
     parser.add_argument("--quick", action="store_true", help="try a dozen faults")
     parser.add_argument("--output", type=Path, help="an empty folder to keep all runs in")
+    parser.add_argument("--minutes", type=float, help="draw faults for so long")
+    parser.add_argument("--seed", type=int, help="of the faults that are drawn; without it a new one")
+    parser.add_argument("--case", type=int, help="with --seed: this case alone, which is tried again")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     # Once, not in every process: what is imported late, and how fast this machine is.
     for module in ("hf_gpipe.training.job", "matplotlib.backends.backend_agg", "matplotlib.font_manager", "sacrebleu"):
         importlib.import_module(module)
     this_machine(torch.device("cpu"), NUM_PROCESSES)
+    if options.minutes is not None:
+        return _draw(options.minutes, options.seed, options.case, options.only, options.output)
     faults = [fault for fault in (some_faults() if options.quick else all_faults()) if options.only in str(fault)]
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="hf_gpipe-chaos-") as temporary:
@@ -511,6 +539,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"the slowest end took {slowest:.1f} seconds"
     )
     return 1 if wrong else 0
+
+
+def _draw(minutes: float, seed: int | None, case: int | None, only: str, output: Path | None) -> int:
+    from scripts.random_faults.search import search  # it imports this module
+
+    seed = random.SystemRandom().randrange(10**6) if seed is None else seed
+    folder = output or Path(tempfile.mkdtemp(prefix="hf_gpipe-chaos-"))
+    print(f"seed {seed}, in {folder}", flush=True)
+    return search(seed, 60 * minutes, folder.resolve(), only, case)
 
 
 if __name__ == "__main__":

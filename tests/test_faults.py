@@ -44,6 +44,28 @@ def test_a_dozen_faults(tmp_path: Path) -> None:
     assert re.search(r"1\d faults: 0 hangs, 0 lost or corrupt checkpoints, 0 with anything wrong", out)
 
 
+def test_faults_that_are_drawn(tmp_path: Path) -> None:
+    """Two cases at least, and in the same folder others: what is done is not done again."""
+    words = ["--minutes", "0.02", "--seed", "3", "--only", "SIGKILL to a process, command", "--output"]
+    counts = []
+    for turn in ("first", "second"):
+        (tmp_path / turn).mkdir()
+        process = forked_command.start_function(tmp_path / turn, chaos.main, [*words, str(tmp_path / "out")])
+        try:
+            process.join(400)
+        finally:
+            process.kill()
+        out, err = ((tmp_path / turn / name).read_text() for name in ("run.out", "run.err"))
+        assert process.exitcode == 0, out + err
+        results = [json.loads(line) for line in (tmp_path / "out/results.jsonl").read_text().splitlines()]
+        assert all(one["bit_equal"] and not one["hang"] and not one["loss"] for one in results)
+        counts.append(len(results))
+    assert 0 < counts[0] < counts[1]
+    assert len({one["case"] for one in results}) == counts[1]
+    met = [one for one in results if one["met"]]
+    assert f"| SIGKILL to a process | command | {len(met)} |" in out or not met
+
+
 # ---------------------------------------------------------------------- stopping
 
 
@@ -269,6 +291,30 @@ def test_a_step_that_does_not_end_is_not_waited_for(where: str, why: str) -> Non
         _, err = process.communicate(timeout=20)
     assert process.returncode == 128 + signal.SIGTERM
     assert err.startswith(f"error: process 0 was asked to stop by SIGTERM and ended without saving, since {why}")
+
+
+ENDED_EARLY = """
+import os, signal, subprocess, sys, time
+from hf_gpipe.runtime import failures
+from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.training.stopping import StopRequest
+with StopRequest(Processes.of_job(), 60.0) as request:
+    child = subprocess.Popen(["true"])
+    child.wait()
+    request._peers = [child.pid]
+    if sys.argv[1] == "failed":
+        failures.note(MemoryError("too little"))
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("what", "told"), [("failed", "error: process 0: MemoryError: too little\n"), ("stopped", "")])
+def test_a_process_that_looks_for_advice_is_told_to_end(what: str, told: str) -> None:
+    """torchrun ends it as soon as another one has ended, which has only lost its connection and says nothing."""
+    command = [sys.executable, "-c", ENDED_EARLY, what]
+    ended = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stderr) == (1, told)
 
 
 def test_the_handlers_are_given_back() -> None:

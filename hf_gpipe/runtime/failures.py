@@ -28,11 +28,13 @@ from hf_gpipe.runtime.store import count_in_store
 
 #: How long a process on another machine has to tell its own failure, which is the cause of this one's.
 _CAUSE_SECONDS = 3.0
+#: torchrun's agent sets it for its processes, and tells which of them was killed.
+_AGENT_VARIABLE = "TORCHELASTIC_RUN_ID"
 #: How long the store may take to answer: a stopped process that has it never does, and no time limit of torch's holds.
 _STORE_SECONDS = 5.0
-_LOST = (
-    "no failure of another process is known here: look at the other machines, one of which may be lost, or its network"
-)
+_LOST = "no failure of another process is known here: "
+_LOST_MACHINE = f"{_LOST}look at the other machines, one of which may be lost, or its network"
+_LOST_PROCESS = f"{_LOST}one was killed, as the system does when memory runs out, or has ended without a word"
 
 _TIMED_OUT = re.compile(
     r"\[\S*gloo\S*\] Timed out waiting (?P<gloo_ms>\d+)ms for (?P<gloo>\w+) operation to complete"
@@ -57,6 +59,7 @@ class Failure:
         time: seconds since the epoch, to tell which process failed first.
         traceback: Python's, unless the user can correct the failure; then it is empty.
         is_time_limit: whether it waited too long for another process.
+        is_told: whether a process has printed it, for want of a launcher that does.
     """
 
     message: str
@@ -65,6 +68,7 @@ class Failure:
     time: float
     traceback: str
     is_time_limit: bool = False
+    is_told: bool = False
 
 
 def describe(error: BaseException) -> Failure:
@@ -94,8 +98,16 @@ def note(error: BaseException) -> None:
 
     So it has an earlier time than the failures of processes that wait for this one. `tell` later replaces the message.
     """
+    failure = Job.current().failure = describe(error)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        _write_error_file(Path(path), describe(error))
+        _write_error_file(Path(path), failure)
+
+
+def tell_noted() -> None:
+    """Tell what `note` has noted, in a process that must end during the search for its cause."""
+    failure = Job.current().failure
+    if failure is not None and not failure.is_consequence:
+        tell(failure)
 
 
 def report(error: BaseException, traceback_file: Path | None = None) -> int:
@@ -114,14 +126,15 @@ def tell(failure: Failure, traceback_file: Path | None = None, *, store_answers:
     Args:
         failure: of this process.
         traceback_file: as for `report`.
-        store_answers: if not, it is what all processes have found, and no launcher that is stopped tells it: the first
+        store_answers: if not, it is what all processes have found, and no launcher that is stopped tells it: one
             process of each machine does.
     """
+    failure = replace(failure, is_told=not store_answers)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         earlier = read_error_file(Path(path))
         _write_error_file(Path(path), replace(failure, time=earlier.time) if earlier else failure)
     if not store_answers:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if _speaks_for_machine():
             show(failure, traceback_file)
         return failure.exit_code
     if LAUNCHER_PID in os.environ:
@@ -129,11 +142,12 @@ def tell(failure: Failure, traceback_file: Path | None = None, *, store_answers:
     if not failure.is_consequence:
         if _is_first():
             show(failure, traceback_file)
-    elif _has_other_machines():
-        # The cause may be a machine that is gone, and then nobody else tells it.
+    elif _has_other_machines() or (Job.current().has_met and _AGENT_VARIABLE not in os.environ):
+        # The cause may be a machine that is gone, or a process that was killed and has no launcher that tells it.
         time.sleep(_CAUSE_SECONDS)
         if _is_first():
-            show(replace(failure, message=f"{failure.message} ({_LOST})"), traceback_file)
+            lost = _LOST_MACHINE if _has_other_machines() else _LOST_PROCESS
+            show(replace(failure, message=f"{failure.message} ({lost})"), traceback_file)
     return failure.exit_code
 
 
@@ -209,6 +223,14 @@ def _is_first() -> bool:
             if not has_agent:
                 return _rank() == 0  # process 0, which held the store, has told its own failure and is gone
     return os.environ.get("LOCAL_RANK", "0") == "0" or dist.is_initialized()
+
+
+def _speaks_for_machine() -> bool:
+    """Whether this process tells for all of its machine that the store is silent: the first that does not have it."""
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_with_process_0 = os.environ.get("RANK", "0") == local_rank
+    return local_rank == ("1" if is_with_process_0 and not has_agent else "0")
 
 
 def of_machine() -> str:

@@ -77,6 +77,7 @@ class Job:
         is_in_call: whether this process is in such a call.
         machines: of several machines a line about each; empty otherwise.
         answers: of the store at which the processes have met; None: there is none.
+        failure: what `failures.note` has noted of this process; None: nothing.
         reading_since: since when this process reads a mini-batch, by `time.monotonic`; None: it does not.
     """
 
@@ -91,6 +92,7 @@ class Job:
         self.is_in_call = False
         self.machines: list[str] = []
         self.answers: Answers | None = None
+        self.failure: Any = None
         self.reading_since: float | None = None
         self._store: dist.Store | None = None
         self._heartbeat: Heartbeat | None = None

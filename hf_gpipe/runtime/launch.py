@@ -69,7 +69,9 @@ def launch(
         print(f"stopped by {stop.signal.name} without saving", file=sys.stderr, flush=True)
         return 128 + stop.signal
     if failure is not None:
-        show(failure, traceback_file)
+        # A launcher that was stopped for long finds, when it goes on, that its processes have said it themselves.
+        if not failure.is_told:
+            show(failure, traceback_file)
         return failure.exit_code
     return max(child.exit_code or 0 for child in children)
 

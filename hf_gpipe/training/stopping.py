@@ -113,7 +113,10 @@ class StopRequest:
             if self._stop.seconds > self._stop_seconds:
                 self._end(f"its step did not end within {self._stop_seconds:g} seconds (training.stop_seconds)")
             if self.signal and any(not _is_running(peer) for peer in self._peers):
-                # Whatever this process waits for will not come. The peer's own message says why it ended.
+                # Whatever this process waits for will not come. The peer's own message says why it ended, unless it
+                # ended because of this one, which still looks for advice.
+                with contextlib.suppress(Exception):
+                    failures.tell_noted()
                 os._exit(EXIT_FAILURE)
 
     def _end(self, why: str) -> None:

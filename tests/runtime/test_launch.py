@@ -174,6 +174,7 @@ def test_no_process_waits_for_ever_for_a_launcher_that_is_stopped(tmp_path: Path
         os.kill(launcher.pid, signal.SIGCONT)
         launcher.join(60)
         assert launcher.exitcode == 1
+        assert texts(tmp_path)[1] == line, "it is told once, though the launcher goes on"
     finally:
         launcher.kill()
 

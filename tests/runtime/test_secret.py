@@ -22,11 +22,11 @@ from hf_gpipe.runtime import secret
 from hf_gpipe.runtime.meeting import meet
 from hf_gpipe.runtime.preflight import Facts
 from hf_gpipe.runtime.secret import SECRET_VARIABLE, SignedStore, new_secret, signed, store_on_loopback
+from scripts.random_faults.peers import listening
 
 REPOSITORY = Path(__file__).parents[2]
 LIMIT = timedelta(seconds=20)
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
-LISTENS = "0A"
 
 
 def start(what: str, folder: Path, port: int, rank: int, **variables: str) -> subprocess.Popen[str]:
@@ -66,24 +66,6 @@ def test_an_uninvited_peer_that_answers_first_is_refused_and_runs_nothing(tmp_pa
         assert "Traceback" not in err
 
 
-def _listening(pid: int) -> list[tuple[str, int]]:
-    """The addresses, as hexadecimal digits, and ports at which a process listens."""
-    found = []
-    sockets = set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            sockets.add(os.readlink(link))
-        except OSError:
-            continue
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == LISTENS and f"socket:[{fields[9]}]" in sockets:
-                address, _, port = fields[1].partition(":")
-                found.append((address, int(port, 16)))
-    return found
-
-
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc")
 def test_a_local_run_listens_on_loopback_alone_and_survives_garbage(tmp_path: Path) -> None:
     dice = random.Random(0)
@@ -96,8 +78,8 @@ def test_a_local_run_listens_on_loopback_alone_and_survives_garbage(tmp_path: Pa
             assert time.monotonic() < deadline
             assert all(process.poll() is None for process in processes), processes[0].communicate()[1]
             time.sleep(0.05)
-        ports = [found for process in processes for found in _listening(process.pid)]
-        ports += [found for found in _listening(os.getpid()) if found[1] == store.port]
+        ports = [found for process in processes for found in listening(process.pid)]
+        ports += [found for found in listening(os.getpid()) if found[1] == store.port]
         assert len(ports) >= 3, "gloo of two processes, and the store"
         assert {address for address, _ in ports} <= LOOPBACK
         for _, port in ports:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -20,13 +21,15 @@ from hf_gpipe.runtime.joining import join_job
 what, limit = sys.argv[1], int(sys.argv[2])
 if limit:
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(limit, 60), limit))
-join_job(60.0)
+join_job(8.0 if what == "stopped" else 60.0)
 import torch, torch.distributed as dist
 print("limit", resource.getrlimit(resource.RLIMIT_NOFILE)[0], flush=True)
 dist.barrier()
-if what == "wait":
+if what in ("wait", "stopped"):
     time.sleep(600)
 if os.environ["RANK"] == "1":
+    if what == "killed":
+        os.kill(os.getpid(), 9)
     raise {"fault": ValueError("boom"), "user": UserError("the key is wrong")}[what]
 dist.all_reduce(torch.ones(1))
 """
@@ -73,6 +76,39 @@ def test_an_exception_that_a_script_does_not_catch(what: str, exit_code: int, li
     assert told[1].splitlines()[-1] == line
     assert ("Traceback" in told[1]) == (what == "fault")
     assert told[1].count("error: ") == 1
+
+
+def test_a_process_that_is_killed_and_has_no_launcher() -> None:
+    """Nobody but the others can tell it."""
+    port = free_port()
+    processes = [script(rank, port, "killed") for rank in range(2)]
+    begin = time.monotonic()
+    told = [process.communicate(timeout=200)[1] for process in processes]
+    assert time.monotonic() - begin < 100
+    assert [process.returncode for process in processes] == [1, -9]
+    (line,) = told[0].splitlines()
+    assert line.startswith("error: process 0: RuntimeError: lost the connection to another process (no failure of")
+    assert told[1] == ""
+
+
+def test_the_store_is_in_process_0_and_that_is_stopped() -> None:
+    """It can say nothing itself, so another one does."""
+    port = free_port()
+    processes = [script(rank, port, "stopped") for rank in range(2)]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("limit")
+        time.sleep(1.0)
+        processes[0].send_signal(signal.SIGSTOP)
+        _, err = processes[1].communicate(timeout=100)
+        assert processes[1].returncode == 1
+        (line,) = err.splitlines()
+        assert line.startswith("error: process 1: the process that has the store of this job has said nothing for ")
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 def test_a_port_that_is_in_use() -> None:
