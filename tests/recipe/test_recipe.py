@@ -196,7 +196,8 @@ def test_fields_that_contradict_each_other_are_refused(override: str, message: s
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("training.num_train_epochs", 3.0), ("pipeline.device", "auto"), ("pipeline.schedule", None), ("data.seed", 0)]
+    ("key", "value"),
+    [("training.num_train_epochs", 3.0), ("pipeline.device", "auto"), ("pipeline.schedule", None), ("data.seed", 0)],
 )
 def test_null_takes_a_key_back_to_its_default_and_nothing_is_an_error(key: str, value: object, tmp_path: Path) -> None:
     section, _, name = key.partition(".")
