@@ -12,9 +12,10 @@ import torch
 import transformers
 
 from hf_gpipe.adapters import stubs
+from hf_gpipe.exactness import Step
 from hf_gpipe.schedule.validate import check_table
 from scripts.random_cases.draw import Case, draw, families, random_table
-from scripts.random_cases.run import REFUSED, RIGHT, WRONG, run
+from scripts.random_cases.run import REFUSED, RIGHT, WRONG, difference, run
 from scripts.random_search import counts, line_of, main, quiet, search
 
 SECONDS = 45
@@ -145,3 +146,14 @@ def test_random_tables_are_valid() -> None:
     rng = random.Random(random.SystemRandom().randrange(10**6))
     for _ in range(20):
         check_table(random_table(rng.randint(1, 4), rng.randint(1, 4), rng, recomputes=rng.random() < 0.5))
+
+
+def test_a_gradient_of_rounding_is_none() -> None:
+    """That of the bias of attention's keys is 0 in exact arithmetic, and here it may be all that is trained."""
+
+    def step(gradient: float, loss: float = 1.0) -> Step:
+        return Step(loss, {"k_proj.bias": torch.full((3,), gradient, dtype=torch.float64)}, torch.float64)
+
+    assert difference(step(1e-20), step(-2e-20)) == 0
+    assert difference(step(1e-20, 1.5), step(2e-20)) == 0.5
+    assert difference(step(1e-9), step(2e-9)) == pytest.approx(0.5)

@@ -35,6 +35,9 @@ from scripts.random_cases.draw import Case, draw, random_table
 from scripts.random_cases.fields import apply, changes
 from scripts.random_cases.in_float64 import in_float64
 
+#: Gradients whose norm is smaller than so many times the rounding of 1 are rounding.
+_LEAST_NORM = 1e-2
+
 RIGHT, REFUSED, NOT_RUNNABLE, WRONG = "right", "refused", "not runnable", "wrong"
 
 
@@ -122,14 +125,19 @@ def _difference(case: Case) -> tuple[float, float]:
 
 
 def difference(found: Step, expected: Step) -> float:
-    """As `Step.difference`, but no gradient is a gradient of 0: an expert without tokens has the one or the other."""
+    """As `Step.difference`, but no gradient is a gradient of 0: an expert without tokens has the one or the other.
+
+    So is a gradient that is rounding alone, such as that of the bias of attention's keys, which changes nothing.
+    """
     names = found.gradients.keys() | expected.gradients.keys()
     either = found.gradients | expected.gradients
-    return replace(
-        found, gradients={name: found.gradients.get(name, torch.zeros_like(either[name])) for name in names}
-    ).difference(
-        replace(expected, gradients={n: expected.gradients.get(n, torch.zeros_like(either[n])) for n in names})
-    )
+    steps = [
+        replace(one, gradients={name: one.gradients.get(name, torch.zeros_like(either[name])) for name in names})
+        for one in (found, expected)
+    ]
+    if max(one.norm for one in steps) < _LEAST_NORM * torch.finfo(expected.dtype).eps:
+        steps = [replace(one, gradients={}) for one in steps]
+    return steps[0].difference(steps[1])
 
 
 def _plain(case: Case) -> tuple[PreTrainedModel, list[Batch], Step | None]:
