@@ -55,27 +55,32 @@ struct Pending {
   std::mutex mutex;
   std::condition_variable changed;
   std::array<int, kNumDevices> receives{};
-  // Messages that the host does not know to have ended, and those of them that a stream has waited for.
-  std::array<int, kNumDevices> under_way{}, waited{};
+  // Messages that the host does not know to have ended: the device of each, and whether its stream has waited for it.
+  std::map<const c10d::Work*, std::pair<int, bool>> under_way;
   std::exception_ptr failure;
   std::vector<std::shared_ptr<Results>> results;
 
-  void message_begins(int device) {
+  void message_begins(const c10d::Work* one, int device) {
     std::lock_guard lock(mutex);
-    ++under_way[device];
+    under_way[one] = {device, false};
   }
-  void message_is_waited_for(int device) {
+  void message_is_waited_for(const c10d::Work* one) {
     std::lock_guard lock(mutex);
-    ++waited[device];
+    if (const auto found = under_way.find(one); found != under_way.end()) found->second.second = true;
+  }
+  void message_has_ended(const c10d::Work* one) {
+    std::lock_guard lock(mutex);
+    under_way.erase(one);
   }
   void host_waits(int device, bool is_whole) {
     std::lock_guard lock(mutex);
-    under_way[device] = is_whole ? 0 : std::max(0, under_way[device] - waited[device]);
-    waited[device] = 0;
+    std::erase_if(under_way, [&](const auto& one) {
+      return one.second.first == device && (is_whole || one.second.second);
+    });
   }
   bool has_messages(int device) {
     std::lock_guard lock(mutex);
-    return under_way[device] > 0;
+    return std::any_of(under_way.begin(), under_way.end(), [&](const auto& one) { return one.second.first == device; });
   }
   void arrived(std::shared_ptr<Results> one) {
     std::lock_guard lock(mutex);
@@ -125,8 +130,11 @@ bool is_blocking() {
 
 class NcclWork final : public Work {
  public:
-  NcclWork(int rank, c10d::OpType type, int device) : Work(rank, type), device_(device) {
-    if (is_message()) pending().message_begins(device);
+  NcclWork(int rank, c10d::OpType type) : Work(rank, type) {}
+  bool isCompleted() override {
+    const bool has_ended = Work::isCompleted();
+    if (has_ended) pending().message_has_ended(this);
+    return has_ended;
   }
   void end(std::exception_ptr error, std::shared_ptr<Results> results) {
     results_ = std::move(results);
@@ -134,18 +142,13 @@ class NcclWork final : public Work {
   }
   // Called by `wait` when the operation has ended.
   void synchronize() override {
-    if (is_message() && !was_waited_for_.exchange(true)) pending().message_is_waited_for(device_);
+    pending().message_is_waited_for(this);
     if (!results_) return;
     results_->arrive();
     pending().forget(results_);
   }
 
  private:
-  bool is_message() const {
-    return device_ >= 0 && (opType_ == c10d::OpType::SEND || opType_ == c10d::OpType::RECV);
-  }
-  int device_;
-  std::atomic<bool> was_waited_for_{false};
   std::shared_ptr<Results> results_;
 };
 
@@ -364,7 +367,7 @@ class ProcessGroupNCCL final : public Backend {
     if (is_coalescing_) {
       coalesced_.push_back(std::move(one));
       coalesced_device_ = device;
-      return c10::make_intrusive<NcclWork>(getRank(), c10d::OpType::COALESCED, -1);
+      return c10::make_intrusive<NcclWork>(getRank(), c10d::OpType::COALESCED);
     }
     const auto type = one.is_send ? c10d::OpType::SEND : c10d::OpType::RECV;
     const int other = one.peer < getRank() ? 0 : 1;  // its number in the communicator of the two
@@ -392,7 +395,10 @@ class ProcessGroupNCCL final : public Backend {
                                 Act act) {
     pending().raise_failure();
     const int device = communicator->device;
-    auto work = c10::make_intrusive<NcclWork>(getRank(), type, is_blocking() ? -1 : device);
+    auto work = c10::make_intrusive<NcclWork>(getRank(), type);
+    if (!is_blocking() && (type == c10d::OpType::SEND || type == c10d::OpType::RECV)) {
+      pending().message_begins(work.get(), device);
+    }
     if (is_awaited) pending().add(device, 1);
     communicator->post([communicator, act, work, device, is_awaited] {
       std::exception_ptr error;
