@@ -3,7 +3,8 @@
 // A CUDA tensor here is a CPU tensor's memory under another device. Every operation on CUDA tensors comes to `run`,
 // the fallback of the CUDA dispatch key, which calls the CPU's kernel on CPU aliases of the arguments. It raises an
 // error, as CUDA does, when the arguments are on different devices. The host executes each operation at once, so
-// streams and events have no effect on values; they and blocking synchronisations are told to a listener.
+// between devices streams and events have no effect on values. Between a device and the host they have: what a copy
+// brings to pinned memory is there once the host has waited for it, as `Order` says. Waits are told to a listener.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -16,10 +17,13 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <set>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace {
 using namespace c10;
@@ -36,8 +40,9 @@ void tell(const char* kind, const char* name) {
   if (auto listen = listener.load()) listen(kind, name);
 }
 
-// Waits until the messages that a device is receiving are there.
-std::atomic<void (*)(int device)> messages{nullptr};
+// Tells the messages that the host waits: for all that a device does, and so until its receives are there, or for the
+// current stream of it.
+std::atomic<void (*)(int device, bool is_whole)> messages{nullptr};
 
 constexpr auto kSync = "synchronisation", kPageable = "pageable copy";
 
@@ -58,8 +63,112 @@ thread_local DeviceIndex current_device = 0;
 thread_local std::array<StreamId, kNumDevices> current_stream{};
 std::atomic<StreamId> next_stream{1};
 
+// ---------------------------------------------------------------------- what the host knows to have ended
+
+using Place = std::pair<DeviceIndex, StreamId>;
+using Clock = std::map<Place, uint64_t>;  // the last work of each stream that has ended, or must end before
+
+// A copy between a device and pinned memory, which goes on while the host does.
+struct Copy {
+  Place stream;
+  uint64_t number;
+  at::Tensor host, value;
+  bool is_to_host;
+  // To the host: the memory had no meaning before. To the device: the memory must not have changed.
+  void end() const {
+    if (is_to_host) {
+      host.copy_(value);
+      return;
+    }
+    const auto now = host.contiguous();
+    TORCH_CHECK(std::memcmp(now.const_data_ptr(), value.const_data_ptr(), value.nbytes()) == 0,
+                "emulated CUDA: pinned memory was written before its copy to cuda:", static_cast<int>(stream.first),
+                " had ended");
+  }
+};
+
+class Order {
+ public:
+  // Puts work into a stream.
+  uint64_t work(Place stream) {
+    std::lock_guard lock(mutex_);
+    return clocks_[stream][stream] = ++last_;
+  }
+  Clock of(Place stream) {
+    std::lock_guard lock(mutex_);
+    return clocks_[stream];
+  }
+  Clock of_device(DeviceIndex device) {
+    std::lock_guard lock(mutex_);
+    Clock all;
+    for (const auto& [stream, clock] : clocks_) {
+      if (stream.first == device) merge(all, clock);
+    }
+    return all;
+  }
+  // A stream waits for what was put into others.
+  void wait(Place stream, const Clock& others) {
+    std::lock_guard lock(mutex_);
+    merge(clocks_[stream], others);
+  }
+  void add(Place stream, const at::Tensor& host, const at::Tensor& value, bool is_to_host) {
+    const auto number = work(stream);
+    std::lock_guard lock(mutex_);
+    copies_.push_back({stream, number, host, value, is_to_host});
+  }
+  // The host waits.
+  void end(const Clock& ended) {
+    std::vector<Copy> done;
+    {
+      std::lock_guard lock(mutex_);
+      merge(host_, ended);
+      std::vector<Copy> rest;
+      for (auto& one : copies_) (knows(one.stream, one.number) ? done : rest).push_back(std::move(one));
+      copies_ = std::move(rest);
+    }
+    at::AutoDispatchBelowADInplaceOrView below;
+    impl::ExcludeDispatchKeyGuard without_modes(python_ks);
+    for (const auto& one : done) one.end();
+  }
+  bool has_ended(Place stream, uint64_t number) {
+    std::lock_guard lock(mutex_);
+    return knows(stream, number);
+  }
+
+ private:
+  static void merge(Clock& into, const Clock& other) {
+    for (const auto& [stream, number] : other) into[stream] = std::max(into[stream], number);
+  }
+  bool knows(Place stream, uint64_t number) {
+    const auto found = host_.find(stream);
+    return found != host_.end() && number <= found->second;
+  }
+
+  std::mutex mutex_;
+  uint64_t last_ = 0;
+  std::map<Place, Clock> clocks_;
+  Clock host_;
+  std::vector<Copy> copies_;
+};
+Order& order() {
+  static auto* one = new Order;  // threads use it until the process ends
+  return *one;
+}
+
+Place current(DeviceIndex device) { return {device, current_stream[device]}; }
+
+void host_waits_for(DeviceIndex device, const char* name) {
+  tell(kSync, name);
+  order().end(order().of(current(device)));
+  if (auto note = messages.load()) note(device, false);
+}
+
 struct Event {
   std::chrono::steady_clock::time_point time;
+  Place stream;
+  uint64_t number = 0;
+  Clock clock;
+  bool was_asked = false;
 };
 
 struct Guard final : impl::DeviceGuardImplInterface {
@@ -80,7 +189,8 @@ struct Guard final : impl::DeviceGuardImplInterface {
   DeviceIndex deviceCount() const noexcept override { return kNumDevices; }
   void synchronizeDevice(DeviceIndex index) const override {
     tell(kSync, "device");
-    if (auto drain = messages.load()) drain(device(index).index());
+    order().end(order().of_device(device(index).index()));
+    if (auto drain = messages.load()) drain(device(index).index(), true);
   }
 
   Stream getStream(Device d) const override {
@@ -95,20 +205,44 @@ struct Guard final : impl::DeviceGuardImplInterface {
     current_stream[stream.device_index()] = stream.id();
     return before;
   }
-  bool queryStream(const Stream&) const override { return true; }
-  void synchronizeStream(const Stream&) const override { tell(kSync, "stream"); }
+  bool queryStream(const Stream& stream) const override {
+    order().end(order().of(place(stream)));
+    return true;
+  }
+  void synchronizeStream(const Stream& stream) const override {
+    tell(kSync, "stream");
+    order().end(order().of(place(stream)));
+    if (auto note = messages.load()) note(stream.device_index(), false);
+  }
   void recordDataPtrOnStream(const DataPtr&, const Stream&) const override {}
 
-  void record(void** event, const Stream&, DeviceIndex, EventFlag) const override {
+  static Place place(const Stream& stream) { return {stream.device_index(), stream.id()}; }
+  void record(void** event, const Stream& stream, DeviceIndex, EventFlag) const override {
     if (!*event) *event = new Event;
-    static_cast<Event*>(*event)->time = std::chrono::steady_clock::now();
+    auto* recorded = static_cast<Event*>(*event);
+    const auto number = order().work(place(stream));
+    *recorded = {std::chrono::steady_clock::now(), place(stream), number, order().of(place(stream))};
   }
-  void block(void*, const Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  void synchronizeEvent(void*) const override { tell(kSync, "event"); }
+  void block(void* event, const Stream& stream) const override {
+    if (event) order().wait(place(stream), static_cast<Event*>(event)->clock);
+  }
+  // The stream reaches an event when the host has waited for it, or has asked twice.
+  bool queryEvent(void* event) const override {
+    auto* asked = static_cast<Event*>(event);
+    if (!asked || order().has_ended(asked->stream, asked->number)) return true;
+    if (!std::exchange(asked->was_asked, true)) return false;
+    order().end(asked->clock);
+    return true;
+  }
+  void synchronizeEvent(void* event) const override {
+    tell(kSync, "event");
+    if (event) order().end(static_cast<Event*>(event)->clock);
+  }
   void destroyEvent(void* event, DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   double elapsedTime(void* begin, void* end, DeviceIndex) const override {
-    const auto between = static_cast<Event*>(end)->time - static_cast<Event*>(begin)->time;
+    const auto *first = static_cast<Event*>(begin), *last = static_cast<Event*>(end);
+    TORCH_CHECK(first->stream.first == last->stream.first, "CUDA error: invalid resource handle: events of two devices");
+    const auto between = last->time - first->time;
     return std::chrono::duration<double, std::milli>(between).count();
   }
 };
@@ -237,7 +371,7 @@ class Call {
     // Of `index` torch's own code has done this before it comes here, and it was counted.
     const bool is_counted = name_ == "aten::index";
     const bool is_mask = index.scalar_type() == at::kBool || index.scalar_type() == at::kByte;
-    if (is_mask && !is_counted) tell(kSync, "indexing by a mask");
+    if (is_mask && !is_counted) host_waits_for(index.is_cuda() ? index.get_device() : current_device, "indexing by a mask");
     if (index.is_cuda()) return to_cpu(index);
     if (!is_counted) {
       tell(kSync, "copy of an index to the device");
@@ -329,14 +463,15 @@ void run(const OperatorHandle& op, torch::jit::Stack* stack) {
       value = IValue();
     }
   }
-  if (kSynchronising.count(schema.name()) > 0) tell(kSync, schema.name().c_str());
+  const auto of_call = call.device ? call.device->index() : current_device;
+  if (kSynchronising.count(schema.name()) > 0) host_waits_for(of_call, schema.name().c_str());
   if (schema.name() == "aten::repeat_interleave" && schema.overload_name() == "Tensor" && stack->back().isNone()) {
-    tell(kSync, schema.name().c_str());
+    host_waits_for(of_call, schema.name().c_str());
   }
   {
     std::optional<RandomNumbers> random;
     if (op.hasTag(at::Tag::nondeterministic_seeded) && !is_given_generator) {
-      random.emplace(call.device ? call.device->index() : current_device);
+      random.emplace(of_call);
     }
     op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
   }
@@ -355,18 +490,51 @@ void run(const OperatorHandle& op, torch::jit::Stack* stack) {
   }
 }
 
+// Another value for every element: what a copy that has not ended leaves to be read.
+at::Tensor without_meaning(const at::Tensor& value) {
+  if (value.scalar_type() == at::kBool) return value.logical_not();
+  auto spoiled = at::empty_like(value);
+  if (spoiled.nbytes()) std::memset(spoiled.mutable_data_ptr(), 0xff, spoiled.nbytes());  // NaN, or -1
+  return spoiled;
+}
+
+// Whether the host's side of a copy takes the tensor's own memory. Otherwise its values go through memory that is not
+// pinned, as in torch's copy_kernel_cuda.
+bool is_direct(const at::Tensor& self, const at::Tensor& source) {
+  const bool is_plain = self.scalar_type() == source.scalar_type() && self.sizes() == source.sizes() &&
+                        self.strides() == source.strides() && self.is_non_overlapping_and_dense();
+  return is_plain || (self.is_cuda() ? source : self).is_contiguous();
+}
+
 at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
   if (self.is_same(source)) return self;
-  if (self.is_cuda() != source.is_cuda()) {
-    const auto& on_host = self.is_cuda() ? source : self;
-    const auto* name = self.is_cuda() ? "copy to the device" : "copy to the host";
-    const bool is_pinned = PinnedAllocator::has(on_host.storage().data());
-    if (!non_blocking || !(is_pinned || self.is_cuda())) tell(kSync, name);
-    if (!is_pinned) tell(kPageable, name);
-  }
-  auto target = self.is_cuda() ? on_cpu(self) : self;
   at::AutoDispatchBelowADInplaceOrView below;
-  target.copy_(source.is_cuda() ? on_cpu(source) : source);
+  if (self.is_cuda() && source.is_cuda()) {
+    // Of two devices each waits for the other around it.
+    const auto from = current(source.get_device()), to = current(self.get_device());
+    order().wait(from, order().of(to));
+    order().work(from);
+    order().wait(to, order().of(from));
+    on_cpu(self).copy_(on_cpu(source));
+    return self;
+  }
+  const auto& on_host = self.is_cuda() ? source : self;
+  const auto device = (self.is_cuda() ? self : source).get_device();
+  const auto* name = self.is_cuda() ? "copy to the device" : "copy to the host";
+  const bool is_pinned = PinnedAllocator::has(on_host.storage().data()) && is_direct(self, source);
+  if (!is_pinned) tell(kPageable, name);
+  if (!non_blocking || !(is_pinned || self.is_cuda())) host_waits_for(device, name);
+  auto target = self.is_cuda() ? on_cpu(self) : self;
+  const auto value = source.is_cuda() ? on_cpu(source) : source;
+  if (!non_blocking || !is_pinned) {
+    target.copy_(value);
+    return self;
+  }
+  impl::ExcludeDispatchKeyGuard without_modes(python_ks);
+  const auto kept = value.to(target.scalar_type()).contiguous().clone();
+  target.copy_(self.is_cuda() ? kept : without_meaning(kept));
+  // To the device, the host's memory is compared with what it was.
+  order().add(current(device), on_host, self.is_cuda() ? source.contiguous().clone() : kept, !self.is_cuda());
   return self;
 }
 
@@ -438,7 +606,7 @@ extern "C" {
 void emulated_cuda_use_generator(int device, GeneratorImpl* generator) {
   generators[device] = Generator(intrusive_ptr<GeneratorImpl>::reclaim_copy(generator));
 }
-void emulated_cuda_wait_for_messages_by(void (*drain)(int)) { messages = drain; }
+void emulated_cuda_wait_for_messages_by(void (*drain)(int, bool)) { messages = drain; }
 void emulated_cuda_listen(Listener listen) { listener = listen; }
 int64_t emulated_cuda_allocated(int device) { return memory[device].allocated; }
 int64_t emulated_cuda_peak(int device) { return memory[device].peak; }

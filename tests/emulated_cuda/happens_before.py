@@ -24,10 +24,16 @@ _numbers = itertools.count(1)
 
 
 class Checker(TorchDispatchMode):
-    """While it is entered, `problems` collects what is wrong; each once."""
+    """While it is entered, `problems` collects what is wrong; each once.
 
-    def __init__(self) -> None:
+    Args:
+        has_peer_access: whether a device can read another one's memory. Otherwise a strided copy between two takes
+            three kernels, as in torch's copy_kernel_cuda.
+    """
+
+    def __init__(self, has_peer_access: bool = True) -> None:
         super().__init__()
+        self._has_peer_access = has_peer_access
         self.problems: list[str] = []
         self.handler = EventHandler()
         self._streams: set[int] = set()
@@ -63,26 +69,41 @@ class Checker(TorchDispatchMode):
     ) -> Any:
         out = function(*args, **(kwargs or {}))
         inputs, outputs = _on_cuda((args, kwargs)), _on_cuda(out)
-        is_in_place = function._schema.is_mutable
+        changed = _changed(function, args, kwargs or {})
         known = {_memory(tensor) for tensor in inputs}
         fresh = [tensor for tensor in outputs if _memory(tensor) not in known]
-        if not (inputs or outputs) or not (fresh or is_in_place):
-            return out  # a view
-        writes = fresh + ([args[0]] if is_in_place else [])
+        writes = fresh + changed
+        if not writes:
+            return out  # a view, or a value for the host
         target = writes[0].device
-        source = inputs[0].device if inputs else target
+        given = [tensor for tensor in inputs if not any(tensor is one for one in changed)]
+        source = given[0].device if given else target
         streams = [torch._C._accelerator_getStream(device.index) for device in dict.fromkeys((target, source))]
         numbers = [self.stream_number(raw) for raw in streams]
         for tensor in fresh:
             self._born.setdefault(_memory(tensor), numbers[0])
             weakref.finalize(tensor.untyped_storage(), self._freed, _memory(tensor))
+        if len(numbers) == 1:
+            self.kernel(numbers[0], inputs, writes, str(function))
+            return out
         # A copy between devices runs on the source's stream, and each of the two waits for the other around it.
-        if len(numbers) == 2:
-            self.wait(numbers[1], numbers[0])
-        self.kernel(numbers[-1], inputs, writes, str(function))
-        if len(numbers) == 2:
-            self.wait(numbers[0], numbers[1])
+        result = writes[0]
+        is_strided = not self._has_peer_access and given[0].stride() != result.stride()
+        if is_strided and not given[0].is_contiguous():
+            self.kernel(numbers[1], given, [], f"{function} to contiguous memory")
+        self.wait(numbers[1], numbers[0])
+        self.kernel(numbers[1], inputs, writes, str(function))
+        self.wait(numbers[0], numbers[1])
+        if is_strided and not result.is_contiguous():
+            self.kernel(numbers[0], [], writes, f"{function} from contiguous memory")
         return out
+
+    def is_behind(self, device: torch.device, name: str) -> bool:
+        """Whether the current stream of a device has waited for the operations of this name."""
+        here = self.stream_number(torch._C._accelerator_getStream(device.index))
+        found = [one for accesses in self._accesses.values() for one in accesses if name in one[2]]
+        assert found, f"there was no {name}"
+        return all(self.handler.syncs.is_ordered_after(here, number, stream) for stream, number, _ in found)
 
     def wait(self, waiting: int, awaited: int) -> None:
         event = next(_numbers)
@@ -136,6 +157,10 @@ class Stream:
         event.record(self)
         return event
 
+    def synchronize(self) -> None:
+        self.checker.handler._handle_stream_synchronization(self.number)
+        self.raw.synchronize()
+
     def __enter__(self) -> Any:
         return self.raw.__enter__()
 
@@ -187,9 +212,9 @@ class Messages:
 
 
 @contextmanager
-def checking() -> Iterator[tuple[Checker, Messages]]:
+def checking(*, has_peer_access: bool = True) -> Iterator[tuple[Checker, Messages]]:
     """Context manager that checks operations on emulated devices. For a process of its own: it patches torch."""
-    checker = Checker()
+    checker = Checker(has_peer_access)
     Event.checker = Stream.checker = checker
     messages = Messages(checker)
     cuda: Any = torch.cuda
@@ -208,6 +233,16 @@ def checking() -> Iterator[tuple[Checker, Messages]]:
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _changed(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The arguments that an operation writes to."""
+    if not function._schema.is_mutable:
+        return []
+    given = {one.name: value for one, value in zip(function._schema.arguments, args, strict=False)} | kwargs
+    return _on_cuda(
+        [given.get(one.name) for one in function._schema.arguments if one.alias_info and one.alias_info.is_write]
+    )
 
 
 def _on_cuda(values: Any) -> list[torch.Tensor]:

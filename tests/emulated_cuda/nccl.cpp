@@ -5,6 +5,9 @@
 //   uses them, and one for each pair of ranks that send or receive. All their ranks must create a communicator.
 // * A send does not end before its receive has begun. Nothing is read or written before both are there.
 // * No tensor is held: memory that is freed before an operation has ended is an error, as it would be overwritten.
+// * A result is in memory once its work was waited for, or the device was synchronised.
+// * The communicator of two ranks is set up while no message is under way on its device: that takes memory, for which
+//   CUDA may wait for all that the device does, also for a message whose other end is not there yet.
 // * With CUDA_LAUNCH_BLOCKING=1 each operation is waited for; a device that is synchronised waits for its receives.
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
@@ -34,11 +37,59 @@ constexpr int kData = 0, kReady = 1;  // tags of the transport
 
 // ---------------------------------------------------------------------- operations that have not ended
 
+using Deliver = std::function<void()>;  // puts the results of an operation into memory
+
+// Done once: by whoever waits first.
+struct Results {
+  int device;
+  std::once_flag once;
+  Deliver deliver;
+  void arrive() {
+    std::call_once(once, [this] {
+      if (deliver) deliver();
+    });
+  }
+};
+
 struct Pending {
   std::mutex mutex;
   std::condition_variable changed;
   std::array<int, kNumDevices> receives{};
+  // Messages that the host does not know to have ended: the device of each, and whether its stream has waited for it.
+  std::map<const c10d::Work*, std::pair<int, bool>> under_way;
   std::exception_ptr failure;
+  std::vector<std::shared_ptr<Results>> results;
+
+  void message_begins(const c10d::Work* one, int device) {
+    std::lock_guard lock(mutex);
+    under_way[one] = {device, false};
+  }
+  void message_is_waited_for(const c10d::Work* one) {
+    std::lock_guard lock(mutex);
+    if (const auto found = under_way.find(one); found != under_way.end()) found->second.second = true;
+  }
+  void message_has_ended(const c10d::Work* one) {
+    std::lock_guard lock(mutex);
+    under_way.erase(one);
+  }
+  void host_waits(int device, bool is_whole) {
+    std::lock_guard lock(mutex);
+    std::erase_if(under_way, [&](const auto& one) {
+      return one.second.first == device && (is_whole || one.second.second);
+    });
+  }
+  bool has_messages(int device) {
+    std::lock_guard lock(mutex);
+    return std::any_of(under_way.begin(), under_way.end(), [&](const auto& one) { return one.second.first == device; });
+  }
+  void arrived(std::shared_ptr<Results> one) {
+    std::lock_guard lock(mutex);
+    results.push_back(std::move(one));
+  }
+  void forget(const std::shared_ptr<Results>& one) {
+    std::lock_guard lock(mutex);
+    results.erase(std::remove(results.begin(), results.end(), one), results.end());
+  }
 
   void add(int device, int change) {
     std::lock_guard lock(mutex);
@@ -58,6 +109,13 @@ struct Pending {
     std::unique_lock lock(mutex);
     changed.wait(lock, [&] { return failure || receives[device] == 0; });
     if (failure) std::rethrow_exception(std::exchange(failure, nullptr));
+    const auto all = results;
+    lock.unlock();
+    for (const auto& one : all) {
+      if (one->device != device) continue;
+      one->arrive();
+      forget(one);
+    }
   }
 };
 Pending& pending() {
@@ -73,7 +131,25 @@ bool is_blocking() {
 class NcclWork final : public Work {
  public:
   NcclWork(int rank, c10d::OpType type) : Work(rank, type) {}
-  void end(std::exception_ptr error) { finish(std::move(error)); }
+  bool isCompleted() override {
+    const bool has_ended = Work::isCompleted();
+    if (has_ended) pending().message_has_ended(this);
+    return has_ended;
+  }
+  void end(std::exception_ptr error, std::shared_ptr<Results> results) {
+    results_ = std::move(results);
+    finish(std::move(error));
+  }
+  // Called by `wait` when the operation has ended.
+  void synchronize() override {
+    pending().message_is_waited_for(this);
+    if (!results_) return;
+    results_->arrive();
+    pending().forget(results_);
+  }
+
+ private:
+  std::shared_ptr<Results> results_;
 };
 
 // ---------------------------------------------------------------------- memory that is not held
@@ -150,20 +226,22 @@ struct Communicator {
 };
 
 // The two ends of a message meet before either touches memory.
-void send_now(Backend& transport, int peer, const Buffer& buffer) {
+Deliver send_now(Backend& transport, int peer, const Buffer& buffer) {
   Tensors token{at::empty({1})};
   transport.recv(token, peer, kReady)->wait();
   Tensors value{buffer.read()};
   transport.send(value, peer, kData)->wait();
   buffer.check_alive();
+  return {};
 }
 
-void receive_now(Backend& transport, int peer, const Buffer& buffer) {
+Deliver receive_now(Backend& transport, int peer, const Buffer& buffer) {
   buffer.check_alive();
   Tensors token{at::zeros({1})}, value{buffer.like()};
   transport.send(token, peer, kReady)->wait();
   transport.recv(value, peer, kData)->wait();
-  buffer.write(value[0]);
+  buffer.check_alive();
+  return [buffer, received = value[0]] { buffer.write(received); };
 }
 
 struct Message {
@@ -204,6 +282,7 @@ class ProcessGroupNCCL final : public Backend {
     // A batch uses the communicator of the device; its sends and its receives go on at the same time.
     return post(of_device(coalesced_device_), c10d::OpType::COALESCED, receives, [messages](Backend& transport) {
       std::exception_ptr error;
+      std::vector<Deliver> received;
       std::thread sends([&] {
         try {
           for (const auto& one : messages) {
@@ -215,7 +294,7 @@ class ProcessGroupNCCL final : public Backend {
       });
       try {
         for (const auto& one : messages) {
-          if (!one.is_send) receive_now(transport, one.peer, one.buffer);
+          if (!one.is_send) received.push_back(receive_now(transport, one.peer, one.buffer));
         }
       } catch (...) {
         sends.join();
@@ -223,13 +302,16 @@ class ProcessGroupNCCL final : public Backend {
       }
       sends.join();
       if (error) std::rethrow_exception(error);
+      return [received] {
+        for (const auto& one : received) one();
+      };
     });
   }
 
   // -------------------------------------------------------------------- collectives
 
   c10::intrusive_ptr<Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    return in_place(tensors, c10d::OpType::BROADCAST, "broadcast", true, [options](Backend& transport, Tensors& copies) {
+    return in_place(tensors, c10d::OpType::BROADCAST, "broadcast", options.rootRank != getRank(), [options](Backend& transport, Tensors& copies) {
       transport.broadcast(copies, options)->wait();
     });
   }
@@ -249,12 +331,15 @@ class ProcessGroupNCCL final : public Backend {
     std::vector<Buffer> targets;
     for (auto& one : outputs.at(0)) targets.push_back(checked({one}, "all_gather"));
     auto source = checked(inputs, "all_gather");
-    return post(of_device(inputs[0].device()), c10d::OpType::ALLGATHER, true, [targets, source](Backend& transport) {
-      Tensors input{source.read()};
+    return post(of_device(inputs[0].device()), c10d::OpType::ALLGATHER, true, [targets, given = source.read(), source](Backend& transport) {
+      Tensors input{given};
+      source.check_alive();
       std::vector<Tensors> gathered(1);
       for (const auto& one : targets) gathered[0].push_back(one.like());
       transport.allgather(gathered, input)->wait();
-      for (size_t i = 0; i < targets.size(); ++i) targets[i].write(gathered[0][i]);
+      return [targets, gathered] {
+        for (size_t i = 0; i < targets.size(); ++i) targets[i].write(gathered[0][i]);
+      };
     });
   }
   c10::intrusive_ptr<Work> barrier(const c10d::BarrierOptions&) override {
@@ -267,7 +352,7 @@ class ProcessGroupNCCL final : public Backend {
   }
 
  private:
-  using Act = std::function<void(Backend&)>;
+  using Act = std::function<Deliver(Backend&)>;
 
   static Buffer checked(const Tensors& tensors, const char* operation) {
     TORCH_CHECK(tensors.size() == 1, "emulated NCCL: one tensor an operation");
@@ -287,36 +372,47 @@ class ProcessGroupNCCL final : public Backend {
     const auto type = one.is_send ? c10d::OpType::SEND : c10d::OpType::RECV;
     const int other = one.peer < getRank() ? 0 : 1;  // its number in the communicator of the two
     return post(of_pair(one.peer, device), type, !one.is_send, [one, other](Backend& transport) {
-      (one.is_send ? send_now : receive_now)(transport, other, one.buffer);
+      return (one.is_send ? send_now : receive_now)(transport, other, one.buffer);
     });
   }
 
   c10::intrusive_ptr<Work> in_place(Tensors& tensors, c10d::OpType type, const char* name, bool is_written,
                                     std::function<void(Backend&, Tensors&)> act) {
     auto buffer = checked(tensors, name);
-    return post(of_device(tensors[0].device()), type, true, [buffer, is_written, act](Backend& transport) {
-      Tensors copies{buffer.read()};
+    const auto communicator = of_device(tensors[0].device());
+    const auto given = buffer.read();
+    if (is_written) buffer.spoil();
+    return post(communicator, type, true, [buffer, given, is_written, act](Backend& transport) -> Deliver {
+      Tensors copies{given};
       act(transport, copies);
-      if (is_written) buffer.write(copies[0]);
+      buffer.check_alive();
+      if (!is_written) return {};
+      return [buffer, result = copies[0]] { buffer.write(result); };
     });
   }
 
   c10::intrusive_ptr<Work> post(const std::shared_ptr<Communicator>& communicator, c10d::OpType type, bool is_awaited,
                                 Act act) {
     pending().raise_failure();
-    auto work = c10::make_intrusive<NcclWork>(getRank(), type);
     const int device = communicator->device;
+    auto work = c10::make_intrusive<NcclWork>(getRank(), type);
+    if (!is_blocking() && (type == c10d::OpType::SEND || type == c10d::OpType::RECV)) {
+      pending().message_begins(work.get(), device);
+    }
     if (is_awaited) pending().add(device, 1);
     communicator->post([communicator, act, work, device, is_awaited] {
       std::exception_ptr error;
+      auto results = std::make_shared<Results>();
+      results->device = device;
       try {
-        act(*communicator->transport);
+        results->deliver = act(*communicator->transport);
+        if (results->deliver) pending().arrived(results);
       } catch (...) {
         error = std::current_exception();
         pending().fail(error);
       }
       if (is_awaited) pending().add(device, -1);
-      work->end(error);
+      work->end(error, results);
     });
     if (is_blocking()) work->wait();
     return work;
@@ -326,6 +422,9 @@ class ProcessGroupNCCL final : public Backend {
     const std::pair<int, int> ranks = std::minmax({getRank(), peer});
     auto& found = of_pairs_[peer];
     if (!found) {
+      TORCH_CHECK(!pending().has_messages(device.index()), "emulated NCCL: a communicator of ranks ", ranks.first,
+                  " and ", ranks.second, " is set up while a message may be under way on ", device,
+                  "; synchronize the device before");
       const auto name = "pair " + std::to_string(ranks.first) + ":" + std::to_string(ranks.second);
       found = create(name, getRank() == ranks.first ? 0 : 1, 2, device);
     }
@@ -371,7 +470,10 @@ class ProcessGroupNCCL final : public Backend {
 
 }  // namespace
 
-extern "C" void emulated_nccl_drain(int device) { pending().drain(device); }
+extern "C" void emulated_nccl_drain(int device, bool is_whole) {
+  if (is_whole) pending().drain(device);
+  pending().host_waits(device, is_whole);
+}
 
 PYBIND11_MODULE(emulated_nccl, module) {
   pybind11::class_<ProcessGroupNCCL, c10::intrusive_ptr<ProcessGroupNCCL>, Backend>(module, "ProcessGroupNCCL")

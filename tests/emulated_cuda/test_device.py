@@ -121,12 +121,88 @@ def test_streams_events_and_memory() -> None:
     x.record_stream(stream)
     end.record(stream)
     torch.cuda.current_stream().wait_event(end)
+    with pytest.raises(RuntimeError, match="must be completed"):
+        begin.elapsed_time(end)
+    torch.cuda.current_stream().synchronize()  # which has waited for it
     assert begin.elapsed_time(end) >= 0
     torch.cuda.reset_peak_memory_stats(1)
     y = x[:10] + 1
     del x, y
     assert torch.cuda.memory_allocated(1) == before
     assert torch.cuda.max_memory_allocated(1) == before + 4040
+
+
+@on_emulated_cuda()
+def test_a_copy_to_pinned_memory_is_there_when_the_host_has_waited() -> None:
+    def wait_by_event(device: str) -> None:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        event.synchronize()
+
+    def wait_by_another_stream(device: str) -> None:
+        other = torch.cuda.Stream(device)
+        other.wait_stream(torch.cuda.current_stream(device))
+        other.synchronize()
+
+    x = torch.arange(6.0, device="cuda:1").view(2, 3)
+    for wait in (
+        torch.cuda.synchronize,
+        lambda device: torch.cuda.current_stream(device).synchronize(),
+        wait_by_event,
+        wait_by_another_stream,
+        lambda device: torch.ones(1, device=device).item(),
+        lambda device: torch.ones(1, device=device).cpu(),
+    ):
+        copies = [one.to("cpu", non_blocking=True) for one in (x, x.t(), x[:, 1:], x.int(), x > 2)]
+        into = torch.empty(2, 3, pin_memory=True).copy_(x, non_blocking=True)
+        torch.cuda.Stream("cuda:1").synchronize()
+        wait("cuda:0")
+        assert into.isnan().all()
+        assert copies[0].isnan().all()
+        wait("cuda:1")
+        values = torch.arange(6.0).view(2, 3)
+        for found, expected in zip(copies, (values, values.t(), values[:, 1:], values.int(), values > 2), strict=True):
+            assert torch.equal(found, expected)
+        assert torch.equal(into, values)
+
+
+@on_emulated_cuda()
+def test_pinned_memory_may_not_change_before_its_copy_has_ended() -> None:
+    pinned = torch.ones(4).pin_memory()
+    copy = pinned.to("cuda:0", non_blocking=True)
+    torch.cuda.synchronize("cuda:0")
+    pinned += 1
+    assert copy.tolist() == [1.0] * 4
+    pinned.to("cuda:0", non_blocking=True)
+    pinned += 1
+    with pytest.raises(RuntimeError, match="pinned memory was written before its copy to cuda:0 had ended"):
+        torch.cuda.synchronize("cuda:0")
+
+
+@on_emulated_cuda()
+def test_a_strided_copy_goes_through_memory_that_is_not_pinned() -> None:
+    pinned, x = torch.ones(4, 4).pin_memory(), torch.ones(4, 4, device="cuda:0")
+    for call, is_pageable in (
+        (lambda: pinned.t().to("cuda:0", non_blocking=True), False),
+        (lambda: pinned[:, 1:].to("cuda:0", non_blocking=True), True),
+        (lambda: pinned[1:].to("cuda:0", torch.bfloat16, non_blocking=True), False),
+        (lambda: x[:, 1:].to("cpu", non_blocking=True), False),
+        (lambda: pinned[:, 1:].copy_(x[:, 1:].contiguous(), non_blocking=True), True),
+    ):
+        with counting() as counts:
+            call()
+        assert bool(counts.pageable_copies) == is_pageable, str(counts)
+
+
+@on_emulated_cuda()
+def test_events_of_two_devices_have_no_time_between_them() -> None:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record(torch.cuda.current_stream("cuda:0"))
+    end.record(torch.cuda.current_stream("cuda:1"))
+    for one in (begin, end):
+        one.synchronize()
+    with pytest.raises(RuntimeError, match="invalid resource handle"):
+        begin.elapsed_time(end)
 
 
 def test_a_failure_is_brought_back() -> None:

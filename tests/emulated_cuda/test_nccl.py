@@ -63,11 +63,35 @@ def test_cpu_tensors_are_refused() -> None:
         dist.all_reduce(torch.ones(4, 4, device="cuda:0")[:, ::2], group=group)
 
 
+@on_emulated_cuda(2)
+def test_a_result_is_there_once_it_was_waited_for() -> None:
+    rank, peer = dist.get_rank(), 1 - dist.get_rank()
+    on_host = dist.new_group(backend="gloo")
+    for is_whole in (False, True):
+        total, values = here(), here(float(rank))
+        works = [dist.all_reduce(total, async_op=True), dist.broadcast(values, src=0, async_op=True)]
+        sent, received = here(5.0), here()
+        works.append(dist.isend(sent, peer) if rank == 0 else dist.irecv(received, peer))
+        if rank == 0:
+            works[-1].wait()
+        dist.barrier(group=on_host)
+        assert total.isnan().all()
+        assert values.isnan().any() == (rank == 1), "the source keeps its own"
+        if is_whole:
+            torch.cuda.synchronize(rank)
+        for work in works:
+            work.wait()
+        assert total.tolist() == [2.0] * 3
+        assert values.tolist() == [0.0] * 3
+        assert received.tolist() == [5.0 if rank == 1 else 1.0] * 3
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("opposing_sends", r"(?s)had not ended.* in opposing_sends\n.* in opposing_sends\n"),
         ("other_numbers_of_devices", r"(?s)had not ended.* in other_numbers_of_devices\n"),
+        ("two_set_up_at_once", "is set up while a message may be under way on cuda:[01]; synchronize the device"),
         ("freed_before_it_was_sent", "the memory of a tensor was freed before its send had ended"),
     ],
 )
@@ -92,6 +116,19 @@ def other_numbers_of_devices() -> None:
     group = dist.new_group(backend="nccl")
     for device in (0, 1) if dist.get_rank() == 0 else (2, 2):
         dist.all_reduce(torch.ones(1, device=f"cuda:{device}"), group=group)
+
+
+def two_set_up_at_once() -> None:
+    """Right with a wait for the device between them, and wrong without."""
+    rank = dist.get_rank()
+    for wait in (lambda: torch.cuda.synchronize(rank), lambda: here().sum().item(), lambda: None):
+        for _ in range(2):
+            group = dist.new_group(backend="nccl")
+            if rank == 0:
+                dist.send(here(), 1, group=group)
+            else:
+                dist.recv(here(), 0, group=group)
+            wait()
 
 
 def freed_before_it_was_sent() -> None:
