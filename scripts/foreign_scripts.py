@@ -147,7 +147,7 @@ class Differences:
 
     Attributes:
         losses: of the training losses of the steps that both have logged.
-        metrics: of evaluation and prediction, but for speeds.
+        metrics: of evaluation and prediction, but for speeds; of a value above 1, such as a perplexity, relative.
         weights: of the saved weights.
         same_texts: whether all generated texts are the same.
     """
@@ -173,7 +173,7 @@ def differences(found: Path, expected: Path) -> Differences:
     texts = [path / "generated_predictions.txt" for path in (found, expected)]
     return Differences(
         max(abs(loss - other_losses[step]) for step, loss in losses.items()),
-        max(abs(value - other_metrics[name]) for name, value in metrics.items()),
+        max(abs(value - other_metrics[name]) / max(1.0, abs(other_metrics[name])) for name, value in metrics.items()),
         max(float((tensor - other_weights[name]).abs().max()) for name, tensor in weights.items()),
         len({path.read_text() if path.exists() else None for path in texts}) == 1,
     )
