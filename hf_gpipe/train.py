@@ -21,6 +21,9 @@ from hf_gpipe.runtime.started import has_group, note_launcher
 STOPPED_FILE = "stopped"
 #: Processes that are started on this machine at most: a mistyped number must not make thousands of them.
 _MOST_PROCESSES = 1024
+#: Before more are started, this process checks model and data. Otherwise they do so, and nobody waits twice for
+#: the import of transformers.
+_FEW_PROCESSES = 8
 
 USAGE = """\
 usage: python -m hf_gpipe.train recipe.yaml [key=value ...]
@@ -76,6 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         num_processes = _num_processes(recipe)
         if "RANK" in os.environ or num_processes == 1:
             return _work(recipe)
+        if num_processes > _FEW_PROCESSES:
+            from hf_gpipe.training.job import check_recipe
+
+            check_recipe(recipe)
     except UserError as error:
         return _fail(error)
     from hf_gpipe.runtime.launch import launch

@@ -89,7 +89,7 @@ def recorded(folder: Path) -> dict[int, float]:
 
 def dropouts(recipe: Recipe, folder: Path) -> dict[str, Any]:
     """The probabilities of dropout and of dropped layers in the configuration of a run's model, but for 0."""
-    config = model_config(recipe, AutoTokenizer.from_pretrained(folder / "tokenizer")).to_dict()
+    config = model_config(recipe, AutoTokenizer.from_pretrained(newest_checkpoint(folder) or folder)).to_dict()
     return {name: value for name, value in config.items() if "drop" in name and value}
 
 
@@ -106,7 +106,7 @@ def updates_of(recipe: Recipe, folder: Path) -> int:
 def losses_of_plain_trainer(recipe: Recipe, folder: Path, steps: Sequence[int]) -> dict[int, float]:
     """Train by `Seq2SeqTrainer` up to the last of `steps`; the validation loss per character after each."""
     max_steps = updates_of(recipe, folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(newest_checkpoint(folder) or folder)
     task = task_of(recipe)
     corpus = task.corpus()
     train, validation = (task.rows(split, tokenizer, decoder_only=False) for split in (corpus.train, corpus.validation))

@@ -361,6 +361,39 @@ def test_a_replica_without_a_micro_batch_is_told_before_any_process_starts(
     assert "error: replicas is auto, and the number of processes that it is chosen for " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["pipeline.num_stages=50"], "num_stages is 50, but the model has 7 layers"),
+        (
+            [
+                "pipeline.replicas=9",
+                "pipeline.num_micro_batches=9",
+                "training.batch_size=9",
+                "data={kind: jsonl, path: absent.jsonl}",
+            ],
+            "there is no file absent.jsonl",
+        ),
+    ],
+)
+def test_many_processes_are_not_started_for_an_error(
+    words: list[str], message: str, recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_gpipe.runtime.launch.launch", lambda *_, **__: pytest.fail("processes are started"))
+    assert main([str(recipe), *words]) == 2
+    assert re.fullmatch(rf"error: .*{message}.*\n", capsys.readouterr().err)
+
+
+def test_the_users_folders_in_the_output_directory_stay(recipe: Path, tmp_path: Path) -> None:
+    for folder in (tmp_path / "out/tokenizer", tmp_path / "out/checkpoints"):
+        folder.mkdir(parents=True)
+        (folder / "mine.txt").write_text("mine")
+    result = forked(recipe, "training.max_steps=1", "pipeline.num_stages=1", num_processes=1)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "out/tokenizer/mine.txt").read_text() == "mine"
+    assert sorted(path.name for path in (tmp_path / "out/tokenizer").iterdir()) == ["mine.txt"]
+
+
 def test_a_recipe_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "broken.yaml").write_text("model: [1, 2\ndata: }")
     for name, message in [("missing.yaml", "does not exist"), ("broken.yaml", "line 2")]:

@@ -230,6 +230,8 @@ def find_projection(
     try:
         Projection(model.get_submodule(name)).run(forward, deferred)
         found = _in_parts(deferred)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise  # of this process, which must not compute otherwise than the others
     except Exception as error:
         reason = str(error) if isinstance(error, _NotByPositionError) else f"{type(error).__name__}: {error}"
         return FoundProjection((), " ".join(reason.split())[:200])

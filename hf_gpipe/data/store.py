@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
+from uuid import uuid4
 
 import pyarrow  # type: ignore[import-untyped]
 from pydantic import Field
@@ -77,7 +78,9 @@ def cached(name: str, key: str, write: Callable[[Path], None]) -> Path:
         logger.warning("the prepared data in %s is damaged, and is made again (%s)", entry, problem)
     try:
         root.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=root))
+        # Not by tempfile, whose directories nobody else may read: a cache may serve all users of a machine.
+        made = root / f".{name}-{uuid4().hex}"
+        made.mkdir()
     except OSError as error:
         raise DataError(
             f"the cache directory {root} cannot be written ({error.strerror}); set HF_DATASETS_CACHE to one that can"
@@ -114,7 +117,10 @@ def damage(entry: Path) -> str | None:
 
 
 def _publish(made: Path, entry: Path) -> None:
-    """Give a new entry its name, unless another process was faster. Raises OSError."""
+    """Give a new entry its name, unless another process was faster. Raises OSError.
+
+    Nothing waits for the disk: an entry that a power cut has left incomplete does not fit its digests.
+    """
     try:
         os.rename(made, entry)
     except OSError:

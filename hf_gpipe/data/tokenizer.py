@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -101,8 +100,8 @@ def train_tokenizer(
     return tokenizer
 
 
-def trained_tokenizer(corpus: Trainable, section: TokenizerSection, folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer that a recipe wants trained on a corpus, in `folder`; one trained before on the same is copied."""
+def trained_tokenizer(corpus: Trainable, section: TokenizerSection) -> PreTrainedTokenizerFast:
+    """The tokenizer that a recipe wants trained on a corpus; the cache keeps it for the next run on the same corpus."""
 
     def train(to: Path) -> None:
         train_tokenizer(
@@ -116,14 +115,14 @@ def trained_tokenizer(corpus: Trainable, section: TokenizerSection, folder: Path
 
     made_of: str | None = getattr(corpus.train, "fingerprint", None)
     if made_of is None:
-        train(folder)
-    else:
-        most = section.training_pairs or MAX_TOKENIZER_EXAMPLES
-        options = [most, section.vocab_size, section.model, section.character_coverage]
-        versions = [sentencepiece.__version__, tokenizers.__version__, transformers.__version__]
-        key = fingerprint("tokenizer", made_of, options, list(corpus.target_tags), versions)
-        shutil.copytree(cached("tokenizer", key, train), folder)
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+        with tempfile.TemporaryDirectory() as folder:
+            train(Path(folder))
+            return PreTrainedTokenizerFast.from_pretrained(folder)
+    most = section.training_pairs or MAX_TOKENIZER_EXAMPLES
+    options = [most, section.vocab_size, section.model, section.character_coverage]
+    versions = [sentencepiece.__version__, tokenizers.__version__, transformers.__version__]
+    key = fingerprint("tokenizer", made_of, options, list(corpus.target_tags), versions)
+    return PreTrainedTokenizerFast.from_pretrained(cached("tokenizer", key, train))
 
 
 def _train(

@@ -49,9 +49,10 @@ def _text(options: argparse.Namespace, args: Sequence[str]) -> str:
         hint = nearest(options.engine, ENGINES)
         raise UserError(f"{options.engine!r} is not an engine; it must be one of {', '.join(ENGINES)}{hint}")
     recipe = load_recipe(options.recipe, options.overrides)
+    _check_lines([*args, recipe.training.output_dir])
     per_node = _per_node(recipe, options.nodes, options.nproc_per_node)
     arguments = [options.recipe, *options.overrides]
-    comments = [f"Printed by: python -m hf_gpipe.launch {' '.join(args)}", ""]
+    comments = [f"Printed by: python -m hf_gpipe.launch {shlex.join(args)}", ""]
     if options.no_plan:
         comments.append("Nothing is planned (--no-plan).")
     else:
@@ -71,6 +72,16 @@ def _text(options: argparse.Namespace, args: Sequence[str]) -> str:
         Path.cwd(),
     )
     return file.text(options.engine)
+
+
+def _check_lines(values: Sequence[str]) -> None:
+    """Raise UserError for a value with control characters: what follows a line break would be a command of its own."""
+    for value in values:
+        if not value.isprintable():
+            raise UserError(
+                f"{value!r} has a line break or another control character, and a job's file is read line by line; give "
+                "the recipe, its output directory and the options values without one"
+            )
 
 
 def _per_node(recipe: Recipe, nodes: int, asked: int | None) -> int:

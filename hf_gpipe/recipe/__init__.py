@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from hf_gpipe.errors import RecipeError
 from hf_gpipe.recipe.build import apply_overrides, build, drop_unused, kind_of
 from hf_gpipe.recipe.check import check
 from hf_gpipe.recipe.data import ROW_LENGTH_KINDS, SEQUENCE_KINDS, DataSection
@@ -50,6 +51,9 @@ __all__ = [
     "section_help",
 ]
 
+#: Recipes are passed on, and reading or planning one must not run code that its author names.
+_TRUST = ("model", "trust_remote_code")
+
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """Load a recipe from a YAML file and the files that it extends, apply the overrides, and check it.
@@ -72,7 +76,7 @@ def parse_recipe(text: str, overrides: Iterable[str] = (), *, source: str = "rec
     Raises:
         RecipeError: text that is not a YAML mapping, `extends` (its path is relative to a file), a malformed override,
             an unknown or missing key, a value of the wrong type or out of range, a key that the kind of data does not
-            use, or fields that contradict each other.
+            use, fields that contradict each other, or `model.trust_remote_code` that no override allows.
     """
     data, locations = read_mapping(text, source)
     return _recipe(data, locations, overrides)
@@ -85,10 +89,11 @@ def load_saved(path: str | Path) -> Recipe:
     """
     data, locations = read_with_bases(path)
     drop_unused(data, kind_of(data))
-    return _recipe(data, locations, ())
+    return _recipe(data, locations, (), runs=False)
 
 
-def _recipe(data: dict[Any, Any], locations: Locations, overrides: Iterable[str]) -> Recipe:
+def _recipe(data: dict[Any, Any], locations: Locations, overrides: Iterable[str], *, runs: bool = True) -> Recipe:
+    """Build and check a recipe. One that is only compared (not `runs`) may trust code."""
     kind = kind_of(data)
     given = apply_overrides(data, overrides, locations)
     if kind_of(data) != kind:
@@ -96,4 +101,9 @@ def _recipe(data: dict[Any, Any], locations: Locations, overrides: Iterable[str]
     refuse_extends(data, locations)
     recipe = build(data, locations)
     check(recipe, locations)
+    if runs and recipe.model.trust_remote_code and not {_TRUST, _TRUST[:1]} & set(given):
+        raise RecipeError(
+            f"{locations.of(_TRUST)}: {'.'.join(_TRUST)} is true, so Python code that comes with the model would run, "
+            f"and a file cannot allow that; read the code, then add {'.'.join(_TRUST)}=true to the command."
+        )
     return recipe

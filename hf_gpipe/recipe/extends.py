@@ -63,8 +63,12 @@ def _read(path: Path, name: str, chain: Sequence[Path]) -> tuple[dict[Any, Any],
 def _base(value: object, path: Path, locations: Locations, chain: Sequence[Path]) -> Path:
     """The file that `path` extends."""
     place = f"{locations.of((EXTENDS,))}: {EXTENDS}"
-    if not isinstance(value, str) or not value.strip():
-        raise RecipeError(f"{place}: found {show(value)}, expected a file such as base.yaml, relative to this one.")
+    # Messages quote a line of a file that is no recipe: it must not be a file of passwords.
+    if not isinstance(value, str) or not value.endswith((".yaml", ".yml")):
+        raise RecipeError(
+            f"{place}: found {show(value)}, expected a file that ends in .yaml or .yml, such as base.yaml, relative to "
+            "this one."
+        )
     base = path.parent / value
     try:
         circle = base.resolve() in {file.resolve() for file in chain}

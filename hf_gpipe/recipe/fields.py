@@ -49,7 +49,8 @@ class ModelSection:
     """Attention implementation of transformers: eager, sdpa, flash_attention_2, ...; null: the model's default."""
 
     trust_remote_code: bool = False
-    """Whether to run Python code that comes with the model at `path`."""
+    """Whether to run Python code that comes with the model at `path`. Only the command line can say so
+    (model.trust_remote_code=true); true in a file is an error."""
 
     quantization: Literal["nf4", "fp4", "int8"] | None = None
     """The form to which the weights of linear layers are quantised while they are loaded: nf4 or fp4, 4 bits each, or

@@ -116,7 +116,7 @@ def _communicator(topology: Topology, link: Link) -> dist.ProcessGroup:
         # announced ahead, and each of the two processes could wait for the other.
         is_sender = topology.rank == link.sender
         device = torch.device((link.sender_device if is_sender else link.receiver_device) or topology.device)
-        token = torch.zeros(1, device=device)
+        token = torch.zeros(1, dtype=torch.uint8, device=device)
         if is_sender:
             dist.send(token, link.receiver, group=group)
         else:

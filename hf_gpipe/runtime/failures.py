@@ -12,6 +12,7 @@ import os
 import re
 import socket
 import sys
+import threading
 import time
 import traceback
 from dataclasses import asdict, dataclass, replace
@@ -46,6 +47,10 @@ _TIMED_OUT = re.compile(
 )
 _WAITED = "seconds in vain for"
 _CLOSED = re.compile(r"(RuntimeError: )?\[\S*gloo/\S*\] (\w+ error \S+ )?Connection (closed|reset) by peer.*")
+
+
+#: Held by the thread that tells why this process fails; another thread may find the same cause meanwhile.
+telling = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -129,6 +134,12 @@ def tell(failure: Failure, traceback_file: Path | None = None, *, store_answers:
         store_answers: if not, it is what all processes have found, and no launcher that is stopped tells it: one
             process of each machine does.
     """
+    with telling:
+        Job.current().is_failing = True
+        return _tell(failure, traceback_file, store_answers)
+
+
+def _tell(failure: Failure, traceback_file: Path | None, store_answers: bool) -> int:
     failure = replace(failure, is_told=not store_answers)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         earlier = read_error_file(Path(path))
@@ -219,7 +230,9 @@ def _is_first() -> bool:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         try:
             return count_in_store(host, port, f"hf_gpipe/failures/{Job.current().start}", _STORE_SECONDS) == 1
-        except RuntimeError:
+        except TimeoutError:
+            return _speaks_for_machine()  # every process of this machine comes to the same
+        except ConnectionError:
             if not has_agent:
                 return _rank() == 0  # process 0, which held the store, has told its own failure and is gone
     return os.environ.get("LOCAL_RANK", "0") == "0" or dist.is_initialized()

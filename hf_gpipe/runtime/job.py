@@ -78,6 +78,7 @@ class Job:
         machines: of several machines a line about each; empty otherwise.
         answers: of the store at which the processes have met; None: there is none.
         failure: what `failures.note` has noted of this process; None: nothing.
+        is_failing: whether this process has told why it fails, or tells it now.
         reading_since: since when this process reads a mini-batch, by `time.monotonic`; None: it does not.
     """
 
@@ -93,6 +94,7 @@ class Job:
         self.machines: list[str] = []
         self.answers: Answers | None = None
         self.failure: Any = None
+        self.is_failing = False
         self.reading_since: float | None = None
         self._store: dist.Store | None = None
         self._heartbeat: Heartbeat | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
 
@@ -57,17 +58,21 @@ def count_in_store(host: str, port: int, key: str, seconds: float) -> int:
     """Add 1 to a counter in the store at an address, and return its new value.
 
     Raises:
-        RuntimeError: the store is not there, or does not answer within so many seconds.
+        TimeoutError: the store does not answer within so many seconds: the process that has it is stopped.
+        ConnectionError: the store is not there.
     """
     found: list[int] = []
 
     def ask() -> None:
-        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
-        found.append(store.add(key, 1))
+        with suppress(RuntimeError):
+            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
+            found.append(store.add(key, 1))
 
     thread = threading.Thread(target=ask, name="hf_gpipe-count", daemon=True)
     thread.start()
     thread.join(seconds + 1)
+    if thread.is_alive():
+        raise TimeoutError(f"the store at {host}:{port} does not answer")
     if not found:
-        raise RuntimeError(f"the store at {host}:{port} does not answer")
+        raise ConnectionError(f"there is no store at {host}:{port}")
     return found[0]

@@ -65,7 +65,8 @@ def _tell(
             return
         if is_done:
             deadline = min(deadline, time.monotonic() + limits * limit)
-        done = torch.zeros(dist.get_world_size(group))
+        # With a type of its own: transformers changes the default one, of all threads, while it builds a model.
+        done = torch.zeros(dist.get_world_size(group), dtype=torch.int32)
         done[rank] = is_done
         dist.all_reduce(done, group=group)
         if done.all():

@@ -92,6 +92,7 @@ def _end(problem: str, store_answers: bool) -> None:
         time=time.time(),
         traceback="",
     )
-    with suppress(Exception):
-        failures.tell(failure, store_answers=store_answers)
+    with suppress(Exception), failures.telling:
+        if not job.is_failing:
+            failures.tell(failure, store_answers=store_answers)
     os._exit(EXIT_FAILURE)

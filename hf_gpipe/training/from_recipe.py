@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,8 +41,6 @@ from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.preference_loss import PreferenceLoss
 
 AnyCorpus = Corpus | StreamedCorpus | TextCorpus | ChatCorpus
-
-TOKENIZER_FOLDER = "tokenizer"
 
 #: Families whose decoder starts with the padding token; the others' start with the end-of-sequence token.
 _STARTS_WITH_PADDING = ("marian", "pegasus", "t5", "mt5", "umt5")
@@ -170,9 +167,7 @@ def _tokenizer(recipe: Recipe, corpus: AnyCorpus, checkpoint: Path | None) -> Pr
             is_expected = checkpoint is not None or recipe.tokenizer.path is not None
             if is_expected or any((Path(source) / name).exists() for name in _TOKENIZER_FILES):
                 raise
-    folder = Path(recipe.training.output_dir) / TOKENIZER_FOLDER
-    shutil.rmtree(folder, ignore_errors=True)
-    return trained_tokenizer(corpus, recipe.tokenizer, folder)
+    return trained_tokenizer(corpus, recipe.tokenizer)
 
 
 def model_dtype(recipe: Recipe) -> torch.dtype:

@@ -79,7 +79,7 @@ def run(recipe: Recipe, job: Job) -> None:
     task = task_of(recipe)
     processes = processes_for(recipe.pipeline)
     job.note("checking the recipe")
-    processes.from_reader(lambda: _check(recipe))
+    processes.from_reader(lambda: check_recipe(recipe))
     job.note("taking the output directory")
     with owned(Path(recipe.training.output_dir), processes):
         _run(recipe, job, processes, task, cost_meter)
@@ -232,7 +232,7 @@ def _begin(recipe: Recipe, output_dir: Path, table: Schedule | None) -> list[Pat
     return deleted
 
 
-def _check(recipe: Recipe) -> None:
+def check_recipe(recipe: Recipe) -> None:
     """Raise UserError for files that are not there and a model that cannot be made, before anything takes long."""
     check_files(recipe.data)
     check_model(recipe)

@@ -179,10 +179,8 @@ def _cached(folder: Path, prepared: Path) -> tuple[list[object], str, list[objec
     datasets.config.HF_DATASETS_CACHE = folder
     data = DataSection(kind="jsonl", path=str(prepared / "given" / "pairs.jsonl"))
     corpus = build_corpus(data)
-    copied = folder / "copied"
-    tokenizer = trained_tokenizer(corpus, TokenizerSection(vocab_size=290), copied)
-    text = (copied / "tokenizer.json").read_text()
-    shutil.rmtree(copied)
+    tokenizer = trained_tokenizer(corpus, TokenizerSection(vocab_size=290))
+    text = tokenizer.backend_tokenizer.to_str()
     rows = TokenizedPairs(corpus.train, tokenizer, max_source_tokens=30, max_target_tokens=30)
     return list(corpus.train), text, [rows[index] for index in range(len(rows))]
 

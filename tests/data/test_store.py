@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,16 @@ def test_the_slower_of_two_processes_takes_what_the_other_has_made(cache):
     assert entries(cache) == ["x-key"]
 
 
+def test_an_entry_can_be_read_by_whom_the_umask_allows(cache):
+    before = os.umask(0o022)
+    try:
+        entry = store.cached("x", "key", lambda folder: (folder / "a").write_text("") and None)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(entry.stat().st_mode) == 0o755
+    assert {stat.S_IMODE(file.stat().st_mode) for file in entry.iterdir()} == {0o644}
+
+
 def test_a_cache_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file")
@@ -155,8 +167,7 @@ def test_a_damaged_entry_is_made_again_with_one_line(tmp_path, cache, caplog):
 
     def prepare() -> tuple[Any, Any, Any]:
         found = corpus(kind="jsonl", path=str(path))
-        shutil.rmtree(tmp_path / "tokenizer", ignore_errors=True)
-        tokenizer = trained_tokenizer(found, section, tmp_path / "tokenizer")
+        tokenizer = trained_tokenizer(found, section)
         rows = TokenizedPairs(found.train, tokenizer, **LIMITS)
         return list(found.train), tokenizer.get_vocab(), [rows[index] for index in range(len(rows))]
 
@@ -262,10 +273,11 @@ def test_a_tokenizer_is_the_same_wherever_it_lies_and_whatever_it_has_read(tmp_p
 def test_a_tokenizer_is_trained_once(tmp_path, monkeypatch):
     found = corpus(kind="jsonl", path=str(write(tmp_path / "x.jsonl")))
     section = TokenizerSection(vocab_size=280)
-    first = trained_tokenizer(found, section, tmp_path / "a")
+    first = trained_tokenizer(found, section)
     monkeypatch.setattr("hf_gpipe.data.tokenizer._run_trainer", lambda *_: "it is trained")
-    again = trained_tokenizer(found, section, tmp_path / "b")
+    again = trained_tokenizer(found, section)
     assert again("Satz 7").input_ids == first("Satz 7").input_ids
-    assert AutoTokenizer.from_pretrained(tmp_path / "b").get_vocab() == first.get_vocab()
+    again.save_pretrained(tmp_path / "saved")
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").get_vocab() == first.get_vocab()
     with pytest.raises(DataError, match="it is trained"):
-        trained_tokenizer(found, TokenizerSection(vocab_size=280, model="bpe"), tmp_path / "c")
+        trained_tokenizer(found, TokenizerSection(vocab_size=280, model="bpe"))

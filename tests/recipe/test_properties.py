@@ -24,6 +24,8 @@ BASE = {
 }
 KEYS = {(section, key.name): key for section, key in all_keys()}
 Path = tuple[str, str]
+#: A file alone cannot say so.
+TRUST = ["model.trust_remote_code=true"]
 
 words = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=12) | st.sampled_from(
     [
@@ -115,11 +117,13 @@ def test_a_recipe_that_is_accepted_is_the_same_after_writing_and_reading(data: s
     for key in data.draw(st.lists(st.sampled_from(list(KEYS)), min_size=1, max_size=4)):
         value = data.draw(fitting(KEYS[key].schema), label=dotted(key))
         with contextlib.suppress(RecipeError):  # the value may contradict another field's default
-            recipe = parse_recipe(write(with_value(key, value)))
+            recipe = parse_recipe(
+                write(with_value(key, value)), TRUST if key[1] == "trust_remote_code" and value else ()
+            )
             found = asdict(recipe)[key[0]][key[1]]
             assert (list(found) if isinstance(found, tuple) else found) == value
     if recipe is not None:
-        assert parse_recipe(recipe.to_yaml()) == recipe
+        assert parse_recipe(recipe.to_yaml(), TRUST if recipe.model.trust_remote_code else ()) == recipe
 
 
 @settings(deadline=None, max_examples=200)

@@ -418,3 +418,17 @@ def test_the_number_of_processes_is_that_of_the_workers() -> None:
         PipelineConfig(2, replicas=2, num_processes=3)
     with pytest.raises(UserError, match=r"replicas \[2, 1\] are on 3 processes, and there are 2"):
         PipelineConfig(2, replicas=(2, 1), num_processes=2)
+
+
+def test_a_file_cannot_allow_code_to_run(tmp_path: Path) -> None:
+    """Recipes are passed on: planning somebody's recipe must not run the code that it names."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(MINIMAL.replace("model:\n", "model:\n  trust_remote_code: true\n", 1))
+    with pytest.raises(
+        RecipeError, match=r"line \d+: model.trust_remote_code is true, .* and a file cannot allow that"
+    ):
+        load_recipe(path)
+    for allowed in ("model.trust_remote_code=true", "model={trust_remote_code: true, config: {model_type: marian}}"):
+        assert load_recipe(path, [allowed]).model.trust_remote_code
+    assert load_saved(path).model.trust_remote_code, "it is only compared with the recipe of a run that goes on"
+    assert not load_recipe(path, ["model.trust_remote_code=false"]).model.trust_remote_code

@@ -27,6 +27,7 @@ from transformers import (
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import StageModel, adapter_for
 from hf_gpipe.adapters.head import DeferredLogits, Projection
+from hf_gpipe.adapters.probe import observe
 from hf_gpipe.planner.layers import ModelLayers
 from hf_gpipe.planner.tracing import StageTracer
 from hf_gpipe.planner.workload import Workload
@@ -338,3 +339,15 @@ def test_the_planner_counts_a_chunk_and_not_the_logits() -> None:
         assert found.forward_peak < chunk // 8
         assert found.backward_flops == 3 * 2 * positions * 16 * vocabulary
         assert chunk <= found.backward_peak <= most * chunk
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError()])
+def test_a_lack_of_memory_is_no_reason_to_make_logits_whole(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process would add up in another order than the others, with a warning and the exit code 0."""
+
+    def fail(deferred: object) -> None:
+        raise error
+
+    monkeypatch.setattr("hf_gpipe.adapters.head._in_parts", fail)
+    with pytest.raises(type(error)):
+        observe(plain_model(tiny_config("llama")))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from hf_gpipe.runtime import failures, watching
+from hf_gpipe.runtime.job import Job
+from hf_gpipe.runtime.store import count_in_store
 from tests.test_train import ENVIRONMENT, REPOSITORY
 
 SCRIPT = """
@@ -109,6 +114,44 @@ def test_the_store_is_in_process_0_and_that_is_stopped() -> None:
         for process in processes:
             process.kill()
             process.communicate()
+
+
+def test_a_store_that_is_silent_is_no_store_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system takes connections for a stopped process. A message of it may come late before its silence is noticed:
+    then one of the others tells that, and of a store that is gone the process that had it has told the cause."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(TimeoutError, match="does not answer"):
+            count_in_store("127.0.0.1", port, "key", 0.5)
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        monkeypatch.setattr(failures, "_STORE_SECONDS", 0.5)
+        monkeypatch.setattr(Job.current(), "_store", object())
+        first = {}
+        for rank in "012":
+            monkeypatch.setenv("RANK", rank)
+            monkeypatch.setenv("LOCAL_RANK", rank)
+            first[rank] = failures._is_first()
+        assert first == {"0": False, "1": True, "2": False}
+    with pytest.raises(ConnectionError, match="there is no store at"):
+        count_in_store("127.0.0.1", port, "key", 0.5)
+    assert not failures._is_first()
+
+
+def test_one_thread_of_a_process_tells_why_it_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The main thread and the watch may find a silent store at the same moment."""
+    monkeypatch.setattr(Job, "_current", Job())
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(watching.os, "_exit", lambda code: None)
+    with failures.telling:
+        watch = threading.Thread(target=watching._end, args=("it is silent", True))
+        watch.start()
+        failures.report(RuntimeError("waited in vain"))
+    watch.join(60)
+    assert re.fullmatch("error: process 0: RuntimeError: waited in vain\n", capsys.readouterr().err)
 
 
 def test_a_port_that_is_in_use() -> None:
