@@ -23,8 +23,8 @@ LONGEST = (
 
 # Before anything reads it: no test asks a hub, and a model that is not there is told at once.
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Some models take the softmax of attention in float32, even of float64. With vectors of 8 numbers a row whose padding was
-# cut off is then added up in another order (1e-8 of the gradient norm); without vectors no machine differs.
+# Some models take the softmax of attention in float32, even where the rest is float64. With vectors of 8 numbers
+# (AVX2) a row whose padding was cut off is then added up in another order: 1e-8 of the gradient norm.
 os.environ.setdefault("ATEN_CPU_CAPABILITY", "default")
 # What tests prepare is not for the cache of whoever runs them; their commands inherit this one.
 _CACHE = os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="hf_gpipe-cache-")
