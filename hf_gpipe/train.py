@@ -83,19 +83,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             from hf_gpipe.training.job import check_recipe
 
             check_recipe(recipe)
+        from hf_gpipe.runtime.launch import launch
+
+        return launch(
+            "hf_gpipe.train",
+            args,
+            num_processes,
+            _traceback_file(recipe),
+            threads=recipe.pipeline.threads_per_process,
+            stop_seconds=recipe.training.stop_seconds,
+        )
     except UserError as error:
         return _fail(error)
-    from hf_gpipe.runtime.launch import launch
-
-    threads = recipe.pipeline.threads_per_process
-    return launch(
-        "hf_gpipe.train",
-        args,
-        num_processes,
-        _traceback_file(recipe),
-        threads=threads,
-        stop_seconds=recipe.training.stop_seconds,
-    )
 
 
 def _print_help(sections: Sequence[str]) -> int:

@@ -232,7 +232,7 @@ def _is_first() -> bool:
             return count_in_store(host, port, f"hf_gpipe/failures/{Job.current().start}", _STORE_SECONDS) == 1
         except TimeoutError:
             return _speaks_for_machine()  # every process of this machine comes to the same
-        except ConnectionError:
+        except OSError:
             if not has_agent:
                 return _rank() == 0  # process 0, which held the store, has told its own failure and is gone
     return os.environ.get("LOCAL_RANK", "0") == "0" or dist.is_initialized()

@@ -16,6 +16,7 @@ from pathlib import Path
 from hf_gpipe.errors import EXIT_STOPPED
 from hf_gpipe.runtime.failures import show
 from hf_gpipe.runtime.job import LAUNCHER_PID
+from hf_gpipe.runtime.open_files import check_open_files
 from hf_gpipe.runtime.secret import SECRET_VARIABLE, new_secret, store_on_loopback
 from hf_gpipe.runtime.signals import StopSignal
 from hf_gpipe.runtime.supervise import Child, environment_of, first_failure, forwarding, wait_for_all
@@ -46,10 +47,14 @@ def launch(
         The exit code: 0; EXIT_STOPPED where a signal stopped the job and all was saved; that of the process that failed
         first, 1 where a process was killed by a signal; or 128 plus the number of the signal that ended the job before
         it saved. The failure has been printed on stderr.
+
+    Raises:
+        UserError: the limit of open files is too low; no process was started.
     """
     environment = {SECRET_VARIABLE: new_secret(), **os.environ, LAUNCHER_PID: str(os.getpid())}
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
+    check_open_files(num_processes)
     store = store_on_loopback()
     children: list[Child] = []
     stop = StopSignal()

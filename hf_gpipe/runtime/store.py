@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -58,9 +59,12 @@ def count_in_store(host: str, port: int, key: str, seconds: float) -> int:
     """Add 1 to a counter in the store at an address, and return its new value.
 
     Raises:
-        TimeoutError: the store does not answer within so many seconds: the process that has it is stopped.
-        ConnectionError: the store is not there.
+        TimeoutError: the store does not answer within so many seconds: the process that has it is stopped, or its
+            machine cannot be reached.
+        OSError: the store is not there.
     """
+    # torch tries again and again to connect, also where nobody listens any more.
+    socket.create_connection((host, port), timeout=seconds).close()
     found: list[int] = []
 
     def ask() -> None:

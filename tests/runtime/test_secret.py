@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import socket
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from hf_gpipe.runtime import secret
 from hf_gpipe.runtime.meeting import meet
 from hf_gpipe.runtime.preflight import Facts
 from hf_gpipe.runtime.secret import SECRET_VARIABLE, SignedStore, new_secret, signed, store_on_loopback
-from scripts.random_faults.peers import listening
+from scripts.random_faults.peers import flood, listening
 
 REPOSITORY = Path(__file__).parents[2]
 LIMIT = timedelta(seconds=20)
@@ -95,6 +96,32 @@ def test_a_local_run_listens_on_loopback_alone_and_survives_garbage(tmp_path: Pa
             assert process.returncode == 0, err
     for rank in range(2):
         assert (tmp_path / f"found-{rank}").read_text() == "['of 0', 'of 1'] [2.0, 2.0]"
+
+
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 8192, reason="the system allows fewer files")
+def test_connections_that_say_nothing_do_not_use_up_the_open_files(tmp_path: Path) -> None:
+    """gloo aborts a process that cannot take a connection, and systems usually begin with a limit of 1024."""
+    (tmp_path / "stay").touch()
+    store, own = store_on_loopback(), {SECRET_VARIABLE: new_secret()}
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+    try:
+        processes = [start("rank", tmp_path, store.port, rank, **own) for rank in range(2)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    with ended(*processes):
+        try:
+            deadline = time.monotonic() + 120
+            while len(list(tmp_path.glob("found-*"))) < 2:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            flood([process.pid for process in processes], count=600)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        (tmp_path / "stay").unlink()
+        for process in processes:
+            _, err = process.communicate(timeout=120)
+            assert process.returncode == 0, err
 
 
 def test_our_launcher_gives_its_processes_a_secret_and_shows_it_nowhere(

@@ -133,8 +133,8 @@ def test_a_store_that_is_silent_is_no_store_that_is_gone(monkeypatch: pytest.Mon
             monkeypatch.setenv("LOCAL_RANK", rank)
             first[rank] = failures._is_first()
         assert first == {"0": False, "1": True, "2": False}
-    with pytest.raises(ConnectionError, match="there is no store at"):
-        count_in_store("127.0.0.1", port, "key", 0.5)
+    with pytest.raises(ConnectionRefusedError):
+        count_in_store("127.0.0.1", port, "key", 30.0)
     assert not failures._is_first()
 
 
@@ -203,7 +203,7 @@ def test_too_few_open_files() -> None:
 def test_the_limit_of_open_files_is_raised_where_it_may_be() -> None:
     port = free_port()
     processes = [script(rank, port, "fault", limit=200) for rank in range(2)]
-    assert [process.communicate(timeout=200)[0] for process in processes] == ["limit 80\n"] * 2
+    assert [process.communicate(timeout=200)[0] for process in processes] == ["limit 200\n"] * 2
 
 
 def test_a_run_has_as_many_open_files_as_the_limit_allows(tmp_path: Path) -> None:
