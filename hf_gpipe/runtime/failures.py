@@ -45,8 +45,11 @@ _TIMED_OUT = re.compile(
     # Another thread's message between the same two processes was the one that gloo had waited for.
     r"|(\[\S*gloo\S*\] )?(?P<other_thread>Application timeout caused pair closure)"
 )
+_LOST_CONNECTION = "lost the connection to another process"
 _WAITED = "seconds in vain for"
-_CLOSED = re.compile(r"(RuntimeError: )?\[\S*gloo/\S*\] (\w+ error \S+ )?Connection (closed|reset) by peer.*")
+_CLOSED = re.compile(
+    r"(RuntimeError: )?\[\S*gloo/\S*\] (\w+ (error )?\S+ )?(Connection (closed|reset) by peer|Broken pipe).*"
+)
 
 
 #: Held by the thread that tells why this process fails; another thread may find the same cause meanwhile.
@@ -79,7 +82,9 @@ class Failure:
 def describe(error: BaseException) -> Failure:
     """Describe an exception as a failure; its message is one line and names the process, unless it is a UserError."""
     is_user_error = isinstance(error, UserError)
-    text = _CLOSED.sub("lost the connection to another process", " ".join(str(error).split()))
+    text = _CLOSED.sub(_LOST_CONNECTION, " ".join(str(error).split()))
+    if isinstance(error, dist.DistNetworkError):
+        text = f"{_LOST_CONNECTION}, which has the store ({text})"
     work = Job.current().work
     if isinstance(error, StageError):
         text += f" ({work})" if work else ""

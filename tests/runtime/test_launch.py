@@ -252,6 +252,12 @@ def test_a_lost_connection_is_a_consequence_and_a_time_limit_is_not(monkeypatch:
     assert failures.describe(lost_in_action).message == f"{place}: lost the connection to another process"
     reset = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [10.0.0.1]:46: Connection reset by peer. GLHF!")
     assert failures.describe(reset).message.endswith("RuntimeError: lost the connection to another process")
+    broken = RuntimeError("[/third_party/gloo/gloo/transport/tcp/pair.cc:9] writev [10.0.0.1]:46: Broken pipe")
+    assert failures.describe(broken).message.endswith("RuntimeError: lost the connection to another process")
+    assert failures.describe(broken).is_consequence
+    store = failures.describe(DistNetworkError("Broken pipe"))
+    assert store.message.endswith("lost the connection to another process, which has the store (Broken pipe)")
+    assert store.is_consequence
     assert failures.describe(UserError("wrong")).message == "wrong"
 
 
