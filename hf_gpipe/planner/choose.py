@@ -341,11 +341,15 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
             memory_dip_bytes=dip_bytes,
         )
     except PartitionError as error:
-        if not isinstance(planner.memory_bytes, tuple):
+        limit = planner.memory_bytes
+        if set(caps) == {limit}:
             raise
+        # The cap of a stage is no limit that anybody gave.
         raise PartitionError(
             f"no split of {planner.num_layers} layers into {settings.num_stages} stages fits the processes' memory "
-            f"({limit_text(planner.memory_bytes)}); allow more, or use more stages or smaller micro-batches.",
+            f"({limit_text(limit)}{' each, which the stages of a process share' * isinstance(limit, int)}): the least "
+            f"demanding one needs {error.fullness:.2f} times as much; allow that much, or use more stages or smaller "
+            "micro-batches.",
             error.fullness,
         ) from None
 

@@ -124,6 +124,15 @@ def test_a_limit_that_no_split_meets_is_named_with_the_least_that_would_do() -> 
         choose_partition(planner(blocks(4), memory_bytes=10 * MIB), settings((2, 2)), "flops")
 
 
+def test_a_limit_that_several_stages_share_is_named_as_it_was_given() -> None:
+    """The message was about 5 MiB "per stage", a limit that nobody had given."""
+    asked = settings((1,) * 4, schedule="interleaved_1f1b", num_processes=2)
+    with pytest.raises(PartitionError, match=r"memory \(10 MiB each, .* share\): .* needs (\d+\.\d+) times") as found:
+        choose_partition(planner(blocks(4), memory_bytes=10 * MIB), asked, "flops")
+    needed = round(found.value.fullness * 10 * MIB) + MIB
+    assert choose_partition(planner(blocks(4), memory_bytes=needed), asked, "flops") == (1,) * 4
+
+
 def test_profile_needs_measured_layers() -> None:
     with pytest.raises(PartitionError, match="plan with --profile, or use flops"):
         choose_partition(planner(blocks(4)), settings((2, 2)), "profile")
