@@ -20,7 +20,7 @@ _GIB = 1 << 30
 _CALL_SECONDS = 1e-5
 #: What a CUDA context, with the kernels that torch loads, takes of a device beside torch's allocator. It is the
 #: difference between "this process has" and "allocated" plus "reserved" in torch's messages of CUDA out of memory: 0.46
-#: and 0.49 GiB on an RTX 4090 (github.com/pinokiofactory/flux-webui/issues/11, and issue 8 of 3DTopia/Phidias-Diffusion).
+#: and 0.49 GiB on an RTX 4090 (issues 11 of pinokiofactory/flux-webui and 8 of 3DTopia/Phidias-Diffusion on GitHub).
 #: XLA reserves 0.52 GiB of a TPU (github.com/sokrypton/ColabFold/issues/62).
 _CONTEXT_GIB = 0.5
 
