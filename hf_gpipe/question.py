@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hf_gpipe.errors import DataError, HfGpipeError, PartitionError, RecipeError, UserError
@@ -53,6 +54,7 @@ class Question:
         limits = tuple((options.memory or "").split(","))
         for limit in limits if options.memory else ():
             read_bytes(limit, "--memory")
+        from hf_gpipe.planner.choose import best_plan
         from hf_gpipe.planner.network import read_cluster
 
         device = _device(options)
@@ -78,6 +80,17 @@ class Question:
             config = replace(config, recompute=recompute_under(table, config.recompute))
         recipe = _with_vocabulary(recipe)
         planner = _planner(recipe, config, device, cluster, table, is_profiled=options.profile)
+
+        def plan_with(keys: str) -> Plan:
+            other = load_recipe(options.recipe, [*options.overrides, *keys.split()])
+            other = replace(recipe, model=other.model, lora=other.lora)
+            lighter = _planner(other, config, device, cluster, table, is_profiled=options.profile)
+            try:
+                return best_plan(lighter, config)
+            except PartitionError:
+                return _unlimited(lighter, config)
+
+        planner.lighter = {keys: partial(plan_with, keys) for keys in _lighter(recipe)}
         return cls(recipe, config, device, cluster, table, planner)
 
     def best(self) -> Plan:
@@ -116,6 +129,7 @@ def _count(text: str | None) -> int | None:
 
 
 def _best(planner: Planner, config: PipelineConfig) -> Plan:
+    from hf_gpipe.planner.advice import smallest_fix
     from hf_gpipe.planner.choose import best_plan
 
     try:
@@ -123,12 +137,22 @@ def _best(planner: Planner, config: PipelineConfig) -> Plan:
     except PartitionError as error:
         if planner.memory_bytes is None:
             raise
-        from hf_gpipe.planner.advice import smallest_fix
+        raise PartitionError(f"{error} {smallest_fix(_unlimited(planner, config))}") from None
 
-        # The same without a limit can be planned, and knows what would have to change.
-        unlimited = best_plan(planner.within(None), config)
-        fix = smallest_fix(replace(unlimited, planner=planner))
-        raise PartitionError(f"{error} {fix}") from None
+
+def _unlimited(planner: Planner, config: PipelineConfig) -> Plan:
+    """The plan where no split fits: the same without a limit can be planned, and knows what would have to change."""
+    from hf_gpipe.planner.choose import best_plan
+
+    return replace(best_plan(planner.within(None), config), planner=planner)
+
+
+def _lighter(recipe: Recipe) -> list[str]:
+    """The keys with which adapters are trained in place of all weights of a pretrained model, or beside fewer bits."""
+    if recipe.model.path is None or recipe.model.quantization is not None:
+        return []
+    adapters = [] if recipe.lora.is_on else ["lora.r=16"]
+    return [*adapters, " ".join([*adapters, "model.quantization=nf4"])]
 
 
 def _on_devices(recipe: Recipe, overrides: Sequence[str], devices: int | None) -> Recipe:

@@ -96,7 +96,7 @@ class Model:
 
     def plan(self, name: str, num_stages: int, num_layers: int, *, is_limited: bool = True) -> Plan:
         """The plan of a row of the table. Raises PartitionError where no split fits and that matters."""
-        planner = Planner(lambda rows: self.costs(rows, num_layers), inputs(ROWS), device("tpu-v3"))
+        planner = Planner(lambda rows: self.costs(rows, num_layers), inputs(ROWS), device("tpu-v3"), 16 * GIB)
         planner = planner if is_limited else planner.within(None)
         is_naive = name.startswith("Naive")
         return best_plan(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 
 import torch
 
@@ -25,29 +26,60 @@ def smallest_fix(plan: Plan) -> str:
     """One sentence: what to change so that the plan's model fits.
 
     Changes that cost little come first: recomputation, the schedule, more micro-batches, an even split, and only then
-    more stages. For a plan that fits by prediction (and ran out of memory all the same) it is what needs a tenth less.
+    more stages. Where only more devices or nothing of that would do, adapters that fit the devices are named too. For a
+    plan that fits by prediction (and ran out of memory all the same) it is what needs a tenth less.
     """
     limit = plan.planner.memory_bytes
     if limit is None or plan.fits:
         limit = round(_SAFE_SHARE * plan.peak_bytes)
-    planner = plan.planner.within(limit)
-    least = plan
+    least, fix = plan, ""
+    for words, changed in _changed_plans(plan.planner.within(limit), plan):
+        if changed.fits:
+            fix = f"{words} {_fits(changed)} where it was {seconds_text(plan.step_seconds)}"
+            if changed.settings.num_processes == plan.settings.num_processes:
+                return f"{fix}."
+            break
+        least = min(least, changed, key=lambda one: one.peak_bytes)
+    adapters = "; ".join(_adapters_that_fit(plan))
+    if not fix:
+        fix = (
+            f"no number of stages or micro-batches fits {limit_text(limit)}: the leanest way needs "
+            f"{size_text(least.peak_bytes)} ({_words(least)})"
+        )
+        if not adapters:
+            return f"{fix}; use devices with more memory, shorter texts, or an optimizer with less state."
+    if not adapters:
+        return f"{fix}."
+    return f"{fix}; on these devices, where adapters alone are trained, {adapters}."
+
+
+def _fits(plan: Plan) -> str:
+    return f"fits: {size_text(plan.peak_bytes)} a process at most, and a step of {seconds_text(plan.step_seconds)}"
+
+
+def _adapters_that_fit(plan: Plan) -> Iterator[str]:
+    """LoRA, and then LoRA on quantised weights, each with the smallest change that makes it fit the same devices."""
+    for keys, make in plan.planner.lighter.items():
+        try:
+            lighter = make()
+        except UserError:
+            continue  # not for this model or task
+        changes = ((f"{keys} with {words}", one) for words, one in _changed_plans(lighter.planner, lighter))
+        for words, one in chain([(keys, lighter)], changes):
+            if one.settings.num_processes != plan.settings.num_processes:
+                break
+            if one.fits:
+                yield f"{words} {_fits(one)}"
+                break
+
+
+def _changed_plans(planner: Planner, plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """Each change in words and as a plan, the smallest first."""
     for words, config in _changes(planner, plan):
         try:
-            changed = best_plan(planner, config)
+            yield words, best_plan(planner, config)
         except UserError:
             continue
-        if changed.fits:
-            return (
-                f"{words} fits: {size_text(changed.peak_bytes)} a process at most, and a step of "
-                f"{seconds_text(changed.step_seconds)} where it was {seconds_text(plan.step_seconds)}."
-            )
-        least = min(least, changed, key=lambda one: one.peak_bytes)
-    return (
-        f"no number of stages or micro-batches fits {limit_text(limit)}: the leanest way needs "
-        f"{size_text(least.peak_bytes)} ({_words(least)}); use devices with more memory, shorter texts, or an "
-        "optimizer with less state."
-    )
 
 
 def _changes(planner: Planner, plan: Plan) -> Iterator[tuple[str, PipelineConfig]]:

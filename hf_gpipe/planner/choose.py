@@ -30,7 +30,7 @@ AUTO_SCHEDULES = ("1f1b", "gpipe_fused", "gpipe", "interleaved_1f1b", *SPLIT_SCH
 #: processes would wait, and with more each simulation takes long and the bubble is no longer large.
 _MICRO_BATCHES_A_PROCESS = 0.25, 4
 #: Actions of all tables that are simulated to compare meshes: a few seconds.
-_MOST_ACTIONS = 20_000
+MOST_ACTIONS = 20_000
 
 
 def best_plan(planner: Planner, config: PipelineConfig) -> Plan:
@@ -113,7 +113,7 @@ def _try_meshes(tries: _Tries, config: PipelineConfig) -> None:
     _try_counts(tries, config, few)
     is_free = config.num_stages == config.replicas == AUTO and config.processes <= planner.num_layers
     longest = replace(config, replicas=1) if is_free else config
-    while more and not tries.has_fit() and more[0] * config.processes < _MOST_ACTIONS:
+    while more and not tries.has_fit() and more[0] * config.processes < MOST_ACTIONS:
         count = more.pop(0)
         _try_counts(tries, longest, [count])
         if is_free and tries.has_fit():
@@ -139,28 +139,28 @@ def _try_counts(tries: _Tries, config: PipelineConfig, counts: Sequence[int]) ->
     """
     planner = tries.planner
     schedules = AUTO_SCHEDULES if config.schedule == AUTO else (config.schedule,)
-    room = _MOST_ACTIONS
+    room = MOST_ACTIONS
     tried: list[tuple[tuple[float, ...], float, PipelineConfig]] = []
     for bound, one in meshes(planner, config, counts):
-        is_enough = room < 0 and tries.best is not None and (tries.best.fits or room < -_MOST_ACTIONS)
+        is_enough = room < 0 and tries.best is not None and (tries.best.fits or room < -MOST_ACTIONS)
         if tries.is_beaten(bound) or is_enough:
             continue
         if tries.add(replace(one, schedule=schedules[0])):
             tried.append((rank(tries.plans[-1]), bound, one))
-        room -= _num_actions(planner, one)
-    room = _MOST_ACTIONS
+        room -= num_actions(planner, one)
+    room = MOST_ACTIONS
     for _, bound, one in sorted(tried, key=lambda each: each[0]):
         for schedule in schedules[1:]:
             is_asked = config.schedule != AUTO or _is_worth_a_try(schedule, one)
             if room < 0 or not is_asked or tries.is_beaten(bound):
                 continue
             tries.add(replace(one, schedule=schedule))
-            room -= _num_actions(planner, one)
+            room -= num_actions(planner, one)
 
 
 def _exchange(tries: _Tries, config: PipelineConfig) -> None:
     """Exchange two unlike processes of the best plan as long as that helps."""
-    planner, room, before = tries.planner, _MOST_ACTIONS, None
+    planner, room, before = tries.planner, MOST_ACTIONS, None
     kinds = kinds_of(planner.memory_bytes, planner.speeds, config.processes)
     while tries.best is not None and tries.best is not before:
         before = tries.best
@@ -168,10 +168,10 @@ def _exchange(tries: _Tries, config: PipelineConfig) -> None:
         for placement in exchanges(before.timeline.schedule.placement, kinds):
             if room > 0:
                 tries.add(replace(again, placement=str(placement)))
-                room -= _num_actions(planner, again)
+                room -= num_actions(planner, again)
 
 
-def _num_actions(planner: Planner, config: PipelineConfig) -> int:
+def num_actions(planner: Planner, config: PipelineConfig) -> int:
     """About how many actions a table has: the work of its simulation."""
     num_stages, _ = config.mesh
     assert isinstance(config.num_micro_batches, int), "it is decided"
@@ -341,11 +341,15 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
             memory_dip_bytes=dip_bytes,
         )
     except PartitionError as error:
-        if not isinstance(planner.memory_bytes, tuple):
+        limit = planner.memory_bytes
+        if set(caps) == {limit}:
             raise
+        # The cap of a stage is no limit that anybody gave.
         raise PartitionError(
             f"no split of {planner.num_layers} layers into {settings.num_stages} stages fits the processes' memory "
-            f"({limit_text(planner.memory_bytes)}); allow more, or use more stages or smaller micro-batches.",
+            f"({limit_text(limit)}{' each, which the stages of a process share' * isinstance(limit, int)}): the least "
+            f"demanding one needs {error.fullness:.2f} times as much; allow that much, or use more stages or smaller "
+            "micro-batches.",
             error.fullness,
         ) from None
 

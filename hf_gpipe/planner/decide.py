@@ -90,7 +90,7 @@ class Planning:
             plan = best_plan(self.planner(config, measured, decides=True).within(memory), config)
             return plan.settings, _why(plan, config)
 
-        settings, why = self.processes.from_reader(best)
+        settings, why = self.processes.from_reader(best, takes_long=True)
         if self.processes.is_reporter:
             logger.warning(why)  # a level that is shown unless somebody asks for silence
         return settings, why

@@ -18,6 +18,11 @@ Entry = TypeVar("Entry")
 _GIB = 1 << 30
 #: What PyTorch takes to start a kernel, autograd and the modules' own code included; it differs with the host.
 _CALL_SECONDS = 1e-5
+#: What a CUDA context, with the kernels that torch loads, takes of a device beside torch's allocator. It is the
+#: difference between "this process has" and "allocated" plus "reserved" in torch's messages of CUDA out of memory: 0.46
+#: and 0.49 GiB on an RTX 4090 (issues 11 of pinokiofactory/flux-webui and 8 of 3DTopia/Phidias-Diffusion on GitHub).
+#: XLA reserves 0.52 GiB of a TPU (github.com/sokrypton/ColabFold/issues/62).
+_CONTEXT_GIB = 0.5
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Device:
 
     Attributes:
         name: as a user writes it.
-        memory_bytes: of the device; None: not known.
+        memory_bytes: what a process may use of it; None: not known.
         flops_per_second: by the type of a matrix product's factors, such as "bfloat16"; float32 is always there.
         bytes_per_second: of its memory.
         link: to the device of the next stage.
@@ -101,29 +106,40 @@ LINKS: dict[str, Link] = {
 
 
 def _gpu(
-    name: str, memory_gib: int, terabytes: float, link: str, *, fp32: float, fp16: float, bf16: float | None
+    name: str, memory_gib: float, terabytes: float, link: str, *, fp32: float, fp16: float, bf16: float | None
 ) -> Device:
-    """A device of the table below; rates in 10^12 a second."""
+    """A device of the table below.
+
+    Args:
+        name: as a user writes it.
+        memory_gib: all that the driver reports, which is less than the name says.
+        terabytes: of its memory, in 10^12 a second.
+        link: to the device of the next stage.
+        fp32, fp16, bf16: rates in 10^12 a second.
+    """
     rates = {"float32": fp32 * 1e12, "float16": fp16 * 1e12}
     if bf16 is not None:
         rates["bfloat16"] = bf16 * 1e12
-    return Device(name, memory_gib * _GIB, rates, terabytes * 1e12, LINKS[link], call_seconds=_CALL_SECONDS)
+    memory_bytes = round((memory_gib - _CONTEXT_GIB) * _GIB)
+    return Device(name, memory_bytes, rates, terabytes * 1e12, LINKS[link], call_seconds=_CALL_SECONDS)
 
 
+#: The memory is the "total capacity" in torch's messages of CUDA out of memory, rounded down to tenths of a GiB: the
+#: driver keeps a part of what the data sheet says, and so does error correction on a T4 or an L4.
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
-        _gpu("p100", 16, 0.732, "pcie3", fp32=9.3, fp16=18.7, bf16=None),
-        _gpu("v100-16", 16, 0.9, "nvlink2", fp32=15.7, fp16=125, bf16=None),
-        _gpu("v100-32", 32, 0.9, "nvlink2", fp32=15.7, fp16=125, bf16=None),
-        _gpu("t4", 16, 0.32, "pcie3", fp32=8.1, fp16=65, bf16=None),
-        _gpu("a100-40", 40, 1.555, "nvlink3", fp32=19.5, fp16=312, bf16=312),
-        _gpu("a100-80", 80, 2.039, "nvlink3", fp32=19.5, fp16=312, bf16=312),
-        _gpu("l4", 24, 0.3, "pcie4", fp32=30.3, fp16=121, bf16=121),
-        _gpu("h100", 80, 3.35, "nvlink4", fp32=67, fp16=989, bf16=989),
-        _gpu("h200", 140, 4.8, "nvlink4", fp32=67, fp16=989, bf16=989),
-        _gpu("rtx3090", 24, 0.936, "pcie4", fp32=35.6, fp16=71, bf16=71),
-        _gpu("rtx4090", 24, 1.008, "pcie4", fp32=82.6, fp16=165, bf16=165),
+        _gpu("p100", 15.8, 0.732, "pcie3", fp32=9.3, fp16=18.7, bf16=None),
+        _gpu("v100-16", 15.7, 0.9, "nvlink2", fp32=15.7, fp16=125, bf16=None),
+        _gpu("v100-32", 31.7, 0.9, "nvlink2", fp32=15.7, fp16=125, bf16=None),
+        _gpu("t4", 14.5, 0.32, "pcie3", fp32=8.1, fp16=65, bf16=None),
+        _gpu("a100-40", 39.3, 1.555, "nvlink3", fp32=19.5, fp16=312, bf16=312),
+        _gpu("a100-80", 79.1, 2.039, "nvlink3", fp32=19.5, fp16=312, bf16=312),
+        _gpu("l4", 22.0, 0.3, "pcie4", fp32=30.3, fp16=121, bf16=121),
+        _gpu("h100", 79.1, 3.35, "nvlink4", fp32=67, fp16=989, bf16=989),
+        _gpu("h200", 139.7, 4.8, "nvlink4", fp32=67, fp16=989, bf16=989),
+        _gpu("rtx3090", 23.6, 0.936, "pcie4", fp32=35.6, fp16=71, bf16=71),
+        _gpu("rtx4090", 23.6, 1.008, "pcie4", fp32=82.6, fp16=165, bf16=165),
         # One of the two cores of a chip, GPipe's accelerator; products of float32 run in bfloat16.
         _gpu("tpu-v3", 16, 0.45, "tpu-v3", fp32=61.5, fp16=61.5, bf16=61.5),
     )

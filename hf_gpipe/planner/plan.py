@@ -153,6 +153,9 @@ class Planner:
         cluster: the links between the processes; None: every pair of them has the device's link.
         speeds: of each process, relative to `device`; None: all are as fast.
 
+    Attributes:
+        lighter: by keys of a recipe that have adapters trained in place of all weights, what plans that.
+
     Raises:
         UserError: there is no mini-batch, or the optimizer's state has no known size.
     """
@@ -174,6 +177,7 @@ class Planner:
         self.memory_bytes = device.memory_bytes if memory_bytes is None else memory_bytes
         self.cluster = cluster
         self.speeds = speeds
+        self.lighter: Mapping[str, Callable[[], Plan]] = {}
         self._costs: dict[int, ModelCosts] = {}
         self._sums: dict[int, LayerSums] = {}
 
@@ -228,6 +232,12 @@ class Planner:
         """The same planner with another limit; what it has computed is shared."""
         other = copy.copy(self)
         other.memory_bytes = memory_bytes
+        return other
+
+    def with_rows(self, rows: int) -> Planner:
+        """The same planner for a mini-batch of another number of rows; what it has computed is shared."""
+        other = copy.copy(self)
+        other.rows, other.inputs = rows, replace(self.inputs, example=replace(self.inputs.mini_batch(), rows=rows))
         return other
 
     @property

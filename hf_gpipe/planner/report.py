@@ -10,6 +10,7 @@ from operator import itemgetter
 from typing import Any
 
 from hf_gpipe.planner.advice import smallest_fix
+from hf_gpipe.planner.bubble import smaller_bubble
 from hf_gpipe.planner.limits import limit_of, limit_text
 from hf_gpipe.planner.memory import MemoryEstimate
 from hf_gpipe.planner.plan import Plan, Planner, StagePlan
@@ -75,6 +76,7 @@ def report(plan: Plan) -> str:
         ("optimizer", offload_text(plan)),
         ("saving", saving_text(plan)),
         ("time", time_why(plan)),
+        ("bubble", smaller_bubble(plan)),
         *asynchronous_lines(plan),
         ("verdict", verdict(plan)),
     ]

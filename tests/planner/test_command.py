@@ -60,6 +60,31 @@ def test_one_that_does_not_says_what_would(recipe: str, capsys: pytest.CaptureFi
     assert " fits: " in out
 
 
+def test_a_pretrained_model_that_does_not_fit_is_told_what_adapters_need(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    config = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_attention_heads": 4, "vocab_size": 64}))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"model: {{path: {tmp_path}}}\n"
+        "data: {kind: cldr, languages: [de], max_source_tokens: 8, max_target_tokens: 8}\n"
+        "pipeline: {num_stages: 2, num_micro_batches: 2, schedule: gpipe, recompute: stage, partition: count}\n"
+        "training: {output_dir: never, batch_size: 4}\n"
+    )
+    # A block has 4.2 MB of weights, their gradients, and 8.4 MB of AdamW's state.
+    assert main([str(path), "--memory", "15MiB"]) == 1
+    found = re.search(
+        r"no number of stages .*, lora.r=16 fits: ([\d.]+) MiB .*; lora.r=16 model.quantization=nf4 fits: ([\d.]+) MiB",
+        capsys.readouterr().out,
+    )
+    assert found is not None
+    adapters, quantised = map(float, found.groups())
+    assert quantised < adapters <= 15
+
+
 def test_json_and_a_picture(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "plan.png"
     assert main([recipe, "--json", "--picture", str(picture), "pipeline.schedule=1f1b"]) == 0

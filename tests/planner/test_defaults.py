@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ from hf_gpipe.planner.measure import rated_machine, steady_memory
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import PipelineConfig, TrainingSection
 from hf_gpipe.recipe.pipeline import PLANNED
+from hf_gpipe.runtime.job import Job
 from hf_gpipe.training import arguments
+from tests.gloo import run_gloo
 from tests.oracle import padded_batch, tiny_config
 from tests.training.toy import CausalRows
 
@@ -163,6 +167,25 @@ def test_the_device_that_is_decided_for(monkeypatch: pytest.MonkeyPatch) -> None
         memory.append(steady_memory(gpu))
         del free[0]
     assert memory == [75 * GIB, 75 * GIB, 40 * GIB], "a little more or less that others hold changes nothing"
+
+
+def _decided_slowly() -> list[Any]:
+    best_plan = decide.best_plan
+
+    def slow(*args: Any) -> Any:
+        time.sleep(8)
+        return best_plan(*args)
+
+    decide.best_plan = slow
+    Job.current().timeout = timedelta(seconds=6)
+    config = tiny_config("llama")
+    return values(Pipeline(config, 2, 2, example=padded_batch(config)).config)
+
+
+def test_the_others_wait_for_a_planner_that_takes_longer_than_a_message_may() -> None:
+    """While the main process planned for minutes, the others gave up after the time limit of a message."""
+    one, other = run_gloo(_decided_slowly, 2)
+    assert one == other
 
 
 def test_measured_links_count_in_round_numbers() -> None:

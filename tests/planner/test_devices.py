@@ -13,7 +13,7 @@ from hf_gpipe.planner.measure import this_machine
 
 def test_a_device_by_its_name() -> None:
     a100 = device(" A100-80 ", "ethernet-100")
-    assert a100.memory_bytes == 80 << 30
+    assert a100.memory_bytes == round(78.6 * 2**30)
     assert a100.flops_for("bfloat16") == 312e12
     assert a100.flops_for("float32") == 19.5e12
     assert a100.flops_for("float64") == 19.5e12 / 2
@@ -67,6 +67,17 @@ def test_every_device_of_the_table_is_whole() -> None:
         assert entry.flops_per_second["float32"] <= entry.flops_for("float16")
         assert entry.memory_bytes
         assert entry.bytes_per_second > entry.link.bytes_per_second
+
+
+@pytest.mark.parametrize(
+    ("name", "reported_gib"),
+    # What torch says on such a card: "GPU 0 has a total capacity of 23.64 GiB".
+    [("rtx4090", 23.64), ("rtx3090", 23.69), ("v100-16", 15.77), ("a100-40", 39.38), ("h100", 79.1), ("t4", 14.57)],
+)
+def test_a_plan_may_use_what_the_driver_reports_less_a_context(name: str, reported_gib: float) -> None:
+    """A plan that filled all 24 GiB of a card by its name was out of memory on the card, which had 23.1 GiB for it."""
+    usable = (device(name).memory_bytes or 0) / 2**30
+    assert reported_gib - 0.65 < usable < reported_gib - 0.45
 
 
 def test_a_given_device_has_one_rate() -> None:

@@ -14,6 +14,7 @@ from hf_gpipe.planner.live_graphs import choose_recompute
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.search import search
 from hf_gpipe.recipe import PipelineConfig
+from hf_gpipe.recipe.sizes import size_text
 from hf_gpipe.runtime.recompute import Recompute
 from tests.planner.models import MIB, blocks, layer, model, planner, settings
 
@@ -124,6 +125,15 @@ def test_a_limit_that_no_split_meets_is_named_with_the_least_that_would_do() -> 
         choose_partition(planner(blocks(4), memory_bytes=10 * MIB), settings((2, 2)), "flops")
 
 
+def test_a_limit_that_several_stages_share_is_named_as_it_was_given() -> None:
+    """The message was about 5 MiB "per stage", a limit that nobody had given."""
+    asked = settings((1,) * 4, schedule="interleaved_1f1b", num_processes=2)
+    with pytest.raises(PartitionError, match=r"memory \(10 MiB each, .* share\): .* needs (\d+\.\d+) times") as found:
+        choose_partition(planner(blocks(4), memory_bytes=10 * MIB), asked, "flops")
+    needed = round(found.value.fullness * 10 * MIB) + MIB
+    assert choose_partition(planner(blocks(4), memory_bytes=needed), asked, "flops") == (1,) * 4
+
+
 def test_profile_needs_measured_layers() -> None:
     with pytest.raises(PartitionError, match="plan with --profile, or use flops"):
         choose_partition(planner(blocks(4)), settings((2, 2)), "profile")
@@ -212,6 +222,42 @@ def test_where_nothing_helps_the_least_need_is_named() -> None:
     assert re.match(
         r"no number of stages or micro-batches fits 50 MiB: .* needs \d+ MiB", smallest_fix(limited(plan, 50 * MIB))
     )
+
+
+def test_adapters_are_named_where_the_devices_do_not_suffice_for_all_weights() -> None:
+    """Full fine-tuning that did not fit was told to buy devices, and never that LoRA would do."""
+    plan = planner(blocks(8, weights=100 * MIB), rows=8).plan(settings((4, 4), 8))
+    tight, limit = limited(plan, 450 * MIB), 450 * MIB
+    lora = planner(blocks(8, weights=MIB, saved=10 * MIB), rows=8).within(limit)
+    quantised = planner(blocks(8, weights=MIB, saved=60 * MIB), rows=8).within(limit)
+
+    def not_supported() -> Plan:
+        raise UserError("this task has no adapters")
+
+    tight.planner.lighter = {
+        "never": not_supported,
+        "lora.r=16": lambda: lora.plan(plan.settings),
+        "lora.r=16 model.quantization=nf4": lambda: quantised.plan(plan.settings),
+    }
+    peak = lora.plan(plan.settings).peak_bytes
+    assert peak <= limit < quantised.plan(plan.settings).peak_bytes
+    found = re.fullmatch(
+        r"pipeline.num_stages=\d on \d devices with .* fits: .*; on these devices, where adapters alone are trained, "
+        r"lora.r=16 fits: (.*) a process at most, .*; lora.r=16 model.quantization=nf4 with "
+        r"pipeline.recompute=auto fits: (.*) a process at most, .*\.",
+        smallest_fix(tight),
+    )
+    assert found is not None, smallest_fix(tight)
+    assert found[1] == size_text(peak)
+    # Where nothing else helps they stand in place of "use devices with more memory".
+    small = limited(planner(blocks(2, weights=1000 * MIB)).plan(settings((1, 1))), limit)
+    small.planner.lighter = {"lora.r=16": lambda: lora.plan(plan.settings)}
+    assert "; on these devices, where adapters alone are trained, lora.r=16 fits" in smallest_fix(small)
+    # Where recomputation is enough they are not named.
+    enough = limited(lora.plan(plan.settings), int(0.7 * peak))
+    enough.planner.lighter = tight.planner.lighter
+    assert smallest_fix(enough).startswith("pipeline.recompute=auto fits: ")
+    assert "lora" not in smallest_fix(enough)
 
 
 def test_a_plan_that_should_have_fitted_is_mended_by_less() -> None:

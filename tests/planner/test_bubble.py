@@ -1,0 +1,67 @@
+"""A large bubble is named with a change that lowers it, and every change that is named was planned and fits."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from hf_gpipe.planner.bubble import smaller_bubble
+from hf_gpipe.planner.plan import Planner
+from hf_gpipe.planner.report import report
+from hf_gpipe.planner.times import seconds_text
+from hf_gpipe.planner.workload import PlanInputs, Workload
+from hf_gpipe.schedule import build
+from tests.planner.models import DEVICE, MIB, blocks, settings
+
+
+def planner(rows: int, memory_bytes: int | None = None) -> Planner:
+    """Of eight blocks whose costs grow with the rows of a micro-batch."""
+    inputs = PlanInputs(Workload(rows, 1, 1), optim="sgd")
+    costs = {n: blocks(8, weights=MIB, flops=n, boundary=n * MIB, saved=5 * n * MIB) for n in range(1, rows + 1)}
+    return Planner(costs.__getitem__, inputs, DEVICE, memory_bytes)
+
+
+def test_more_micro_batches_or_another_schedule() -> None:
+    """A plan of four stages and four micro-batches waited for 43 % of its step, and no word was said about it."""
+    plan = planner(16).plan(settings((2, 2, 2, 2), 4))
+    assert 0.42 < plan.bubble < 0.44
+    found = re.fullmatch(
+        r"pipeline.num_micro_batches=(\d+) with pipeline.schedule=(\w+) fits: a step of (.*) with a bubble of (.*)",
+        smaller_bubble(plan),
+    )
+    assert found is not None
+    changed = plan.planner.plan(replace(plan.settings, num_micro_batches=int(found[1]), schedule=found[2]))
+    assert found.groups()[2:] == (seconds_text(changed.step_seconds), f"{changed.bubble:.1%}")
+    assert changed.bubble < plan.bubble
+    assert changed.step_seconds < plan.step_seconds
+    assert f"\nbubble      {found[0]}\n" in report(plan)
+
+
+def test_a_change_that_does_not_fit_is_not_named() -> None:
+    plan = planner(16).plan(settings((2, 2, 2, 2), 4, recompute="stage"))
+    tight = planner(16, plan.peak_bytes).plan(plan.settings)
+    for text in (smaller_bubble(plan), smaller_bubble(tight)):
+        found = re.match(r"(?:pipeline.num_micro_batches=(\d+))?(?: with )?(?:pipeline.schedule=(\w+))? fits", text)
+        assert found is not None
+        values = {"num_micro_batches": int(found[1] or 4), "schedule": found[2] or "gpipe"}
+        assert tight.planner.plan(replace(plan.settings, **values)).fits or text == smaller_bubble(plan)
+
+
+def test_a_larger_mini_batch_where_each_row_is_a_micro_batch_already() -> None:
+    assert smaller_bubble(planner(8).plan(settings((4, 4), 8))) == "", "its bubble is small"
+    plan = planner(2).plan(settings((2, 2, 2, 2), 2, schedule="1f1b"))
+    text = smaller_bubble(plan)
+    found = re.match(r"a mini-batch of 8 rows .* with pipeline.num_micro_batches=8 fits: a step of (.*) with a", text)
+    assert found is not None, text
+    changed = planner(8).plan(replace(plan.settings, num_micro_batches=8))
+    assert found[1] == seconds_text(changed.step_seconds)
+    assert changed.step_seconds / 8 < plan.step_seconds / 2
+
+
+def test_nothing_is_said_of_a_plan_that_does_not_fit_or_has_its_own_table() -> None:
+    plan = planner(16).plan(settings((2, 2, 2, 2), 4))
+    assert smaller_bubble(planner(16, plan.peak_bytes - 1).plan(plan.settings)) == ""
+    table = build("gpipe", 4, 4, recompute="none")
+    given = planner(16)
+    given.inputs = replace(given.inputs, tables={"mine.txt": table})
+    assert smaller_bubble(given.plan(replace(plan.settings, schedule="mine.txt"))) == ""
