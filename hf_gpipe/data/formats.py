@@ -43,7 +43,7 @@ _LONGEST_LINE = 1 << 24
 _LONGEST_ARRAY = 1 << 28
 _BLOCK = 1 << 20
 #: Text that is packed more tightly than this, after so many bytes, is a bomb: gzip packs zeros 1 to 1000, prose 1 to 4.
-_MOST_PACKED, _MAY_BE_PACKED_BYTES = 200, 1 << 24
+_MOST_PACKED, _MAY_BE_PACKED_BYTES = 100, 1 << 24
 
 
 # ---- lines
