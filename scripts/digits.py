@@ -31,7 +31,8 @@ from tests.oracle import padded_batch, plain_model, tiny_config
 
 STEPS, ROWS = 20, 8
 #: The recipe runs fewer steps on less data: most of its time goes into making the data, and into the evaluation.
-RECIPE_STEPS, RECIPE = 10, ["data.examples_per_language=100", "data.languages=[de,fr]", "evaluation.max_new_tokens=4"]
+RECIPE_STEPS = 10
+RECIPE = ["data.languages=[de,fr]", "data.examples_per_language=100", "tokenizer.vocab_size=400"]
 
 
 class Run(NamedTuple):
