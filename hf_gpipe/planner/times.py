@@ -29,13 +29,14 @@ class TimeEstimate:
 
 def time_of(timeline: Timeline, process: int) -> TimeEstimate:
     """How a process spends a step; of several in a table, the mean."""
-    seconds = {kind.part: 0.0 for kind in KINDS.values()}
+    seconds = dict.fromkeys(KINDS.values(), 0.0)
     for span in timeline.spans:
         # What does not occupy the device goes on beside the other actions.
         if span.process == process and span.action.kind.resource is Resource.COMPUTE:
-            seconds[span.action.kind.part] += float(span.busy) / timeline.schedule.num_steps
+            seconds[span.action.kind] += float(span.busy) / timeline.schedule.num_steps
     step = float(timeline.total_seconds) / timeline.schedule.num_steps
-    return TimeEstimate(**seconds, bubble=max(step - sum(seconds.values()), 0.0))
+    parts = {kind.part: sum(value for other, value in seconds.items() if other.part == kind.part) for kind in seconds}
+    return TimeEstimate(**parts, bubble=max(step - sum(seconds.values()), 0.0))
 
 
 def seconds_text(seconds: float) -> str:
