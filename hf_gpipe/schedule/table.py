@@ -33,7 +33,7 @@ from functools import cached_property
 from typing import NoReturn
 
 from hf_gpipe.errors import ScheduleError, nearest
-from hf_gpipe.schedule.actions import TEXT_VERSION, Action, Placement, gradient_action, parse_number
+from hf_gpipe.schedule.actions import TEXT_VERSION, Action, Placement, parse_number
 from hf_gpipe.schedule.kinds import FORWARD, INPUT, RECOMPUTE, ActionKind, Held
 
 MOST_ACTIONS = 600_000
@@ -134,10 +134,6 @@ class Schedule:
     def consumer(self, action: Action) -> Action | None:
         """The neighbouring stage's action that receives this one's message; None if it sends none."""
         return action.consumer(self.num_stages, self.split)
-
-    def gradient_action(self, stage: int, micro_batch: int) -> Action:
-        """B of a (stage, micro-batch), or its I where the backward is split."""
-        return gradient_action(stage, micro_batch, self.split)
 
     def concerned(self, process: int, action: Action, kinds: Iterable[ActionKind]) -> Iterator[Action]:
         """Yield the actions of some kinds on the stage and micro-batch of an action that a worker runs; and on its step
