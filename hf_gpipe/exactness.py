@@ -30,8 +30,9 @@ from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.micro_batch import make_micro_batches, split_rows
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.ties import share_within_process
-from hf_gpipe.schedule.actions import ActionKind, Placement
+from hf_gpipe.schedule.actions import Placement
 from hf_gpipe.schedule.builders import build as build_schedule
+from hf_gpipe.schedule.kinds import BACKWARD, INPUT, UPDATE, WEIGHT
 from hf_gpipe.schedule.table import Schedule
 
 #: Largest difference between stages and plain model: of the global gradient norm, for the loss relative.
@@ -481,9 +482,9 @@ def stage_models(model: PreTrainedModel, adapter: Adapter, num_stages: int) -> d
 def _with_weights_last(table: Schedule) -> Schedule:
     """The table of one process with I for B, and before the updates every W."""
     (row,) = table.actions
-    inputs = [replace(one, kind=ActionKind.INPUT) if one.kind == ActionKind.BACKWARD else one for one in row]
-    weights = [replace(one, kind=ActionKind.WEIGHT) for one in row if one.kind == ActionKind.BACKWARD]
-    end = next(place for place, one in enumerate(row) if one.kind == ActionKind.UPDATE)
+    inputs = [replace(one, kind=INPUT) if one.kind == BACKWARD else one for one in row]
+    weights = [replace(one, kind=WEIGHT) for one in row if one.kind == BACKWARD]
+    end = next(place for place, one in enumerate(row) if one.kind == UPDATE)
     return replace(table, actions=((*inputs[:end], *weights, *inputs[end:]),))
 
 

@@ -36,8 +36,8 @@ OVERRIDES = (
 )
 
 
-def losses(name: str, num_steps: int, overrides: Sequence[str], folder: Path) -> list[float]:
-    """Of the first steps of one run. Raises RuntimeError if it fails."""
+def logged(name: str, num_steps: int, overrides: Sequence[str], folder: Path) -> list[tuple[float, float]]:
+    """Loss and gradient norm of the first steps of one run. Raises RuntimeError if it fails."""
     num_stages, replicas = RUNS[name]
     output = folder / name.replace(" ", "-")
     settings = (
@@ -52,7 +52,7 @@ def losses(name: str, num_steps: int, overrides: Sequence[str], folder: Path) ->
     if done.returncode:
         raise RuntimeError(f"{name}: {done.stderr[-2000:]}")
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [float(line["loss"]) for line in lines if "loss" in line][:num_steps]
+    return [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line][:num_steps]
 
 
 def main() -> int:
@@ -64,7 +64,10 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hf_gpipe-mesh-") as folder:
         names = dict.fromkeys((next(iter(RUNS)), *arguments.runs))
-        found = {name: losses(name, arguments.steps, arguments.overrides, Path(folder)) for name in names}
+        found = {
+            name: [loss for loss, _ in logged(name, arguments.steps, arguments.overrides, Path(folder))]
+            for name in names
+        }
     first, *others = found.values()
     print("step  " + "  ".join(f"{name:>11}" for name in found))
     for step, row in enumerate(zip(*found.values(), strict=True), 1):

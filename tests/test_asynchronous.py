@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import StageError, UserError
 from hf_gpipe.recipe import PipelineConfig
-from hf_gpipe.schedule import Action, ActionKind, num_stashes
+from hf_gpipe.schedule import Action, num_stashes
+from hf_gpipe.schedule.kinds import UPDATE
 from tests.gloo import run_gloo
 from tests.oracle import Batch, padded_batch, plain_model, tiny_config
 
@@ -304,9 +305,9 @@ def test_a_failed_window_leaves_the_newest_weights_and_no_stash() -> None:
     ):
         pipe.train_window(batches, update)
     (row,) = pipe.schedule([1] * 4).actions
-    done = row[: row.index(Action(ActionKind.UPDATE, 0, step=1))]
+    done = row[: row.index(Action(UPDATE, 0, step=1))]
     for stage, model in pipe.models.items():
-        newest = sum(action.kind == ActionKind.UPDATE and action.stage == stage for action in done)
+        newest = sum(action.kind == UPDATE and action.stage == stage for action in done)
         assert newest >= 1
         assert all(torch.all(p == newest) for p in model.parameters.values())
     pipe.train_window(batches, lambda stage, step, norm: None)

@@ -21,8 +21,8 @@ from hf_gpipe.adapters import adapter_for
 from hf_gpipe.errors import StageError, UserError
 from hf_gpipe.runtime.micro_batch import split_rows, split_tokens
 from hf_gpipe.runtime.timing import ActionTime
-from hf_gpipe.schedule.actions import ActionKind
 from hf_gpipe.schedule.builders import placement_for
+from hf_gpipe.schedule.kinds import RECOMPUTE, UPDATE
 from tests.gloo import run_gloo
 from tests.oracle import (
     VOCABULARY,
@@ -248,7 +248,7 @@ def updated() -> tuple[dict[str, float], dict[str, float], float, float, bool]:
     )
     ((moment, loss, inside),) = seen
     last = times[-1]
-    is_in_u = last.action.kind == ActionKind.UPDATE and last.start + last.waiting <= moment <= last.end
+    is_in_u = last.action.kind == UPDATE and last.start + last.waiting <= moment <= last.end
     pipe.zero_grad()
     pipe.train_step(batch)
     return norms(pipe), inside, loss, returned, is_in_u
@@ -301,7 +301,7 @@ def test_a_graph_keeps_no_boundary_output_alive() -> None:
     stage.backward = backward  # type: ignore[method-assign,assignment]
     run_pipeline(pipe, padded_batch(config))
     assert alive == [False]
-    assert ActionKind.RECOMPUTE not in {a.kind for a in pipe.schedule(1).actions[0]}
+    assert RECOMPUTE not in {a.kind for a in pipe.schedule(1).actions[0]}
 
 
 @pytest.mark.parametrize(

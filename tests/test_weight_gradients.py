@@ -19,7 +19,8 @@ from hf_gpipe.errors import StageError, UserError
 from hf_gpipe.planner.layers import LayerTracer
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime import replicas
-from hf_gpipe.schedule import Action, ActionKind, Placement, Schedule, build, check_table
+from hf_gpipe.schedule import Action, Placement, Schedule, build, check_table
+from hf_gpipe.schedule.kinds import BACKWARD, INPUT, WEIGHT
 from tests.gloo import run_gloo
 from tests.oracle import VOCABULARY, Result, assert_same, padded_batch, plain_model, run_pipeline, run_plain
 from tests.oracle import tiny_config as oracle_config
@@ -39,9 +40,9 @@ def split_table(table: Schedule, delay: int) -> Schedule:
         waiting: dict[int, list[Action]] = {stage: [] for stage in range(table.num_stages)}
         for action in actions:
             own = waiting[action.stage]
-            if action.kind == ActionKind.BACKWARD:
-                row.append(replace(action, kind=ActionKind.INPUT))
-                own.append(replace(action, kind=ActionKind.WEIGHT))
+            if action.kind == BACKWARD:
+                row.append(replace(action, kind=INPUT))
+                own.append(replace(action, kind=WEIGHT))
             else:
                 if action.micro_batch is None:
                     for own in waiting.values():

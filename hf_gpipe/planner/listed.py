@@ -14,7 +14,8 @@ from typing import cast
 from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.planner.choose import rank
 from hf_gpipe.planner.plan import Plan, stage_layers
-from hf_gpipe.schedule import Action, ActionKind, Schedule
+from hf_gpipe.schedule import Action, Schedule
+from hf_gpipe.schedule.kinds import UPDATE
 from hf_gpipe.schedule.list_scheduling import Work, best_listed
 
 #: Under which such a table is known: the file into which it is to be written.
@@ -58,7 +59,7 @@ def listed_plan(plan: Plan) -> Plan:
     for most in sorted({min(n, count) for n in (size // 2 + 1, size, 3 * size // 2, 2 * size - 1, count)}):
         orders = best_listed(placement, count, work, [most * one for one in own]).orders
         rows = [
-            (*order, *(Action(ActionKind.UPDATE, stage) for stage in placement.stages_of(process)))
+            (*order, *(Action(UPDATE, stage) for stage in placement.stages_of(process)))
             for process, order in enumerate(orders)
         ]
         found = Schedule(TABLE_FILE, placement.num_stages, count, placement, tuple(rows))

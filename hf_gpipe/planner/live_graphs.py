@@ -10,7 +10,7 @@ from hf_gpipe.planner.limits import limits_of
 from hf_gpipe.planner.memory import MemoryBound, StageLayers
 from hf_gpipe.planner.plan import Planner, stage_layers
 from hf_gpipe.recipe import DecidedConfig, RecomputeChoice
-from hf_gpipe.schedule.occupancy import Held
+from hf_gpipe.schedule.kinds import Held
 
 
 def choose_recompute(planner: Planner, settings: DecidedConfig) -> RecomputeChoice:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, fields
 from hf_gpipe.planner.costs import InnerRecompute
 from hf_gpipe.planner.prefix_sums import LayerSums
 from hf_gpipe.schedule import Schedule, Timeline, num_stashes
-from hf_gpipe.schedule.occupancy import Amounts, Held, most_of_equal_stages, occupancy
+from hf_gpipe.schedule.kinds import Held
+from hf_gpipe.schedule.occupancy import Amounts, most_of_equal_stages, occupancy
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_gpipe.schedule import ActionKind, Timeline
+from hf_gpipe.schedule import Timeline
+from hf_gpipe.schedule.kinds import KINDS, Resource
 
 
 @dataclass(frozen=True)
@@ -28,18 +29,14 @@ class TimeEstimate:
 
 def time_of(timeline: Timeline, process: int) -> TimeEstimate:
     """How a process spends a step; of several in a table, the mean."""
-    seconds = dict.fromkeys(ActionKind, 0.0)
+    seconds = dict.fromkeys(KINDS.values(), 0.0)
     for span in timeline.spans:
-        # A reduction over replicas goes on beside the other actions.
-        if span.process == process and span.action.kind != ActionKind.REDUCE:
+        # What does not occupy the device goes on beside the other actions.
+        if span.process == process and span.action.kind.resource is Resource.COMPUTE:
             seconds[span.action.kind] += float(span.busy) / timeline.schedule.num_steps
-    return TimeEstimate(
-        forward=seconds[ActionKind.FORWARD],
-        recompute=seconds[ActionKind.RECOMPUTE],
-        backward=sum(seconds[kind] for kind in (ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT)),
-        update=seconds[ActionKind.UPDATE],
-        bubble=max(float(timeline.total_seconds) / timeline.schedule.num_steps - sum(seconds.values()), 0.0),
-    )
+    step = float(timeline.total_seconds) / timeline.schedule.num_steps
+    parts = {kind.part: sum(value for other, value in seconds.items() if other.part == kind.part) for kind in seconds}
+    return TimeEstimate(**parts, bubble=max(step - sum(seconds.values()), 0.0))
 
 
 def seconds_text(seconds: float) -> str:

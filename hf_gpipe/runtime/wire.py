@@ -30,7 +30,8 @@ from safetensors import SafetensorError
 from hf_gpipe.errors import MessageError, UserError, error_of_data, error_to_data
 from hf_gpipe.partition.cluster import Level
 from hf_gpipe.recipe.pipeline import DecidedConfig
-from hf_gpipe.schedule.actions import Action, ActionKind, Placement
+from hf_gpipe.schedule.actions import Action, Placement
+from hf_gpipe.schedule.kinds import ActionKind, kind_of
 from hf_gpipe.schedule.table import Schedule
 
 Class = TypeVar("Class", bound=type)
@@ -126,6 +127,8 @@ def _written(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return value
     name: str = kind.__name__
     if _CLASSES.get(name) is kind:
+        if isinstance(value, ActionKind):
+            return ["enum", name, value.letter]
         if isinstance(value, Enum):
             return ["enum", name, value.value]
         return ["object", name, [_written(getattr(value, one), tensors) for one in _fields(kind)]]
@@ -197,6 +200,8 @@ def _read_dict(rest: list[Any], read: Callable[[Any], Any], tensors: Mapping[str
 
 def _read_enum(rest: list[Any], read: Callable[[Any], Any], tensors: Mapping[str, torch.Tensor]) -> Any:
     cls = _known(rest[0])
+    if cls is ActionKind:
+        return kind_of(str(rest[1]))
     if not issubclass(cls, Enum):
         raise MessageError(f"{rest[0]} is no enumeration")
     return cls(rest[1])
@@ -204,7 +209,7 @@ def _read_enum(rest: list[Any], read: Callable[[Any], Any], tensors: Mapping[str
 
 def _read_object(rest: list[Any], read: Callable[[Any], Any], tensors: Mapping[str, torch.Tensor]) -> Any:
     cls: Any = _known(rest[0])
-    checks = {} if issubclass(cls, Enum) else _fields(cls)
+    checks = {} if issubclass(cls, Enum | ActionKind) else _fields(cls)
     if len(checks) != len(rest[1]) or not checks:
         raise MessageError(f"it has a {rest[0]} of {len(rest[1])} values")
     values = dict(zip(checks, map(read, rest[1]), strict=True))

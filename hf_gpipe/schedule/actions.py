@@ -1,27 +1,11 @@
 """The words of a schedule table: actions on (stage, micro-batch), and the placement of stages on workers.
 
-An action's text is its stage, the letter of its kind and its micro-batch: "2F0" is the forward of micro-batch 0 on
-stage 2, "2U" the optimizer update of stage 2. In an asynchronous table, which has several steps, "2U5" is the update of
-step 5, and "2G5" the reduction before it; without a number it is that of step 0. What an action needs before it may
-run, for stage s and micro-batch m:
+An action's text is its stage, the letter of its kind (`hf_gpipe.schedule.kinds`) and its micro-batch: "2F0" is the
+forward of micro-batch 0 on stage 2, "2U" the optimizer update of stage 2. In an asynchronous table, which has several
+steps, "2U5" is the update of step 5, and "2G5" the reduction before it; without a number it is that of step 0.
 
-    F  the boundary that F of stage s-1 sent (stage 0 reads the batch)
-    R  F of the same (s, m). It runs the stage's forward again with gradients and does not need the incoming gradient,
-       so a process may run it while it would otherwise wait.
-    B  R of the same (s, m), or F where the table has no R; and the gradient that B or I of stage s+1 sent (the last
-       stage starts from its own loss)
-    I  what B needs. It computes and sends the gradient of the stage's inputs, as B does, and leaves the gradients of
-       the weights to W
-    W  I of the same (s, m)
-    G  B, or I and W, of every micro-batch of its step that its worker runs on the stage. It sums the stage's gradients
-       over its replicas: a collective, which begins when all of them have reached it and runs while they go on. Only a
-       stage with several replicas has a G, one on each of them for each step
-    U  G of its step, or where the stage has none B, or I and W, of every micro-batch of the step; one on each replica.
-       In an asynchronous table G and U also need U of the step before, and every B, I and W of a later step comes after
-       it
-
-A stage has for each micro-batch either B, or I and W: the backward in two parts (zero bubble, arXiv 2401.10241, section
-2). The set `split` has the (stage, micro-batch) pairs of I and W; it tells which action a neighbour's message is from.
+A stage has for each micro-batch either B, or I and W. The set `split` has the (stage, micro-batch) pairs of I and W; it
+tells which action a neighbour's message is from.
 """
 
 from __future__ import annotations
@@ -31,47 +15,11 @@ import re
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import pairwise
 from typing import TypeAlias
 
 from hf_gpipe.errors import ScheduleError, one_line
-
-
-class ActionKind(StrEnum):
-    """The kind of work that a worker does with a stage."""
-
-    FORWARD = "F"
-    RECOMPUTE = "R"
-    BACKWARD = "B"
-    INPUT = "I"
-    WEIGHT = "W"
-    REDUCE = "G"
-    UPDATE = "U"
-
-    # Tables are looked up by actions millions of times, and an enumeration's own hash is a function in Python.
-    __hash__ = str.__hash__
-
-    @property
-    def word(self) -> str:
-        """The kind in full, in lower case."""
-        return self.name.lower() + (" gradient" if self in (ActionKind.INPUT, ActionKind.WEIGHT) else "")
-
-    @property
-    def takes_gradient(self) -> bool:
-        """Whether it takes the gradient of the stage's outputs, uses up the graph and sends a gradient: B or I."""
-        return self is ActionKind.BACKWARD or self is ActionKind.INPUT
-
-    @property
-    def completes_micro_batch(self) -> bool:
-        """Whether the gradients of the weights have the micro-batch's part after it: B or W."""
-        return self in (ActionKind.BACKWARD, ActionKind.WEIGHT)
-
-    @property
-    def is_of_mini_batch(self) -> bool:
-        """Whether an action of this kind concerns a whole step, and so has no micro-batch."""
-        return self is ActionKind.REDUCE or self is ActionKind.UPDATE
-
+from hf_gpipe.schedule.kinds import BACKWARD, INPUT, KINDS, REDUCE, ActionKind, kind_of
 
 TEXT_VERSION = 4
 """Version of the text of a table and its actions. It changes with a new kind of action or a new meaning of a word.
@@ -101,15 +49,15 @@ class Action:
     kind: ActionKind
     stage: int
     micro_batch: int | None = None
-    """Counted over all steps of the table. None for a reduction and an update only: they concern a whole step."""
+    """Counted over all steps of the table. None for a kind that concerns a whole step, such as a reduction."""
     step: int = 0
-    """Of a reduction or an update: the step that it ends."""
+    """Of such a kind: the step that it ends."""
 
     def __post_init__(self) -> None:
         if self.kind.is_of_mini_batch != (self.micro_batch is None) or (self.step and not self.kind.is_of_mini_batch):
             raise ScheduleError(
-                f"action {self}: a reduction (G) or update (U) has no micro-batch, and every other kind has one, in "
-                f"version {TEXT_VERSION} of the table's text; write for example 2F0 or 2U."
+                f"action {self}: {_letters(is_of_mini_batch=True)} has no micro-batch, and every other kind has one, "
+                f"in version {TEXT_VERSION} of the table's text; write for example 2F0 or 2U."
             )
 
     def __str__(self) -> str:
@@ -118,7 +66,7 @@ class Action:
     @property
     def label(self) -> str:
         """The text without the stage: the kind and the number, "F0"."""
-        return f"{self.kind.value}{(self.step or '') if self.micro_batch is None else self.micro_batch}"
+        return f"{self.kind}{(self.step or '') if self.micro_batch is None else self.micro_batch}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -130,39 +78,47 @@ class Action:
         match = _ACTION_TEXT.fullmatch(text)
         if match is None:
             raise ScheduleError(
-                f"{text!r} is not an action: write the stage, one of F, R, B, I or W and the micro-batch, as in 2F0, "
-                "or the stage, G or U and in a table with several steps the step, as in 2U or 2U5."
+                f"{text!r} is not an action: write the stage, one of {_letters(is_of_mini_batch=False)} and the "
+                f"micro-batch, as in 2F0, or the stage, {_letters(is_of_mini_batch=True)} and in a table with several "
+                "steps the step, as in 2U or 2U5."
             )
-        stage, kind, number = match.groups()
-        if kind not in list(ActionKind):
+        stage, letter, number = match.groups()
+        if letter not in KINDS:
             raise ScheduleError(
-                f"{text!r}: {kind} is not a kind of action in version {TEXT_VERSION} of the table's text, which has "
-                f"{', '.join(ActionKind)}; use one of these."
+                f"{text!r}: {letter} is not a kind of action in version {TEXT_VERSION} of the table's text, which has "
+                f"{', '.join(KINDS)}; use one of these."
             )
-        if ActionKind(kind).is_of_mini_batch:
-            return cls(ActionKind(kind), int(stage), step=int(number or 0))
-        return cls(ActionKind(kind), int(stage), None if number is None else int(number))
+        kind = kind_of(letter)
+        if kind.is_of_mini_batch:
+            return cls(kind, int(stage), step=int(number or 0))
+        return cls(kind, int(stage), None if number is None else int(number))
 
     @property
     def reduction(self) -> Action:
         """Of an update: the reduction of its step, if its stage has replicas."""
-        return Action(ActionKind.REDUCE, self.stage, step=self.step)
+        return Action(REDUCE, self.stage, step=self.step)
 
     def source(self, num_stages: int, split: Split = frozenset()) -> Action | None:
         """The neighbouring stage's action whose message this one receives; None if it receives none."""
-        if self.kind == ActionKind.FORWARD and self.stage > 0:
-            return Action(ActionKind.FORWARD, self.stage - 1, self.micro_batch)
-        if self.kind.takes_gradient and self.stage < num_stages - 1:
-            return gradient_action(self.stage + 1, self.micro_batch, split)
-        return None
+        return self._neighbour(-self.kind.way, num_stages, split)
 
     def consumer(self, num_stages: int, split: Split = frozenset()) -> Action | None:
         """The neighbouring stage's action that receives this one's message; None if it sends none."""
-        if self.kind == ActionKind.FORWARD and self.stage < num_stages - 1:
-            return Action(ActionKind.FORWARD, self.stage + 1, self.micro_batch)
-        if self.kind.takes_gradient and self.stage > 0:
-            return gradient_action(self.stage - 1, self.micro_batch, split)
-        return None
+        return self._neighbour(self.kind.way, num_stages, split)
+
+    def _neighbour(self, distance: int, num_stages: int, split: Split) -> Action | None:
+        stage = self.stage + distance
+        if not self.kind.sends or not 0 <= stage < num_stages:
+            return None
+        if self.kind.takes_gradient:
+            return gradient_action(stage, self.micro_batch, split)
+        return Action(self.kind, stage, self.micro_batch)
+
+
+def _letters(*, is_of_mini_batch: bool) -> str:
+    """The kinds with a micro-batch, or those of a step, as in "F, R or B"."""
+    *others, last = (kind for kind in KINDS.values() if kind.is_of_mini_batch == is_of_mini_batch)
+    return f"{', '.join(others)} or {last}"
 
 
 Split: TypeAlias = AbstractSet[tuple[int, int | None]]
@@ -171,7 +127,7 @@ Split: TypeAlias = AbstractSet[tuple[int, int | None]]
 
 def gradient_action(stage: int, micro_batch: int | None, split: Split) -> Action:
     """Return I of a (stage, micro-batch) whose backward is split, B of any other."""
-    return Action(ActionKind.INPUT if (stage, micro_batch) in split else ActionKind.BACKWARD, stage, micro_batch)
+    return Action(INPUT if (stage, micro_batch) in split else BACKWARD, stage, micro_batch)
 
 
 @dataclass(frozen=True, slots=True, init=False)

@@ -38,7 +38,8 @@ from dataclasses import replace
 from itertools import accumulate
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule.actions import Action, ActionKind, Placement
+from hf_gpipe.schedule.actions import Action, Placement
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, UPDATE
 from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations
 from hf_gpipe.schedule.table import Schedule
 
@@ -134,11 +135,11 @@ def _order(stage: int, process: int, placement: Placement, steps: tuple[int, ...
             of_steps_before = placement.micro_batches_of(stage, process, ends[step_of[micro_batch] - 2])
             needed = max(needed, len(of_steps_before))
         while num_backwards < needed:
-            yield Action(ActionKind.BACKWARD, stage, own[num_backwards])
+            yield Action(BACKWARD, stage, own[num_backwards])
             num_backwards += 1
-        yield Action(ActionKind.FORWARD, stage, micro_batch)
+        yield Action(FORWARD, stage, micro_batch)
     for micro_batch in own[num_backwards:]:
-        yield Action(ActionKind.BACKWARD, stage, micro_batch)
+        yield Action(BACKWARD, stage, micro_batch)
 
 
 def _with_updates(row: list[Action], process: int, placement: Placement, steps: tuple[int, ...]) -> Iterator[Action]:
@@ -148,7 +149,7 @@ def _with_updates(row: list[Action], process: int, placement: Placement, steps: 
     num_updates = dict.fromkeys(placement.stages_of(process), 0)
 
     def update(stage: int) -> Iterator[Action]:
-        updated = Action(ActionKind.UPDATE, stage, step=num_updates[stage])
+        updated = Action(UPDATE, stage, step=num_updates[stage])
         if placement.replicas[stage] > 1:
             yield updated.reduction
         yield updated
@@ -158,7 +159,7 @@ def _with_updates(row: list[Action], process: int, placement: Placement, steps: 
         yield action
         assert action.micro_batch is not None
         next_own = action.micro_batch + placement.replicas[action.stage]
-        if action.kind == ActionKind.BACKWARD and next_own >= ends[step_of[action.micro_batch]]:
+        if action.kind == BACKWARD and next_own >= ends[step_of[action.micro_batch]]:
             yield from update(action.stage)
     for stage, count in num_updates.items():
         if count < len(steps):  # without a micro-batch in the last step

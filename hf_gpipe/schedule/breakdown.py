@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from typing import Any
 
-from hf_gpipe.schedule.actions import ActionKind, Placement
+from hf_gpipe.schedule.actions import Placement
+from hf_gpipe.schedule.kinds import KINDS, Resource, awaited_by
 from hf_gpipe.schedule.simulate import Seconds, Span, Timeline
 
 
@@ -40,8 +41,8 @@ class Parts:
 class Breakdown:
     """The parts of a step, for each process and for each stage, as the process or stage itself spent them.
 
-    A reduction (G) runs beside other actions, as messages do, and is no part; waiting for it is. The parts of a process
-    with several devices are the mean of its devices.
+    Reductions and copies run beside other actions, as messages do, and are no part; waiting for them is. The parts of a
+    process with several devices are the mean of its devices.
     """
 
     total_seconds: Seconds
@@ -106,7 +107,7 @@ def breakdown(timeline: Timeline) -> Breakdown:
     for process in range(placement.num_processes):
         of_devices: dict[tuple[int, str | None], list[Span]] = {}
         for span in timeline.spans:
-            if span.process == process and span.action.kind != ActionKind.REDUCE:
+            if span.process == process and span.action.kind.resource is Resource.COMPUTE:
                 of_devices.setdefault(placement.place_of(process, span.action), []).append(span)
         parts = [] if of_devices else [Parts(wait=total)]
         waited: list[tuple[Span, Seconds]] = []
@@ -133,7 +134,8 @@ def _waits(spans: Sequence[Span], placement: Placement) -> list[Seconds]:
     for index, span in enumerate(spans):
         action = span.action
         # An update waits for its stage's reduction, and for the actions that the process starts on other devices.
-        is_late = action.kind == ActionKind.UPDATE and (placement.has_replicas or placement.devices is not None)
+        of_several = placement.has_replicas or placement.devices is not None
+        is_late = any(of_several or not other.is_collective for other in awaited_by(action.kind))
         receives = is_late or action.source(placement.num_stages) is not None
         waits.append(span.waiting + (span.start - spans[index - 1].end if index > 0 and receives else 0))
     return waits
@@ -145,17 +147,11 @@ def _mean(rows: Sequence[Parts]) -> Parts:
 
 
 def _parts(spans: Sequence[Span], wait: Seconds, total: Seconds) -> Parts:
-    def computing(kind: ActionKind) -> Seconds:
-        return sum(span.computing for span in spans if span.action.kind == kind)
-
-    known = Parts(
-        forward=computing(ActionKind.FORWARD),
-        recompute=computing(ActionKind.RECOMPUTE),
-        backward=sum(map(computing, (ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT))),
-        send=sum(span.sending for span in spans),
-        wait=wait,
-        update=computing(ActionKind.UPDATE),
-    )
+    computing: dict[str, Seconds] = {}
+    for kind in KINDS.values():
+        of_kind = sum(span.computing for span in spans if span.action.kind == kind)
+        computing[kind.part] = computing.get(kind.part, 0) + of_kind
+    known = Parts(**computing, send=sum(span.sending for span in spans), wait=wait)
     return replace(known, other=total - known.total)
 
 

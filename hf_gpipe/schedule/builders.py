@@ -15,13 +15,14 @@ Every table runs to its end if sends do not wait, and also if every send and eve
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from hf_gpipe.errors import ScheduleError, nearest
-from hf_gpipe.schedule.actions import Action, ActionKind, Placement, replicas_of
+from hf_gpipe.schedule.actions import Action, Placement, replicas_of
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES, asynchronous
 from hf_gpipe.schedule.file import TABLE_SUFFIX
 from hf_gpipe.schedule.interleaved import interleaved_orders
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, REDUCE, UPDATE
 from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations, with_recomputations
 from hf_gpipe.schedule.table import MOST_ACTIONS, Schedule
 from hf_gpipe.schedule.validate import check_table
@@ -31,6 +32,7 @@ Builder = Callable[[int, int, Placement, Limits], list[list[Action]]]
 """(num_stages, num_micro_batches, placement, limits of live graphs) -> each process's actions, without G and U."""
 
 RECOMPUTE_MODES = ("stage", "none")
+_forward, _backward = partial(Action, FORWARD), partial(Action, BACKWARD)
 
 
 def naive(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
@@ -320,7 +322,7 @@ def _build(name: str, num_stages: int, num_micro_batches: int, placement: Placem
         for process, order in enumerate(orders):
             orders[process] = _with_reductions(order, process, placement)
             # The updates of a process stand at its end, where every gradient is complete: see `validate`.
-            orders[process] += [Action(ActionKind.UPDATE, stage) for stage in placement.stages_of(process)]
+            orders[process] += [Action(UPDATE, stage) for stage in placement.stages_of(process)]
     schedule = Schedule(name, num_stages, num_micro_batches, placement, tuple(tuple(order) for order in orders))
     check_table(schedule)
     return schedule
@@ -339,8 +341,8 @@ def _with_reductions(order: list[Action], process: int, placement: Placement) ->
     for index, action in enumerate(order):
         result.append(action)
         while waiting and last.get(waiting[-1], len(order)) <= index:
-            result.append(Action(ActionKind.REDUCE, waiting.pop()))
-    return result + [Action(ActionKind.REDUCE, stage) for stage in reversed(waiting)]
+            result.append(Action(REDUCE, waiting.pop()))
+    return result + [Action(REDUCE, stage) for stage in reversed(waiting)]
 
 
 def _check_name(name: str) -> None:
@@ -372,11 +374,3 @@ def _limits(name: str, num_stages: int, recompute: str | tuple[int | None, ...])
                 "one; give at least 1, or None for no limit."
             )
     return tuple(recompute)
-
-
-def _forward(stage: int, micro_batch: int) -> Action:
-    return Action(ActionKind.FORWARD, stage, micro_batch)
-
-
-def _backward(stage: int, micro_batch: int) -> Action:
-    return Action(ActionKind.BACKWARD, stage, micro_batch)

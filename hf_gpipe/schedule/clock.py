@@ -24,15 +24,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule.actions import Action, ActionKind, Placement, gradient_action
-
-TICKS = {
-    ActionKind.FORWARD: 1,
-    ActionKind.RECOMPUTE: 1,
-    ActionKind.BACKWARD: 2,
-    ActionKind.INPUT: 1,
-    ActionKind.WEIGHT: 1,
-}
+from hf_gpipe.schedule.actions import Action, Placement, gradient_action
+from hf_gpipe.schedule.kinds import INPUT
 
 
 def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> list[list[Action]]:
@@ -51,7 +44,7 @@ def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> lis
         return process_orders
 
     num_stages = placement.num_stages
-    split = {(a.stage, a.micro_batch) for queue in queues for a in queue if a.kind == ActionKind.INPUT}
+    split = {(a.stage, a.micro_batch) for queue in queues for a in queue if a.kind == INPUT}
     next_index = [0] * len(queues)
     of_process: dict[int, list[int]] = {}
     for number, queue in enumerate(queues):
@@ -76,7 +69,7 @@ def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> lis
         place = placement.place_of(placement.process_of(action), action)
         start = max(free_at.get(place, 0), finished_at[source] if source else 0)
         fills, rank = False, -way(action, num_stages)
-        if action.kind == ActionKind.RECOMPUTE:
+        if action.kind.fills_idle:
             gradient = gradient_action(action.stage, action.micro_batch, split).source(num_stages, split)
             if gradient is not None and gradient not in finished_at:
                 watching.setdefault(gradient, []).append(number)
@@ -94,7 +87,7 @@ def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> lis
             )
         start, _, _, action, number = min(choices.values())
         process = placement.process_of(action)
-        free_at[placement.place_of(process, action)] = finished_at[action] = start + TICKS[action.kind]
+        free_at[placement.place_of(process, action)] = finished_at[action] = start + action.kind.ticks
         next_index[number] += 1
         process_orders[process].append(action)
         # Nothing else has changed for the other queues.
@@ -113,6 +106,6 @@ def by_worker(order: Sequence[Action], placement: Placement) -> list[list[Action
 
 def way(action: Action, num_stages: int) -> int:
     """How far a micro-batch has come when it is at this action: down the stages, then up again. W is beside its way."""
-    if action.kind == ActionKind.WEIGHT:
+    if not action.kind.way:
         return -1
-    return action.stage if action.kind == ActionKind.FORWARD else 2 * num_stages - 1 - action.stage
+    return action.stage if action.kind.way > 0 else 2 * num_stages - 1 - action.stage

@@ -14,32 +14,14 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule.actions import ActionKind, Placement
+from hf_gpipe.schedule.actions import Placement
+from hf_gpipe.schedule.kinds import KINDS, Resource
 from hf_gpipe.schedule.simulate import Seconds, Span, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Colours that stay apart for colour-blind readers and in greyscale.
-_COLOURS = {
-    ActionKind.FORWARD: "#5b9bd5",
-    ActionKind.RECOMPUTE: "#f2c14e",
-    ActionKind.BACKWARD: "#2a7f62",
-    ActionKind.INPUT: "#5fb49c",
-    ActionKind.WEIGHT: "#1f4e3d",
-    ActionKind.REDUCE: "#c8553d",
-    ActionKind.UPDATE: "#8e5ea2",
-}
-_LABEL_COLOURS = {
-    ActionKind.FORWARD: "black",
-    ActionKind.RECOMPUTE: "black",
-    ActionKind.BACKWARD: "white",
-    ActionKind.INPUT: "black",
-    ActionKind.WEIGHT: "white",
-    ActionKind.REDUCE: "white",
-    ActionKind.UPDATE: "white",
-}
 _IDLE_COLOUR = "#dcdcdc"
 _ELSEWHERE_COLOUR = "#f6f6f6"
 _BAR_HEIGHT = 0.84
@@ -72,7 +54,7 @@ def draw_text(timeline: Timeline, width: int = 120) -> str:
         if labelled:
             row = " ".join(_cell(columns, index, cell) for index in range(num_columns))
         else:
-            row = "".join("." if span is None else span.action.kind.value for span in columns)
+            row = "".join("." if span is None else span.action.kind for span in columns)
         lines.append(name.ljust(margin) + row)
     lines.append(f"total {_seconds(timeline)}, bubble {float(timeline.bubble):.1%}")
     return "\n".join(line.rstrip() for line in lines)
@@ -158,7 +140,7 @@ def figure(timelines: Sequence[Timeline], titles: Sequence[str]) -> Figure:
     for panel, timeline, title in zip(panels, timelines, titles, strict=True):
         _draw_panel(panel, timeline, title)
     kinds = {span.action.kind for timeline in timelines for span in timeline.spans if span.busy > 0}
-    entries = [Patch(facecolor=_COLOURS[kind], label=kind.word) for kind in ActionKind if kind in kinds]
+    entries = [Patch(facecolor=kind.colour, label=kind.word) for kind in KINDS.values() if kind in kinds]
     entries.append(Patch(facecolor=_IDLE_COLOUR, label="idle"))
     if any(t.schedule.placement.num_processes < rows for t, rows in zip(timelines, num_rows, strict=True)):
         entries.append(Patch(facecolor=_ELSEWHERE_COLOUR, edgecolor=_IDLE_COLOUR, label="process at another stage"))
@@ -181,15 +163,15 @@ def _draw_panel(panel: Axes, timeline: Timeline, title: str) -> None:
         others = [
             span
             for span in timeline.spans
-            if span.process == process and span.action.stage != stage and span.action.kind != ActionKind.REDUCE
+            if span.process == process and span.action.stage != stage and span.action.kind.resource is Resource.COMPUTE
         ]
         panel.broken_barh([_bar(span) for span in others], (bottom, _BAR_HEIGHT), facecolor=_ELSEWHERE_COLOUR)
-        for kind, colour in _COLOURS.items():
+        for kind in KINDS.values():
             own = [span for span in timeline.spans if _place(span) == place and span.action.kind == kind]
             panel.broken_barh(
                 [_bar(span) for span in own],
                 (bottom, _BAR_HEIGHT),
-                facecolor=colour,
+                facecolor=kind.colour,
                 edgecolor="white",
                 linewidth=0.4,
             )
@@ -228,10 +210,10 @@ def row_name(placement: Placement, stage: int, process: int) -> str:
 def _label_bars(panel: Axes, timeline: Timeline, points_per_second: float) -> None:
     """Writes micro-batches into bars, for each row and kind of action whose typical bar has room for its longest."""
     number = {place: row for row, place in enumerate(timeline.schedule.placement.places)}
-    rows: dict[tuple[int, ActionKind], list[Span]] = {}
+    rows: dict[tuple[int, str], list[Span]] = {}
     for span in timeline.spans:
         rows.setdefault((number[_place(span)], span.action.kind), []).append(span)
-    for (row, kind), spans in rows.items():
+    for (row, _), spans in rows.items():
         if median(_bar(span)[1] for span in spans) * points_per_second < max(map(_label_width, spans)):
             continue
         for span in spans:
@@ -244,7 +226,7 @@ def _label_bars(panel: Axes, timeline: Timeline, points_per_second: float) -> No
                     ha="center",
                     va="center_baseline",
                     fontsize=_LABEL_POINTS,
-                    color=_LABEL_COLOURS[kind],
+                    color=span.action.kind.label_colour,
                 )
 
 

@@ -20,7 +20,8 @@ Each replica of the pipeline does this with its own micro-batches, on its own P 
 from __future__ import annotations
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule.actions import Action, ActionKind, Placement
+from hf_gpipe.schedule.actions import Action, Placement
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD
 
 
 def interleaved_orders(num_stages: int, num_micro_batches: int, placement: Placement) -> list[list[Action]]:
@@ -74,10 +75,10 @@ def _orders_of_pipeline(num_stages: int, num_processes: int, micro_batches: rang
         for index, (turn, m) in enumerate(backwards):
             until = max(done, index + 1 + ahead[index] + further)
             order += [
-                Action(ActionKind.FORWARD, earlier * num_processes + process, micro_batch)
+                Action(FORWARD, earlier * num_processes + process, micro_batch)
                 for earlier, micro_batch in forwards[done:until]
             ]
-            order.append(Action(ActionKind.BACKWARD, turn * num_processes + process, m))
+            order.append(Action(BACKWARD, turn * num_processes + process, m))
             done = until
         orders.append(order)
     return orders

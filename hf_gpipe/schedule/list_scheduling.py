@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule.actions import Action, ActionKind, Placement
+from hf_gpipe.schedule.actions import Action, Placement
+from hf_gpipe.schedule.kinds import FORWARD, INPUT, WEIGHT, ActionKind
 
-F, I, W = ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT  # noqa: E741
+F, I, W = FORWARD, INPUT, WEIGHT  # noqa: E741
 _KINDS = (F, I, W)
 Rule: TypeAlias = tuple[ActionKind, bool]
 """F or I, and whether of a stage in the second half."""

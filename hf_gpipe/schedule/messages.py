@@ -25,11 +25,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule.actions import Action, ActionKind, Placement
-from hf_gpipe.schedule.clock import TICKS, way
+from hf_gpipe.schedule.actions import Action, Placement
+from hf_gpipe.schedule.clock import way
+from hf_gpipe.schedule.kinds import awaited_by
 from hf_gpipe.schedule.table import Schedule
 
-#: Fine ticks per tick of `TICKS`. A process starts its actions one after another, at least one fine tick apart.
+#: Fine ticks per tick of a kind. A process starts its actions one after another, at least one fine tick apart.
 _FINE = 1000
 
 
@@ -117,14 +118,14 @@ def executable_order(schedule: Schedule) -> tuple[tuple[int, Action], ...]:
     order: list[tuple[int, Action]] = []
     reached = [0] * len(schedule.actions)
     done: set[Action] = set()
-    # F, R, B, I and W stand once in the table, G on each replica of its stage.
-    num_reduced: Counter[Action] = Counter()
+    # An action of a micro-batch stands once in the table, a collective on each replica of its stage.
+    num_reached: Counter[Action] = Counter()
 
-    def waits_for(action: Action) -> Action | None:
+    def waits_for(process: int, action: Action) -> Action | None:
         """What has to be done in other processes before an action can run."""
-        if action.kind == ActionKind.UPDATE:
-            is_reduced = len(workers[action.stage]) in (1, num_reduced[action.reduction])
-            return None if is_reduced else action.reduction
+        for other in schedule.concerned(process, action, awaited_by(action.kind)):
+            if other.kind.is_collective and len(workers[action.stage]) not in (1, num_reached[other]):
+                return other
         source = schedule.source(action)
         return None if source is None or source in done else source
 
@@ -132,10 +133,10 @@ def executable_order(schedule: Schedule) -> tuple[tuple[int, Action], ...]:
     while progress:
         progress = False
         for process, actions in enumerate(schedule.actions):
-            while reached[process] < len(actions) and not waits_for(action := actions[reached[process]]):
+            while reached[process] < len(actions) and not waits_for(process, action := actions[reached[process]]):
                 done.add(action)
-                if action.kind == ActionKind.REDUCE:
-                    num_reduced[action] += 1
+                if action.kind.is_collective:
+                    num_reached[action] += 1
                 order.append((process, action))
                 reached[process] += 1
                 progress = True
@@ -144,7 +145,7 @@ def executable_order(schedule: Schedule) -> tuple[tuple[int, Action], ...]:
     for process, actions in enumerate(schedule.actions):
         if reached[process] < len(actions):
             action = actions[reached[process]]
-            stopped.append((process, f"process {process} stops at {action}, waiting for {waits_for(action)}"))
+            stopped.append((process, f"process {process} stops at {action}, waiting for {waits_for(process, action)}"))
     if stopped:
         words = "; ".join(text for _, text in stopped[:4])
         raise ScheduleError(
@@ -163,17 +164,17 @@ def _clock_order(schedule: Schedule) -> list[tuple[int, Action]]:
     started = [-1] * len(schedule.actions)
     free_at: dict[tuple[int, str | None], int] = {}
     ends: dict[Action, int] = {}
-    reduced_at: dict[Action, int] = {}
+    reached_at: dict[Action, int] = {}
     order: list[tuple[int, int, int, Action]] = []
     for process, action in executable_order(schedule):
         place = schedule.placement.place_of(process, action)
         source = schedule.source(action)
         start = max(started[process] + 1, free_at.get(place, 0), ends[source] if source else 0)
-        if action.kind == ActionKind.REDUCE:
-            reduced_at[action] = max(reduced_at.get(action, 0), start + 1)
-        elif action.kind == ActionKind.UPDATE:
-            start = max(start, reduced_at.get(action.reduction, 0))
+        for other in schedule.concerned(process, action, awaited_by(action.kind)):
+            start = max(start, reached_at.get(other, 0))
+        if action.kind.is_collective:
+            reached_at[action] = max(reached_at.get(action, 0), start + 1)
         started[process] = start
-        ends[action] = free_at[place] = start + _FINE * TICKS.get(action.kind, 0)
+        ends[action] = free_at[place] = start + _FINE * action.kind.ticks
         order.append((start, way(action, schedule.num_stages), process, action))
     return [(process, action) for _, _, process, action in sorted(order)]

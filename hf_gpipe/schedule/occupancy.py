@@ -1,9 +1,10 @@
 """The tensors that stages hold over time: one sweep over a timeline behind every count of live tensors.
 
-A micro-batch's input comes when the stage before sends it and stays until the stage's last action on the micro-batch.
-Its autograd graph is there from the end of the forward or recomputation that makes it to the end of the backward. A
-gradient that comes early waits for its backward to begin. Where the backward is split, the input and the graph stay
-until the end of I, and what W needs from then to the end of W.
+The kinds of actions say what each of them receives, makes and frees. So a micro-batch's input comes when the stage
+before sends it, and stays until the end of its backward. Its autograd graph is there from the end of the forward or
+recomputation that makes it to the end of the backward. A gradient that comes early waits for its backward to begin.
+Where the backward is split, the input and the graph stay until the end of I, and what W needs from then to the end of
+W.
 """
 
 from __future__ import annotations
@@ -11,79 +12,41 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from enum import StrEnum
 from functools import lru_cache
 from itertools import accumulate
 
-from hf_gpipe.schedule.actions import ActionKind
-from hf_gpipe.schedule.simulate import Costs, Seconds, Span, Timeline, simulate
+from hf_gpipe.schedule.kinds import Held
+from hf_gpipe.schedule.simulate import Costs, Seconds, Timeline, simulate
 from hf_gpipe.schedule.table import Schedule
-
-
-class Held(StrEnum):
-    """Things that a stage holds for a while."""
-
-    MICRO_BATCH = "micro-batch"
-    """From its forward to its last action, both included."""
-    INPUT = "input"
-    """The tensors received from the stage before."""
-    GRAPH = "graph"
-    GRADIENT = "gradient"
-    """The gradient received from the stage after, while it waits for its backward."""
-    DEFERRED = "deferred"
-    """What W needs: inputs and output gradients of linear layers, from the end of I to the end of W."""
-    FORWARD_ONLY = "forward only"
-    """Working memory of a forward without a graph, while it runs; the next three are alike."""
-    FORWARD = "forward"
-    """Or the recomputation that makes the graph."""
-    BACKWARD = "backward"
-    """Or I."""
-    WEIGHT = "weight gradient"
-    """W."""
-    FIRST_BACKWARD = "first backward"
-    """The extra memory of the stage's first B or W, which makes the gradients of the weights."""
-    WEIGHT_GRADIENTS = "gradients of weights"
-    """From the end of the first B or W on."""
-
-    __hash__ = str.__hash__
 
 
 def holdings(timeline: Timeline, stage: int, process: int) -> Iterator[tuple[Held, Seconds, Seconds]]:
     """Yield the things that a stage holds in one of its workers for each micro-batch: (what, from, until)."""
     schedule, ran = timeline.schedule, timeline.spans_of
-    own = ran[stage]
-    before = ran[stage - 1] if stage else None
-    after = ran[stage + 1] if stage + 1 < len(ran) else None
-    completed = [span for (kind, _), span in own.items() if kind.completes_micro_batch and span.process == process]
+    own = schedule.placement.micro_batches_of(stage, process, schedule.num_micro_batches)
+    completed = [span for m in own for span in ran[stage][m] if span.action.kind.completes_micro_batch]
     first_completed = min(completed, key=lambda span: span.end, default=None)
-
-    def backward_in(spans: Mapping[tuple[ActionKind, int], Span], micro_batch: int) -> Span | None:
-        return spans.get((ActionKind.BACKWARD, micro_batch)) or spans.get((ActionKind.INPUT, micro_batch))
-
-    for micro_batch in schedule.placement.micro_batches_of(stage, process, schedule.num_micro_batches):
-        forward, backward = own[ActionKind.FORWARD, micro_batch], backward_in(own, micro_batch)
-        weight = own.get((ActionKind.WEIGHT, micro_batch))
-        yield Held.MICRO_BATCH, forward.computes, (weight or backward or forward).end
-        if before is not None:
-            yield Held.INPUT, before[ActionKind.FORWARD, micro_batch].end, (backward or forward).end
-        again = own.get((ActionKind.RECOMPUTE, micro_batch))
-        if backward is None or again is not None:
-            yield Held.FORWARD_ONLY, forward.computes, forward.end
-        if backward is None:
-            continue
-        maker = again or forward
-        yield Held.FORWARD, maker.computes, maker.end
-        yield Held.GRAPH, maker.end, backward.end
-        if after is not None and (source := backward_in(after, micro_batch)) is not None:
-            yield Held.GRADIENT, source.end, backward.computes
-        yield Held.BACKWARD, backward.computes, backward.end
-        if weight is not None:
-            yield Held.DEFERRED, backward.end, weight.end
-            yield Held.WEIGHT, weight.computes, weight.end
-        completing = weight or backward
-        if completing is first_completed:
-            yield Held.FIRST_BACKWARD, completing.computes, completing.end
-            yield Held.WEIGHT_GRADIENTS, completing.end, math.inf
+    for micro_batch in own:
+        spans = ran[stage][micro_batch]
+        yield Held.MICRO_BATCH, spans[0].computes, spans[-1].end
+        frees_at = {what: span.end for span in spans for what in span.action.kind.frees}
+        maker = {span.action.kind.makes: span for span in spans}
+        for span in spans:
+            kind = span.action.kind
+            neighbour = stage - kind.way
+            if kind.receives is not None and 0 <= neighbour < len(ran):
+                sent = (one for one in ran[neighbour][micro_batch] if one.action.kind.sends)
+                for source in (one for one in sent if one.action.kind.way == kind.way):
+                    yield kind.receives, source.end, frees_at.get(kind.receives, span.computes)
+            makes = kind.makes if maker[kind.makes] is span and kind.makes in frees_at else None
+            working = kind.working if makes or kind.working_alone is None else kind.working_alone
+            if working is not None:
+                yield working, span.computes, span.end
+            if makes is not None:
+                yield makes, span.end, frees_at[makes]
+            if span is first_completed:
+                yield Held.FIRST_BACKWARD, span.computes, span.end
+                yield Held.WEIGHT_GRADIENTS, span.end, math.inf
 
 
 Amounts = Mapping[Held, Mapping[str, float]]

@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from hf_gpipe.schedule.actions import Action, ActionKind, Placement
+from hf_gpipe.schedule.actions import Action, Placement
 from hf_gpipe.schedule.clock import by_worker, merge
+from hf_gpipe.schedule.kinds import FORWARD, RECOMPUTE
 
 Limits: TypeAlias = tuple[int | None, ...]
 """For each stage the most graphs alive at once. None: no limit, so no R; 0: R before every B or I, needed or not."""
@@ -47,7 +48,7 @@ def with_recomputations(order: Sequence[Action], limits: Limits) -> list[Action]
     result: list[Action] = []
     for action in order:
         if action.kind.takes_gradient and action.micro_batch in recomputed[action.stage]:
-            result.append(Action(ActionKind.RECOMPUTE, action.stage, action.micro_batch))
+            result.append(Action(RECOMPUTE, action.stage, action.micro_batch))
         result.append(action)
     return result
 
@@ -62,12 +63,12 @@ def _recomputed(order: Sequence[Action], limit: int | None) -> frozenset[int | N
     kept: set[int | None] = set()
     dropped: set[int | None] = set()
     for action in order:
-        if action.kind == ActionKind.FORWARD:
+        if action.kind == FORWARD:
             if action.micro_batch not in backward_at:
                 continue
             kept.add(action.micro_batch)
             places = limit
-        elif action.kind == ActionKind.WEIGHT:
+        elif not action.kind.takes_gradient:
             continue
         else:
             kept.discard(action.micro_batch)

@@ -5,10 +5,11 @@ leaves when its action ends and never holds up the sender; it travels `transfer_
 on the same edge and in the same direction; the receiver waits for it at the action that uses it. An edge lies between
 two stages and two of their workers. Between two stages of one process on one device nothing travels.
 
-A reduction (G) takes no time of the worker where it stands. It begins when all replicas of its stage have reached their
-G and none of them is in another reduction, takes `reduce_seconds`, and goes on beside the workers' next actions; the
-stage's U waits for it. Nothing is assumed of messages and reductions that share a link, nor of reductions that begin
-inside the last B.
+What an action occupies, its kind says: the device, or a resource beside it, which takes no time of the worker. A copy
+begins when its engine is free, and after what stands before it on the device if it needs some of that. A reduction (G)
+begins when all replicas of its stage have reached their G and none of them is in another reduction, and takes
+`reduce_seconds`. Both go on beside the workers' next actions, until an action that needs them waits for them: U for G.
+Nothing is assumed of messages and reductions that share a link, nor of reductions that begin inside the last B.
 
 All arithmetic is that of the costs given: with `fractions.Fraction` every result is exact. With equal stages, free
 transfers and updates, and each stage in its own process, one step of `gpipe` on K stages and M micro-batches takes
@@ -30,7 +31,8 @@ from functools import cached_property
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule.actions import Action, ActionKind
+from hf_gpipe.schedule.actions import Action, Placement
+from hf_gpipe.schedule.kinds import KINDS, ActionKind, Resource, awaited_by, needs_of
 from hf_gpipe.schedule.messages import executable_order
 from hf_gpipe.schedule.table import Schedule
 
@@ -58,12 +60,27 @@ class Costs:
     """Of each stage, of I: the gradient of the stage's inputs. None: half of the backward."""
     weight_seconds: Seconds | Sequence[Seconds] | None = None
     """Of each stage, of W: the gradients of the weights. None: half of the backward."""
+    others: Mapping[str, Seconds | Sequence[Seconds]] | None = None
+    """Of each stage, of the kinds of actions that name no field, by letter; 0 where it is missing."""
+
+    def of(self, kind: ActionKind) -> tuple[str, Seconds | Sequence[Seconds], Fraction | int]:
+        """What an action of a kind takes: the name of the cost, the cost, and the share of it."""
+        for name, share in kind.price:
+            if (value := getattr(self, name)) is not None:
+                return name, value, share
+        return "others", (self.others or {}).get(kind, 0), 1
+
+    @classmethod
+    def of_kinds(cls, seconds: Mapping[ActionKind, Sequence[Seconds]]) -> Costs:
+        """The costs of kinds whose actions compute, one sequence for each; messages take no time."""
+        named = {kind.price[0][0]: value for kind, value in seconds.items() if kind.price}
+        return cls(**named, others={kind: value for kind, value in seconds.items() if not kind.price})
 
 
 class Span(NamedTuple):
     """One action that a process ran: it started, waited, computed and sent, between `start` and `end` (seconds).
 
-    A reduction (G) runs from `start` to `end` beside the actions that follow it.
+    One that occupies another resource than the device runs from `start` to `end` beside the actions that follow it.
     """
 
     process: int
@@ -140,18 +157,18 @@ class Timeline:
         return 1 - _busy(spans) / available if available else 0
 
     @cached_property
-    def spans_of(self) -> tuple[dict[tuple[ActionKind, int], Span], ...]:
-        """For each stage, by kind and micro-batch, the spans of its actions, each of which runs on one replica."""
-        stages: tuple[dict[tuple[ActionKind, int], Span], ...] = tuple({} for _ in range(self.schedule.num_stages))
+    def spans_of(self) -> tuple[Mapping[int, list[Span]], ...]:
+        """For each stage, by micro-batch, the spans of its actions in order, all of which run on one replica."""
+        stages: tuple[defaultdict[int, list[Span]], ...]
+        stages = tuple(defaultdict(list) for _ in range(self.schedule.num_stages))
         for span in self.spans:
-            action = span.action
-            if action.micro_batch is not None:
-                stages[action.stage][action.kind, action.micro_batch] = span
+            if span.action.micro_batch is not None:
+                stages[span.action.stage][span.action.micro_batch].append(span)
         return stages
 
 
 def _busy(spans: Iterable[Span]) -> Seconds:
-    return sum(span.busy for span in spans if span.action.kind != ActionKind.REDUCE)
+    return sum(span.busy for span in spans if span.action.kind.resource is Resource.COMPUTE)
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -179,31 +196,25 @@ def seconds_of_steps(schedule: Schedule, costs: Costs, num_steps: int) -> Second
     return max((span.end for _ in range(num_steps) for span in clock.step()), default=0)
 
 
+_Lane: TypeAlias = tuple[int, str | None, Resource]
+"""A resource of a device of a process; a link is the whole process's, whose device is None here."""
+
+
 class _Clock:
     """The times of one step after another."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         num_stages = schedule.num_stages
 
-        def each(value: Seconds | Sequence[Seconds], name: str) -> tuple[Seconds, ...]:
-            return _each(value, num_stages, name, "stages")
-
-        backward_seconds = each(costs.backward_seconds, "backward_seconds")
-        half = tuple(one * Fraction(1, 2) for one in backward_seconds)
-        recompute_seconds = costs.forward_seconds if costs.recompute_seconds is None else costs.recompute_seconds
-        self._seconds = {
-            ActionKind.FORWARD: each(costs.forward_seconds, "forward_seconds"),
-            ActionKind.RECOMPUTE: each(recompute_seconds, "recompute_seconds"),
-            ActionKind.BACKWARD: backward_seconds,
-            ActionKind.INPUT: half if costs.input_seconds is None else each(costs.input_seconds, "input_seconds"),
-            ActionKind.WEIGHT: half if costs.weight_seconds is None else each(costs.weight_seconds, "weight_seconds"),
-            ActionKind.UPDATE: each(costs.update_seconds, "update_seconds"),
-            ActionKind.REDUCE: each(costs.reduce_seconds, "reduce_seconds"),
-        }
+        self._seconds: dict[ActionKind, tuple[Seconds, ...]] = {}
+        for kind in KINDS.values():
+            name, value, share = costs.of(kind)
+            seconds = _each(value, num_stages, name, "stages")
+            self._seconds[kind] = seconds if share == 1 else tuple(one * share for one in seconds)
         self._transfer_seconds = _of_edges(costs.transfer_seconds, schedule)
         self._schedule = schedule
         self._order = executable_order(schedule)
-        self._free_at: dict[tuple[int, str | None], Seconds] = {}
+        self._free_at: dict[_Lane, Seconds] = {}
         self._started: list[Seconds] = [0] * schedule.placement.num_processes
         self._edge_free_at: dict[tuple[bool, int, int, int], Seconds] = {}
 
@@ -214,36 +225,46 @@ class _Clock:
         spans: list[Span] = []
         arrives_at: dict[Action, Seconds] = {}
         reached_at: defaultdict[Action, list[Seconds]] = defaultdict(list)
-        reduced_at: dict[Action, Seconds] = {}
-        reducing_until: list[Seconds] = [0] * placement.num_processes
+        #: By process, when what goes on beside its actions ends.
+        ends_at: dict[tuple[int, Action], Seconds] = {}
 
-        def reduce() -> None:
-            """The reductions that all replicas have reached by now, in the order in which these did."""
-            every = [g for g, times in reached_at.items() if len(times) == len(placement.workers[g.stage])]
+        def collect() -> None:
+            """The collectives that all replicas have reached by now, in the order in which these did."""
+            every = [one for one, times in reached_at.items() if len(times) == len(placement.workers[one.stage])]
             for action in sorted(every, key=lambda one: (max(reached_at[one]), -one.stage)):
-                workers = placement.workers[action.stage]
-                start = max(*reached_at.pop(action), *(reducing_until[process] for process in workers))
-                reduced_at[action] = start + seconds[ActionKind.REDUCE][action.stage]
-                for process in workers:
-                    reducing_until[process] = reduced_at[action]
-                    spans.append(Span(process, action, start, reduced_at[action]))
+                lanes = [_lane_of(placement, process, action) for process in placement.workers[action.stage]]
+                start = max(*reached_at.pop(action), *(free_at.get(lane, 0) for lane in lanes))
+                end = start + seconds[action.kind][action.stage]
+                for lane in lanes:
+                    free_at[lane] = ends_at[lane[0], action] = end
+                    spans.append(Span(lane[0], action, start, end))
 
         # Those of a synchronous table come last on every process: all reductions are known by then.
         updates_last = placement.has_replicas and not schedule.is_asynchronous
-        order = sorted(self._order, key=lambda one: updates_last and one[1].kind == ActionKind.UPDATE)
+        order = sorted(self._order, key=lambda one: updates_last and one[1].kind.changes_weights)
         for process, action in order:
-            source = schedule.source(action)  # of a reduction or an update None
-            place = placement.place_of(process, action)
-            if action.kind == ActionKind.REDUCE:
-                reached_at[action].append(free_at.get(place, 0))
+            kind, lane = action.kind, _lane_of(placement, process, action)
+            start = started[process]
+            if kind.resource is not Resource.COMPUTE and any(
+                one.resource is Resource.COMPUTE for one in needs_of(kind)
+            ):
+                start = free_at.get((*placement.place_of(process, action), Resource.COMPUTE), 0)
+            if kind.is_collective:
+                reached_at[action].append(start)
                 continue
-            start = max(started[process], free_at.get(place, 0), arrives_at[source] if source else 0)
-            if action.kind == ActionKind.UPDATE:
-                reduce()
-                start = max(start, reduced_at.get(action.reduction, 0))
-            end = start + seconds[action.kind][action.stage]
+            source = schedule.source(action)  # of an action that concerns a step None
+            start = max(start, free_at.get(lane, 0), arrives_at[source] if source else 0)
+            if awaited := awaited_by(kind):
+                collect()
+                for other in schedule.concerned(process, action, awaited):
+                    start = max(start, ends_at.get((process, other), 0))
+            end = start + seconds[kind][action.stage]
             spans.append(Span(process, action, start, end))
-            started[process], free_at[place] = start, end
+            free_at[lane] = end
+            if kind.resource is Resource.COMPUTE:
+                started[process] = start
+            else:
+                ends_at[process, action] = end
             if consumer := schedule.consumer(action):
                 arrives_at[action] = end
                 if not placement.is_local(action, consumer):
@@ -255,6 +276,12 @@ class _Clock:
                     edge_free_at[edge] = travels_from + seconds_of_edge
                     arrives_at[action] = edge_free_at[edge]
         return spans
+
+
+def _lane_of(placement: Placement, process: int, action: Action) -> _Lane:
+    """What an action occupies."""
+    resource = action.kind.resource
+    return process, None if resource is Resource.LINK else placement.device_of(action.stage, process), resource
 
 
 def _of_edges(

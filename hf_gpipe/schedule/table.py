@@ -27,13 +27,14 @@ that no old version is kept: recomputations and backwards then read the newest v
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NoReturn
 
 from hf_gpipe.errors import ScheduleError, nearest
-from hf_gpipe.schedule.actions import TEXT_VERSION, Action, ActionKind, Placement, gradient_action, parse_number
+from hf_gpipe.schedule.actions import TEXT_VERSION, Action, Placement, parse_number
+from hf_gpipe.schedule.kinds import FORWARD, INPUT, RECOMPUTE, ActionKind, Held
 
 MOST_ACTIONS = 600_000
 """The most actions of a table: of more, the checks alone would take minutes."""
@@ -82,10 +83,7 @@ class Schedule:
     def split(self) -> frozenset[tuple[int, int | None]]:
         """The (stage, micro-batch) pairs whose backward is split into I and W."""
         return frozenset(
-            (action.stage, action.micro_batch)
-            for actions in self.actions
-            for action in actions
-            if action.kind == ActionKind.INPUT
+            (action.stage, action.micro_batch) for actions in self.actions for action in actions if action.kind == INPUT
         )
 
     @property
@@ -111,9 +109,9 @@ class Schedule:
         for actions in self.actions:
             updates = [0] * self.num_stages
             for action in actions:
-                if action.kind == ActionKind.UPDATE:
+                if action.kind.changes_weights:
                     updates[action.stage] += 1
-                elif action.kind == ActionKind.FORWARD and action.micro_batch is not None:
+                elif action.kind == FORWARD and action.micro_batch is not None:
                     found[action.stage, action.micro_batch] = updates[action.stage]
         return found
 
@@ -137,9 +135,18 @@ class Schedule:
         """The neighbouring stage's action that receives this one's message; None if it sends none."""
         return action.consumer(self.num_stages, self.split)
 
-    def gradient_action(self, stage: int, micro_batch: int) -> Action:
-        """B of a (stage, micro-batch), or its I where the backward is split."""
-        return gradient_action(stage, micro_batch, self.split)
+    def concerned(self, process: int, action: Action, kinds: Iterable[ActionKind]) -> Iterator[Action]:
+        """Yield the actions of some kinds on the stage and micro-batch of an action that a worker runs; and on its step
+        where one of the two kinds concerns a step. The table need not have them."""
+        stage, micro_batch = action.stage, action.micro_batch
+        for kind in kinds:
+            if kind.is_of_mini_batch:
+                yield Action(kind, stage, step=action.step if micro_batch is None else self.step_of[micro_batch])
+            elif micro_batch is not None:
+                yield Action(kind, stage, micro_batch)
+            else:
+                own = self.placement.micro_batches_of(stage, process, self.num_micro_batches)
+                yield from (Action(kind, stage, one) for one in own if self.step_of[one] == action.step)
 
     def keeps_graph(self, stage: int, micro_batch: int) -> bool:
         """Whether this forward keeps its autograd graph: a backward follows, and no recomputation lies between."""
@@ -147,23 +154,21 @@ class Schedule:
 
     @cached_property
     def _graph_keeping_forwards(self) -> frozenset[tuple[int, int | None]]:
-        open_forwards: set[tuple[int, int | None]] = set()
+        maker: dict[tuple[int, int | None], ActionKind] = {}
         keeping: set[tuple[int, int | None]] = set()
         for actions in self.actions:
             for action in actions:
                 where = (action.stage, action.micro_batch)
-                if action.kind == ActionKind.FORWARD:
-                    open_forwards.add(where)
-                elif action.kind == ActionKind.RECOMPUTE:
-                    open_forwards.discard(where)
-                elif action.kind.takes_gradient and where in open_forwards:
+                if action.kind.makes is Held.GRAPH:
+                    maker[where] = action.kind
+                elif Held.GRAPH in action.kind.frees and maker.get(where) == FORWARD:
                     keeping.add(where)
         return frozenset(keeping)
 
     def num_recomputations(self, stage: int) -> int:
         """How many micro-batches a stage recomputes, on all its replicas together."""
         rows = (self.actions[process] for process in self.placement.workers[stage])
-        return sum(a.stage == stage and a.kind == ActionKind.RECOMPUTE for actions in rows for a in actions)
+        return sum(a.stage == stage and a.kind == RECOMPUTE for actions in rows for a in actions)
 
     def micro_batches_of(self, process: int) -> tuple[int, ...]:
         """The micro-batches that a worker runs on any of its stages, ascending: only their rows are needed there."""
@@ -214,7 +219,7 @@ class Schedule:
         named = {(stage, micro_batch): f"@{version}" for stage, micro_batch, version in self.versions}
         for process, actions in enumerate(self.actions):
             words = [
-                f"{one}{named.get((one.stage, one.micro_batch or 0), '') if one.kind == ActionKind.FORWARD else ''}"
+                f"{one}{named.get((one.stage, one.micro_batch or 0), '') if one.kind == FORWARD else ''}"
                 for one in actions
             ]
             lines.append(f"process {process}: {' '.join(words)}".rstrip())
@@ -320,7 +325,7 @@ def _parse(word: str, versions: set[tuple[int, int, int]]) -> Action:
     if not at:
         return action
     version = parse_number(number)
-    if version is None or action.kind != ActionKind.FORWARD or action.micro_batch is None:
+    if version is None or action.kind != FORWARD or action.micro_batch is None:
         raise ScheduleError(
             f"{word!r}: a forward alone names the version of the weights that its micro-batch reads, as in 2F7@3."
         )

@@ -3,7 +3,7 @@
 The format is the JSON form of Chrome's trace events, as the document "Trace Event Format" describes it: complete events
 ("X") with their start and duration in microseconds, names of processes and threads ("M"), and counters ("C"). A
 timeline is a process of the trace, and a stage or replica of a stage a thread, so timelines stand below each other on
-one scale. A reduction (G) goes on beside the actions of its process's other stages.
+one scale. Reductions and copies go on beside the actions of their process's other stages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.draw import name_in_text, row_name, title_of
-from hf_gpipe.schedule.occupancy import Held, occupancy
+from hf_gpipe.schedule.kinds import Held
+from hf_gpipe.schedule.occupancy import occupancy
 from hf_gpipe.schedule.simulate import Seconds, Span, Timeline
 
 Event = dict[str, Any]

@@ -18,10 +18,13 @@ The checks go from simple to subtle, so that the first error is the one to corre
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import NoReturn
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule.actions import Action, ActionKind
+from hf_gpipe.schedule.actions import Action
+from hf_gpipe.schedule.kinds import FORWARD, KINDS, UPDATE, ActionKind, needs_of
 from hf_gpipe.schedule.messages import executable_order
 from hf_gpipe.schedule.table import Schedule
 
@@ -113,11 +116,11 @@ def _check_places(schedule: Schedule) -> list[dict[Action, int]]:
                 _fail(schedule, f"{action} is on process {process}, but {problem}; move it there.", process)
             if action in positions:
                 _fail(schedule, f"{action} occurs twice on process {process}; keep one of them.", process)
-            if action.kind == ActionKind.REDUCE and len(schedule.placement.workers[action.stage]) == 1:
+            if action.kind.is_collective and len(schedule.placement.workers[action.stage]) == 1:
                 _fail(
                     schedule,
-                    f"{action} on process {process}: stage {action.stage} has no other replica to reduce its gradients "
-                    "with; leave it out.",
+                    f"{action} on process {process}: stage {action.stage} has no other replica to {action.kind.word} "
+                    "its gradients with; leave it out.",
                     process,
                 )
             positions[action] = index
@@ -132,46 +135,46 @@ def _homes(schedule: Schedule, action: Action) -> tuple[int, ...]:
 
 
 def _check_complete(schedule: Schedule, positions: list[dict[Action, int]]) -> None:
-    def check(action: Action, rule: str) -> None:
+    def check(action: Action) -> None:
         for home in _homes(schedule, action):
             if action not in positions[home]:
-                _fail(schedule, f"{action} is missing from process {home}; {rule}", home)
-
-    def check_each(kind: ActionKind) -> None:
-        for stage in range(schedule.num_stages):
-            for micro_batch in range(schedule.num_micro_batches):
-                if kind == ActionKind.FORWARD or not is_split(stage, micro_batch):
-                    check(Action(kind, stage, micro_batch), "it must occur exactly once.")
-                    continue
-                for part in (ActionKind.INPUT, ActionKind.WEIGHT):
-                    check(Action(part, stage, micro_batch), "a backward is one B, or one I and one W.")
-                if Action(kind, stage, micro_batch) in placed:
-                    both = Action(kind, stage, micro_batch), Action(ActionKind.INPUT, stage, micro_batch)
-                    home = _homes(schedule, both[0])[0]
-                    _fail(schedule, f"{both[0]} and {both[1]} are both on process {home}; keep B, or I and W.", home)
-
-    def is_split(stage: int, micro_batch: int) -> bool:
-        return any(Action(part, stage, micro_batch) in placed for part in (ActionKind.INPUT, ActionKind.WEIGHT))
+                _fail(schedule, f"{action} is missing from process {home}; {action.kind.rule}", home)
 
     placed = {action for own in positions for action in own}
-    check_each(ActionKind.FORWARD)
-    if schedule.is_training:
-        check_each(ActionKind.BACKWARD)
-        for stage, count in enumerate(schedule.placement.replicas):
-            for step in range(schedule.num_steps):
-                update = Action(ActionKind.UPDATE, stage, step=step)
-                if count > 1:
-                    check(update.reduction, "every replica of a stage reduces its gradients once in a step.")
-                check(update, "a training step updates each stage once.")
-        return
+    required = [kind for kind in KINDS.values() if kind.rule and (schedule.is_training or not kind.in_training_only)]
+    for kind in required:
+        parts = [part for part in required if part.part_of == kind]
+        for action in () if kind.part_of else _all_of(schedule, kind):
+            of_parts = [replace(action, kind=part) for part in parts]
+            if placed.isdisjoint(of_parts):
+                check(action)
+                continue
+            for part in of_parts:
+                check(part)
+            if action in placed:
+                home = _homes(schedule, action)[0]
+                _fail(
+                    schedule,
+                    f"{action} and {of_parts[0]} are both on process {home}; keep {kind}, or {' and '.join(parts)}.",
+                    home,
+                )
     for process, actions in enumerate(schedule.actions):
         for action in actions:
-            if action.kind != ActionKind.FORWARD:
+            if action.kind.in_training_only and not schedule.is_training:
                 _fail(
                     schedule,
                     f"{action} without any backward: a table without backwards has forwards only.",
                     process,
                 )
+
+
+def _all_of(schedule: Schedule, kind: ActionKind) -> Iterator[Action]:
+    """All actions of a kind that a table can have."""
+    for stage, count in enumerate(schedule.placement.replicas):
+        if kind.is_of_mini_batch and (count > 1 or not kind.is_collective):
+            yield from (Action(kind, stage, step=step) for step in range(schedule.num_steps))
+        elif not kind.is_of_mini_batch:
+            yield from (Action(kind, stage, micro_batch) for micro_batch in range(schedule.num_micro_batches))
 
 
 def _check_order_in_process(schedule: Schedule, positions: list[dict[Action, int]]) -> None:
@@ -185,7 +188,7 @@ def _check_order_in_process(schedule: Schedule, positions: list[dict[Action, int
                         f"{action} comes before {needed}, which it needs, on process {process}; move it behind.",
                         process,
                     )
-            if action.kind == ActionKind.UPDATE:
+            if action.kind.changes_weights:
                 first_update = first_update or action
             elif first_update is not None and not schedule.is_asynchronous:
                 _fail(
@@ -195,26 +198,11 @@ def _check_order_in_process(schedule: Schedule, positions: list[dict[Action, int
 
 def _needs_of_own_stage(schedule: Schedule, process: int, action: Action) -> list[Action]:
     """What an action needs that stands in the same process. A table without it is complete all the same."""
-    stage, micro_batch = action.stage, action.micro_batch
-    if micro_batch is None:
-        own = schedule.placement.micro_batches_of(stage, process, schedule.num_micro_batches)
-        kinds = (ActionKind.BACKWARD, ActionKind.WEIGHT)
-        needs = [
-            Action(kinds[(stage, m) in schedule.split], stage, m) for m in own if schedule.step_of[m] == action.step
-        ]
-        if action.kind == ActionKind.UPDATE:
-            needs.append(action.reduction)
-        return needs + ([Action(ActionKind.UPDATE, stage, step=action.step - 1)] if action.step else [])
-    if action.kind == ActionKind.RECOMPUTE:
-        return [Action(ActionKind.FORWARD, stage, micro_batch)]
-    needs = []
-    if action.kind.takes_gradient:
-        needs = [Action(ActionKind.FORWARD, stage, micro_batch), Action(ActionKind.RECOMPUTE, stage, micro_batch)]
-    elif action.kind == ActionKind.WEIGHT:
-        needs = [Action(ActionKind.INPUT, stage, micro_batch)]
-    if needs and (step := schedule.step_of[micro_batch]):
+    needs = list(schedule.concerned(process, action, needs_of(action.kind)))
+    step = action.step if action.micro_batch is None else schedule.step_of[action.micro_batch]
+    if step and action.kind.after_update:
         # The gradients of the step before are dropped at its update.
-        needs.append(Action(ActionKind.UPDATE, stage, step=step - 1))
+        needs.append(Action(UPDATE, action.stage, step=step - 1))
     return needs
 
 
@@ -231,7 +219,7 @@ def _check_versions(schedule: Schedule) -> None:
     last = None
     for stage, micro_batch, version in sorted(schedule.versions):
         newest = schedule.newest_version.get((stage, micro_batch))
-        word = f"{Action(ActionKind.FORWARD, stage, micro_batch)}@{version}"
+        word = f"{Action(FORWARD, stage, micro_batch)}@{version}"
         if newest is None or last == (stage, micro_batch):
             _fail(schedule, f"{word}: the table has no such forward, or names two versions of it.", "process 0")
         if version > newest:
@@ -245,7 +233,7 @@ def _check_versions(schedule: Schedule) -> None:
 
 def _check_order_of_reductions(schedule: Schedule) -> None:
     """One after another in the order of each process, the reductions come to an end: each waits for all replicas."""
-    queues = [[a for a in actions if a.kind == ActionKind.REDUCE] for actions in schedule.actions]
+    queues = [[a for a in actions if a.kind.is_collective] for actions in schedule.actions]
     while any(queues):
         for queue in queues:
             workers = schedule.placement.workers[queue[0].stage] if queue else ()

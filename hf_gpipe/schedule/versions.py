@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hf_gpipe.schedule.actions import ActionKind
 from hf_gpipe.schedule.table import Schedule
 
 
@@ -28,16 +27,16 @@ def uses(schedule: Schedule, process: int) -> list[Use | None]:
     read_later: set[tuple[int, int]] = set()
     newest = [schedule.num_steps] * schedule.num_stages
     for action in reversed(schedule.actions[process]):
-        if action.kind == ActionKind.REDUCE:
+        if not action.kind.reads_weights and not action.kind.changes_weights:
             found.append(None)
             continue
-        newest[action.stage] -= action.kind == ActionKind.UPDATE
+        newest[action.stage] -= action.kind.changes_weights
         version = newest[action.stage]
         if schedule.stashes and action.micro_batch is not None:
             version = schedule.version_read[action.stage, action.micro_batch]
         where = action.stage, version
         found.append(Use(version, not schedule.stashes or where not in read_later))
-        if action.kind != ActionKind.UPDATE:
+        if action.kind.reads_weights:
             read_later.add(where)
     return found[::-1]
 
@@ -61,9 +60,9 @@ def num_stashes(schedule: Schedule, stage: int, process: int | None = None) -> i
     for action, use in zip(schedule.actions[process], uses(schedule, process), strict=True):
         if action.stage != stage or use is None:
             continue
-        if action.kind == ActionKind.UPDATE and not use.is_last:
+        if action.kind.changes_weights and not use.is_last:
             stashed.add(use.version)
-        elif action.kind != ActionKind.UPDATE and use.is_last:
+        elif action.kind.reads_weights and use.is_last:
             stashed.discard(use.version)
         most = max(most, len(stashed))
     return most

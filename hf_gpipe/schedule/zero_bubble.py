@@ -16,11 +16,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule.actions import Action, ActionKind, Placement
+from hf_gpipe.schedule.actions import Action, Placement
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, INPUT, WEIGHT
 from hf_gpipe.schedule.list_scheduling import Work, best_listed
 from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations, with_recomputations
 
-_F, _I, _W = ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT
+_F, _I, _W = FORWARD, INPUT, WEIGHT
 
 
 def zb_h1(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
@@ -118,7 +119,7 @@ def whole_backwards(order: Sequence[Action], process: int, placement: Placement)
         if before == Action(_I, action.stage, action.micro_batch) and action.kind == _W:
             consumer = before.consumer(placement.num_stages)
             if consumer is None or placement.is_local(before, consumer):
-                result[place] = Action(ActionKind.BACKWARD, action.stage, action.micro_batch)
+                result[place] = Action(BACKWARD, action.stage, action.micro_batch)
                 continue
         last_on[device] = len(result)
         result.append(action)
@@ -178,7 +179,7 @@ def _zb_v_order(number: int, num_processes: int, own: range) -> list[Action]:
     pattern += [(_I, up), (_I, down)] * number
     pattern += [(_I, down), (_W, down)] * deeper
     pattern += [(_W, up)] * number + [(_W, down)] * number
-    count: Counter[tuple[ActionKind, int]] = Counter()
+    count: Counter[tuple[str, int]] = Counter()
     order = []
     for kind, stage in pattern:
         # The forwards of the first stage are done some rounds before the others.

@@ -11,7 +11,8 @@ import transformers
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.timing import ActionTime
-from hf_gpipe.schedule import ActionKind
+from hf_gpipe.schedule import Action
+from hf_gpipe.schedule.kinds import FORWARD, Resource
 
 logger = transformers.logging.get_logger(__name__)
 
@@ -20,7 +21,6 @@ _TIMED = 10
 #: How many times as long a machine may compute, compared with the others, before it is named: beside its own first
 #: steps, and beside the plan, whose estimates are less exact.
 _SLOWER, _SLOWER_THAN_PLANNED = 1.5, 2.0
-_COMPUTES = (ActionKind.FORWARD, ActionKind.RECOMPUTE, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT)
 
 
 class SlowMachines:
@@ -56,7 +56,7 @@ class SlowMachines:
         """Note that so many steps were made, with the times of this process's actions if they were timed."""
         if self._every is None:
             return
-        seconds = seconds_of_forward((t.action.kind, t.end - t.start - t.waiting - t.sending) for t in times or ())
+        seconds = seconds_of_forward((t.action, t.end - t.start - t.waiting - t.sending) for t in times or ())
         if seconds is not None:
             self._seconds.append(seconds)
         is_due = self._passes(self._every, num_steps)
@@ -83,7 +83,7 @@ class SlowMachines:
         except UserError:  # no example of a mini-batch, or an optimizer that the planner does not know
             return [None] * len(self._hosts)
         return [
-            seconds_of_forward((s.action.kind, float(s.computing)) for s in timeline.spans if s.process == process)
+            seconds_of_forward((s.action, float(s.computing)) for s in timeline.spans if s.process == process)
             for process in range(len(self._hosts))
         ]
 
@@ -102,10 +102,11 @@ class SlowMachines:
             )
 
 
-def seconds_of_forward(actions: Iterable[tuple[ActionKind, float]]) -> float | None:
+def seconds_of_forward(actions: Iterable[tuple[Action, float]]) -> float | None:
     """The seconds of all that computes, for each forward; None: there is none."""
-    found = [(kind, seconds) for kind, seconds in actions if kind in _COMPUTES]
-    forwards = sum(kind == ActionKind.FORWARD for kind, _ in found)
+    of_micro_batches = [(action.kind, seconds) for action, seconds in actions if not action.kind.is_of_mini_batch]
+    found = [(kind, seconds) for kind, seconds in of_micro_batches if kind.resource is Resource.COMPUTE]
+    forwards = sum(kind == FORWARD for kind, _ in found)
     return sum(seconds for _, seconds in found) / forwards if forwards else None
 
 

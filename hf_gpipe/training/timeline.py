@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 from typing import cast
@@ -11,7 +10,8 @@ from typing import cast
 from hf_gpipe.pipeline import Pipeline, Update, UpdateStage
 from hf_gpipe.runtime.batches import Batches
 from hf_gpipe.runtime.timing import ActionTime
-from hf_gpipe.schedule import ActionKind, Costs, Span, Timeline, simulate
+from hf_gpipe.schedule import Costs, Span, Timeline, simulate
+from hf_gpipe.schedule.kinds import KINDS, Resource
 
 
 def measure_step(
@@ -47,14 +47,11 @@ def measure_step(
     total, num_steps = 1 + max(span.action.micro_batch or 0 for span in chosen), _num_steps(pipe)
     schedule = pipe.schedule([total // num_steps] * num_steps if pipe.is_asynchronous else total)
     every_span = [span for spans in steps for span in spans]
-    costs = Costs(
-        forward_seconds=_medians(every_span, ActionKind.FORWARD, pipe.num_stages),
-        recompute_seconds=_medians(every_span, ActionKind.RECOMPUTE, pipe.num_stages),
-        backward_seconds=_medians(every_span, ActionKind.BACKWARD, pipe.num_stages),
-        input_seconds=_medians(every_span, ActionKind.INPUT, pipe.num_stages),
-        weight_seconds=_medians(every_span, ActionKind.WEIGHT, pipe.num_stages),
-        update_seconds=_medians(every_span, ActionKind.UPDATE, pipe.num_stages),
-    )
+    computing: dict[str, list[list[float]]] = {kind: [[] for _ in range(pipe.num_stages)] for kind in KINDS}
+    for span in every_span:
+        if span.action.kind.resource is Resource.COMPUTE:
+            computing[span.action.kind][span.action.stage].append(float(span.computing))
+    costs = Costs.of_kinds({kind: [median(one) if one else 0.0 for one in computing[kind]] for kind in KINDS.values()})
     return Timeline.from_spans(schedule, chosen), simulate(schedule, costs)
 
 
@@ -72,12 +69,3 @@ def _measure(pipe: Pipeline, batches: Batches, update: Update | UpdateStage | No
 
 def _num_steps(pipe: Pipeline) -> int:
     return 2 * pipe.num_stages if pipe.is_asynchronous else 1
-
-
-def _medians(spans: Sequence[Span], kind: ActionKind, num_stages: int) -> list[float]:
-    """For each stage, how long an action of this kind computes; 0 where the table has none."""
-    seconds: list[list[float]] = [[] for _ in range(num_stages)]
-    for span in spans:
-        if span.action.kind == kind:
-            seconds[span.action.stage].append(float(span.computing))
-    return [median(values) if values else 0.0 for values in seconds]

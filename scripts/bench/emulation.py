@@ -30,8 +30,9 @@ from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.runtime.topology import Topology
-from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, ActionKind, Costs, Schedule, build, seconds_of_steps
+from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, Costs, Schedule, build, seconds_of_steps
 from hf_gpipe.schedule.builders import placement_for
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, INPUT, RECOMPUTE, WEIGHT
 
 _FLOAT_BYTES = 4
 #: Layers of a stage with replicas, whose gradients are reduced one after another.
@@ -81,7 +82,7 @@ class Emulated:
             return table
         return replace(
             table,
-            actions=tuple(tuple(one for one in own if one.kind != ActionKind.RECOMPUTE) for own in table.actions),
+            actions=tuple(tuple(one for one in own if one.kind != RECOMPUTE) for own in table.actions),
         )
 
     def _early_table(self) -> Schedule:
@@ -308,8 +309,8 @@ def _emulate_process(job: Job) -> list[list[_Part]]:
 def _late_seconds(setting: Emulated, one: ActionTime) -> float:
     """By which an action took longer than it should."""
     forward, backward = setting.stage_seconds(one.action.stage)
-    should = {ActionKind.FORWARD: forward, ActionKind.RECOMPUTE: forward, ActionKind.BACKWARD: backward}
-    should |= dict.fromkeys((ActionKind.INPUT, ActionKind.WEIGHT), backward / 2)
+    should = {FORWARD: forward, RECOMPUTE: forward, BACKWARD: backward}
+    should |= dict.fromkeys((INPUT, WEIGHT), backward / 2)
     return one.end - one.start - one.waiting - one.sending - should.get(one.action.kind, 0.0)
 
 

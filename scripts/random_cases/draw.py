@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from hf_gpipe.adapters.families import EXACT, REFUSED
-from hf_gpipe.schedule import Action, ActionKind, Placement, Schedule
+from hf_gpipe.schedule import Action, Placement, Schedule, kinds
 from scripts.families import architectures
 
 #: Those of which every number of stages fits into one process; zb_v and v_half want two stages.
@@ -147,24 +147,23 @@ def random_table(num_stages: int, num_micro_batches: int, rng: Random, *, recomp
     pairs = [(stage, m) for stage in range(num_stages) for m in range(num_micro_batches)]
     split = frozenset(pair for pair in pairs if rng.random() < 0.3)
     again = {pair for pair in pairs if recomputes and rng.random() < 0.6}
-    kind = ActionKind
     needs: dict[Action, list[Action]] = {}
     for stage, m in pairs:
-        forward = Action(kind.FORWARD, stage, m)
-        needs[forward] = [Action(kind.FORWARD, stage - 1, m)] if stage else []
+        forward = Action(kinds.FORWARD, stage, m)
+        needs[forward] = [Action(kinds.FORWARD, stage - 1, m)] if stage else []
         first = forward
         if (stage, m) in again:
-            first = Action(kind.RECOMPUTE, stage, m)
+            first = Action(kinds.RECOMPUTE, stage, m)
             needs[first] = [forward]
-        back = Action(kind.INPUT if (stage, m) in split else kind.BACKWARD, stage, m)
-        later = [Action(kind.INPUT if (stage + 1, m) in split else kind.BACKWARD, stage + 1, m)]
+        back = Action(kinds.INPUT if (stage, m) in split else kinds.BACKWARD, stage, m)
+        later = [Action(kinds.INPUT if (stage + 1, m) in split else kinds.BACKWARD, stage + 1, m)]
         needs[back] = [first, *(later if stage + 1 < num_stages else [])]
         if (stage, m) in split:
-            needs[Action(kind.WEIGHT, stage, m)] = [back]
+            needs[Action(kinds.WEIGHT, stage, m)] = [back]
     order: list[Action] = []
     while waiting := [one for one in needs if one not in order]:
         ready = [one for one in waiting if all(before in order for before in needs[one])]
         order.append(rng.choice(ready))
-    updates = [Action(kind.UPDATE, stage) for stage in range(num_stages)]
+    updates = [Action(kinds.UPDATE, stage) for stage in range(num_stages)]
     rng.shuffle(updates)
     return Schedule("random", num_stages, num_micro_batches, Placement.spread(num_stages, 1), ((*order, *updates),))

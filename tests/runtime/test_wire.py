@@ -22,7 +22,8 @@ from hf_gpipe.runtime import batches, wire
 from hf_gpipe.runtime.processes import Processes
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule import Schedule
-from hf_gpipe.schedule.actions import Action, ActionKind
+from hf_gpipe.schedule.actions import Action
+from hf_gpipe.schedule.kinds import FORWARD, REDUCE, UPDATE
 from tests.gloo import run_gloo
 
 TABLE = Schedule.from_text(
@@ -32,10 +33,10 @@ TABLE = Schedule.from_text(
 VALUES = [
     *(None, True, 0, -(10**30), 0.1, math.inf, "text \u20ac \0", [], (), {}, set(), [1, (2.5, None)]),
     {1: "a", (0, 1): [True], "b": {"c": {3, 4}}, None: frozenset({"x"})},
-    *(Path("a/b"), torch.bfloat16, TABLE, Action(ActionKind.FORWARD, 1, 2), ActionKind.UPDATE),
+    *(Path("a/b"), torch.bfloat16, TABLE, Action(FORWARD, 1, 2), UPDATE),
     SharedParameter("w", Parameters(1, 2, 3, 4), 5),
     Seconds(1.0, 2.0, 3.0),
-    [ActionTime(Action(ActionKind.REDUCE, 0), 1.0, 2.0)],
+    [ActionTime(Action(REDUCE, 0), 1.0, 2.0)],
 ]
 
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from hf_gpipe.schedule import SCHEDULES, V_SHAPED, Action, ActionKind, Placement, Schedule, build
-from hf_gpipe.schedule.occupancy import Held, most_of_equal_stages
+from hf_gpipe.schedule import SCHEDULES, V_SHAPED, Action, Placement, Schedule, build
+from hf_gpipe.schedule.kinds import BACKWARD, INPUT, UPDATE, WEIGHT, Held
+from hf_gpipe.schedule.occupancy import most_of_equal_stages
 
 Recompute = str | tuple[int | None, ...]
 
@@ -46,7 +47,7 @@ def schedules(draw: st.DrawFn, names: tuple[str, ...] = tuple(SCHEDULES)) -> tup
 def stage_order(schedule: Schedule, stage: int) -> list[Action]:
     """A stage's actions in the order in which its process runs them, the update left out."""
     actions = schedule.actions[schedule.placement.processes[stage]]
-    return [action for action in actions if action.stage == stage and action.kind != ActionKind.UPDATE]
+    return [action for action in actions if action.stage == stage and action.kind != UPDATE]
 
 
 def peak(schedule: Schedule, stage: int, held: Held) -> int:
@@ -56,5 +57,5 @@ def peak(schedule: Schedule, stage: int, held: Held) -> int:
 
 def whole(order: list[Action]) -> list[Action]:
     """An order with B for I, and without W."""
-    kept = [action for action in order if action.kind != ActionKind.WEIGHT]
-    return [replace(action, kind=ActionKind.BACKWARD) if action.kind == ActionKind.INPUT else action for action in kept]
+    kept = [action for action in order if action.kind != WEIGHT]
+    return [replace(action, kind=BACKWARD) if action.kind == INPUT else action for action in kept]

@@ -16,7 +16,6 @@ from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule import (
     ASYNCHRONOUS_SCHEDULES,
     Action,
-    ActionKind,
     Costs,
     Placement,
     Schedule,
@@ -29,12 +28,12 @@ from hf_gpipe.schedule import (
     simulate,
     staleness,
 )
-from hf_gpipe.schedule.occupancy import Held
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, RECOMPUTE, REDUCE, UPDATE, Held
 from hf_gpipe.schedule.versions import uses
 from tests.schedule.cases import peak, placements, recomputes, stage_order
 from tests.schedule.test_messages import operations, runs_with_blocking_messages
 
-B, U = ActionKind.BACKWARD, ActionKind.UPDATE
+B, U = BACKWARD, UPDATE
 
 
 def window(name: str, num_stages: int, steps: list[int], **options: object) -> Schedule:
@@ -70,7 +69,7 @@ def test_every_window_is_valid_and_keeps_what_is_still_to_be_read(table: Schedul
         for action, use in zip(actions, uses(table, process), strict=True):
             stage = action.stage
             if use is None:
-                assert action.kind == ActionKind.REDUCE
+                assert action.kind == REDUCE
                 continue
             if action.kind == U:
                 assert use.version == action.step == updates[stage]
@@ -78,7 +77,7 @@ def test_every_window_is_valid_and_keeps_what_is_still_to_be_read(table: Schedul
                 versions[stage] = versions[stage] - ({use.version} if use.is_last else set()) | {updates[stage]}
                 continue
             assert use.version in versions[stage], f"{action} reads what is gone"
-            if table.stashes or action.kind == ActionKind.FORWARD:
+            if table.stashes or action.kind == FORWARD:
                 assert use.version == table.version_read[stage, action.micro_batch or 0]
             else:
                 assert use.version == updates[stage], f"{action} reads a stash"
@@ -103,8 +102,8 @@ def test_versions_do_not_depend_on_the_placement(table: Schedule) -> None:
     assert alone.version_read == table.version_read
     for stage in range(table.num_stages):
         assert num_stashes(alone, stage) == num_stashes(table, stage)
-        own = [action for action in stage_order(table, stage) if action.kind != ActionKind.RECOMPUTE]
-        assert own == [action for action in stage_order(alone, stage) if action.kind != ActionKind.RECOMPUTE]
+        own = [action for action in stage_order(table, stage) if action.kind != RECOMPUTE]
+        assert own == [action for action in stage_order(alone, stage) if action.kind != RECOMPUTE]
 
 
 @given(st.integers(1, 7), st.integers(1, 9), st.integers(1, 4))

@@ -26,12 +26,12 @@ from hf_gpipe.schedule import (
     simulate,
 )
 from hf_gpipe.schedule.clock import merge
-from hf_gpipe.schedule.occupancy import Held
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, INPUT, RECOMPUTE, UPDATE, WEIGHT, Held
 from hf_gpipe.schedule.recompute import Limits
 from tests.schedule.cases import Recompute, peak, placements, recomputes, schedules, stage_order, whole
 
 PLACED = (*V_SHAPED, "interleaved_1f1b")
-F, R, B, U = ActionKind.FORWARD, ActionKind.RECOMPUTE, ActionKind.BACKWARD, ActionKind.UPDATE
+F, R, B, U = FORWARD, RECOMPUTE, BACKWARD, UPDATE
 
 
 @given(schedules())
@@ -55,7 +55,7 @@ def test_every_action_exactly_once(name: str, num_micro_batches: int, data: st.D
     expected = [Action(F, s, m) for s, m in every]
     if name != "forward_only":
         for s, m in every:
-            split = [Action(ActionKind.INPUT, s, m), Action(ActionKind.WEIGHT, s, m)]
+            split = [Action(INPUT, s, m), Action(WEIGHT, s, m)]
             expected += split if (s, m) in schedule.split else [Action(B, s, m)]
         assert (name in SPLIT_SCHEDULES) or not schedule.split
         expected += [Action(U, s) for s in range(num_stages)]
@@ -94,7 +94,7 @@ def test_messages_are_received_in_the_order_in_which_they_are_sent(case: tuple[S
 
     for stage in range(schedule.num_stages - 1):
         assert order(stage, F) == order(stage + 1, F)
-        assert order(stage, B, ActionKind.INPUT) == order(stage + 1, B, ActionKind.INPUT)
+        assert order(stage, B, INPUT) == order(stage + 1, B, INPUT)
 
 
 @pytest.mark.parametrize("name", ["naive", "gpipe", "gpipe_fused"])

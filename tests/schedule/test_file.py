@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule import (
     Action,
-    ActionKind,
     Placement,
     Schedule,
     build,
@@ -22,9 +21,10 @@ from hf_gpipe.schedule import (
     read_table,
     recompute_under,
 )
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, RECOMPUTE, UPDATE
 from tests.schedule.cases import Recompute, placements, schedules
 
-F, R, B, U = ActionKind.FORWARD, ActionKind.RECOMPUTE, ActionKind.BACKWARD, ActionKind.UPDATE
+F, R, B, U = FORWARD, RECOMPUTE, BACKWARD, UPDATE
 
 MINE = """\
 table: 4

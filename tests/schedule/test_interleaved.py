@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule import ActionKind, Costs, Placement, Schedule, build, simulate
-from hf_gpipe.schedule.occupancy import Held
+from hf_gpipe.schedule import Costs, Placement, Schedule, build, simulate
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, Held
 from tests.schedule.cases import peak, stage_order
 
 NAME = "interleaved_1f1b"
@@ -36,7 +36,7 @@ def test_the_published_number_of_forwards_before_the_first_backward(
     for process, actions in enumerate(table(processes, stages_each, num_micro_batches).actions):
         kinds = [action.kind for action in actions]
         published = 2 * (processes - 1 - process) + (stages_each - 1) * processes
-        assert kinds.index(ActionKind.BACKWARD) == min(published + 1, num_micro_batches * stages_each)
+        assert kinds.index(BACKWARD) == min(published + 1, num_micro_batches * stages_each)
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), st.fractions(1, 4, max_denominator=4))
@@ -85,8 +85,8 @@ def test_the_last_stage_has_its_gradient_at_hand(processes: int, stages_each: in
     ]
     actions = [action for action in schedule.actions[-1] if action.stage == last]
     places = {action: index for index, action in enumerate(schedule.actions[-1])}
-    forwards = [action for action in actions if action.kind == ActionKind.FORWARD]
-    assert all(schedule.actions[-1][places[f] + 1].kind == ActionKind.BACKWARD for f in forwards)
+    forwards = [action for action in actions if action.kind == FORWARD]
+    assert all(schedule.actions[-1][places[f] + 1].kind == BACKWARD for f in forwards)
 
 
 def test_one_stage_a_process_is_1f1b_and_one_process_has_one_micro_batch_in_flight() -> None:

@@ -5,7 +5,8 @@ from collections import Counter, defaultdict
 import pytest
 from hypothesis import given, settings
 
-from hf_gpipe.schedule import Action, ActionKind, Costs, Placement, Schedule, build, placement_for, simulate
+from hf_gpipe.schedule import Action, Costs, Placement, Schedule, build, placement_for, simulate
+from hf_gpipe.schedule.kinds import UPDATE
 from hf_gpipe.schedule.messages import executable_order, messages
 from tests.schedule.cases import Recompute, schedules
 
@@ -45,7 +46,7 @@ def runs_with_blocking_messages(table: Schedule, ahead: Operations) -> bool:
                     source = table.source(action)
                     if source is not None and source not in done:
                         break
-                    if action.kind == ActionKind.UPDATE:
+                    if action.kind == UPDATE:
                         workers = table.placement.workers[action.stage]
                         if len(workers) > 1 and done[action.reduction] < len(workers):
                             break

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.schedule import Action, Costs, Span, Timeline, build, simulate
-from hf_gpipe.schedule.occupancy import Held, most_held, occupancy
+from hf_gpipe.schedule.kinds import Held
+from hf_gpipe.schedule.occupancy import most_held, occupancy
 from tests.schedule.cases import peak
 
 INPUTS_GRAPHS_AND_GRADIENTS = {

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule import Action, ActionKind, Schedule, build
-from hf_gpipe.schedule.occupancy import Held
+from hf_gpipe.schedule import Action, Schedule, build
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, INPUT, RECOMPUTE, WEIGHT, Held
 from hf_gpipe.schedule.recompute import with_recomputations
 from tests.schedule.cases import Recompute, peak, schedules, stage_order, whole
 
-F, R, B = ActionKind.FORWARD, ActionKind.RECOMPUTE, ActionKind.BACKWARD
+F, R, B = FORWARD, RECOMPUTE, BACKWARD
 
 
 def most_live_graphs(order: list[Action], recomputed: set[int | None]) -> int:
@@ -77,7 +77,7 @@ def test_a_table_counts_its_graphs(case: tuple[Schedule, Recompute]) -> None:
             [a for a in whole(order) if a.kind != R], recomputed
         )
         in_flight = [
-            sum({F: 1, R: 0, B: -1, ActionKind.INPUT: 0, ActionKind.WEIGHT: -1}[a.kind] for a in order[:end])
+            sum({F: 1, R: 0, B: -1, INPUT: 0, WEIGHT: -1}[a.kind] for a in order[:end])
             for end in range(1, len(order) + 1)
         ]
         assert peak(schedule, stage, Held.MICRO_BATCH) == max(in_flight)

@@ -14,7 +14,6 @@ from hf_gpipe.schedule import (
     SCHEDULES,
     V_SHAPED,
     Action,
-    ActionKind,
     Costs,
     Placement,
     Schedule,
@@ -25,10 +24,11 @@ from hf_gpipe.schedule import (
     placement_for,
     simulate,
 )
-from hf_gpipe.schedule.occupancy import Held, most_of_equal_stages
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, INPUT, RECOMPUTE, REDUCE, UPDATE, WEIGHT, Held
+from hf_gpipe.schedule.occupancy import most_of_equal_stages
 from tests.schedule.cases import Recompute, recomputes
 
-F, R, B, G, U = ActionKind.FORWARD, ActionKind.RECOMPUTE, ActionKind.BACKWARD, ActionKind.REDUCE, ActionKind.UPDATE
+F, R, B, G, U = FORWARD, RECOMPUTE, BACKWARD, REDUCE, UPDATE
 
 UNEVEN = ([2, 1], [1, 2], [1, 3], [3, 1, 2], [2, 2, 1], [4, 3, 2, 1])
 
@@ -88,8 +88,8 @@ def test_micro_batch_m_is_on_replica_m_modulo_their_number(case: tuple[Schedule,
     for stage, workers in enumerate(table.placement.workers):
         for index, process in enumerate(workers):
             own = [action for action in table.actions[process] if action.stage == stage]
-            ended = {B, ActionKind.WEIGHT}
-            for kinds in ({F}, {B, ActionKind.INPUT}, ended) if table.is_training else ({F},):
+            ended = {B, WEIGHT}
+            for kinds in ({F}, {B, INPUT}, ended) if table.is_training else ({F},):
                 ran = sorted(action.micro_batch or 0 for action in own if action.kind in kinds)
                 assert ran == list(range(index, table.num_micro_batches, len(workers)))
             assert own.count(Action(U, stage)) == table.is_training

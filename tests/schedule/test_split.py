@@ -7,9 +7,10 @@ from fractions import Fraction
 import pytest
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule import Action, ActionKind, Costs, Schedule, breakdown, check_table, draw_text, simulate
+from hf_gpipe.schedule import Action, Costs, Schedule, breakdown, check_table, draw_text, simulate
+from hf_gpipe.schedule.kinds import INPUT, WEIGHT, Held
 from hf_gpipe.schedule.messages import messages
-from hf_gpipe.schedule.occupancy import Held, most_of_equal_stages
+from hf_gpipe.schedule.occupancy import most_of_equal_stages
 
 TEXT = """\
 table: 4
@@ -72,7 +73,8 @@ def test_the_time_of_i_and_w() -> None:
     assert spans["1W1"][1] == 13
     assert spans["0B1"] == (10, 14)
     halves = simulate(TABLE, Costs(Fraction(1), Fraction(4)))
-    assert halves.spans_of[1][ActionKind.WEIGHT, 1].busy == halves.spans_of[1][ActionKind.INPUT, 1].busy == 2
+    busy = {span.action.kind: span.busy for span in halves.spans_of[1][1]}
+    assert busy[WEIGHT] == busy[INPUT] == 2
     assert breakdown(halves).processes[1].backward == 8
     assert "I0 W0" in draw_text(simulate(TABLE, Costs(1, 2)))
 
@@ -84,4 +86,4 @@ def test_what_a_stage_holds() -> None:
     assert most[1][Held.DEFERRED] == 2
     assert most[1][Held.MICRO_BATCH] == 2
     assert most[0][Held.DEFERRED] == most[0][Held.WEIGHT] == most[0][Held.FIRST_BACKWARD] == 1
-    assert [a.kind for a in TABLE.actions[0]].count(ActionKind.WEIGHT) == 1
+    assert [a.kind for a in TABLE.actions[0]].count(WEIGHT) == 1

@@ -5,11 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule import Action, ActionKind, Placement, Schedule, build
+from hf_gpipe.schedule import Action, Placement, Schedule, build
 from hf_gpipe.schedule.actions import gradient_action
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, INPUT, RECOMPUTE, UPDATE, WEIGHT
 
-F, R, B, U = ActionKind.FORWARD, ActionKind.RECOMPUTE, ActionKind.BACKWARD, ActionKind.UPDATE
-W = ActionKind.WEIGHT
+F, R, B, U = FORWARD, RECOMPUTE, BACKWARD, UPDATE
+W = WEIGHT
 
 GPIPE_2_2 = """\
 table: 4
@@ -70,7 +71,7 @@ def test_consumer_is_the_inverse_of_source(
     is_forward: bool, stage: int, micro_batch: int, split: set[tuple[int, int | None]]
 ) -> None:
     action = Action(F, stage, micro_batch) if is_forward else gradient_action(stage, micro_batch, split)
-    assert action.kind == (F if is_forward else ActionKind.INPUT if (stage, micro_batch) in split else B)
+    assert action.kind == (F if is_forward else INPUT if (stage, micro_batch) in split else B)
     if source := action.source(6, split):
         assert source.consumer(6, split) == action
     if consumer := action.consumer(6, split):

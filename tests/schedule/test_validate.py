@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule import Action, ActionKind, Schedule, check_table
+from hf_gpipe.schedule import Action, Schedule, check_table
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, RECOMPUTE
 from tests.schedule.cases import schedules
 
 
@@ -92,10 +93,10 @@ def test_a_table_lacks_every_action_but_a_recomputation(schedule: Schedule, data
     actions = list(schedule.actions[process])
     dropped = actions.pop(data.draw(st.integers(0, len(actions) - 1)))
     broken = with_actions(schedule, process, actions)
-    if dropped.kind == ActionKind.RECOMPUTE:
+    if dropped.kind == RECOMPUTE:
         check_table(broken)
         assert broken.keeps_graph(dropped.stage, dropped.micro_batch or 0)
-    elif schedule.num_stages * schedule.num_micro_batches == 1 and dropped.kind == ActionKind.BACKWARD:
+    elif schedule.num_stages * schedule.num_micro_batches == 1 and dropped.kind == BACKWARD:
         with pytest.raises(ScheduleError, match="without any backward"):
             check_table(broken)
     else:
@@ -123,9 +124,9 @@ def test_a_backward_never_comes_before_its_forward_or_recomputation(schedule: Sc
     process = data.draw(st.integers(0, len(schedule.actions) - 1))
     actions = list(schedule.actions[process])
     backward = data.draw(st.sampled_from([action for action in actions if action.kind.takes_gradient]))
-    needed = Action(ActionKind.RECOMPUTE, backward.stage, backward.micro_batch)
+    needed = Action(RECOMPUTE, backward.stage, backward.micro_batch)
     if needed not in actions:
-        needed = Action(ActionKind.FORWARD, backward.stage, backward.micro_batch)
+        needed = Action(FORWARD, backward.stage, backward.micro_batch)
     i, j = actions.index(needed), actions.index(backward)
     actions[i], actions[j] = actions[j], actions[i]
     with pytest.raises(ScheduleError, match="which it needs"):

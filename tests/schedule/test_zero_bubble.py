@@ -22,8 +22,9 @@ from hf_gpipe.schedule import (
     seconds_of_steps,
     simulate,
 )
+from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.list_scheduling import Work, best_listed
-from hf_gpipe.schedule.occupancy import Held, most_of_equal_stages, occupancy
+from hf_gpipe.schedule.occupancy import most_of_equal_stages, occupancy
 
 ONE = Fraction(1)
 EQUAL = Costs(ONE, 2 * ONE)

@@ -10,7 +10,8 @@ import pytest
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.timing import ActionTime
-from hf_gpipe.schedule import Action, ActionKind, Placement, Span
+from hf_gpipe.schedule import Action, Placement, Span
+from hf_gpipe.schedule.kinds import FORWARD
 from hf_gpipe.training import slow_machines
 from hf_gpipe.training.slow_machines import SlowMachines, ratios, seconds_of_forward
 from tests.gloo import run_gloo
@@ -89,7 +90,8 @@ def test_at_first_a_machine_is_compared_with_the_plan(caplog: pytest.LogCaptureF
 def test_processes_are_compared_with_those_of_other_machines_alone() -> None:
     assert ratios([3.0, 3.0, 1.0], [1.0, 1.0, 1.0], ["a", "a", "b"]) == pytest.approx({0: 3, 1: 3, 2: 1 / 3})
     assert ratios([3.0, None, 1.0], [1.0, 1.0, None], ["a", "b", "c"]) == {}
-    actions = [(ActionKind.FORWARD, 1.0), (ActionKind.BACKWARD, 2.0), (ActionKind.UPDATE, 9.0), (ActionKind.FORWARD, 2)]
+    seconds = {"0F0": 1.0, "0B0": 2.0, "0U": 9.0, "0F1": 2.0}
+    actions = [(Action.parse(word), value) for word, value in seconds.items()]
     assert seconds_of_forward(actions) == 2.5
     assert seconds_of_forward(actions[2:3]) is None
 
@@ -122,7 +124,7 @@ def _messages(folder: str) -> list[str]:
     def seconds(actions: Any) -> float | None:
         nonlocal calls
         calls += 1
-        assert [kind for kind, _ in actions].count(ActionKind.FORWARD) == 2
+        assert [action.kind for action, _ in actions].count(FORWARD) == 2
         return 3.0 if rank == 1 and calls > 2 else 1.0
 
     slow_machines.seconds_of_forward = seconds

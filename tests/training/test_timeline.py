@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from hf_gpipe import Pipeline
-from hf_gpipe.schedule import ActionKind, Timeline, breakdown
+from hf_gpipe.schedule import Timeline, breakdown
+from hf_gpipe.schedule.kinds import UPDATE
 from hf_gpipe.training.timeline import measure_step
 from tests.gloo import run_gloo
 from tests.oracle import padded_batch, tiny_config
@@ -53,8 +54,5 @@ def test_two_processes_and_the_update() -> None:
     for parts in breakdown(first[0]).processes:
         assert parts.update >= UPDATE_SECONDS * 0.9
         assert parts.send > 0
-    assert (
-        sum(float(s.computing) for s in first[1].spans if s.action.kind == ActionKind.UPDATE)
-        >= 2 * UPDATE_SECONDS * 0.9
-    )
+    assert sum(float(s.computing) for s in first[1].spans if s.action.kind == UPDATE) >= 2 * UPDATE_SECONDS * 0.9
     assert breakdown(first[0]).processes[1].wait > 0, "it waits for its first message"

@@ -1,0 +1,208 @@
+"""The kinds of actions: one record for each, which checks, messages, memory, time, pictures and the executor read.
+
+For stage s and micro-batch m:
+
+    F  runs the stage and sends its outputs to stage s+1
+    R  runs the forward again with gradients. It does not need the incoming gradient, so a worker may run it while it
+       would otherwise wait
+    B  takes the gradient that B or I of stage s+1 sent (the last stage starts from its own loss), adds to the gradients
+       of the weights and sends the gradient of the stage's inputs
+    I  does what B does, but leaves the gradients of the weights to W: the backward in two parts (zero bubble, arXiv
+       2401.10241, section 2)
+    W  adds to the gradients of the weights what I has left
+    G  sums the stage's gradients of a step over its replicas: a collective, which begins when all of them have reached
+       it and runs while they go on. Only a stage with several replicas has a G, one on each of them for each step
+    U  updates the stage's weights at the end of a step; one on each replica
+
+`add_kind` adds another kind; `hf_gpipe.runtime.performing.add_kind` also says how the executor performs it.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from enum import StrEnum
+from fractions import Fraction
+
+from hf_gpipe.errors import ScheduleError
+
+
+class Resource(StrEnum):
+    """What an action occupies. A worker starts its actions in order, and each resource runs one action at a time."""
+
+    COMPUTE = "compute"
+    """The device of the stage. Its worker starts the next action when this one has started."""
+    COPY_IN = "copy in"
+    """The device's engine for copies from the host. The action goes on beside the worker's next ones, as the following
+    two, and an action that needs it waits for it."""
+    COPY_OUT = "copy out"
+    """The device's engine for copies to the host."""
+    LINK = "link"
+    """The worker's connection to its stage's replicas. Messages between stages travel beside it."""
+
+
+class Held(StrEnum):
+    """Things that a stage holds for a while."""
+
+    MICRO_BATCH = "micro-batch"
+    """From its first to its last action, both included."""
+    INPUT = "input"
+    """The tensors received from the stage before."""
+    GRAPH = "graph"
+    GRADIENT = "gradient"
+    """The gradient received from the stage after, while it waits for its backward."""
+    DEFERRED = "deferred"
+    """What W needs: inputs and output gradients of linear layers, from the end of I to the end of W."""
+    FORWARD_ONLY = "forward only"
+    """Working memory of a forward without a graph, while it runs; the next three are alike."""
+    FORWARD = "forward"
+    """Or the recomputation that makes the graph."""
+    BACKWARD = "backward"
+    """Or I."""
+    WEIGHT = "weight gradient"
+    """W."""
+    FIRST_BACKWARD = "first backward"
+    """The extra memory of the stage's first B or W, which makes the gradients of the weights."""
+    WEIGHT_GRADIENTS = "gradients of weights"
+    """From the end of the first B or W on."""
+
+    __hash__ = str.__hash__
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ActionKind(str):
+    """The kind of work that a worker does with a stage. It is its letter: it compares, hashes and travels as text."""
+
+    letter: str
+    word: str
+    """The kind in full, in lower case."""
+    price: tuple[tuple[str, Fraction | int], ...] = ()
+    """What an action takes, as (field of `Costs`, share); the first that is given counts. Else `Costs.others`."""
+    part: str = "forward"
+    """The part of a step's time that it belongs to: "forward", "recompute", "backward" or "update"."""
+    colour: str = "#999999"
+    label_colour: str = "black"
+    needs: tuple[ActionKind, ...] = ()
+    """Kinds that come before it, where the table has them: of the same stage and micro-batch, or step."""
+    needed_by: tuple[ActionKind, ...] = ()
+    """Kinds that it comes before. So a new kind need not change another record."""
+    after_update: bool = False
+    """Whether it comes after U of the step before, at which the gradients of that step are dropped."""
+    way: int = -1
+    """1 for an action on the way of its micro-batch down the stages, -1 on the way up again, 0 beside it."""
+    sends: bool = False
+    """Whether it waits for the message that the stage before it on that way sends, and sends one on."""
+    fills_idle: bool = False
+    """Whether it may run while the gradient of its micro-batch is still on its way."""
+    is_of_mini_batch: bool = False
+    """Whether it concerns a whole step, and so has no micro-batch."""
+    is_collective: bool = False
+    """Whether all replicas of the stage do it together; a stage without replicas has none."""
+    rule: str | None = None
+    """Of a kind that a table must have: what to say where it is missing."""
+    in_training_only: bool = True
+    part_of: ActionKind | None = None
+    """The kind in place of which it stands, together with the others that name the same one."""
+    resource: Resource = Resource.COMPUTE
+    ticks: int = 0
+    """How long it takes on a clock with equal stages."""
+    receives: Held | None = None
+    """What its message is while it waits, until the action begins or something frees it."""
+    makes: Held | None = None
+    """What the stage holds from its end to that of the action that frees it. Of several that make it the last does."""
+    frees: tuple[Held, ...] = ()
+    working: Held | None = None
+    """The memory that it takes while it runs."""
+    working_alone: Held | None = None
+    """The same where it makes nothing, for nothing frees it or a later action makes it."""
+    completes_micro_batch: bool = False
+    """Whether the gradients of the weights have the micro-batch's part after it."""
+    reads_weights: bool = True
+    changes_weights: bool = False
+
+    def __new__(cls, letter: str, *rest: object, **fields: object) -> ActionKind:
+        return str.__new__(cls, letter)
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return kind_of, (self.letter,)
+
+    @property
+    def takes_gradient(self) -> bool:
+        """Whether it takes the gradient of the stage's outputs, uses up the graph and sends a gradient: B or I."""
+        return self.sends and self.way < 0
+
+
+#: All kinds by letter, in the order of legends.
+KINDS: dict[str, ActionKind] = {}
+
+
+def add_kind(kind: ActionKind) -> ActionKind:
+    """Add a kind to those that tables have; returns it.
+
+    Raises:
+        ScheduleError: the letter is not one capital letter, or another kind has it.
+    """
+    if len(kind) != 1 or not "A" <= kind <= "Z" or kind in KINDS:
+        raise ScheduleError(
+            f"a kind of action {kind.letter!r}: give it a capital letter other than {', '.join(KINDS)}."
+        )
+    KINDS[kind] = kind
+    needs_of.cache_clear()
+    awaited_by.cache_clear()
+    return kind
+
+
+def kind_of(letter: str) -> ActionKind:
+    """The kind with a letter. Raises ScheduleError if there is none."""
+    if letter not in KINDS:
+        raise ScheduleError(f"{letter!r} is not a kind of action; use one of {', '.join(KINDS)}.")
+    return KINDS[letter]
+
+
+@functools.cache
+def needs_of(kind: ActionKind) -> tuple[ActionKind, ...]:
+    """All kinds that come before a kind: those that it needs, and those that are needed by it."""
+    return (*kind.needs, *(other for other in KINDS.values() if kind in other.needed_by))
+
+
+@functools.cache
+def awaited_by(kind: ActionKind) -> tuple[ActionKind, ...]:
+    """Of these the kinds that go on beside a worker's actions, so that an action on another resource waits for them."""
+    return tuple(one for one in needs_of(kind) if one.resource not in (Resource.COMPUTE, kind.resource))
+
+
+_ONCE, _PARTS = "it must occur exactly once.", "a backward is one B, or one I and one W."
+_REDUCED = "every replica of a stage reduces its gradients once in a step."
+_UPDATED = "a training step updates each stage once."
+_HALF, _USED = ("backward_seconds", Fraction(1, 2)), (Held.INPUT, Held.GRAPH)
+
+# The records as a table. F frees its input unless a backward comes, which needs it longer.
+# fmt: off
+FORWARD = add_kind(ActionKind(
+    "F", "forward", (("forward_seconds", 1),), "forward", "#5b9bd5", ticks=1,
+    way=1, sends=True, rule=_ONCE, in_training_only=False,
+    receives=Held.INPUT, makes=Held.GRAPH, frees=(Held.INPUT,), working=Held.FORWARD, working_alone=Held.FORWARD_ONLY))
+RECOMPUTE = add_kind(ActionKind(
+    "R", "recompute", (("recompute_seconds", 1), ("forward_seconds", 1)), "recompute", "#f2c14e", ticks=1,
+    needs=(FORWARD,), fills_idle=True, makes=Held.GRAPH, working=Held.FORWARD))
+BACKWARD = add_kind(ActionKind(
+    "B", "backward", (("backward_seconds", 1),), "backward", "#2a7f62", "white", ticks=2,
+    needs=(FORWARD, RECOMPUTE), after_update=True, sends=True, rule=_ONCE, completes_micro_batch=True,
+    receives=Held.GRADIENT, frees=_USED, working=Held.BACKWARD))
+INPUT = add_kind(ActionKind(
+    "I", "input gradient", (("input_seconds", 1), _HALF), "backward", "#5fb49c", ticks=1,
+    needs=(FORWARD, RECOMPUTE), after_update=True, sends=True, rule=_PARTS, part_of=BACKWARD,
+    receives=Held.GRADIENT, makes=Held.DEFERRED, frees=_USED, working=Held.BACKWARD))
+WEIGHT = add_kind(ActionKind(
+    "W", "weight gradient", (("weight_seconds", 1), _HALF), "backward", "#1f4e3d", "white", ticks=1,
+    needs=(INPUT,), after_update=True, way=0, rule=_PARTS, part_of=BACKWARD, completes_micro_batch=True,
+    frees=(Held.DEFERRED,), working=Held.WEIGHT))
+REDUCE = add_kind(ActionKind(
+    "G", "reduce", (("reduce_seconds", 1),), colour="#c8553d", label_colour="white", resource=Resource.LINK,
+    needs=(BACKWARD, WEIGHT), after_update=True, is_of_mini_batch=True, is_collective=True, rule=_REDUCED,
+    reads_weights=False))
+UPDATE = add_kind(ActionKind(
+    "U", "update", (("update_seconds", 1),), "update", "#8e5ea2", "white",
+    needs=(BACKWARD, WEIGHT, REDUCE), after_update=True, is_of_mini_batch=True, rule=_UPDATED,
+    reads_weights=False, changes_weights=True))
+# fmt: on
