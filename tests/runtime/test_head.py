@@ -24,7 +24,7 @@ from transformers import (
     T5Config,
 )
 
-from hf_gpipe import Pipeline
+from hf_gpipe import LogitsLoss, Pipeline, RowLoss
 from hf_gpipe.adapters import StageModel, adapter_for
 from hf_gpipe.adapters.head import DeferredLogits, Projection
 from hf_gpipe.planner.layers import ModelLayers
@@ -340,3 +340,14 @@ def test_the_planner_counts_a_chunk_and_not_the_logits() -> None:
         assert found.forward_peak < chunk // 8
         assert found.backward_flops == 3 * 2 * positions * 16 * vocabulary
         assert chunk <= found.backward_peak <= most * chunk
+
+
+def test_the_planner_runs_every_loss_without_memory() -> None:
+    """The check that units do not mix read a value, so the head of a loss of rows ran on real tensors."""
+    adapter = adapter_for(CONFIGS["llama"])
+    last = len(adapter.layers) - 1
+    for loss in (RowLoss(lambda log_probs, inputs: log_probs), LogitsLoss(lambda *_, **__: None), TokenLoss(0.1)):
+        build, wants_gradient = partial(StageModel, adapter, last, last + 1), ModelLayers(adapter).wants_gradient
+        stage = StageTracer(build, wants_gradient, loss=loss.planned)
+        stage.trace(Workload(rows=4, source_tokens=8, target_tokens=8).inputs(adapter))
+        assert not stage.is_real, loss
