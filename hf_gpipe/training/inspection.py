@@ -90,7 +90,7 @@ class InspectedTrainer:
 
     @property
     def compute_loss_func(self) -> Callable[..., Any] | None:
-        """The loss that the constructor was given; None: the target tokens' cross-entropy."""
+        """The function of logits that is the loss; None: the loss reads something else."""
         return getattr(self.pipe.loss, "function", None) if Reads.LOGITS in self.pipe.loss.reads else None
 
     @property
