@@ -32,12 +32,12 @@ from hf_gpipe.planner.workload import OF_THE_READER, PlanInputs
 from hf_gpipe.recipe import ModelSection, PipelineConfig, TrainingSection
 from hf_gpipe.recipe.pipeline import OF_EACH_PROCESS
 from hf_gpipe.runtime.agreement import compare
-from hf_gpipe.runtime.custom_loss import Loss, check_loss, loss_of, whole_logits
+from hf_gpipe.runtime.custom_loss import asked_loss, loss_of
 from hf_gpipe.runtime.device_choice import DeviceChoice, processes_for
 from hf_gpipe.runtime.edges import connect
 from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.joining import join_job
-from hf_gpipe.runtime.loss import TokenLoss
+from hf_gpipe.runtime.loss import Loss, whole_logits
 from hf_gpipe.runtime.micro_batch import Batch
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.runtime.ties import trained_by_several
@@ -78,7 +78,7 @@ class Pipeline(PipelineSteps):
         label_smoothing: share of the target's probability that is spread over the vocabulary.
         logit_clipping: the loss of training is that of logits.clamp(-c, c), with c this number; evaluation, generation
             and the saved model do not clip. None: no clipping.
-        loss: in place of the cross-entropy of the target tokens: a `LogitsLoss` or a `RowLoss`.
+        loss: in place of the cross-entropy of the target tokens: a `LogitsLoss`, a `RowLoss`, or another `Loss`.
         depth_scaled_feed_forward: whether the last projection of each feed-forward block starts 1/L times as large, L
             being the layers of its stack; for a configuration only, whose weights are new.
         device: where this process computes, in place of the config's `device` and `devices`. A list, such as
@@ -100,6 +100,7 @@ class Pipeline(PipelineSteps):
 
     Attributes:
         config: the `PipelineConfig` without "auto".
+        loss: of training.
         has_new_adapters: whether the model has PEFT adapters that `peft_config` has added.
         given: the `PipelineConfig` that was asked for; "auto" where the planner decides what was not given.
         planned: the planner's choice and the reason, in one line; None if it had nothing to decide.
@@ -163,9 +164,7 @@ class Pipeline(PipelineSteps):
         self._plan_inputs = plan_inputs or PlanInputs(**of_inputs)
         if packing:
             self._plan_inputs = replace(self._plan_inputs, packing=True)
-        of_tokens = TokenLoss(label_smoothing, logit_clipping)
-        if loss is not None:
-            check_loss(loss, label_smoothing, logit_clipping, packing=packing)
+        loss = asked_loss(loss, label_smoothing, logit_clipping, packing=packing)
         join_job()
         asked, base = given, model
 
@@ -208,13 +207,13 @@ class Pipeline(PipelineSteps):
             # Each machine has the Hub's model in a cache of its own.
             commit = getattr(self.adapter.given_config, "_commit_hash", None)
             compare(lambda: {"the model's commit": commit}, model)
-        self._loss = loss_of(self.adapter, of_tokens, loss)
+        self.loss = loss_of(self.adapter, loss)
         self.has_new_adapters = self.peft is not None and not self._source.has_peft_layers
         if packing:
             verify_packing(self.adapter)
         self._is_packing_verified = packing
         self._planning = Planning(
-            self._plan_inputs, self.adapter, self.peft, self._loss.planned, processes, Machines.of(processes)
+            self._plan_inputs, self.adapter, self.peft, self.loss.planned, processes, Machines.of(processes)
         )
         self.given = given
         self.config, self.planned = self._planning.decide(given)
@@ -261,8 +260,8 @@ class Pipeline(PipelineSteps):
         if self.is_asynchronous:
             self._check_no_tie()
         self._trained = Trained.of(self.models, self.adapter, self.topology)
-        self.stages = make_stages(self.models, self.adapter, self._trained.layers, self._loss)
-        if self.num_stages - 1 in self.models and (reason := whole_logits(self.adapter, self._loss)):
+        self.stages = make_stages(self.models, self.adapter, self._trained.layers, self.loss)
+        if self.num_stages - 1 in self.models and (reason := whole_logits(self.adapter, self.loss)):
             logger.warning(f"training makes the logits of a micro-batch whole: {reason}")
         self._edges = connect(
             self.topology, lambda stage, name: self.adapter.carry_dtype(self.partition[stage][0], name), sent
@@ -319,11 +318,6 @@ class Pipeline(PipelineSteps):
     @cached_property
     def _whole(self) -> PreTrainedModel:
         return whole_model(self, self._trained.parameters)
-
-    @property
-    def loss(self) -> Loss:
-        """The loss of training."""
-        return self._loss
 
     @property
     def is_in_one_place(self) -> bool:

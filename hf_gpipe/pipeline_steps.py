@@ -20,7 +20,6 @@ from hf_gpipe.exactness import verify_packing
 from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.calls import by_every_process
-from hf_gpipe.runtime.custom_loss import Loss, RowLoss
 from hf_gpipe.runtime.edges import Edge
 from hf_gpipe.runtime.evaluation import Evaluation
 from hf_gpipe.runtime.executor import Executor, StepResult
@@ -31,6 +30,7 @@ from hf_gpipe.runtime.gradient_norm import (
     begin_losses_and_norms,
     sums_of_squares,
 )
+from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.runtime.micro_batch import Batch, LogitsCallback, MicroBatch, StepOptions, make_micro_batches
 from hf_gpipe.runtime.packing import as_rows
 from hf_gpipe.runtime.stage import Stage
@@ -71,7 +71,7 @@ class PipelineSteps(StageParameters):
     window: Schedule | None
     stash_bytes: int
     loss_scale: float
-    _loss: Loss
+    loss: Loss
     _trained: Trained
     _edges: Mapping[Any, Edge]
     _executor: Executor
@@ -278,7 +278,7 @@ class PipelineSteps(StageParameters):
             length_bucketing=self.length_bucketing,
             packing=self.packing,
             is_compiled=self.config.torch_compile,
-            loss=self._loss,
+            loss=self.loss,
         )
         if self._may_lack_overlap and not self.is_asynchronous:
             self._may_lack_overlap = False
@@ -342,7 +342,7 @@ class PipelineSteps(StageParameters):
 
     def _with_reference(self, batch: Batch) -> Batch:
         """The mini-batch with the entry "ref_logps", if the loss needs it."""
-        if not isinstance(self._loss, RowLoss) or not self._loss.needs_reference or "ref_logps" in batch:
+        if not self.loss.needs_reference or "ref_logps" in batch:
             return batch
         if not self.has_new_adapters:
             raise UserError(
@@ -357,7 +357,7 @@ class PipelineSteps(StageParameters):
         # Its number names its mini-batch in metrics; there is no dropout to seed.
         self._num_evaluations += 1
         micro_batches = make_micro_batches(
-            self.adapter, [rows], self.num_micro_batches, self.seed, self._num_evaluations, loss=self._loss
+            self.adapter, [rows], self.num_micro_batches, self.seed, self._num_evaluations, loss=self.loss
         )
         with self._in_evaluation():
             table = self.schedule(len(micro_batches), "forward_only")

@@ -20,7 +20,7 @@ from hf_gpipe.planner.times import seconds_text
 from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.recipe.sizes import size_text
-from hf_gpipe.runtime.custom_loss import Loss
+from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.runtime.processes import Processes
 
 logger = logging.getLogger(__name__)

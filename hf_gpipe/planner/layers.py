@@ -27,8 +27,7 @@ from hf_gpipe.planner.by_rows import ByRows, Numbers
 from hf_gpipe.planner.costs import GraphCost, LayerCost, ModelCosts, Parameters, SharedParameter
 from hf_gpipe.planner.tracing import StageTracer, Trace
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.runtime.custom_loss import Loss, whole_logits
-from hf_gpipe.runtime.loss import PLAIN
+from hf_gpipe.runtime.loss import PLAIN, Loss, whole_logits
 
 Inputs = Mapping[str, torch.Tensor]
 

@@ -29,8 +29,7 @@ from hf_gpipe.planner.layers import LayerTracer, ModelLayers
 from hf_gpipe.planner.tracing import context_of
 from hf_gpipe.planner.tracker import Tracker
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.runtime.custom_loss import Loss
-from hf_gpipe.runtime.loss import PLAIN
+from hf_gpipe.runtime.loss import PLAIN, Loss
 from hf_gpipe.runtime.stage import Stage
 
 #: Blocks that run in a row, where as many of one kind follow each other.

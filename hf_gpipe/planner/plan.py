@@ -27,8 +27,7 @@ from hf_gpipe.planner.times import TimeEstimate, seconds_text, time_of
 from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch, sent_share
 from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.recipe.sizes import size_text
-from hf_gpipe.runtime.custom_loss import Loss
-from hf_gpipe.runtime.loss import PLAIN
+from hf_gpipe.runtime.loss import PLAIN, Loss
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.schedule import (
     ASYNCHRONOUS_SCHEDULES,

@@ -25,8 +25,7 @@ from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.checkpoint.hub import initialise
 from hf_gpipe.planner.tracker import Phase, Tracker
-from hf_gpipe.runtime.custom_loss import Loss
-from hf_gpipe.runtime.loss import PLAIN
+from hf_gpipe.runtime.loss import PLAIN, Loss
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 from hf_gpipe.runtime.stage import Stage
 

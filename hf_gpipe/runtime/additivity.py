@@ -8,7 +8,7 @@ first.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -92,18 +92,18 @@ def _compare(whole: torch.Tensor, parts: list[torch.Tensor], size: int, dtype: t
     return True
 
 
-def check_independent(losses: torch.Tensor, log_probs: torch.Tensor, rows_per_unit: int) -> None:
-    """Raise UserError where the loss of a unit depends on the log-probabilities of another one.
+def check_independent(losses: torch.Tensor, read: Sequence[torch.Tensor], rows_per_unit: int, name: str) -> None:
+    """Raise UserError where the loss of the first unit depends on the rows of another one.
 
     Args:
         losses: of each unit, (B / rows_per_unit,), with a graph.
-        log_probs: of each row, (B,).
-        rows_per_unit: rows of each unit.
+        read: the tensors (B, ...) with gradients from which they are computed.
+        rows_per_unit, name: of the loss.
     """
-    (gradient,) = torch.autograd.grad(losses[0], log_probs, retain_graph=True, allow_unused=True)
-    if gradient is not None and bool(gradient[rows_per_unit:].any()):
-        raise UserError(
-            "the function of a RowLoss gave a loss of the first unit that depends on the rows of other units. It is "
-            f"called for each micro-batch, which may have a single unit of {rows_per_unit} rows; compute the loss of "
-            "each unit from its own rows, or give a larger rows_per_unit"
-        )
+    for gradient in torch.autograd.grad(losses[0], read, retain_graph=True, allow_unused=True):
+        if gradient is not None and bool(gradient[rows_per_unit:].any()):
+            raise UserError(
+                f"the function of a {name} gave a loss of the first unit that depends on the rows of other units. It "
+                f"is called for each micro-batch, which may have a single unit of {rows_per_unit} rows; compute the "
+                "loss of each unit from its own rows, or give a larger rows_per_unit"
+            )

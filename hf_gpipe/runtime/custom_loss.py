@@ -1,73 +1,48 @@
-"""Losses in place of the target tokens' cross-entropy: functions of rows' log-probabilities, or of logits.
-
-Each is a sum over units, as `TokenLoss` is: the values of the micro-batches are added up.
-"""
+"""Losses in place of the target tokens' cross-entropy: functions of rows' log-probabilities, or of logits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutput
 
-from hf_gpipe.adapters import IGNORED_LABEL, Adapter
+from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.classifiers import ONE_CLASS, problem_of
 from hf_gpipe.errors import UserError
-from hf_gpipe.runtime.additivity import adds_up, check_independent
-from hf_gpipe.runtime.loss import PLAIN, TokenLoss
-
-NOT_PACKED = "a {} is computed from rows, and packed rows are one; leave packing out, and use a collator that pads"
+from hf_gpipe.runtime.additivity import adds_up
+from hf_gpipe.runtime.loss import NOT_PACKED, PLAIN, Loss, LossInputs, Reads, TokenLoss
 
 
 @dataclass(frozen=True)
-class RowLoss:
-    """A loss of the log-probabilities of rows, such as DPO's, whose units are pairs of rows.
+class RowLoss(Loss):
+    """A loss of the log-probabilities of rows.
 
     The log-probabilities are computed some positions at a time, so no micro-batch has all its logits.
 
     Attributes:
         function: (log-probabilities (B,), each the sum over the targets of a row; the micro-batch's inputs) -> the loss
-            of each unit, (B / rows_per_unit,). It is called once for each micro-batch, in training with gradients, in
-            evaluation without. The loss of a unit may read the rows of that unit only.
-        rows_per_unit: rows next to each other that belong to one unit; they are never in different micro-batches.
-        needs_reference: whether the function reads the entry "ref_logps" (B,), the log-probabilities under the model
-            before its training. Where a mini-batch has none, they are computed without the PEFT adapters.
+            of each unit, (B / rows_per_unit,), from the rows of that unit alone. It is called once for each
+            micro-batch, in training with gradients, in evaluation without.
+        rows_per_unit, needs_reference: as of `Loss`.
     """
 
     function: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
     rows_per_unit: int = 1
     needs_reference: bool = False
-    _is_checked: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
 
-    def row_units(self, targets: torch.Tensor) -> torch.Tensor:
-        """The number of units that begin in each row of targets (B, T), (B,)."""
-        is_first = torch.zeros(len(targets), dtype=torch.long, device=targets.device)
-        is_first[:: self.rows_per_unit] = 1
-        return is_first
+    reads = Reads.ROWS
 
-    def __call__(self, log_probs: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The loss of each unit. Raises UserError where the function gives something else."""
-        losses = self.function(log_probs, inputs)
-        shape = (len(log_probs) // self.rows_per_unit,)
-        if not isinstance(losses, torch.Tensor) or losses.shape != shape:
-            found = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
-            raise UserError(f"the function of a RowLoss gave {found}; it must give a tensor {shape}, one loss per unit")
-        if not self._is_checked and losses.requires_grad and len(losses) > 1:
-            check_independent(losses, log_probs, self.rows_per_unit)
-            self._is_checked.append(True)
-        return losses
-
-    @property
-    def planned(self) -> RowLoss:
-        """A loss of the same cost, for the planner, whose tensors have no values."""
-        return RowLoss(lambda log_probs, inputs: -log_probs)
+    def of_units(self, read: LossInputs) -> torch.Tensor:
+        return self.function(read.log_probs, read.inputs)
 
 
 @dataclass(frozen=True)
-class LogitsLoss:
+class LogitsLoss(Loss):
     """A loss of logits, like transformers' `compute_loss_func`; the logits of a micro-batch are made whole.
 
     Attributes:
@@ -75,48 +50,33 @@ class LogitsLoss:
             micro-batch, `labels` (B, T') as the collator made them, and `num_items_in_batch` the number of target
             tokens of the whole step. Its values are added up over micro-batches: it must be a sum over tokens, rows or
             units, which is checked at the first micro-batch (runtime/additivity.py).
-        rows_per_unit: rows next to each other that belong to one unit, such as the two of a pair that the function
-            compares; they are never in different micro-batches.
+        rows_per_unit: as of `Loss`.
     """
 
     function: Callable[..., Any]
     rows_per_unit: int = 1
-    _is_checked: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
 
-    @classmethod
-    def of(cls, given: LogitsLoss | Callable[..., Any] | None) -> LogitsLoss | None:
-        """The loss that a trainer's `compute_loss_func` asks for: a function whose units are rows, or a LogitsLoss."""
-        return given if given is None or isinstance(given, cls) else cls(given)
+    reads = Reads.LOGITS
+    counts_tokens = True
+    #: As in transformers' Trainer, the function's value is all of the loss.
+    adds_auxiliary = False
 
-    @staticmethod
-    def row_units(targets: torch.Tensor) -> torch.Tensor:
-        """The number of target tokens of each row of targets (B, T), (B,)."""
-        return TokenLoss.row_units(targets)
-
-    def __call__(self, logits: torch.Tensor, labels: torch.Tensor, num_units: int) -> torch.Tensor:
-        """The loss of a micro-batch, (). Raises UserError where the function is no sum over units."""
+    def total(self, read: LossInputs) -> torch.Tensor:
         # Before the function is called with the logits themselves, which it may change in place.
-        self._check(logits, labels, num_units)
-        return self._value(logits, labels, num_units)
+        self._check_sum(read)
+        return self._value(read.logits, read.inputs["labels"], read.num_units)
 
-    def of_rows(self, logits: torch.Tensor, labels: torch.Tensor, num_units: int) -> torch.Tensor:
-        """The loss of each unit at its first row and 0 at the others, (B,); their sum is the micro-batch's."""
-        self._check(logits, labels, num_units)
-        units = zip(logits.split(self.rows_per_unit), labels.split(self.rows_per_unit), strict=True)
-        of_units = torch.stack([self._value(*unit, num_units) for unit in units])
-        losses = of_units.new_zeros(len(logits))
-        losses[:: self.rows_per_unit] = of_units
-        return losses
+    def of_units(self, read: LossInputs) -> torch.Tensor:
+        self._check_sum(read)
+        logits, labels = read.logits.split(self.rows_per_unit), read.inputs["labels"].split(self.rows_per_unit)
+        values = [self._value(*unit, read.num_units) for unit in zip(logits, labels, strict=True)]
+        return torch.stack(values) * read.num_units
 
-    def _check(self, logits: torch.Tensor, labels: torch.Tensor, num_units: int) -> None:
+    def _check_sum(self, read: LossInputs) -> None:
         """Raise UserError where the function is no sum over units; until that is known, once for each micro-batch."""
-        if not self._is_checked and adds_up(
-            lambda some_logits, some_labels: self._value(some_logits, some_labels, num_units),
-            logits.detach(),
-            labels,
-            self.rows_per_unit,
-        ):
-            self._is_checked.append(True)
+        value_of, labels = partial(self._value, num_units=read.num_units), read.inputs["labels"]
+        if not self.is_checked and adds_up(value_of, read.logits.detach(), labels, self.rows_per_unit):
+            vars(self)["is_checked"] = True  # the class is frozen
 
     def _value(self, logits: torch.Tensor, labels: torch.Tensor, num_units: int) -> torch.Tensor:
         # Some functions change the labels in place.
@@ -126,45 +86,46 @@ class LogitsLoss:
             raise UserError(f"compute_loss_func returned {found}; it must return the loss, a tensor with one number")
         return value.reshape(())
 
-    @property
-    def planned(self) -> LogitsLoss:
-        """A loss of about the same cost, for the planner, whose tensors have no values."""
-        loss = LogitsLoss(_cross_entropy, self.rows_per_unit)
-        loss._is_checked.append(True)
-        return loss
+
+def loss_of_function(given: Loss | Callable[..., Any] | None) -> Loss | None:
+    """The loss that a trainer's `compute_loss_func` asks for: a function of logits, whose units are rows, or a loss."""
+    return given if given is None or isinstance(given, Loss) else LogitsLoss(given)
 
 
-def _cross_entropy(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
-    logits = outputs.logits.float()
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+def asked_loss(given: Loss | None, label_smoothing: float, logit_clipping: float | None, *, packing: bool) -> Loss:
+    """The loss that was given, or the cross-entropy. Raises UserError where it is none, or contradicts the rest."""
+    of_tokens = TokenLoss(label_smoothing, logit_clipping)
+    if given is None:
+        return of_tokens
+    name = type(given).__name__
+    if not isinstance(given, Loss):
+        raise UserError(f"loss is a {name}; give a LogitsLoss or a RowLoss with your function")
+    for option in ("label_smoothing", "logit_clipping"):
+        if (value := getattr(of_tokens, option)) and value != getattr(given.of_tokens, option):
+            raise UserError(
+                f"{option}={value!r} is of the cross-entropy, and the loss is another one; leave one of them out"
+            )
+    if packing and not given.is_of_tokens:
+        raise UserError(f"packing=True: {NOT_PACKED.format(name)}")
+    return given
 
 
-Loss: TypeAlias = TokenLoss | RowLoss | LogitsLoss
-"""Any loss: `row_units` gives the number of units of each row, and `rows_per_unit` the rows of each unit."""
+def loss_of(adapter: Adapter, asked: Loss) -> Loss:
+    """The loss that was asked for; of a classifier, in place of the cross-entropy, the one of its problem_type.
 
-
-def loss_of(adapter: Adapter, of_tokens: TokenLoss, given: Loss | None = None) -> Loss:
-    """The loss that was given, or the model's own: `of_tokens`, or of a classifier the one of its problem_type.
-
-    Raises UserError where that is another one, and `of_tokens` is not plain; and for a RowLoss of a model that has no
-    log-probabilities.
+    Raises UserError where options of the cross-entropy go with that, or a loss reads what are no probabilities.
     """
     problem = problem_of(adapter.config) if adapter.is_classifier else ONE_CLASS
-    if given is not None:
-        if (
-            isinstance(given, RowLoss)
-            and adapter.is_classifier
-            and (problem != ONE_CLASS or adapter.config.num_labels == 1)
-        ):
-            raise UserError(
-                f"loss is a RowLoss, which reads the log-probability of each row's class, and the model has num_labels="
-                f"{adapter.config.num_labels} and the problem_type {problem}, so its outputs are scores and no "
-                "probabilities; give a LogitsLoss, whose function reads the scores (rows_per_unit=2 for pairs of rows)"
-            )
-        return given
-    if problem == ONE_CLASS:
-        return of_tokens
-    if of_tokens != PLAIN:
+    has_scores = problem != ONE_CLASS or (adapter.is_classifier and adapter.config.num_labels == 1)
+    if not asked.is_of_tokens and Reads.TOKENS in asked.reads and has_scores:
+        raise UserError(
+            f"loss is a {type(asked).__name__}, which reads the log-probability of each row's class, and the model has "
+            f"num_labels={adapter.config.num_labels} and the problem_type {problem}, so its outputs are scores and no "
+            "probabilities; give a LogitsLoss, whose function reads the scores (rows_per_unit=2 for pairs of rows)"
+        )
+    if problem == ONE_CLASS or not asked.is_of_tokens:
+        return asked
+    if asked != PLAIN:
         raise UserError(
             f"label_smoothing and logit_clipping are of the cross-entropy, and the model's problem_type is {problem}; "
             "leave them out"
@@ -176,23 +137,3 @@ def loss_of(adapter: Adapter, of_tokens: TokenLoss, given: Loss | None = None) -
         return function(logits, labels.view(logits.shape)) * len(logits) / num_items_in_batch
 
     return LogitsLoss(of_rows)
-
-
-def check_loss(loss: Loss, label_smoothing: float, logit_clipping: float | None, *, packing: bool) -> None:
-    """Raise UserError where a given loss is none, or options ask for what it would not do."""
-    if not isinstance(loss, TokenLoss | RowLoss | LogitsLoss):
-        raise UserError(f"loss is a {type(loss).__name__}; give a LogitsLoss or a RowLoss with your function")
-    for name, value in (("label_smoothing", label_smoothing), ("logit_clipping", logit_clipping)):
-        if value and value != getattr(loss, name, None):
-            raise UserError(
-                f"{name}={value!r} is of the cross-entropy, and the loss is another one; leave one of them out"
-            )
-    if packing and not isinstance(loss, TokenLoss):
-        raise UserError(f"packing=True: {NOT_PACKED.format(type(loss).__name__)}")
-
-
-def whole_logits(adapter: Adapter, loss: Loss) -> str:
-    """The reason why training makes the logits of all positions; empty where it does not."""
-    if adapter.is_classifier:
-        return ""
-    return "the loss is a function of them" if isinstance(loss, LogitsLoss) else adapter.projection.reason

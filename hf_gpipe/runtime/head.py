@@ -6,14 +6,15 @@ part to the gradients of the projection and of the hidden states, and goes on in
 keeps more than its hidden states between F and B, a recomputation does not run the head again, and F of a recomputed
 stage does not run it at all. The value of the loss is there after backward.
 
-A loss of rows (runtime/custom_loss.py) needs the losses of all tokens before the gradient of any. Backward then goes
-over the chunks twice.
+A loss of rows (`Reads.ROWS`) needs the losses of all tokens before the gradient of any. Backward then goes over the
+chunks twice; and not at all for a loss that reads nothing but hidden states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,7 @@ from torch import nn
 
 from hf_gpipe.adapters.head import DeferredLogits
 from hf_gpipe.adapters.weight_gradients import Product
-from hf_gpipe.runtime.loss import TokenLoss
+from hf_gpipe.runtime.loss import Loss, LossInputs, Reads, TokenLoss
 
 #: Logits of a chunk, at least. Fewer would make products of matrices slow.
 CHUNK_LOGITS = 1 << 23
@@ -39,13 +40,12 @@ def chunk_positions(width: int, vocabulary: int) -> int:
 def deferred_loss(
     deferred: DeferredLogits,
     targets: torch.Tensor,
-    loss: TokenLoss,
-    num_units: int,
+    loss: Loss,
+    read: LossInputs,
     added: torch.Tensor | None = None,
     positions: int | None = None,
-    of_rows: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The loss of a micro-batch, (): the sum over its units, divided by `num_units`, and `added`.
+    """The loss of a micro-batch, (): the sum over its units, divided by `read.num_units`, and `added`.
 
     Its value is complete only after its backward, which can run once, or at once where a graph is made and nothing
     requires a gradient. A forward without a graph, after which another one is made, computes nothing.
@@ -53,21 +53,20 @@ def deferred_loss(
     Args:
         deferred: the logits; its forward has ended.
         targets: (B, T).
-        loss: of each position.
-        num_units: units of the loss in the mini-batch.
+        loss: of the micro-batch; it does not read whole logits.
+        read: what the loss reads beside the losses of tokens.
         added: (), an auxiliary loss.
         positions: in a chunk; None: as many as `chunk_positions` says.
-        of_rows: of the rows' log-probabilities (B,) the loss of the micro-batch, (), in place of the sum over tokens.
     """
     linear = deferred.projection
     hidden = deferred.take_hidden().flatten(0, -2)
-    chunks = _Chunks(deferred, targets, loss, num_units, positions, of_rows)
-    tensors = (hidden, linear.weight, linear.bias, added)
+    chunks = _Chunks(deferred, targets, loss, read, positions)
+    tensors = (hidden, linear.weight, linear.bias, read.hidden, added)
     if not any(tensor is not None and tensor.requires_grad for tensor in tensors):
         value = chunks.first_value(added)
         if torch.is_grad_enabled():
             with torch.no_grad():
-                chunks.run(hidden, linear.weight, linear.bias, torch.ones_like(value), (False,) * 3, value)
+                chunks.run(hidden, linear.weight, linear.bias, torch.ones_like(value), (False,) * 4, value)
         return value
     loss_value: torch.Tensor = _DeferredLoss.apply(*tensors, chunks)
     return loss_value
@@ -75,20 +74,14 @@ def deferred_loss(
 
 @torch.no_grad()
 def deferred_token_losses(
-    deferred: DeferredLogits, targets: torch.Tensor, losses: Sequence[TokenLoss]
+    deferred: DeferredLogits, targets: torch.Tensor, losses: Iterable[TokenLoss]
 ) -> list[torch.Tensor]:
-    """The value of each of several losses at every position, (B, T), without gradients.
-
-    Args:
-        deferred: the logits; its forward has ended.
-        targets: (B, T).
-        losses: of each position.
-    """
+    """The value of each of several losses at every position of the targets (B, T), without gradients."""
     linear = deferred.projection
     hidden = deferred.take_hidden().flatten(0, -2)
     # One after the other: evaluation has a second loss only where labels are smoothed.
-    chunks = [_Chunks(deferred, targets, loss) for loss in losses]
-    return [one.token_losses(hidden, linear.weight, linear.bias).view(targets.shape) for one in chunks]
+    chunks = [_Chunks(deferred, targets, one, LossInputs({}, 1)) for one in losses]
+    return [one.token_losses(hidden, linear.weight, linear.bias) for one in chunks]
 
 
 class _DeferredLoss(torch.autograd.Function):
@@ -100,6 +93,7 @@ class _DeferredLoss(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        read_hidden: torch.Tensor | None,
         added: torch.Tensor | None,
         chunks: _Chunks,
     ) -> torch.Tensor:
@@ -112,8 +106,9 @@ class _DeferredLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, bias = ctx.saved_tensors
-        gradients = ctx.chunks.run(hidden, ctx.weight, bias, outer, ctx.needs_input_grad[:3], ctx.value)
-        return (*gradients, outer if ctx.needs_input_grad[3] else None, None)
+        wanted = ctx.needs_input_grad
+        gradients = ctx.chunks.run(hidden, ctx.weight, bias, outer, wanted[:4], ctx.value)
+        return (*gradients, outer if wanted[4] else None, None)
 
 
 class _Chunks:
@@ -123,16 +118,16 @@ class _Chunks:
         self,
         deferred: DeferredLogits,
         targets: torch.Tensor,
-        loss: TokenLoss,
-        num_units: int = 1,
+        loss: Loss,
+        read: LossInputs,
         positions: int | None = None,
-        of_rows: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         linear = deferred.projection
         self._finish, self._is_finished = deferred.finish, deferred.is_projection_alone
         self._dtype, self._autocast_dtype = deferred.dtype, deferred.autocast_dtype
-        self._shape, self._targets, self._loss = targets.shape, targets.flatten(), loss
-        self._num_units, self._of_rows = num_units, of_rows
+        self._shape, self._targets = targets.shape, targets.flatten()
+        self._loss, self._of_tokens = loss, loss.of_tokens
+        self._read = read
         self._positions = positions or chunk_positions(linear.in_features, linear.out_features)
 
     def first_value(self, added: torch.Tensor | None) -> torch.Tensor:
@@ -146,14 +141,14 @@ class _Chunks:
         return torch.autocast(self._targets.device.type, enabled=False)
 
     def token_losses(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The loss of each position, (N,), without gradients; the arguments are those of `run`."""
+        """The loss of each position, (B, T), without gradients; the arguments are those of `run`."""
         with self._without_autocast:
             matrix = weight.to(self._autocast_dtype or hidden.dtype)
             parts = [
                 self._loss_of(projected, self._targets[rows], None)[0]
                 for rows, _, projected in self._projected(hidden, matrix, bias)
             ]
-        return torch.cat(parts)
+        return torch.cat(parts).view(self._shape)
 
     def _projected(
         self, hidden: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
@@ -185,26 +180,29 @@ class _Chunks:
         wanted: tuple[bool, ...],
         value: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Compute the loss and the wanted gradients of hidden states, weight and bias.
+        """Compute the loss and the wanted gradients of hidden states, weight, bias, and of those that the loss reads.
 
         Args:
             hidden: (N, D).
             weight: (V, D).
             bias: (V,).
             outer: (), gradient of the loss.
-            wanted: whether the gradients of `hidden`, `weight` and `bias` are.
+            wanted: whether these four gradients are.
             value: (); the loss is added to it.
 
         Returns:
             The gradients; None for a weight's that was added to its `.grad` already.
         """
-        factor = self._loss.units(self._targets).to(outer.dtype).mul_(outer)
-        if self._of_rows is None:
-            factor /= self._num_units
+        factor = self._of_tokens.units(self._targets).to(outer.dtype).mul_(outer)
+        of_read = None
+        if self._loss.is_of_tokens:
+            factor /= self._read.num_units
         else:
-            factor *= self._through_rows(self.token_losses(hidden, weight, bias), value)
-            if not any(wanted):
-                return (None,) * 3
+            of_losses, of_read = self._through_units(hidden, weight, bias, value)
+            of_read = None if of_read is None else of_read * outer
+            if of_losses is None or not any(wanted[:3]):
+                return None, None, None, of_read
+            factor *= of_losses.flatten()
         of_hidden = torch.empty_like(hidden) if wanted[0] else None
         # Hooks need to be called by autograd; replicas have some in a step's last backward.
         has_hooks = bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
@@ -214,8 +212,8 @@ class _Chunks:
             matrix = weight.to(self._autocast_dtype or hidden.dtype)
             for rows, inputs, projected in self._projected(hidden, matrix, bias):
                 losses, gradient = self._loss_of(projected, self._targets[rows], factor[rows] if any(wanted) else None)
-                if self._of_rows is None:
-                    value += losses.sum() / self._num_units
+                if self._loss.is_of_tokens:
+                    value += losses.sum() / self._read.num_units
                 if gradient is None:
                     continue
                 if of_hidden is not None:
@@ -226,22 +224,19 @@ class _Chunks:
                     Product(cast(nn.Parameter, weight), gradient, inputs).add()
                 if of_bias is not None:
                     of_bias += gradient.sum(0)
-        return of_hidden, of_weight, of_bias
+        return of_hidden, of_weight, of_bias, of_read
 
-    def _through_rows(self, losses: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Add the loss of the rows to `value`; returns its derivative by the loss of each position, (N,).
-
-        Args:
-            losses: the negative log-likelihood of each position, (N,), 0 where there is no target.
-            value: ().
-        """
-        assert self._of_rows is not None
+    def _through_units(
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, value: torch.Tensor
+    ) -> list[torch.Tensor | None]:
+        """Add the loss to `value`; returns its derivatives by the losses of tokens (B, T) and the hidden states."""
+        losses = self.token_losses(hidden, weight, bias) if Reads.TOKENS in self._loss.reads else None
+        leaves = [None if one is None else one.detach().requires_grad_() for one in (losses, self._read.hidden)]
         with self._without_autocast, torch.enable_grad():
-            log_probs = losses.view(self._shape).sum(dim=1).neg().requires_grad_()
-            of_rows = self._of_rows(log_probs)
-        value += of_rows.detach()
-        (gradient,) = torch.autograd.grad(of_rows, log_probs)
-        return gradient.neg()[:, None].expand(self._shape).flatten()
+            loss = self._loss.total(replace(self._read, token_losses=leaves[0], hidden=leaves[1]))
+        value += loss.detach()
+        found = iter(torch.autograd.grad(loss, [leaf for leaf in leaves if leaf is not None], allow_unused=True))
+        return [None if leaf is None else next(found) for leaf in leaves]
 
     def _loss_of(
         self, projected: torch.Tensor, targets: torch.Tensor, factor: torch.Tensor | None
@@ -254,12 +249,12 @@ class _Chunks:
             factor: of the gradient of each position, (N,); None: no gradient is wanted.
         """
         if self._is_finished:
-            losses, gradient = self._loss.with_gradient(projected, targets, overwrite=True)
+            losses, gradient = self._of_tokens.with_gradient(projected, targets, overwrite=True)
             return losses, None if factor is None else torch.mul(gradient, factor[:, None], out=projected)
         leaf = projected.detach().requires_grad_(factor is not None)
         with torch.set_grad_enabled(factor is not None):
             logits = self._finish(leaf[None])[0]
-        losses, gradient = self._loss.with_gradient(logits.detach(), targets)
+        losses, gradient = self._of_tokens.with_gradient(logits.detach(), targets)
         if factor is None:
             return losses, None
         (gradient,) = torch.autograd.grad(logits, leaf, gradient.mul_(factor[:, None]).to(logits.dtype))

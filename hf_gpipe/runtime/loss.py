@@ -1,10 +1,10 @@
-"""The loss: cross-entropy of every target token, in little memory.
+"""What a loss is, and the cross-entropy of every target token in little memory.
 
 A loss is a sum over units and their number, which is known from the targets alone, before any forward: each micro-batch
-adds its sum, divided by the number of units of the whole mini-batch. The units of this loss are target tokens; other
-losses are in runtime/custom_loss.py.
+adds its sum, divided by the number of units of the whole mini-batch. A loss says what it reads, and the stage gives it
+that (runtime/stage.py, runtime/head.py). No stage, planner or trainer knows it by its class.
 
-At a large vocabulary the loss is the peak of the last stage's memory.
+At a large vocabulary the cross-entropy is the peak of the last stage's memory.
 `torch.nn.functional.cross_entropy` keeps the logarithms of all probabilities for backward and makes two more tensors of
 that size there. Here forward turns the probabilities into the gradient in place, and backward scales it in place. Where
 the logits can be made in parts, training never has all of them (runtime/head.py).
@@ -13,18 +13,148 @@ the logits can be made in parts, training never has all of them (runtime/head.py
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import Flag
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
-from hf_gpipe.adapters import IGNORED_LABEL
+from hf_gpipe.adapters import IGNORED_LABEL, Adapter
 from hf_gpipe.errors import UserError
+from hf_gpipe.runtime.additivity import check_independent
 from hf_gpipe.runtime.token_metrics import TokenMetrics
+
+NOT_PACKED = "a {} is computed from rows, and packed rows are one; leave packing out, and use a collator that pads"
+
+
+class Reads(Flag):
+    """What a loss reads of a micro-batch; several are joined by |."""
+
+    TOKENS = 1
+    """The losses of tokens. If that is all, the loss is their sum, and the gradient of each is known at once."""
+    ROWS = 3
+    """The losses of all tokens of a row, and so its log-probability. Backward goes over the logits twice."""
+    HIDDEN = 4
+    """The hidden states that enter the head."""
+    LOGITS = 8
+    """The logits, which are made whole."""
 
 
 @dataclass(frozen=True)
-class TokenLoss:
+class LossInputs:
+    """What a loss gets of a micro-batch of B rows with T positions. What it does not read may be None.
+
+    Attributes:
+        inputs: the micro-batch's own tensors, such as labels.
+        num_units: units of the whole mini-batch, by which the sum over units is divided.
+        token_losses: `Loss.of_tokens` at every position, (B, T), 0 where there is no target.
+        hidden: (B, T, D).
+        logits: (B, T, V); of a model that classifies rows (B, C).
+    """
+
+    inputs: Mapping[str, torch.Tensor]
+    num_units: int
+    token_losses: Any = None
+    hidden: Any = None
+    logits: Any = None
+
+    @property
+    def log_probs(self) -> torch.Tensor:
+        """The log-probability of each row, (B,): the sum over its targets."""
+        return -self.token_losses.sum(dim=1)
+
+
+class Loss:
+    """A loss. A new one is a class that says what it reads, and gives the loss of each unit.
+
+    Attributes:
+        reads: of a micro-batch.
+        rows_per_unit: rows next to each other that are never in different micro-batches, such as 2 for pairs.
+        counts_tokens: whether the sum is divided by the number of target tokens, and not by that of units of rows.
+        needs_reference: whether it reads "ref_logps" (B,) of the inputs, the rows' log-probabilities before training.
+            Where a mini-batch has none, a pass without the PEFT adapters computes them before the step.
+        adds_auxiliary: whether the auxiliary loss of a mixture of experts is added.
+        is_checked: whether a unit is known not to depend on the rows of others; set at a first micro-batch.
+    """
+
+    reads: Reads
+    rows_per_unit: int = 1
+    counts_tokens: bool = False
+    needs_reference: bool = False
+    adds_auxiliary: bool = True
+    is_checked: bool = False
+
+    def of_units(self, read: LossInputs) -> torch.Tensor:
+        """The loss of each unit, (B / rows_per_unit,), from its own rows; in training with gradients."""
+        raise NotImplementedError
+
+    @property
+    def of_tokens(self) -> TokenLoss:
+        """The loss of each token that it reads."""
+        return PLAIN
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether the losses of tokens are all that it reads, so that rows may be packed."""
+        return self.reads == Reads.TOKENS
+
+    @property
+    def planned(self) -> Loss:
+        """A loss of the same cost, for the planner, whose tensors have no values."""
+        return _Planned(self.reads)
+
+    def of_mini_batch(self, name: tuple[int, int], *, is_training: bool) -> Loss:
+        """The same loss, which notes its metrics under the name of a mini-batch; in evaluation without clipping."""
+        return self
+
+    def row_units(self, targets: torch.Tensor) -> torch.Tensor:
+        """The number of units that begin in each row of targets (B, T), (B,)."""
+        if self.counts_tokens:
+            return TokenLoss.units(targets).sum(dim=1)
+        return (torch.arange(len(targets), device=targets.device) % self.rows_per_unit == 0).long()
+
+    def total(self, read: LossInputs) -> torch.Tensor:
+        """What a micro-batch adds to the loss of training, ()."""
+        return self._checked(read).sum() / read.num_units
+
+    def of_each_row(self, read: LossInputs) -> torch.Tensor:
+        """In evaluation the loss of each unit at its first row, and 0 at the others, (B,)."""
+        of_units = self._checked(read)[:, None]
+        return F.pad(of_units, (0, self.rows_per_unit - 1)).flatten()
+
+    def _checked(self, read: LossInputs) -> torch.Tensor:
+        """The loss of each unit. Raises UserError where it is something else, or mixes units."""
+        losses, name = self.of_units(read), type(self).__name__
+        shape = (len(read.inputs["input_ids"]) // self.rows_per_unit,)
+        if not isinstance(losses, torch.Tensor) or losses.shape != shape:
+            found = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+            raise UserError(f"the function of a {name} gave {found}; it must give a tensor {shape}, one loss per unit")
+        if not self.is_checked and losses.requires_grad and len(losses) > 1:
+            tensors = [one for one in vars(read).values() if isinstance(one, torch.Tensor) and one.requires_grad]
+            check_independent(losses, tensors, self.rows_per_unit, name)
+            vars(self)["is_checked"] = True  # its class may be frozen
+        return losses
+
+
+@dataclass(frozen=True)
+class _Planned(Loss):
+    """Reads what another loss reads, and does little with it."""
+
+    reads: Reads
+
+    def total(self, read: LossInputs) -> torch.Tensor:
+        if Reads.LOGITS in self.reads:
+            logits, labels = read.logits.float().flatten(0, -2), read.inputs["labels"].clone().flatten()
+            return F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
+        parts = [read.hidden] if Reads.HIDDEN in self.reads else []
+        parts += [-read.log_probs] if Reads.TOKENS in self.reads else []
+        return torch.stack([part.sum() for part in parts]).sum() / read.num_units
+
+
+@dataclass(frozen=True)
+class TokenLoss(Loss):
     """The loss of every target token.
 
     Attributes:
@@ -46,8 +176,8 @@ class TokenLoss:
     is_dynamic: bool = False
     metrics: TokenMetrics | None = field(default=None, compare=False, repr=False)
 
-    #: Rows of a mini-batch that must stay in one micro-batch.
-    rows_per_unit = 1
+    reads = Reads.TOKENS
+    counts_tokens = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.label_smoothing < 1:
@@ -66,26 +196,26 @@ class TokenLoss:
         """Mask (B, T) of the targets (B, T) that are units of the loss."""
         return targets != IGNORED_LABEL
 
-    @staticmethod
-    def row_units(targets: torch.Tensor) -> torch.Tensor:
-        """The number of units in each row of targets (B, T), (B,)."""
-        return TokenLoss.units(targets).sum(dim=1)
+    @property
+    def of_tokens(self) -> TokenLoss:
+        return self
 
     @property
     def planned(self) -> TokenLoss:
-        """The loss that the planner traces, whose tensors have no values."""
         return replace(self, metrics=None)
 
-    @property
-    def unclipped(self) -> TokenLoss:
-        """The same loss without clipping, for evaluation: the saved model does not clip its logits."""
-        return replace(self, logit_clipping=None, metrics=None)
+    def of_mini_batch(self, name: tuple[int, int], *, is_training: bool) -> TokenLoss:
+        # The saved model does not clip its logits.
+        bound = self.logit_clipping if is_training else None
+        metrics = None if self.metrics is None else self.metrics.of(name, is_training=is_training)
+        return replace(self, logit_clipping=bound, metrics=metrics)
 
-    def noting(self, mini_batch: tuple[int, int], *, is_training: bool) -> TokenLoss:
-        """The same loss, which notes its metrics as those of a mini-batch."""
-        if self.metrics is None:
-            return self
-        return replace(self, metrics=self.metrics.of(mini_batch, is_training=is_training))
+    def of_units(self, read: LossInputs) -> torch.Tensor:
+        """The sum over the tokens of each row, (B,)."""
+        return read.token_losses.sum(dim=1)
+
+    def total(self, read: LossInputs) -> torch.Tensor:
+        return read.token_losses.sum() / read.num_units
 
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The loss of every position, 0 where the target is ignored; half precision is raised to float32.
@@ -173,3 +303,9 @@ class _CrossEntropy(torch.autograd.Function):
         gradient, is_unit = ctx.saved_tensors
         # In place: nothing else reads it, and it is as large as the logits.
         return gradient.mul_(outer.masked_fill(~is_unit, 0)[:, None]), None, None
+
+
+def whole_logits(adapter: Adapter, loss: Loss) -> str:
+    """The reason why training makes the logits of all positions; empty where it does not."""
+    reason = "the loss is a function of them" if Reads.LOGITS in loss.reads else adapter.projection.reason
+    return "" if adapter.is_classifier else reason

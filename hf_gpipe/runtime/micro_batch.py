@@ -10,8 +10,7 @@ import torch
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.dropout import key, mix
 from hf_gpipe.errors import DataError, UserError
-from hf_gpipe.runtime.custom_loss import NOT_PACKED, Loss
-from hf_gpipe.runtime.loss import PLAIN, TokenLoss
+from hf_gpipe.runtime.loss import NOT_PACKED, PLAIN, Loss
 from hf_gpipe.runtime.packing import is_flattened, packed_parts
 
 Batch = Mapping[str, torch.Tensor]
@@ -205,7 +204,7 @@ def make_micro_batches(
         if missing := [name for name in ("input_ids", "labels") if name not in batch]:
             raise DataError(f"a mini-batch needs input_ids and labels; {missing[0]!r} is missing, found {list(batch)}")
         adapter.check_keys(batch)
-        if "shift_labels" in batch and not isinstance(loss, TokenLoss):
+        if "shift_labels" in batch and not loss.is_of_tokens:
             raise UserError(f"the batch has 'shift_labels', which {type(loss).__name__} does not read; give labels")
     # On the CPU, where reading a value makes nobody wait.
     on_cpu = [{name: tensor.cpu() for name, tensor in batch.items()} for batch in batches]
@@ -215,7 +214,7 @@ def make_micro_batches(
     num_rows = 0
     for number, batch in enumerate(on_cpu):
         if packing or is_flattened(batch):
-            if not isinstance(loss, TokenLoss):
+            if not loss.is_of_tokens:
                 raise UserError(NOT_PACKED.format(type(loss).__name__))
             parts = packed_parts(batch, num_micro_batches, adapter.target_keys)
             inputs += [adapter.packed(documents, is_compiled=is_compiled) for documents in parts]

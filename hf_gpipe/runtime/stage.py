@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,9 +14,8 @@ from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.head import DeferredLogits
 from hf_gpipe.adapters.weight_gradients import Product, kept_bytes
 from hf_gpipe.runtime.channel import Shapes
-from hf_gpipe.runtime.custom_loss import LogitsLoss, Loss, RowLoss
 from hf_gpipe.runtime.head import deferred_loss, deferred_token_losses
-from hf_gpipe.runtime.loss import PLAIN, TokenLoss
+from hf_gpipe.runtime.loss import PLAIN, Loss, LossInputs, Reads
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 
 Tensors = dict[str, torch.Tensor]
@@ -51,7 +51,7 @@ class Stage:
     Args:
         model: the stage's layers.
         wants_gradient: boundary -> for each tensor that crosses it, whether an earlier stage needs its gradient.
-        loss: in training; evaluation does not clip logits.
+        loss: what it reads is computed on the last stage.
 
     Attributes:
         trainable_inputs: for each carried tensor that the stage receives, whether an earlier stage needs its gradient.
@@ -169,40 +169,23 @@ class Stage:
             what it adds to the loss before this is divided by the number of units; the number of its units, "num_units"
             (B,); and, if there is one, the "auxiliary_loss" () of all rows.
         """
-        options, micro_batch = context.options, context.micro_batch
-        of_logits = None if options.is_likelihood_only or not isinstance(self.loss, LogitsLoss) else self.loss
+        options, name = context.options, context.micro_batch.mini_batch
+        loss = PLAIN if options.is_likelihood_only else self.loss.of_mini_batch(name, is_training=False)
         with torch.no_grad():
-            inputs = micro_batch.inputs
-            needs_logits = options.on_logits is not None or of_logits is not None
-            deferred = None if needs_logits else self.model.deferred_logits()
-            outputs = self.model(inputs, context.carry, deferred=deferred)
+            outputs, deferred, read = self._forward(loss, context, context.carry)
             if not self.is_last:
                 return outputs
-            targets = self.model.adapter.targets(inputs)
-            losses = [PLAIN]
-            if isinstance(self.loss, TokenLoss) and not options.is_likelihood_only:
-                noting = self.loss.noting(micro_batch.mini_batch, is_training=False)
-                losses = [replace(PLAIN, metrics=noting.metrics)]
-                if (own := self.loss.unclipped) != PLAIN:
-                    losses.append(own)
-            logits = outputs.pop("logits", None)
+            targets = self.model.adapter.targets(read.inputs)
+            # Its own first, which may note metrics, and that of the likelihood unless it is the same.
+            wanted = dict.fromkeys((loss.of_tokens, PLAIN))
             if deferred is not None:
-                of_tokens = deferred_token_losses(deferred, targets, losses)
+                losses = deferred_token_losses(deferred, targets, wanted)
             else:
-                assert logits is not None
-                of_tokens = [one(logits, targets).view(targets.shape) for one in losses]
+                losses = [one(read.logits, targets).view(targets.shape) for one in wanted]
                 if options.on_logits is not None:
-                    options.on_logits(logits, inputs)
-            nll, loss = of_tokens[0].sum(dim=1), of_tokens[-1].sum(dim=1)
-            if of_logits is not None:
-                assert logits is not None
-                # The number of units, by which it is divided later.
-                loss = of_logits.of_rows(logits, inputs["labels"], micro_batch.num_units) * micro_batch.num_units
-                outputs.pop("auxiliary_loss", None)
-            elif isinstance(self.loss, RowLoss) and not options.is_likelihood_only:
-                loss = torch.zeros_like(nll)
-                loss[:: self.loss.rows_per_unit] = self.loss(-nll, inputs).to(loss.dtype)
-            return {"nll": nll, "loss": loss, "num_units": self.loss.row_units(targets), **outputs}
+                    options.on_logits(read.logits, read.inputs)
+            outputs |= {"nll": losses[-1].sum(dim=1), "num_units": loss.row_units(targets)}
+            return {**outputs, "loss": loss.of_each_row(replace(read, token_losses=losses[0]))}
 
     def input_shapes(self, micro_batch: MicroBatch) -> Shapes:
         """Names and shapes of the tensors that F receives."""
@@ -250,51 +233,45 @@ class Stage:
         received = {
             name: tensor.detach().requires_grad_(self.trainable_inputs[name]) for name, tensor in context.carry.items()
         }
-        micro_batch, loss = context.micro_batch, self.loss
-        deferred = None if isinstance(loss, LogitsLoss) else self.model.deferred_logits()
-        outputs = self.model(micro_batch.inputs, received, micro_batch.seed, deferred, micro_batch.row_seeds)
+        micro_batch = context.micro_batch
+        loss = self.loss.of_mini_batch(micro_batch.mini_batch, is_training=True)
+        outputs, deferred, read = self._forward(loss, context, received)
         if self.is_last:
-            auxiliary = outputs.pop("auxiliary_loss", None)
+            auxiliary = outputs.get("auxiliary_loss")
             added = None if auxiliary is None else auxiliary / micro_batch.num_micro_batches
-            outputs = {"loss": self._loss_of(outputs.get("logits"), deferred, added, micro_batch)}
+            outputs = {"loss": self._loss_of(loss, read, deferred, added)}
         return received, outputs
 
+    def _forward(
+        self, loss: Loss, context: Context, carry: Mapping[str, torch.Tensor]
+    ) -> tuple[Tensors, DeferredLogits | None, LossInputs]:
+        """Run the model: its outputs, its logits if they are deferred, and what else the loss reads."""
+        micro_batch, needs_logits = context.micro_batch, context.options.on_logits is not None
+        deferred = None if needs_logits or Reads.LOGITS in loss.reads else self.model.deferred_logits()
+        found: Tensors = {}
+        with ExitStack() as hooks:
+            if self.is_last and Reads.HIDDEN in loss.reads:
+                head = self.model.model.get_submodule(self.model.layers[-1].modules[0])
+                # A view: its gradient is not that of the logits.
+                keep = head.register_forward_pre_hook(lambda _, args: found.update(hidden=args[0].view_as(args[0])))
+                hooks.enter_context(keep)
+            outputs = self.model(micro_batch.inputs, carry, micro_batch.seed, deferred, micro_batch.row_seeds)
+        if not loss.adds_auxiliary:
+            outputs.pop("auxiliary_loss", None)
+        read = LossInputs(micro_batch.inputs, micro_batch.num_units, logits=outputs.pop("logits", None), **found)
+        return outputs, deferred, read
+
     def _loss_of(
-        self,
-        logits: torch.Tensor | None,
-        deferred: DeferredLogits | None,
-        added: torch.Tensor | None,
-        micro_batch: MicroBatch,
+        self, loss: Loss, read: LossInputs, deferred: DeferredLogits | None, added: torch.Tensor | None
     ) -> torch.Tensor:
-        """The loss of a micro-batch, (). Without gradients its value has no meaning.
-
-        Args:
-            logits: (B, T, V).
-            deferred: in place of them.
-            added: (), an auxiliary loss.
-            micro_batch: the micro-batch.
-        """
-        loss, inputs, num_units = self.loss, micro_batch.inputs, micro_batch.num_units
-        targets = self.model.adapter.targets(inputs)
-
-        def of_rows(log_probs: torch.Tensor) -> torch.Tensor:
-            assert isinstance(loss, RowLoss)
-            return loss(log_probs, inputs).sum() / num_units
-
-        of_tokens = loss.noting(micro_batch.mini_batch, is_training=True) if isinstance(loss, TokenLoss) else PLAIN
+        """The loss of a micro-batch with an auxiliary loss `added`, (). Without gradients its value has no meaning."""
+        targets = self.model.adapter.targets(read.inputs)
         if deferred is not None:
-            through = of_rows if isinstance(loss, RowLoss) else None
-            return deferred_loss(deferred, targets, of_tokens, num_units, added, of_rows=through)
-        assert logits is not None
+            return deferred_loss(deferred, targets, loss, read, added)
+        logits = read.logits
         if not torch.is_grad_enabled():
             # Another forward follows; functions of the user's are called in that one alone.
             return logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32))
-        if isinstance(loss, LogitsLoss):
-            # Not the auxiliary loss: as in transformers' Trainer, the function's value is all of it.
-            return loss(logits, inputs["labels"], num_units)
-        losses = of_tokens(logits, targets)
-        if isinstance(loss, RowLoss):
-            value = of_rows(-losses.view(targets.shape).sum(dim=1))
-        else:
-            value = losses.sum() / num_units
+        losses = loss.of_tokens(logits, targets).view(targets.shape) if Reads.TOKENS in loss.reads else None
+        value = loss.total(replace(read, token_losses=losses, logits=logits.view_as(logits)))
         return value if added is None else value + added

@@ -28,9 +28,9 @@ from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import AUTO
 from hf_gpipe.runtime.agreement import compare
-from hf_gpipe.runtime.custom_loss import Loss
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.joining import join_job
+from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.runtime.processes import Processes
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.generating import generation_config_of

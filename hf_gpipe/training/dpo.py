@@ -1,6 +1,6 @@
 """`PipelineDPOTrainer`: TRL's DPOTrainer, over a pipeline.
 
-A pair of answers is two neighbouring rows of a micro-batch, and the loss is one of rows (runtime/custom_loss.py).
+A pair of answers is two neighbouring rows of a micro-batch, and the loss reads rows (training/preference_loss.py).
 Stages, tables and the training loop are those of any other training. The log-probabilities of the reference are entries
 of the mini-batches. With new PEFT adapters the pipeline computes them in each step, with the adapters turned off;
 otherwise they are computed once, before the training.
@@ -24,7 +24,6 @@ from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.batches import shared_stream
-from hf_gpipe.runtime.custom_loss import RowLoss
 from hf_gpipe.runtime.device_choice import processes_for
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.base import join_with, pipeline_of
@@ -97,8 +96,7 @@ class PipelineDPOTrainer(PipelineTrainer):
     Every process makes the same trainer and calls the same methods; only the main process reads data.
 
     Args:
-        model: a decoder-only model as for `PipelineTrainer`; or a Pipeline made with `PreferenceLoss(...).of_rows` as
-            its loss.
+        model: a decoder-only model as for `PipelineTrainer`; or a Pipeline made with `args.make_loss()` as its loss.
         ref_model: the reference, in any of these forms; None: the model before its training.
         args: the arguments; None: all defaults.
         data_collator: rows to a mini-batch; None: `PreferenceCollator`.
@@ -156,11 +154,16 @@ class PipelineDPOTrainer(PipelineTrainer):
             model,
             args,
             lambda: _example(datasets.get("train"), args),
-            loss=None if isinstance(model, Pipeline) else args.make_loss().of_rows,
+            loss=None if isinstance(model, Pipeline) else args.make_loss(),
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
-        self._preferences = _loss_of(pipe, args)
+        if pipe.loss != (asked := args.make_loss()):
+            raise UserError(
+                f"the given Pipeline has the loss {pipe.loss}, and the arguments ask for {asked}; make it with "
+                "loss=args.make_loss(), or give the model"
+            )
+        self._preferences = pipe.loss
         if pipe.adapter.config.is_encoder_decoder:
             raise UserError(f"{pipe.adapter.config.model_type} has an encoder; preferences need a decoder-only model")
         if args.disable_dropout:
@@ -284,23 +287,6 @@ def each(datasets: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(datasets, Mapping):
         return {name: function(dataset) for name, dataset in datasets.items()}
     return function(datasets)
-
-
-def _loss_of(pipe: Pipeline, args: PipelineDPOConfig) -> PreferenceLoss:
-    """The pipeline's loss. Raises UserError where it is another one than the arguments ask for."""
-    loss = pipe.loss
-    if not isinstance(loss, RowLoss) or not isinstance(loss.function, PreferenceLoss):
-        raise UserError(
-            "the given Pipeline has no loss of preferences; make it with loss=args.make_loss().of_rows, or give the "
-            "model"
-        )
-    asked = args.make_loss().settings
-    if loss.function.settings != asked:
-        raise UserError(
-            f"beta, loss_type, label_smoothing and reference_free are {asked}, but the given Pipeline has "
-            f"{loss.function.settings}; set them alike"
-        )
-    return loss.function
 
 
 def _pipeline_like(pipe: Pipeline, model: ModelSource, args: PipelineDPOConfig) -> Pipeline:

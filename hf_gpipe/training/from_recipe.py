@@ -35,8 +35,7 @@ from hf_gpipe.errors import CheckpointError, DataError, RecipeError, Unsupported
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, Recipe
 from hf_gpipe.recipe.transformer import with_transformer
-from hf_gpipe.runtime.custom_loss import Loss
-from hf_gpipe.runtime.loss import TokenLoss
+from hf_gpipe.runtime.loss import Loss, TokenLoss
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.preference_loss import PreferenceLoss
 
@@ -223,8 +222,7 @@ def loss_of(recipe: Recipe) -> Loss:
     if recipe.data.kind != "preferences":
         return TokenLoss(recipe.training.label_smoothing_factor, recipe.training.logit_clipping)
     given = recipe.preferences
-    loss = PreferenceLoss(given.beta, given.loss_type, given.label_smoothing, reference_free=given.reference_free)
-    return loss.of_rows
+    return PreferenceLoss(given.beta, given.loss_type, given.label_smoothing, reference_free=given.reference_free)
 
 
 def autocast_of(recipe: Recipe) -> torch.dtype | None:

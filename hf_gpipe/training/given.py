@@ -18,15 +18,10 @@ from transformers import TrainingArguments
 from hf_gpipe.errors import UserError
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.pipeline import Pipeline
-from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 
 Values = Callable[[Pipeline], tuple[Any, ...]]
 """A Pipeline -> the values of an argument that agree with it; the first one is shown in messages."""
-
-
-def _tokens(pipe: Pipeline) -> TokenLoss:
-    return pipe.loss if isinstance(pipe.loss, TokenLoss) else PLAIN
 
 
 def _field(name: str) -> Values:
@@ -63,8 +58,8 @@ COMPARED: dict[str, Values] = {
     "memory": lambda pipe: (pipe.config.memory_bytes,),
     "torch_compile_backend": _backend,
     "packing": lambda pipe: (pipe.packing,),
-    "label_smoothing_factor": lambda pipe: (_tokens(pipe).label_smoothing,),
-    "logit_clipping": lambda pipe: (_tokens(pipe).logit_clipping,),
+    "label_smoothing_factor": lambda pipe: (pipe.loss.of_tokens.label_smoothing,),
+    "logit_clipping": lambda pipe: (pipe.loss.of_tokens.logit_clipping,),
     "bf16": _half("bfloat16"),
     "fp16": _half("float16"),
     "activation_checkpointing": _recomputes,

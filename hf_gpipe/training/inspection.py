@@ -16,7 +16,7 @@ from hf_gpipe.checkpoint.save import make_directory
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.calls import by_every_process
-from hf_gpipe.runtime.custom_loss import LogitsLoss
+from hf_gpipe.runtime.loss import Reads
 from hf_gpipe.runtime.topology import Topology
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.hub import HubUploads
@@ -90,9 +90,8 @@ class InspectedTrainer:
 
     @property
     def compute_loss_func(self) -> Callable[..., Any] | None:
-        """The loss that the constructor was given; None: the target tokens' cross-entropy."""
-        loss = self.pipe.loss
-        return loss.function if isinstance(loss, LogitsLoss) else None
+        """The function of logits that is the loss; None: the loss reads something else."""
+        return getattr(self.pipe.loss, "function", None) if Reads.LOGITS in self.pipe.loss.reads else None
 
     @property
     def hub_model_id(self) -> str | None:

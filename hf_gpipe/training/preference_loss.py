@@ -6,14 +6,14 @@ reference, the model before its training. Names are those of TRL.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn import functional as F
 
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.errors import UserError, nearest
-from hf_gpipe.runtime.custom_loss import RowLoss
+from hf_gpipe.runtime.loss import Loss, LossInputs, Reads
 
 #: Names of the metrics, in the order in which `PreferenceLoss` sums them up.
 METRICS = (
@@ -25,7 +25,8 @@ LOSS_TYPES = ("sigmoid", "robust", "hinge", "ipo", "sigmoid_norm")
 _SMOOTHED = ("sigmoid", "robust")
 
 
-class PreferenceLoss:
+@dataclass(frozen=True)
+class PreferenceLoss(Loss):
     """The loss of pairs of a chosen row and the rejected row after it.
 
     m is the difference of the two log-ratios log p(y|x) - log p_ref(y|x), and e is `label_smoothing`.
@@ -43,14 +44,20 @@ class PreferenceLoss:
         UserError: a value that is not allowed.
     """
 
-    def __init__(
-        self,
-        beta: float = 0.1,
-        loss_type: str = "sigmoid",
-        label_smoothing: float = 0.0,
-        *,
-        reference_free: bool = False,
-    ) -> None:
+    beta: float = 0.1
+    loss_type: str = "sigmoid"
+    label_smoothing: float = 0.0
+    reference_free: bool = field(default=False, kw_only=True)
+    #: In training and in evaluation: the sums of the metrics, and the number of pairs.
+    _sums: dict[bool, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    reads = Reads.ROWS
+    rows_per_unit = 2
+    needs_reference: bool = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        beta, loss_type, label_smoothing = self.beta, self.loss_type, self.label_smoothing
+        object.__setattr__(self, "needs_reference", not self.reference_free)
         if not beta > 0:
             raise UserError(f"beta={beta!r}: expected a number above 0")
         if loss_type not in LOSS_TYPES:
@@ -65,29 +72,16 @@ class PreferenceLoss:
                 f"label_smoothing={label_smoothing!r} has no meaning with loss_type={loss_type!r}, only with "
                 f"{' and '.join(_SMOOTHED)}; leave it out"
             )
-        self.beta, self.loss_type, self.label_smoothing = beta, loss_type, label_smoothing
-        self.reference_free = reference_free
-        #: In training and in evaluation: the sums of the metrics, and the number of pairs.
-        self._sums: dict[bool, torch.Tensor] = {}
 
     @property
-    def settings(self) -> tuple[float, str, float, bool]:
-        """beta, loss_type, label_smoothing and reference_free."""
-        return self.beta, self.loss_type, self.label_smoothing, self.reference_free
+    def of_rows(self) -> PreferenceLoss:
+        """Itself: the loss for a `Pipeline`."""
+        return self
 
-    @property
-    def of_rows(self) -> RowLoss:
-        """The loss for a `Pipeline`."""
-        return RowLoss(self, rows_per_unit=2, needs_reference=not self.reference_free)
-
-    def __call__(self, log_probs: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The loss of each pair, (B / 2,).
-
-        Args:
-            log_probs: of the rows, (B,).
-            inputs: the labels (B, T), and unless `reference_free` "ref_logps" (B,).
-        """
-        policy = log_probs.view(-1, 2)
+    def of_units(self, read: LossInputs) -> torch.Tensor:
+        """The loss of each pair, (B / 2,); unless `reference_free` the inputs have "ref_logps" (B,)."""
+        inputs = read.inputs
+        policy = read.log_probs.view(-1, 2)
         ratios = policy if self.reference_free else policy - inputs["ref_logps"].to(policy).view(-1, 2)
         self._note(policy.detach(), ratios.detach())
         if self.loss_type in ("ipo", "sigmoid_norm"):
@@ -116,11 +110,7 @@ class PreferenceLoss:
     def take(self, *, is_training: bool) -> torch.Tensor:
         """The sums of `METRICS` and the number of pairs since the last call, in this process; then they begin anew.
 
-        Args:
-            is_training: whether of training or of evaluation.
-
-        Returns:
-            (len(METRICS) + 1,) in float64, on the CPU.
+        They are those of training or of evaluation, (len(METRICS) + 1,) in float64, on the CPU.
         """
         sums = self._sums.pop(is_training, None)
         return torch.zeros(len(METRICS) + 1, dtype=torch.float64) if sums is None else sums.cpu()

@@ -25,10 +25,9 @@ from hf_gpipe.data.sft import SFTCollator, SFTExamples
 from hf_gpipe.data.tokenizer import read_tokenizer
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
-from hf_gpipe.runtime.custom_loss import LogitsLoss
+from hf_gpipe.runtime.custom_loss import loss_of_function
 from hf_gpipe.runtime.device_choice import processes_for
-from hf_gpipe.runtime.loss import TokenLoss
-from hf_gpipe.runtime.token_metrics import TokenMetrics, means
+from hf_gpipe.runtime.token_metrics import means
 from hf_gpipe.training.base import example_of, join_with, pipeline_of
 from hf_gpipe.training.dpo import each
 from hf_gpipe.training.loader import Batch
@@ -118,7 +117,7 @@ class PipelineSFTTrainer(PipelineTrainer):
         options: dict[str, Any] = {} if isinstance(model, Pipeline) else _options_of(model, args)
         if quantization_config is not None:
             options["quantization_config"] = quantization_config
-        loss: Any = LogitsLoss.of(compute_loss_func) or args.make_loss()
+        loss: Any = loss_of_function(compute_loss_func) or args.make_loss()
         pipe = pipeline_of(
             model,
             args,
@@ -131,7 +130,11 @@ class PipelineSFTTrainer(PipelineTrainer):
             raise UserError(
                 f"{pipe.adapter.config.model_type} has an encoder; PipelineSFTTrainer is for decoder-only models"
             )
-        self._token_metrics = _metrics_of(pipe, args)
+        if pipe.loss.is_of_tokens and (pipe.loss != args.make_loss() or pipe.loss.of_tokens.metrics is None):
+            raise UserError(
+                "the given Pipeline has another loss than the arguments ask for; make it with loss=args.make_loss()"
+            )
+        self._token_metrics = pipe.loss.of_tokens.metrics
         if tokenizer is not None:
             _tell_tokens(pipe.adapter.reference, tokenizer, args)
         if data_collator is None and tokenizer is not None:
@@ -289,15 +292,3 @@ def _auxiliary(config: PreTrainedConfig, args: PipelineSFTConfig) -> dict[str, A
     used = getattr(config, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient
     changes = {"output_router_logits": bool(used), "router_aux_loss_coef": used}
     return {name: value for name, value in changes.items() if getattr(config, name, None) != value}
-
-
-def _metrics_of(pipe: Pipeline, args: PipelineSFTConfig) -> TokenMetrics | None:
-    """The metrics of the pipeline's loss; None of a function of logits. Raises UserError for another token loss."""
-    if isinstance(pipe.loss, LogitsLoss):
-        return None
-    if pipe.loss != args.make_loss() or not isinstance(pipe.loss, TokenLoss) or pipe.loss.metrics is None:
-        raise UserError(
-            "the given Pipeline has another loss than the arguments ask for; make it with loss=args.make_loss(), or "
-            "give the model"
-        )
-    return pipe.loss.metrics

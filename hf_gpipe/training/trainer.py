@@ -34,7 +34,8 @@ from hf_gpipe.checkpoint.run_state import Position, RunState
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.runtime.calls import by_every_process
-from hf_gpipe.runtime.custom_loss import LogitsLoss
+from hf_gpipe.runtime.custom_loss import loss_of_function
+from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.runtime.topology import Topology
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.base import (
@@ -81,7 +82,7 @@ class PipelineTrainer(InspectedTrainer):
         compute_loss_func: (outputs, labels, num_items_in_batch=...) -> the loss, in place of the cross-entropy: a sum
             over tokens or rows, for it is called for each micro-batch. `num_items_in_batch` is the number of target
             tokens of the whole step. Of the outputs there are the logits, which are made whole. Give a function that
-            compares neighbouring rows as LogitsLoss(function, rows_per_unit=...).
+            compares neighbouring rows as LogitsLoss(function, rows_per_unit=...). It may also be another `Loss`.
         compute_metrics: metrics of an EvalPrediction; it is called in the process of the last stage, or of its first
             replica, which gets the predictions of all rows.
         callbacks: called in every process, with `Pipeline.model` as `model`.
@@ -103,7 +104,7 @@ class PipelineTrainer(InspectedTrainer):
         eval_dataset: Any = None,
         processing_class: Any = None,
         model_init: Callable[[], PreTrainedModel] | None = None,
-        compute_loss_func: Callable[..., Any] | LogitsLoss | None = None,
+        compute_loss_func: Callable[..., Any] | Loss | None = None,
         compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
         callbacks: list[TrainerCallback | type[TrainerCallback]] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
@@ -132,7 +133,7 @@ class PipelineTrainer(InspectedTrainer):
             self.call_model_init() if model is None else model,
             self.args,
             lambda: example_of(train_dataset, self.args),
-            loss=LogitsLoss.of(compute_loss_func),
+            loss=loss_of_function(compute_loss_func),
             peft_config=peft_config,
         )
         self.topology = self.pipe.topology

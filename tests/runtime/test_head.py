@@ -24,7 +24,7 @@ from transformers import (
     T5Config,
 )
 
-from hf_gpipe import Pipeline
+from hf_gpipe import LogitsLoss, Pipeline, RowLoss
 from hf_gpipe.adapters import StageModel, adapter_for
 from hf_gpipe.adapters.head import DeferredLogits, Projection
 from hf_gpipe.adapters.probe import observe
@@ -33,7 +33,7 @@ from hf_gpipe.planner.tracing import StageTracer
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime import head
 from hf_gpipe.runtime.head import chunk_positions, deferred_loss
-from hf_gpipe.runtime.loss import TokenLoss
+from hf_gpipe.runtime.loss import LossInputs, TokenLoss
 from tests.oracle import (
     VOCABULARY,
     Result,
@@ -206,7 +206,7 @@ def test_any_shapes_and_chunks(
     if has_gradients:
         for tensor in tensors:
             tensor.grad = torch.ones_like(tensor)
-    found = deferred_loss(deferred_of(linear, hidden, scale, cap), targets, loss, 11, added, positions)
+    found = deferred_loss(deferred_of(linear, hidden, scale, cap), targets, loss, LossInputs({}, 11), added, positions)
     found.backward(torch.tensor(3.0, dtype=torch.float64))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     for tensor, gradient in zip(tensors, wanted, strict=True):
@@ -226,7 +226,7 @@ def test_half_precision_computes_in_the_same_types(cap: float | None, is_autocas
         expected = plain_loss(linear, hidden, None, cap, loss, targets)
         deferred = deferred_of(linear, hidden, None, cap)
     wanted = torch.autograd.grad(expected, [hidden, *linear.parameters()])
-    found = deferred_loss(deferred, targets, loss, 11, None, 5)
+    found = deferred_loss(deferred, targets, loss, LossInputs({}, 11), None, 5)
     found.backward()
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -243,7 +243,9 @@ def test_hooks_on_the_weight_are_called_once() -> None:
     seen: list[torch.Tensor] = []
 
     def backward() -> torch.Tensor:
-        deferred_loss(deferred_of(linear, hidden, None, None), targets, TokenLoss(), 1, None, 2).backward()
+        deferred_loss(
+            deferred_of(linear, hidden, None, None), targets, TokenLoss(), LossInputs({}, 1), None, 2
+        ).backward()
         assert linear.weight.grad is not None
         return linear.weight.grad
 
@@ -258,10 +260,10 @@ def test_without_anything_trained_the_loss_is_there_at_once_and_without_a_graph_
     linear = nn.Linear(4, 9).requires_grad_(False)
     hidden, targets = torch.randn(1, 6, 4), torch.randint(0, 9, (1, 6))
     expected = plain_loss(linear, hidden, None, None, TokenLoss(), targets)
-    found = deferred_loss(deferred_of(linear, hidden, None, None), targets, TokenLoss(), 11, None, 4)
+    found = deferred_loss(deferred_of(linear, hidden, None, None), targets, TokenLoss(), LossInputs({}, 11), None, 4)
     torch.testing.assert_close(found, expected)
     with torch.no_grad():
-        assert deferred_loss(deferred_of(linear, hidden, None, None), targets, TokenLoss(), 11) == 0
+        assert deferred_loss(deferred_of(linear, hidden, None, None), targets, TokenLoss(), LossInputs({}, 11)) == 0
 
 
 #: A model's own repository may have such classes; those of a user's script are refused before.
@@ -351,3 +353,14 @@ def test_a_lack_of_memory_is_no_reason_to_make_logits_whole(error: Exception, mo
     monkeypatch.setattr("hf_gpipe.adapters.head._in_parts", fail)
     with pytest.raises(type(error)):
         observe(plain_model(tiny_config("llama")))
+
+
+def test_the_planner_runs_every_loss_without_memory() -> None:
+    """The check that units do not mix read a value, so the head of a loss of rows ran on real tensors."""
+    adapter = adapter_for(CONFIGS["llama"])
+    last = len(adapter.layers) - 1
+    for loss in (RowLoss(lambda log_probs, inputs: log_probs), LogitsLoss(lambda *_, **__: None), TokenLoss(0.1)):
+        build, wants_gradient = partial(StageModel, adapter, last, last + 1), ModelLayers(adapter).wants_gradient
+        stage = StageTracer(build, wants_gradient, loss=loss.planned)
+        stage.trace(Workload(rows=4, source_tokens=8, target_tokens=8).inputs(adapter))
+        assert not stage.is_real, loss

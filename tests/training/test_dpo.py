@@ -17,6 +17,7 @@ from hf_gpipe import Pipeline, PipelineDPOConfig, PipelineDPOTrainer
 from hf_gpipe.adapters.peft import without_adapters
 from hf_gpipe.data import PreferenceCollator, PreferenceExamples
 from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.runtime.loss import LossInputs
 from hf_gpipe.training import base
 from hf_gpipe.training.preference_loss import METRICS, PreferenceLoss
 from tests.data.chat_templates import tokenizer
@@ -242,7 +243,7 @@ def test_thirty_steps_of_trl(loss_type: str, tmp_path: Path) -> None:
 
 def test_the_formulas_of_every_loss() -> None:
     """By numbers that were worked out by hand: beta = 0.5, log-ratios 1 and -1 of 2 and 4 tokens."""
-    log_probs = torch.tensor([-3.0, -8.0], dtype=torch.float64)
+    losses = torch.tensor([[3.0], [8.0]], dtype=torch.float64)
     labels = torch.tensor([[-100, 1, 2, -100, -100], [-100, 1, 2, 3, 4]])
     inputs = {"labels": labels, "ref_logps": torch.tensor([-4.0, -7.0])}
     log_s, log_s_minus = -0.31326168751822286, -1.3132616875182228  # log s(1), log s(-1)
@@ -255,11 +256,11 @@ def test_the_formulas_of_every_loss() -> None:
         ("sigmoid_norm", 0.0, -float(F.logsigmoid(torch.tensor(0.375)))),
     ):
         loss = PreferenceLoss(0.5, loss_type, smoothing)
-        assert float(loss(log_probs, inputs)) == pytest.approx(expected, rel=1e-6), loss_type
+        assert float(loss.of_units(LossInputs(inputs, 1, losses))) == pytest.approx(expected, rel=1e-6), loss_type
         assert loss.take(is_training=True).tolist() == pytest.approx([0.5, -0.5, 1, 1, -3, -8, 1])
         assert not loss.take(is_training=True).any()
     free = PreferenceLoss(0.5, reference_free=True)
-    assert float(free(log_probs, {})) == pytest.approx(-float(F.logsigmoid(torch.tensor(2.5))))
+    assert float(free.of_units(LossInputs({}, 1, losses))) == pytest.approx(-float(F.logsigmoid(torch.tensor(2.5))))
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -278,7 +279,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         PipelineDPOTrainer(tiny_config("marian"), args=args, train_dataset=rows(), processing_class=tokenizer())
     with pytest.raises(UserError, match="processing_class is None; give the tokenizer"):
         PipelineDPOTrainer(config(), args=args, train_dataset=rows())
-    with pytest.raises(UserError, match="the given Pipeline has no loss of preferences"):
+    with pytest.raises(UserError, match=r"has the loss TokenLoss\(.*the arguments ask for PreferenceLoss\("):
         PipelineDPOTrainer(Pipeline(config(), 2, 1), args=args, train_dataset=rows(), processing_class=tokenizer())
     with pytest.raises(DataError, match="a map-style dataset"):
         PipelineDPOTrainer(config(), args=args, train_dataset=iter(rows()), processing_class=tokenizer())
