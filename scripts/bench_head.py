@@ -9,100 +9,96 @@ its process grows in a step, beyond weights and gradients, which are there befor
 
 from __future__ import annotations
 
-import argparse
 import sys
+import time
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from statistics import median
 from typing import Any
 
+import torch
 from bench import machine
-from bench.last_stage import measure_process
+from bench.models import llama
 from bench.processes import run_job
 from bench.report import MEGABYTE, Spread, paired, table, write_json
+from bench.runner import bench_parser, take_turns
+
+from hf_gpipe.adapters import StageModel, adapter_for
+from hf_gpipe.checkpoint.hub import initialise
+from hf_gpipe.planner.tracing import context_of
+from hf_gpipe.runtime.stage import Stage
 
 HOW = ("whole", "chunks")
 LOSS_TOLERANCE = 1e-4
+QUICK = {"width": 16, "rows": 2, "tokens": 8, "steps": 1}
 
 Runs = dict[str, list[dict[str, Any]]]
 
 
-def measure(job: dict[str, Any], reps: int, quiet: float, *, fork: bool) -> Runs:
-    """Alternating repetitions of both, in fresh processes."""
-    runs: Runs = {how: [] for how in HOW}
-    for rep in range(reps):
-        for how in HOW if rep % 2 == 0 else reversed(HOW):
-            if quiet and not machine.wait_until_quiet(quiet):
-                print("the machine did not become quiet", file=sys.stderr)
-            runs[how] += run_job(measure_process, {**job, "how": how}, 1, fork=fork, timeout_seconds=1800)
-        print(f"V = {job['vocabulary']}, repetition {rep + 1} of {reps}", file=sys.stderr, flush=True)
-    return runs
+def measure(job: dict[str, int], how: str) -> dict[str, Any]:
+    """In a process of its own: the seconds of every step, the growth of the process in one, and the loss."""
+    cpu, length = torch.device("cpu"), job["tokens"]
+    # The first block is on the stage before.
+    config = llama(job["width"], job["blocks"] + 1, job["vocabulary"], max_position_embeddings=length, pad_token_id=0)
+    adapter = adapter_for(config)
+    model = StageModel(adapter, 2, len(adapter.layers))
+    initialise(model, cpu, seed=0)
+    model.seal(cpu)
+    if how == "whole":
+        model.deferred_logits = lambda: None  # type: ignore[method-assign]  # of this one stage
+    stage = Stage(model, lambda boundary: {"hidden": True})
+    torch.manual_seed(0)
+    ids = torch.randint(1, job["vocabulary"], (job["rows"], length))
+    context = context_of(model, {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)})
+
+    def step() -> float:
+        loss = stage.forward(context, keep_graph=True)["loss"]
+        stage.backward(0, {})
+        return float(loss)
+
+    step()  # from now on the gradients are there
+    machine.reset_peak()
+    before = machine.resident_bytes()
+    loss = step()
+    grown, seconds = machine.peak_bytes() - before, []
+    for _ in range(job["steps"]):
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    return {"seconds": seconds, "grown_bytes": grown, "loss": loss}
 
 
-def seconds_of(runs: Runs, how: str) -> list[float]:
-    return [median(one["seconds"]) for one in runs[how]]
-
-
-def bytes_of(runs: Runs, how: str) -> list[int]:
-    return [one["grown_bytes"] for one in runs[how]]
-
-
-def summary(found: dict[int, Runs]) -> str:
-    rows = []
-    for vocabulary, runs in found.items():
-        rows.append(
-            [
-                f"{vocabulary}",
-                *(Spread.of(seconds_of(runs, how)).text(3) for how in HOW),
-                paired(seconds_of(runs, "chunks"), seconds_of(runs, "whole")).text(),
-                *(Spread.of(size / MEGABYTE for size in bytes_of(runs, how)).text(0) for how in HOW),
-                paired(bytes_of(runs, "chunks"), bytes_of(runs, "whole")).text(3),
-            ]
-        )
-    header = ["V", "whole, seconds", "chunks, seconds", "ratio", "whole, MB", "chunks, MB", "ratio"]
-    return table(header, rows)
-
-
-def differing(found: dict[int, Runs]) -> list[str]:
-    """Vocabularies for which the losses are not the same."""
-    wrong = []
-    for vocabulary, runs in found.items():
-        losses = [one["loss"] for several in runs.values() for one in several]
-        if not max(losses) - min(losses) <= LOSS_TOLERANCE * abs(losses[0]):
-            wrong.append(f"V = {vocabulary}: the losses are from {min(losses)} to {max(losses)}")
-    return wrong
+def row(vocabulary: int, runs: Runs) -> list[str]:
+    seconds = {how: [median(one["seconds"]) for one in runs[how]] for how in HOW}
+    sizes = {how: [one["grown_bytes"] / MEGABYTE for one in runs[how]] for how in HOW}
+    return [
+        *(str(vocabulary), *(Spread.of(seconds[how]).text(3) for how in HOW)),
+        *(paired(seconds["chunks"], seconds["whole"]).text(), *(Spread.of(sizes[how]).text(0) for how in HOW)),
+        paired(sizes["chunks"], sizes["whole"]).text(3),
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__, width=512, blocks=1, rows=4, tokens=512, steps=3, reps=5)
     parser.add_argument("--vocabularies", nargs="+", type=int, default=[32_768, 131_072], metavar="V")
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--blocks", type=int, default=1)
-    parser.add_argument("--rows", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=3, help="measured in each process, after two that are not")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--reps", type=int, default=5, help="repetitions")
-    parser.add_argument("--quiet", type=float, default=120, help="seconds to wait for a quiet machine before each run")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, once, to see that everything runs")
-    arguments = parser.parse_args(argv)
-    vocabularies, reps, quiet = arguments.vocabularies, arguments.reps, arguments.quiet
-    job = {name: getattr(arguments, name) for name in ("width", "blocks", "rows", "tokens", "steps", "threads")}
-    if arguments.quick:
-        vocabularies, reps, quiet = [64, 128], 1, 0.0
-        job = {**job, "width": 16, "rows": 2, "tokens": 8, "steps": 1}
-    found = {
-        vocabulary: measure({**job, "vocabulary": vocabulary}, reps, quiet, fork=arguments.quick)
-        for vocabulary in vocabularies
-    }
-    print(summary(found))
-    rows = [{**job, "vocabulary": vocabulary, "runs": runs} for vocabulary, runs in found.items()]
-    write_json(arguments.json, {"environment": machine.environment(), "rows": rows})
-    wrong = differing(found)
-    for line in wrong:
-        print(line, file=sys.stderr)
-    return 1 if wrong else 0
+    options = parser.parse_args(argv)
+    job = {name: getattr(options, name) for name in ("width", "blocks", "rows", "tokens", "steps")}
+    vocabularies, job = ([64, 128], job | QUICK) if options.quick else (options.vocabularies, job)
+    rows, code, cells = [], 0, []
+    for size in vocabularies:
+        job = job | {"vocabulary": size}
+        run = partial(run_job, measure, num_processes=1, fork=options.quick, timeout_seconds=1800)
+        found = take_turns({how: partial(run, arguments=(job, how)) for how in HOW}, options)
+        runs = {how: [one for (one,) in several] for how, several in found.items()}
+        cells.append(row(size, runs))
+        rows.append({**job, "runs": runs})
+        losses = [one["loss"] for several in runs.values() for one in several]
+        if not max(losses) - min(losses) <= LOSS_TOLERANCE * abs(losses[0]):
+            print(f"V = {size}: the losses are from {min(losses)} to {max(losses)}", file=sys.stderr)
+            code = 1
+    print(table(["V", "whole, seconds", "chunks, seconds", "ratio", "whole, MB", "chunks, MB", "ratio"], cells))
+    write_json(options.json, rows=rows)
+    return code
 
 
 if __name__ == "__main__":

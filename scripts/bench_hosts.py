@@ -19,17 +19,19 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed as dist
 import transformers
-from transformers import LlamaConfig
+from bench.models import llama
+from bench.planned import CPU, Case, profile, tiny, train_pipeline
+from bench.runner import parser as numbers_parser
 
 from hf_gpipe.planner.costs import mean_costs
 from hf_gpipe.planner.links import Machines
@@ -39,20 +41,13 @@ from hf_gpipe.planner.traffic import traffic
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.runtime.processes import Processes
 from scripts.emulated_hosts import Hosts, why_not
-from scripts.validate_planner import CPU, Case, profile, tiny, train_pipeline
 
 PORT = 29500
 NUM_HOSTS = 2
 
 
-@dataclass(frozen=True)
-class LinkLimit:
-    """What slows the link between the machines down.
-
-    Attributes:
-        rate: in both directions, as `tc` writes it; empty: no limit.
-        delay_seconds: that a packet travels from one machine to the other.
-    """
+class LinkLimit(NamedTuple):
+    """What slows the link between the machines down: a rate as `tc` writes it, empty for no limit, and a delay."""
 
     name: str
     rate: str = ""
@@ -70,15 +65,8 @@ LINKS = [
 
 def cases() -> list[Case]:
     """One model as a pipeline of two stages, and whole in two replicas."""
-    llama = LlamaConfig(
-        vocab_size=8000,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        pad_token_id=0,
-    )
-    pipeline = Case("pipeline", llama, 16, 128, 128, NUM_HOSTS, NUM_HOSTS, 8, "1f1b", "none")
+    config = llama(512, 6, 8000, 1408, pad_token_id=0)
+    pipeline = Case("pipeline", config, 16, 128, 128, NUM_HOSTS, NUM_HOSTS, 8, "1f1b", "none")
     return [pipeline, replace(pipeline, name="data parallelism", num_stages=1, replicas=NUM_HOSTS, num_micro_batches=4)]
 
 
@@ -141,13 +129,13 @@ def run(link: LinkLimit, options: argparse.Namespace) -> list[dict[str, Any]]:
             hosts.slow_down(1, link.delay_seconds, loss=0.0)
         results = Path(folder) / "results.json"
         words = [sys.executable, __file__, "--steps", str(options.steps), "--results", str(results)]
+        words += ["--tiny"] * options.tiny
         running = []
         for number in range(NUM_HOSTS):
             places = {"RANK": number, "WORLD_SIZE": NUM_HOSTS, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": PORT}
+            places |= {"MASTER_ADDR": hosts.addresses[0], "OMP_NUM_THREADS": 1}
             environment = {name: str(value) for name, value in places.items()}
-            environment |= {"MASTER_ADDR": hosts.addresses[0], "OMP_NUM_THREADS": "1"}
-            command = [*words, "--tiny"] if options.tiny else words
-            running.append(hosts.start(number, command, environment=environment))
+            running.append(hosts.start(number, words, environment=environment))
         exit_codes = [process.wait() for process in running]
         if any(exit_codes):
             raise SystemExit(f"{link.name}: a machine failed; its message is above")
@@ -167,10 +155,9 @@ def row(link: LinkLimit, result: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the top of the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = numbers_parser(__doc__, steps=5)
     names = [link.name for link in LINKS]
     parser.add_argument("--links", nargs="+", choices=names, default=names)
-    parser.add_argument("--steps", type=int, default=5, help="steps that are measured")
     parser.add_argument("--tiny", action="store_true", help="a small model")
     parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -19,55 +19,36 @@ then loaded from a checkpoint that is quantised already. The own bytes are those
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
-MEGABYTE = 1e6
+import torch
+from bench.machine import status_bytes
+from bench.models import llama, quantisation
+from bench.processes import run_job
+from bench.report import MEGABYTE, Spread, table, write_json
+from bench.runner import parser
+from transformers import AutoConfig, LlamaForCausalLM
 
-
-def anonymous_bytes() -> int:
-    """RssAnon of this process."""
-    with open("/proc/self/status") as status:
-        line = next(line for line in status if line.startswith("RssAnon"))
-    return int(line.split()[1]) * 1024
+from hf_gpipe import Pipeline
+from hf_gpipe.adapters import StageModel, adapter_for
+from hf_gpipe.checkpoint import hub
+from hf_gpipe.checkpoint.digests import DIGESTS_FILE
+from hf_gpipe.partition import partition
+from hf_gpipe.planner.layers import ModelLayers
 
 
 def write_model(directory: Path, shard_size: str, num_layers: int = 26) -> None:
     """A Llama with random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=32000,
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=num_layers,
-        num_attention_heads=16,
-        tie_word_embeddings=False,
-    )
+    config = llama(1024, num_layers, 32000, 2816)
     LlamaForCausalLM(config).save_pretrained(directory, max_shard_size=shard_size)
 
 
 def write_quantised(directory: Path, kind: str) -> tuple[Path, Path]:
     """A larger Llama in bfloat16, and the same one quantised."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=4000,
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=16,
-        num_attention_heads=16,
-        dtype=torch.bfloat16,
-    )
+    config = llama(2048, 16, 4000, 5632, heads=16, dtype=torch.bfloat16)
     torch.set_default_dtype(torch.bfloat16)
     LlamaForCausalLM(config).save_pretrained(directory / "plain", max_shard_size="300MB")
     torch.set_default_dtype(torch.float32)
@@ -76,47 +57,19 @@ def write_quantised(directory: Path, kind: str) -> tuple[Path, Path]:
     return directory / "plain", directory / "quantised"
 
 
-def quantisation(kind: str, compute_dtype: str = "bfloat16") -> Any:
-    """nf4, fp4 (with a + for double quantisation) or int8."""
-    from transformers import BitsAndBytesConfig
-
-    if kind == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=kind.removesuffix("+"),
-        bnb_4bit_use_double_quant=kind.endswith("+"),
-        bnb_4bit_compute_dtype=compute_dtype,
-    )
-
-
-def measure(directory: Path, stage: int, num_stages: int, kind: str | None) -> dict[str, float]:
-    """Load one stage in this process: its own bytes, the peak above the baseline after imports, seconds."""
-    import torch
-    from transformers import AutoConfig, LlamaForCausalLM
-
-    from hf_gpipe.adapters import StageModel, adapter_for
-    from hf_gpipe.checkpoint import hub
-    from hf_gpipe.partition import partition
-    from hf_gpipe.planner.layers import ModelLayers
-
-    given = None
+def measure(directory: Path, stage: int, num_stages: int, kind: str | None = None) -> dict[str, float]:
+    """Load one stage in a fresh process: its own bytes, the peak above the baseline after imports, seconds."""
     if kind is not None:
-        import bitsandbytes
-
-        assert bitsandbytes is not None
-        given = quantisation(kind)
-    config = AutoConfig.from_pretrained(directory)
-    if hasattr(config, "quantization_config"):
-        given = None
-    assert LlamaForCausalLM is not None  # importing the model's code belongs to the baseline
-    baseline = peak = anonymous_bytes()
+        import bitsandbytes  # noqa: F401  # importing it belongs to the baseline
+    config, cpu = AutoConfig.from_pretrained(directory), torch.device("cpu")
+    given = None if kind is None or hasattr(config, "quantization_config") else quantisation(kind)
+    baseline = peak = status_bytes("RssAnon")
     done = threading.Event()
 
     def watch() -> None:
         nonlocal peak
         while not done.is_set():
-            peak = max(peak, anonymous_bytes())
+            peak = max(peak, status_bytes("RssAnon"))
             time.sleep(0.001)
 
     watcher = threading.Thread(target=watch)
@@ -125,8 +78,8 @@ def measure(directory: Path, stage: int, num_stages: int, kind: str | None) -> d
     adapter = adapter_for(config, config.dtype or torch.float32, quantization_config=given)
     layers = partition(len(adapter.layers), num_stages, "count")[stage]
     model = StageModel(adapter, layers[0], layers[-1] + 1)
-    hub.load(model, directory, torch.device("cpu"), seed=0)
-    model.seal(torch.device("cpu"))
+    hub.load(model, directory, cpu, seed=0)
+    model.seal(cpu)
     seconds = time.perf_counter() - start
     done.set()
     watcher.join()
@@ -135,75 +88,55 @@ def measure(directory: Path, stage: int, num_stages: int, kind: str | None) -> d
     return {"own_bytes": own, "peak_bytes": peak - baseline, "seconds": seconds}
 
 
-def compare(pairs: int) -> None:
+def compare(folder: Path, pairs: int) -> None:
     """Load the same files with and without digests, in turn, after one load that brings them into memory."""
-    from hf_gpipe import Pipeline
-    from hf_gpipe.checkpoint.digests import DIGESTS_FILE
-
-    with tempfile.TemporaryDirectory() as folder:
-        plain, directory = Path(folder) / "plain", Path(folder) / "model"
-        write_model(plain, "100GB", num_layers=18)
-        Pipeline(plain, 2).save_pretrained(directory)
-        kept = (directory / DIGESTS_FILE).read_bytes()
-        seconds: dict[bool, list[float]] = {True: [], False: []}
-        for number in range(2 * pairs + 1):
-            with_digests = number % 2 == 0
-            (directory / DIGESTS_FILE).unlink(missing_ok=True)
-            if with_digests:
-                (directory / DIGESTS_FILE).write_bytes(kept)
-            command = [sys.executable, __file__, "--stages", "1", "--measure", str(directory), "0"]
-            result = subprocess.run(command, capture_output=True, text=True, check=True)
-            if number:
-                seconds[with_digests].append(json.loads(result.stdout.splitlines()[-1])["seconds"])
-    for with_digests, found in seconds.items():
-        print(
-            f"{'with' if with_digests else 'without':>8} digests: median {statistics.median(found):.3f} s, "
-            f"{min(found):.3f} to {max(found):.3f}"
-        )
-    print(f"ratio {statistics.median(seconds[True]) / statistics.median(seconds[False]):.3f}")
+    write_model(folder / "plain", "100GB", num_layers=18)
+    Pipeline(folder / "plain", 2).save_pretrained(folder / "model")
+    digests = folder / "model" / DIGESTS_FILE
+    kept = digests.read_bytes()
+    seconds: dict[str, list[float]] = {"with": [], "without": []}
+    for number in range(2 * pairs + 1):
+        how = "without" if number % 2 else "with"
+        digests.unlink(missing_ok=True)
+        if how == "with":
+            digests.write_bytes(kept)
+        (found,) = run_job(measure, (folder / "model", 0, 1), 1)
+        if number:
+            seconds[how].append(found["seconds"])
+    spreads = {how: Spread.of(own) for how, own in seconds.items()}
+    for how, spread in spreads.items():
+        print(f"{how:>8} digests: median {spread.median:.3f} s, {spread.low:.3f} to {spread.high:.3f}")
+    print(f"ratio {spreads['with'].median / spreads['without'].median:.3f}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", type=int, default=4, help="K: how many stages the model is cut into")
-    parser.add_argument("--digests", type=int, metavar="PAIRS", help="measure the cost of digests with so many pairs")
-    parser.add_argument("--quantised", metavar="KIND", help="nf4, fp4, with + for double quantisation, or int8")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    parser.add_argument("--measure", nargs=2, metavar=("DIRECTORY", "STAGE"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.measure:
-        print(
-            json.dumps(
-                measure(Path(arguments.measure[0]), int(arguments.measure[1]), arguments.stages, arguments.quantised)
-            )
-        )
-        return
-    if arguments.digests:
-        compare(arguments.digests)
-        return
-    rows = []
-    print(f"{'files':>6} {'stage':>5} {'own MB':>8} {'peak MB':>8} {'ratio':>6} {'seconds':>8}")
-    with tempfile.TemporaryDirectory() as folder:
-        if arguments.quantised:
-            directories = write_quantised(Path(folder), arguments.quantised)
+    made = parser(__doc__, stages=4)
+    made.add_argument("--digests", type=int, metavar="PAIRS", help="measure the cost of digests with so many pairs")
+    made.add_argument("--quantised", metavar="KIND", help="nf4, fp4, with + for double quantisation, or int8")
+    made.add_argument("--json", type=Path, help="where to write the figures")
+    options = made.parse_args()
+    rows, cells = [], []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if options.digests:
+            return compare(folder, options.digests)
+        if options.quantised:
+            directories = write_quantised(folder, options.quantised)
         else:
-            directories = (Path(folder) / "one", Path(folder) / "shards")
+            directories = (folder / "one", folder / "shards")
             for directory, shard_size in zip(directories, ("100GB", "300MB"), strict=True):
                 write_model(directory, shard_size)
         for directory in directories:
             files = len(list(directory.glob("*.safetensors")))
-            for stage in range(arguments.stages):
-                command = [sys.executable, __file__, "--stages", str(arguments.stages)]
-                command += ["--quantised", arguments.quantised] if arguments.quantised else []
-                result = subprocess.run(
-                    [*command, "--measure", str(directory), str(stage)], capture_output=True, text=True, check=True
-                )
-                row = {"files": files, "stage": stage} | json.loads(result.stdout.splitlines()[-1])
-                rows.append(row)
+            for stage in range(options.stages):
+                (row,) = run_job(measure, (directory, stage, options.stages, options.quantised), 1)
+                rows.append({"files": files, "stage": stage} | row)
                 own, peak = row["own_bytes"] / MEGABYTE, row["peak_bytes"] / MEGABYTE
-                print(f"{files:>6} {stage:>5} {own:>8.1f} {peak:>8.1f} {peak / own:>6.2f} {row['seconds']:>8.2f}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+                sizes = (f"{own:.1f}", f"{peak:.1f}", f"{peak / own:.2f}")
+                cells.append([files, stage, *sizes, f"{row['seconds']:.2f}"])
+    print(table(["files", "stage", "own MB", "peak MB", "ratio", "seconds"], cells))
+    write_json(options.json, rows=rows)
+    return None
 
 
 if __name__ == "__main__":

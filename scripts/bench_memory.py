@@ -15,93 +15,88 @@ count. "process" is how much the process grows during a step, with all temporari
 
 from __future__ import annotations
 
-import argparse
+import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
 
+from bench import machine
 from bench.processes import run_job
 from bench.report import MEGABYTE, table, write_json
-from bench.stage_memory import NUM_STAGES, measure_process
+from bench.runner import bench_parser, say
+from bench.saved_bytes import SavedBytes
 from bench.work import Work
 
-MODES = ("none", "block", "stage")
+from hf_gpipe import Pipeline
+from hf_gpipe.runtime.micro_batch import Context
+
+#: Of three stages the middle one both receives and sends hidden states, and has neither embedding nor head.
+NUM_STAGES, MIDDLE = 3, 1
 FLOAT_BYTES = 4
 
 
-@dataclass(frozen=True)
-class Kept:
-    """The bytes that the middle stage kept in a step."""
+def measure(recompute: str, work: Work) -> dict[str, int]:
+    """One process's part: bytes saved for backward at their peak, and the growth of the process during a step."""
+    blocks = work.layers // NUM_STAGES
+    partition = [1 + blocks, blocks, blocks + 2]
+    pipe = Pipeline(work.model(), NUM_STAGES, work.micro_batches, "gpipe", recompute, partition)
+    batch = work.batch()
+    # Gradients are there from now on, so that no later step adds them.
+    pipe.train_step(batch)
+    machine.reset_peak()
+    before = machine.resident_bytes()
+    pipe.train_step(batch)
+    process_bytes = machine.peak_bytes() - before
 
-    recompute: str
-    work: Work
-    saved_bytes: int
-    process_bytes: int
+    stage = pipe.stages[int(os.environ["RANK"])]
+    saved = SavedBytes([*pipe.parameters(), *stage.model.buffers.values()])
+    forward = stage.forward
 
-    def formula_bytes(self, block_row_bytes: float) -> float:
-        """See the top of this file; `block_row_bytes` is A."""
-        blocks, rows = self.work.layers // NUM_STAGES, self.work.rows
-        row_bytes = self.work.tokens * self.work.hidden * FLOAT_BYTES
-        return {
-            "none": rows * blocks * block_row_bytes,
-            "block": float(rows * blocks * row_bytes),
-            "stage": rows * row_bytes + blocks * rows / self.work.micro_batches * block_row_bytes,
-        }[self.recompute]
+    def counted_forward(context: Context, **how: Any) -> Any:
+        for tensor in context.carry.values():
+            saved.hold(tensor, tensor)
+        return forward(context, **how)
 
-
-def measure(recompute: str, work: Work, *, fork: bool) -> Kept:
-    parts = run_job(measure_process, {"recompute": recompute, "work": asdict(work)}, NUM_STAGES, fork=fork)
-    middle: dict[str, Any] = parts[NUM_STAGES // 2]
-    return Kept(recompute, work, middle["saved_bytes"], middle["process_bytes"])
-
-
-def block_row_bytes(found: list[Kept]) -> float:
-    """A, from the deepest run without recomputation."""
-    deepest = max((one for one in found if one.recompute == "none"), key=lambda one: one.work.layers)
-    return deepest.saved_bytes / (deepest.work.rows * deepest.work.layers // NUM_STAGES)
+    stage.forward = counted_forward  # type: ignore[method-assign]  # of this one stage
+    with saved.counting():
+        pipe.train_step(batch)
+    return {"saved_bytes": saved.peak_bytes, "process_bytes": process_bytes}
 
 
-def summary(found: list[Kept]) -> str:
-    each = block_row_bytes(found)
-    rows = [
-        [
-            one.recompute,
-            f"{one.work.layers}",
-            f"{one.work.micro_batches}",
-            f"{one.saved_bytes / MEGABYTE:.1f}",
-            f"{one.formula_bytes(each) / MEGABYTE:.1f}",
-            f"{one.saved_bytes / one.formula_bytes(each):.2f}",
-            f"{one.process_bytes / MEGABYTE:.1f}",
-        ]
-        for one in found
-    ]
-    return table(["recompute", "L", "M", "saved MB", "formula MB", "ratio", "process MB"], rows)
+def formula_bytes(recompute: str, work: Work, block_row_bytes: float) -> float:
+    """See the top of this file; `block_row_bytes` is A."""
+    blocks, row_bytes = work.layers // NUM_STAGES, work.tokens * work.hidden * FLOAT_BYTES
+    if recompute == "stage":
+        return work.rows * row_bytes + blocks * work.rows / work.micro_batches * block_row_bytes
+    return float(work.rows * blocks * (block_row_bytes if recompute == "none" else row_bytes))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--layers", nargs="+", type=int, default=[6, 12, 24], metavar="L", help="multiples of 3")
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[1, 2, 4, 8, 16], metavar="M")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    parser.add_argument("--quick", action="store_true", help="tiny models, to see that everything runs")
-    arguments = parser.parse_args(argv)
-    layers, micro_batches, base = arguments.layers, arguments.micro_batches, Work(vocabulary=1024)
-    if arguments.quick:
-        layers, micro_batches = [6], [4]
-        base = Work(hidden=64, intermediate=64, vocabulary=128, tokens=24)
-    found = []
-    for recompute in MODES:
-        for num_layers in layers:
-            for m in micro_batches:
-                work = Work(**{**asdict(base), "layers": num_layers, "micro_batches": m})
-                found.append(measure(recompute, work, fork=arguments.quick))
-                print(f"{recompute}, L = {num_layers}, M = {m}", file=sys.stderr, flush=True)
-    print(summary(found))
-    each = block_row_bytes(found)
-    rows = [asdict(one) | {"formula_bytes": one.formula_bytes(each)} for one in found]
-    write_json(arguments.json, {"block_row_bytes": each, "rows": rows})
+    options = parser.parse_args(argv)
+    layers, micro_batches, base = options.layers, options.micro_batches, Work(vocabulary=1024)
+    if options.quick:
+        layers, micro_batches, base = [6], [4], base.tiny()
+    found: list[tuple[str, Work, dict[str, int]]] = []
+    for recompute in ("none", "block", "stage"):
+        for work in (replace(base, layers=count, micro_batches=m) for count in layers for m in micro_batches):
+            parts = run_job(measure, (recompute, work), NUM_STAGES, fork=options.quick)
+            found.append((recompute, work, parts[MIDDLE]))
+            say(f"{recompute}, L = {work.layers}, M = {work.micro_batches}")
+    # A, from the deepest run without recomputation.
+    _, deepest, kept = max((one for one in found if one[0] == "none"), key=lambda one: one[1].layers)
+    each = kept["saved_bytes"] / (deepest.rows * deepest.layers // NUM_STAGES)
+    rows, cells = [], []
+    for recompute, work, kept in found:
+        saved, formula = kept["saved_bytes"], formula_bytes(recompute, work, each)
+        rows.append({"recompute": recompute, "work": asdict(work), **kept, "formula_bytes": formula})
+        sizes = [f"{size / MEGABYTE:.1f}" for size in (saved, formula, kept["process_bytes"])]
+        cells.append([recompute, work.layers, work.micro_batches, *sizes[:2], f"{saved / formula:.2f}", sizes[2]])
+    print(table(["recompute", "L", "M", "saved MB", "formula MB", "ratio", "process MB"], cells))
+    write_json(options.json, block_row_bytes=each, rows=rows)
     return 0
 
 

@@ -12,76 +12,112 @@ backwards without updates. The ratios are of one repetition each; medians, with 
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
-from statistics import median
+import time
+from argparse import Namespace
 from typing import Any
 
-from bench.packing import WAYS, measure
-from bench.processes import run_job
+import numpy as np
+import torch
+from bench.models import llama
+from bench.processes import meet, run_job
+from bench.report import Spread, paired, table, write_json
+from bench.runner import bench_parser
 
+from hf_gpipe import Pipeline
+from hf_gpipe.data import PairCollator
+from hf_gpipe.data.batches import length_bucketed_batches
+from hf_gpipe.runtime.micro_batch import make_micro_batches
+
+#: How `Pipeline` cuts the mini-batches of each way.
+WAYS: dict[str, dict[str, bool]] = {"padded": {}, "bucketed": {"length_bucketing": True}, "packed": {"packing": True}}
 QUICK = {
-    "rows": 12,
-    "batch_size": 6,
-    "micro_batches": 3,
-    "width": 64,
-    "blocks": 2,
-    "repetitions": 1,
-    "shortest": 4,
-    "median": 20,
-    "longest": 64,
+    **{"rows": 12, "batch_size": 6, "micro_batches": 3, "width": 64, "blocks": 2, "reps": 1},
+    **{"shortest": 4, "median": 20, "longest": 64},
 }
 
 
+def lengths_of(given: Namespace) -> list[int]:
+    """Tokens of each row: the logarithm is normal, as of the messages of chats, cut to the shortest and longest."""
+    drawn = np.random.default_rng(given.seed).lognormal(np.log(given.median), given.sigma, given.rows)
+    return [int(length) for length in np.clip(drawn, given.shortest, given.longest)]
+
+
+def measure(given: Namespace) -> dict[str, Any]:
+    """One process's part: for each way the seconds of each repetition, over all rows, and what it computed.
+
+    The ways take turns. A repetition has the forwards and backwards of all mini-batches, without updates. The
+    mini-batches of `padded` and `packed` have the same rows, so their losses are compared.
+    """
+    lengths, size = lengths_of(given), given.batch_size
+    generator = torch.Generator().manual_seed(given.seed)
+    rows = [torch.randint(3, given.vocabulary, (length,), generator=generator).tolist() for length in lengths]
+    in_order = [list(range(start, min(start + size, len(rows)))) for start in range(0, len(rows), size)]
+    by_length = length_bucketed_batches(lengths, size, given.seed, 0)
+    collate = PairCollator(pad_token_id=0)
+    batches = {
+        way: [
+            collate([{"input_ids": rows[index], "labels": rows[index]} for index in batch])
+            for batch in (by_length if way == "bucketed" else in_order)
+        ]
+        for way in WAYS
+    }
+    shape = {"intermediate": given.width * 8 // 3 // 8 * 8, "max_position_embeddings": given.longest}
+    config = llama(given.width, given.blocks, given.vocabulary, **shape)
+    table_of = (given.stages, given.micro_batches, given.schedule, given.recompute)
+    common = {"attn_implementation": given.attention, "device": "cpu"}
+    pipes = {way: Pipeline(config, *table_of, **common, **options) for way, options in WAYS.items()}
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    losses: dict[str, list[float]] = {}
+    for repetition in range(given.reps + 1):
+        for way, pipe in pipes.items():
+            meet()
+            start = time.perf_counter()
+            found = [pipe.train_on([batch]) for batch in (batches[way] if repetition else batches[way][:1])]
+            meet()
+            if repetition:  # the one before warms up
+                seconds[way].append(time.perf_counter() - start)
+            losses[way] = [float(loss) for loss in found]
+            pipe.zero_grad()
+    computed = {way: sum(computed_tokens(pipes[way], batch) for batch in batches[way]) for way in WAYS}
+    pairs = zip(losses["padded"], losses["packed"], strict=True)
+    difference = max(abs(one - other) for one, other in pairs)
+    return {"seconds": seconds, "tokens": sum(lengths), "computed_tokens": computed, "loss_difference": difference}
+
+
+def computed_tokens(pipe: Pipeline, batch: dict[str, torch.Tensor]) -> int:
+    """Tokens of a mini-batch's micro-batches, padding included."""
+    how = {"length_bucketing": pipe.length_bucketing, "packing": pipe.packing}
+    made = make_micro_batches(pipe.adapter, [batch], pipe.num_micro_batches, 0, 0, **how)
+    return sum(one.inputs["input_ids"].numel() for one in made)
+
+
 def main(arguments: list[str] | None = None) -> None:
-    options = _parser().parse_args(arguments)
-    job = {name: value for name, value in vars(options).items() if name not in ("json", "quick")}
-    if options.quick:
-        job |= QUICK
-    parts = run_job(measure, job, job["stages"], timeout_seconds=7200)
-    tokens = parts[0]["tokens"]
+    numbers = {"rows": 128, "batch_size": 32, "micro_batches": 8, "stages": 2, "width": 256, "blocks": 8}
+    numbers |= {"vocabulary": 8000, "shortest": 32, "longest": 2048, "median": 300, "reps": 3, "seed": 0}
+    parser = bench_parser(__doc__, **numbers)
+    parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithm of a row's length; default: 1")
+    for name, default in (("schedule", "1f1b"), ("recompute", "none"), ("attention", "sdpa")):
+        parser.add_argument(f"--{name}", default=default, help=f"default: {default}")
+    given = parser.parse_args(arguments)
+    if given.quick:
+        given = Namespace(**{**vars(given), **QUICK})
+    parts = run_job(measure, (given,), given.stages, timeout_seconds=7200)
+    first, tokens = parts[0], parts[0]["tokens"]
     rates = {
         way: [tokens / max(times) for times in zip(*(part["seconds"][way] for part in parts), strict=True)]
         for way in WAYS
     }
-    ratios = {
-        way: [packed / other for packed, other in zip(rates["packed"], rates[way], strict=True)]
-        for way in WAYS
-        if way != "packed"
-    }
-    print(f"{job['rows']} rows, {tokens} tokens, {job['shortest']} to {job['longest']}; K = {job['stages']}")
-    print("| way | tokens per second | computed for one token |")
-    print("|---|---|---|")
-    for way, found in rates.items():
-        print(f"| {way} | {_text(found, '.0f')} | {parts[0]['computed_tokens'][way] / tokens:.2f} |")
-    for way, found in ratios.items():
-        print(f"packed over {way}: {_text(found, '.2f')}")
-    print(f"largest difference of a mini-batch's loss, packed and padded: {parts[0]['loss_difference']:.1e}")
-    if options.json is not None:
-        report = {"job": job, "tokens_per_second": rates, "packed_over": ratios, **parts[0]}
-        options.json.write_text(json.dumps(report, indent=2))
-
-
-def _text(values: list[float], form: str) -> str:
-    return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    numbers: dict[str, Any] = {
-        **{"rows": 128, "batch_size": 32, "micro_batches": 8, "stages": 2, "width": 256, "blocks": 8},
-        **{"vocabulary": 8000, "shortest": 32, "longest": 2048, "median": 300, "repetitions": 3, "seed": 0},
-    }
-    for name, default in numbers.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=f"default: {default}")
-    parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithm of a row's length; default: 1")
-    parser.add_argument("--schedule", default="1f1b")
-    parser.add_argument("--recompute", default="none")
-    parser.add_argument("--attention", default="sdpa", help="sdpa or eager")
-    parser.add_argument("--quick", action="store_true", help="a trial run")
-    parser.add_argument("--json", type=Path, help="file for all numbers")
-    return parser
+    ratios = {way: paired(rates["packed"], rates[way]) for way in ("padded", "bucketed")}
+    print(f"{given.rows} rows, {tokens} tokens, {given.shortest} to {given.longest}; K = {given.stages}")
+    rows = [
+        [way, Spread.of(own).text(0), f"{first['computed_tokens'][way] / tokens:.2f}"] for way, own in rates.items()
+    ]
+    print(table(["way", "tokens per second", "computed for one token"], rows))
+    for way, ratio in ratios.items():
+        print(f"packed over {way}: {ratio.text()}")
+    print(f"largest difference of a mini-batch's loss, packed and padded: {first['loss_difference']:.1e}")
+    job = {name: value for name, value in vars(given).items() if name != "json"}
+    write_json(given.json, job=job, tokens_per_second=rates, packed_over=ratios, **first)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Transformer, 1663 blocks, as a GPT-2 in 128 stages (arXiv 1811.06965). Each run 
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -16,6 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
+
+from bench.runner import parser
 
 RECIPES = {
     "6B": """\
@@ -36,11 +37,11 @@ pipeline: {num_stages: 128, num_micro_batches: 32, schedule: gpipe, recompute: s
 training: {output_dir: out, batch_size: 32, optim: rmsprop}
 """,
 }
-LIMIT_SECONDS, LIMIT_BYTES = 10.0, 2 << 30
+LIMIT_SECONDS, LIMIT_GIB = 10.0, 2.0
 
 
-def run(recipe: Path, name: str) -> tuple[float, int]:
-    """Wall seconds and peak resident bytes of one command. Raises CalledProcessError where it neither fits nor not."""
+def run(recipe: Path, name: str) -> tuple[float, float]:
+    """Wall seconds and peak resident GiB of one command. Raises CalledProcessError where it neither fits nor not."""
     start = time.perf_counter()
     command = [sys.executable, "-m", "hf_gpipe.plan", str(recipe), "--device", "v100-16"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -49,24 +50,21 @@ def run(recipe: Path, name: str) -> tuple[float, int]:
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode not in (0, 1):
         raise subprocess.CalledProcessError(process.returncode, command, output)
-    seconds = time.perf_counter() - start
-    print(f"{name}: {output.splitlines()[0]}: {seconds:.1f} s, {usage.ru_maxrss / 2**20:.2f} GiB", flush=True)
-    return seconds, usage.ru_maxrss * 1024
+    seconds, size = time.perf_counter() - start, usage.ru_maxrss / 2**20
+    print(f"{name}: {output.splitlines()[0]}: {seconds:.1f} s, {size:.2f} GiB", flush=True)
+    return seconds, size
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--reps", type=int, default=3, help="runs of each")
-    reps = parser.parse_args().reps
-    is_within = True
+    reps, is_within = parser(__doc__, reps=3).parse_args().reps, True
     with tempfile.TemporaryDirectory() as folder:
         for name, text in RECIPES.items():
             recipe = Path(folder) / "recipe.yaml"
             recipe.write_text(text)
-            runs = [run(recipe, name) for _ in range(reps)]
-            seconds, size = median(one for one, _ in runs), max(size for _, size in runs)
-            is_within &= seconds <= LIMIT_SECONDS and size <= LIMIT_BYTES
-            print(f"{name}: median {seconds:.1f} s of {LIMIT_SECONDS:g}, {size / 2**30:.2f} GiB of {LIMIT_BYTES >> 30}")
+            seconds, sizes = zip(*(run(recipe, name) for _ in range(reps)), strict=True)
+            is_within &= median(seconds) <= LIMIT_SECONDS and max(sizes) <= LIMIT_GIB
+            of_limits = f"{median(seconds):.1f} s of {LIMIT_SECONDS:g}, {max(sizes):.2f} GiB of {LIMIT_GIB:g}"
+            print(f"{name}: median {of_limits}")
     return 0 if is_within else 1
 
 

@@ -16,30 +16,18 @@ import json
 import shutil
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-from transformers import LlamaConfig, TrainerCallback
+from bench.models import llama, random_rows
+from bench.runner import parser
+from transformers import TrainerCallback
 
 from hf_gpipe import PipelineTrainer, PipelineTrainingArguments
 
 VOCABULARY, WARM_UP = 8192, 3
-
-
-class Rows(torch.utils.data.Dataset[dict[str, list[int]]]):
-    """Random tokens, all rows of one length."""
-
-    def __init__(self, count: int, length: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self._ids = torch.randint(3, VOCABULARY, (count, length), generator=generator).tolist()
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        return {"input_ids": self._ids[index], "labels": self._ids[index]}
 
 
 class Windows(TrainerCallback):
@@ -57,68 +45,48 @@ class Windows(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.written_after.append(len(self.ends) - state.global_step)
 
-    def seconds(self, number: int) -> float:
-        """How long a window took."""
-        first = WARM_UP + number * self._steps - 1
-        return self.ends[first + self._steps] - self.ends[first]
+    def seconds(self) -> list[float]:
+        """How long each window took."""
+        ends = self.ends[WARM_UP - 1 :: self._steps]
+        return [end - start for start, end in pairwise(ends)]
 
 
-def measure(given: argparse.Namespace, how: str) -> dict[str, Any] | None:
+def measure(given: argparse.Namespace, how: str, output: str) -> dict[str, Any] | None:
     """Train with one way to save; the figures, in the main process."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=given.hidden,
-        intermediate_size=given.hidden * 4,
-        num_hidden_layers=given.layers,
-        num_attention_heads=max(1, given.hidden // 64),
-        max_position_embeddings=given.length,
-    )
+    config = llama(given.hidden, given.layers, VOCABULARY, max_position_embeddings=given.length)
     windows = Windows(given.steps)
-    output = given.output / how
     args = PipelineTrainingArguments(
-        output_dir=str(output),
+        output_dir=output,
         num_stages=given.stages,
         num_micro_batches=given.micro,
         per_device_train_batch_size=given.rows,
         max_steps=WARM_UP + 2 * given.repeats * given.steps,
-        save_strategy="no",
-        save_total_limit=1,
-        save_in_background=how,
-        logging_steps=10**6,
-        report_to="none",
-        disable_tqdm=True,
+        **{"save_strategy": "no", "save_total_limit": 1, "save_in_background": how},
+        **{"logging_steps": 10**6, "report_to": "none", "disable_tqdm": True},
     )
-    trainer = PipelineTrainer(config, args, train_dataset=Rows(8 * given.rows, given.length), callbacks=[windows])
+    rows = random_rows(8 * given.rows, given.length, VOCABULARY)
+    trainer = PipelineTrainer(config, args, train_dataset=rows, callbacks=[windows])
     trainer.train()
     if not trainer.is_world_process_zero():
         return None
-    without = [windows.seconds(number) for number in range(0, 2 * given.repeats, 2)]
-    around = [windows.seconds(number) for number in range(1, 2 * given.repeats, 2)]
+    without, around = median(windows.seconds()[::2]), median(windows.seconds()[1::2])
     return {
-        "parameters": trainer.pipe.adapter.reference.num_parameters(),
-        "processes": trainer.topology.num_processes,
-        "save_in_background": how,
-        "steps": given.steps,
-        "seconds_without": round(median(without), 3),
-        "seconds_around_a_save": round(median(around), 3),
-        "ratio": round(median(around) / median(without), 4),
+        **{"parameters": trainer.pipe.adapter.reference.num_parameters(), "processes": trainer.topology.num_processes},
+        **{"save_in_background": how, "steps": given.steps, "seconds_without": round(without, 3)},
+        **{"seconds_around_a_save": round(around, 3), "ratio": round(around / without, 4)},
         "written_after": windows.written_after,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = {"hidden": 1024, "layers": 17, "rows": 4, "length": 64, "micro": 2, "stages": 1, "steps": 20, "repeats": 1}
-    for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--how", nargs="+", default=["always", "never"], choices=["always", "never"])
-    parser.add_argument(
-        "--output", type=Path, default=Path(tempfile.gettempdir()) / "bench-saving", help="where checkpoints are put"
-    )
-    given = parser.parse_args()
+    made = parser(__doc__, **sizes)
+    made.add_argument("--how", nargs="+", default=["always", "never"], choices=["always", "never"])
+    folder = Path(tempfile.gettempdir()) / "bench-saving"  # the same in all processes
+    made.add_argument("--output", type=Path, default=folder, help="where checkpoints are put")
+    given = made.parse_args()
     for how in given.how:
-        figures = measure(given, how)
-        if figures is not None:
+        if (figures := measure(given, how, str(given.output / how))) is not None:
             shutil.rmtree(given.output / how, ignore_errors=True)
             print(json.dumps(figures), flush=True)
 

@@ -28,15 +28,17 @@ import pstats
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from statistics import median
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from bench import machine
-from bench.report import table
+from bench.models import llama, random_ids
+from bench.report import Spread, table
+from bench.runner import parser
 from transformers import LlamaConfig
 
 from hf_gpipe import Pipeline
@@ -49,64 +51,49 @@ from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.micro_batch import Context, make_micro_batches
 from hf_gpipe.runtime.stage import Stage
 
-VOCABULARY, HEAD_SIZE = 64, 64
+VOCABULARY = 64
 #: Repetitions that do not count: the first ones get their memory from the system.
 _WARM_UP = 4
 
 
 def config_of(width: int, blocks: int) -> LlamaConfig:
-    heads = max(width // HEAD_SIZE, 2)
-    return LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=width,
-        intermediate_size=width * 8 // 3 // 8 * 8,
-        num_hidden_layers=blocks,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        tie_word_embeddings=False,
-    )
+    return llama(width, blocks, VOCABULARY, width * 8 // 3 // 8 * 8, heads=max(width // 64, 2))
 
 
 def batch_of(rows: int, length: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(0))
+    ids = random_ids(rows, length, VOCABULARY)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
 
-def middle_stage(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> Stage:
+def middle_stage(config: LlamaConfig) -> Stage:
     """A stage of all blocks, without the embedding, the norm and the head."""
-    adapter = adapter_for(config, dtype)
+    adapter, cpu = adapter_for(config), torch.device("cpu")
     model = StageModel(adapter, 1, len(adapter.layers) - 2)
-    hub.initialise(model, device, 0)
-    model.seal(device)
+    hub.initialise(model, cpu, 0)
+    model.seal(cpu)
     return Stage(model, lambda _: {"hidden": True})
 
 
-def split_costs(arguments: argparse.Namespace) -> dict[str, Any]:
-    config, dtype = config_of(arguments.width, arguments.blocks), getattr(torch, arguments.dtype)
-    device = torch.device(arguments.device)
-    whole, split = middle_stage(config, dtype, device), middle_stage(config, dtype, device)
+def split_costs(given: argparse.Namespace) -> dict[str, Any]:
+    config = config_of(given.width, given.blocks)
+    whole, split = middle_stage(config), middle_stage(config)
     split.model.defer_weight_gradients()
-    (micro_batch,) = make_micro_batches(
-        whole.model.adapter, [batch_of(arguments.rows, arguments.length)], 1, seed=0, step=0
-    )
-    hidden, gradient = torch.randn(2, arguments.rows, arguments.length, arguments.width, dtype=dtype, device=device)
+    batch = batch_of(given.rows, given.length)
+    (micro_batch,) = make_micro_batches(whole.model.adapter, [batch], 1, seed=0, step=0)
+    hidden, gradient = torch.randn(2, given.rows, given.length, given.width)
     context = Context(micro_batch, {"hidden": hidden})
     faults: Counter[str] = Counter()
     seconds: dict[str, list[float]] = {name: [] for name in ("F", "B", "F split", "I", "W")}
     kept = 0
 
     def clock(name: str, action: Callable[[], Any]) -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
         before, start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, time.perf_counter()
         action()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
         seconds[name].append(time.perf_counter() - start)
         faults[name] += resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
     machine.keep_freed_memory()
-    for repetition in range(arguments.repetitions + _WARM_UP):
+    for repetition in range(given.repetitions + _WARM_UP):
         clock("F", lambda: whole.forward(context, keep_graph=True))
         clock("B", lambda: whole.backward(0, {"hidden": gradient}))
         clock("F split", lambda: split.forward(context, keep_graph=True))
@@ -118,7 +105,6 @@ def split_costs(arguments: argparse.Namespace) -> dict[str, Any]:
             for measured in seconds.values():
                 measured.clear()
     pairs = zip(whole.model.parameters.values(), split.model.parameters.values(), strict=True)
-    differences = [float((one.grad - other.grad).norm() / one.grad.norm()) for one, other in pairs]
     ratios = {
         "(I + W) / B": [(i + w) / b for i, w, b in zip(seconds["I"], seconds["W"], seconds["B"], strict=True)],
         "F split / F": [s / f for s, f in zip(seconds["F split"], seconds["F"], strict=True)],
@@ -127,9 +113,11 @@ def split_costs(arguments: argparse.Namespace) -> dict[str, Any]:
         "milliseconds": {name: summary(values, 1e3) for name, values in seconds.items()},
         "ratios": {name: summary(values) for name, values in ratios.items()},
         "of the least values": (min(seconds["I"]) + min(seconds["W"])) / min(seconds["B"]),
-        "page faults": {name: round(faults[name] / arguments.repetitions) for name in seconds},
+        "page faults": {name: round(faults[name] / given.repetitions) for name in seconds},
         "kept MiB": round(kept / 2**20, 2),
-        "largest relative difference of a gradient": max(differences),
+        "largest relative difference of a gradient": max(
+            float((one.grad - other.grad).norm() / one.grad.norm()) for one, other in pairs
+        ),
     }
 
 
@@ -187,34 +175,35 @@ PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
 }
 
 
-@contextmanager
-def tiny_steps(schedule: str) -> Iterator[tuple[int, Callable[[], Any]]]:
+def tiny_steps(schedule: str) -> tuple[int, Callable[[], Any]]:
     """The number of actions of a step, and the step: four stages of one tiny block, eight micro-batches."""
     num_stages, num_micro_batches = 4, 8
     pipe = Pipeline(config_of(16, num_stages), num_stages, num_micro_batches, schedule, partition=[2, 1, 1, 3])
-    table = pipe.schedule(num_micro_batches)
-    batch = batch_of(num_micro_batches, 8)
-    micro_batches = make_micro_batches(pipe.adapter, [batch], num_micro_batches, seed=0, step=0)
+    actions = pipe.schedule(num_micro_batches)
+    micro_batches = make_micro_batches(
+        pipe.adapter, [batch_of(num_micro_batches, 8)], num_micro_batches, seed=0, step=0
+    )
 
     def step() -> None:
-        pipe._executor.run(table, micro_batches)
+        pipe._executor.run(actions, micro_batches)
 
     for _ in range(3):
         step()
-    yield sum(map(len, table.actions)), step
+    return sum(map(len, actions.actions)), step
 
 
-def host_time(arguments: argparse.Namespace) -> dict[str, Any]:
+def host_time(given: argparse.Namespace) -> dict[str, Any]:
     """Microseconds per action, by schedule: of the executor, and the medians of the other parts of a step."""
     found: dict[str, Any] = {}
     others = Others()
-    for schedule in arguments.schedules:
+    for schedule in given.schedules:
         values, parts = [], []
-        with tiny_steps(schedule) as (count, step), ExitStack() as patched:
+        count, step = tiny_steps(schedule)
+        with ExitStack() as patched:
             for part, calls in PARTS.items():
                 for owner, name in calls:
                     patched.enter_context(patch.object(owner, name, others.around(part, getattr(owner, name))))
-            for _ in range(10 * arguments.repetitions):
+            for _ in range(10 * given.repetitions):
                 others.restart()
                 start = time.thread_time()
                 step()
@@ -225,49 +214,44 @@ def host_time(arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def host_profile(schedule: str, repetitions: int, lines: int = 20) -> str:
+def host_profile(schedule: str, repetitions: int) -> str:
     """The project's functions in which a step's host time is spent, in microseconds per action, in Markdown."""
-    with tiny_steps(schedule) as (count, step):
-        profile = cProfile.Profile()
-        for _ in range(10 * repetitions):
-            profile.runcall(step)
-    scale = 1e6 / (10 * repetitions) / count
-    own = []
-    for (file, _, name), (_, calls, itself, cumulative, _) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+    count, step = tiny_steps(schedule)
+    profile = cProfile.Profile()
+    for _ in range(10 * repetitions):
+        profile.runcall(step)
+    own, per_action = [], 1 / (10 * repetitions) / count
+    for (file, _, name), (_, calls, itself, total, _) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
         if f"{os.sep}hf_gpipe{os.sep}" in file:
-            place = file.rpartition(f"hf_gpipe{os.sep}")[2]
-            own.append((itself * scale, cumulative * scale, calls / (10 * repetitions) / count, f"`{place}` {name}"))
-    own.sort(reverse=True)
-    rows = [[place, f"{each:.2f}", f"{itself:.1f}", f"{total:.1f}"] for itself, total, each, place in own[:lines]]
+            place = f"`{file.rpartition(f'hf_gpipe{os.sep}')[2]}` {name}"
+            own.append((itself * per_action, total * per_action, calls * per_action, place))
+    most = sorted(own, reverse=True)[:20]
+    rows = [
+        [place, f"{calls:.2f}", f"{1e6 * itself:.1f}", f"{1e6 * total:.1f}"] for itself, total, calls, place in most
+    ]
     return table([f"{schedule}: function", "calls", "own us", "us with all that it calls"], rows)
 
 
 def summary(values: list[float], scale: float = 1.0) -> dict[str, float]:
     """The median, the smallest and the largest."""
-    found = {"median": median(values), "min": min(values), "max": max(values)}
-    return {name: round(value * scale, 3) for name, value in found.items()}
+    return {
+        name: round(value * scale, 3) for name, value in zip(("median", "min", "max"), Spread.of(values), strict=True)
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--host", action="store_true", help="measure the executor's host time per action instead")
-    parser.add_argument("--profile", action="store_true", help="print where the host's time of a step goes")
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--blocks", type=int, default=4)
-    parser.add_argument("--rows", type=int, default=2)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--repetitions", type=int, default=25)
-    parser.add_argument("--schedules", nargs="+", default=["1f1b", "zb_h1"], help="of --host and --profile")
-    arguments = parser.parse_args()
+    made = parser(__doc__, width=384, blocks=4, rows=2, length=128, repetitions=25)
+    made.add_argument("--host", action="store_true", help="measure the executor's host time per action instead")
+    made.add_argument("--profile", action="store_true", help="print where the host's time of a step goes")
+    made.add_argument("--schedules", nargs="+", default=["1f1b", "zb_h1"], help="of --host and --profile")
+    given = made.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    if arguments.profile:
-        for schedule in arguments.schedules:
-            print(host_profile(schedule, arguments.repetitions), "\n")
-        return
-    print(json.dumps(host_time(arguments) if arguments.host else split_costs(arguments)))
+    if given.profile:
+        for schedule in given.schedules:
+            print(host_profile(schedule, given.repetitions), "\n")
+    else:
+        print(json.dumps(host_time(given) if given.host else split_costs(given)))
 
 
 if __name__ == "__main__":

@@ -10,40 +10,37 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 _HERE = Path(__file__).resolve().parent.parent
-_DEVICES = ("1", "2", "8")
-_MEMORY = ("16GiB", "80GiB")
 _OVERRIDES: dict[str, list[str]] = {
     "as written": [],
     "auto": ["pipeline.partition=auto", "pipeline.recompute=auto"],
     "block": ["pipeline.partition=auto", "pipeline.recompute=block", "pipeline.schedule=1f1b"],
 }
+_CASES = list(itertools.product(_OVERRIDES, ("1", "2", "8"), ("16GiB", "80GiB")))
 
 
 def main() -> int:
-    """Compare, or with --write only write the plans of the code that is imported."""
+    """Compare, or with --write only write the plans of the code that is imported to standard output."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", nargs="?", help="folder of the other checkout")
     parser.add_argument("--recipes", default="", help="only recipes whose path contains this")
-    parser.add_argument("--other-plans", type=Path, help="keep the other's plans here, and read them where they exist")
-    parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--write", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.write is not None:
-        options.write.write_text(json.dumps(plans(options.recipes), indent=1))
+    if options.write:
+        print(json.dumps(plans(options.recipes)))
         return 0
     if options.other is None:
         parser.error("name the folder of the other checkout")
-    own = plans_of(_HERE, options.recipes, None)
-    others = plans_of(Path(options.other), options.recipes, options.other_plans)
+    own, others = (plans_of(Path(checkout), options.recipes) for checkout in (_HERE, options.other))
     differing = [name for name in own if own[name] != others.get(name)]
     for name in differing:
         print(f"{name}\n  here  {_short(own[name])}\n  there {_short(others.get(name))}")
@@ -53,16 +50,12 @@ def main() -> int:
     return 1 if differing else 0
 
 
-def plans_of(checkout: Path, recipes: str, kept: Path | None) -> dict[str, Any]:
+def plans_of(checkout: Path, recipes: str) -> dict[str, Any]:
     """The plans of a checkout's code for this checkout's recipes, made in a process of its own."""
-    path = Path(f"/tmp/plans-{os.getpid()}.json") if kept is None else kept
-    if kept is None or not kept.exists():
-        environment = {**os.environ, "PYTHONPATH": str(checkout)}
-        command = [sys.executable, str(Path(__file__).resolve()), "--recipes", recipes, "--write", str(path)]
-        subprocess.run(command, check=True, env=environment, cwd=checkout)
-    found: dict[str, Any] = json.loads(path.read_text())
-    if kept is None:
-        path.unlink()
+    command = [sys.executable, str(Path(__file__).resolve()), "--recipes", recipes, "--write"]
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    done = subprocess.run(command, check=True, env=environment, cwd=checkout, stdout=subprocess.PIPE)
+    found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
@@ -73,19 +66,14 @@ def plans(recipes: str) -> dict[str, Any]:
     found = {}
     for path in sorted((_HERE / "recipes").rglob("*.yaml")):
         name = str(path.relative_to(_HERE))
-        if recipes not in name:
-            continue
-        start = time.perf_counter()
-        for what, overrides in _OVERRIDES.items():
-            for devices in _DEVICES:
-                for memory in _MEMORY:
-                    command = [str(path), *overrides, "--devices", devices, "--memory", memory, "--json"]
-                    output, errors = io.StringIO(), io.StringIO()
-                    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-                        code = plan(command)
-                    plan_or_error = json.loads(output.getvalue()) if code < 2 else errors.getvalue()
-                    found[f"{name}, {what}, {devices} x {memory}"] = {"code": code, "plan": plan_or_error}
-        print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
+        for what, devices, memory in _CASES if recipes in name else ():
+            command = [str(path), *_OVERRIDES[what], "--devices", devices, "--memory", memory, "--json"]
+            output, errors = io.StringIO(), io.StringIO()
+            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+                code = plan(command)
+            plan_or_error = json.loads(output.getvalue()) if code < 2 else errors.getvalue()
+            found[f"{name}, {what}, {devices} x {memory}"] = {"code": code, "plan": plan_or_error}
+        print(name, file=sys.stderr, flush=True)
     return found
 
 

@@ -20,7 +20,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from hf_gpipe import PipelineSFTConfig, PipelineSFTTrainer
@@ -45,17 +45,6 @@ _SIZES = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3},
     **{"num_attention_heads": 4, "num_key_value_heads": 2},
 }
-
-
-class Logs(TrainerCallback):
-    """Keeps the lines with a loss."""
-
-    def __init__(self) -> None:
-        self.lines: list[dict[str, Any]] = []
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if "loss" in logs:
-            self.lines.append(dict(logs))
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -107,12 +96,8 @@ def differences(family: str, num_stages: int, weights: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         common: dict[str, Any] = {
             **{"output_dir": folder, "max_steps": 20, "logging_steps": 1, "learning_rate": 5e-3, "bf16": False},
-            **{
-                "per_device_train_batch_size": 4,
-                "gradient_accumulation_steps": 2,
-                "use_cpu": True,
-                "report_to": "none",
-            },
+            **{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "use_cpu": True},
+            "report_to": "none",
             **{"train_sampling_strategy": "sequential", "save_strategy": "no", "optim": "adamw_torch"},
             **{name: value for name, value in options.items() if name not in own},
         }
@@ -120,16 +105,10 @@ def differences(family: str, num_stages: int, weights: str) -> dict[str, float]:
             (PipelineSFTConfig(**common, **own), PipelineSFTTrainer),
             (SFTConfig(**common, gradient_checkpointing=False), SFTTrainer),
         ):
-            seen = Logs()
-            made = cls(
-                copy.deepcopy(model),
-                args=args,
-                train_dataset=Dataset.from_list(rows(kind, has_added=bool(num_added))),
-                processing_class=tokenizer(),
-                callbacks=[seen],
-            )
+            data = Dataset.from_list(rows(kind, has_added=bool(num_added)))
+            made = cls(copy.deepcopy(model), args=args, train_dataset=data, processing_class=tokenizer())
             made.train()
-            logs.append(seen.lines)
+            logs.append([line for line in made.state.log_history if "loss" in line])
             if cls is PipelineSFTTrainer and lora is not None:
                 check_saved(made, model, folder)
     mine, theirs = logs

@@ -16,9 +16,8 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -47,15 +46,13 @@ MISSING_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One line of the report; `verdict` is "exact", "refused" or "not buildable"."""
 
     name: str
     model_class: str
     verdict: str
     detail: str
-    difference: float | None = None
 
 
 def architectures() -> dict[str, str]:
@@ -102,48 +99,41 @@ def examine(name: str, model_class: str) -> Row:
         elif comparison.loss_dtype == torch.float32:
             precision = ", with a tolerance of 1e-6: its logits are float32"
         losses = ", also with the auxiliary loss" if len(differences) > 1 else ""
-        return Row(name, model_class, "exact", f"{max(differences):.1e}{precision}{losses}", max(differences))
+        return Row(name, model_class, "exact", f"{max(differences):.1e}{precision}{losses}")
     except CloneError as error:
-        return Row(name, model_class, "not buildable", _reason(error, name))
+        return Row(name, model_class, "not buildable", _one_line(error, name))
     except UnsupportedModelError as error:
-        return Row(name, model_class, "refused", REFUSED.get(name, _reason(error, name)))
+        return Row(name, model_class, "refused", REFUSED.get(name, _one_line(error, name)))
     except Exception as error:  # the default configuration itself
-        return Row(name, model_class, "not buildable", f"the default configuration fails: {_first_line(error)}")
+        return Row(name, model_class, "not buildable", f"the default configuration fails: {_one_line(error, '')}")
 
 
-def _reason(error: Exception, name: str) -> str:
-    return _first_line(error).removeprefix(f"{name}: ")
-
-
-def _first_line(error: Exception) -> str:
+def _one_line(error: Exception, name: str) -> str:
     text = " ".join(str(error).split())
-    return text if len(text) <= 160 else f"{text[:157]}..."
+    return (text if len(text) <= 160 else f"{text[:157]}...").removeprefix(f"{name}: ")
 
 
 def write_report(rows: Sequence[Row]) -> None:
     """Write docs/families.md."""
     groups = {verdict: [row for row in rows if row.verdict == verdict] for verdict in _TITLES}
     counts = ", ".join(f"{len(groups[verdict])} {verdict}" for verdict in _TITLES)
-    lines = [
-        "# Families",
-        "",
-        f"transformers {transformers.__version__}, torch {torch.__version__}: {len(rows)} architectures, {counts}.",
-        "",
-        "Written by `python scripts/families.py`. A tiny model of each architecture's default configuration runs in",
-        "3 stages and in one stage a layer, with 2 micro-batches. Its loss (relative) and every gradient (relative to",
-        "the global gradient norm) are compared with the plain model's, in float64 with a tolerance of 1e-10. Some",
-        "models convert their logits to float32 whatever the type of their weights is, so that the loss is computed in",
-        "float32. There the stages' loss, which is computed in place to save memory, rounds in another way than",
-        "torch's, and the tolerance is 1e-6; with the same code for the loss they agree within 1e-16.",
-        "A family that is not listed as exact is compared in the same way before a pipeline of it is made, and refused",
-        "with the reason if it is not exact. `python -m hf_gpipe.check` does this for a configuration of your own.",
-    ]
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
+    lines = ["# Families", "", f"{versions}: {len(rows)} architectures, {counts}.", "", _EXPLANATION]
     for verdict, (title, column) in _TITLES.items():
         lines += ["", f"## {title}", "", f"| architecture | class | {column} |", "|---|---|---|"]
         lines += [f"| {row.name} | {row.model_class} | {row.detail.replace('|', '/')} |" for row in groups[verdict]]
     REPORT.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+_EXPLANATION = """\
+Written by `python scripts/families.py`. A tiny model of each architecture's default configuration runs in
+3 stages and in one stage a layer, with 2 micro-batches. Its loss (relative) and every gradient (relative to
+the global gradient norm) are compared with the plain model's, in float64 with a tolerance of 1e-10. Some
+models convert their logits to float32 whatever the type of their weights is, so that the loss is computed in
+float32. There the stages' loss, which is computed in place to save memory, rounds in another way than
+torch's, and the tolerance is 1e-6; with the same code for the loss they agree within 1e-16.
+A family that is not listed as exact is compared in the same way before a pipeline of it is made, and refused
+with the reason if it is not exact. `python -m hf_gpipe.check` does this for a configuration of your own."""
 _TITLES = {
     "exact": ("Exact", "largest difference"),
     "refused": ("Refused", "reason"),

@@ -19,8 +19,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import (
@@ -56,9 +56,8 @@ def ported(script: Path, folder: Path) -> Path:
     """A copy of a script in which the trainer and its arguments are imported from here, under the old names."""
     kind = "" if script.name == "run_clm.py" else "Seq2Seq"
     old = f"    {kind}Trainer,\n    {kind}TrainingArguments,\n"
-    new = (
-        f"from hf_gpipe import PipelineTrainer as {kind}Trainer, PipelineTrainingArguments as {kind}TrainingArguments\n"
-    )
+    names = f"PipelineTrainer as {kind}Trainer, PipelineTrainingArguments as {kind}TrainingArguments"
+    new = f"from hf_gpipe import {names}\n"
     text = script.read_text(encoding="utf-8")
     assert text.count(old) == 1
     text = text.replace(old, "").replace("\nimport evaluate\n", f"\nimport evaluate\n{new}")
@@ -71,11 +70,7 @@ def prepare(folder: Path) -> None:
     """Two models with their tokenizer, and the rows of each script."""
     train_tokenizer(WORDS * 20, 290, folder / "tokenizer", model="bpe", character_coverage=1.0, target_tags=())
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
-    ids = {
-        "vocab_size": len(tokenizer),
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-    }
+    ids = {name: getattr(tokenizer, name) for name in ("pad_token_id", "eos_token_id")} | {"vocab_size": len(tokenizer)}
     pairs = MarianMTModel(tiny_config("marian", decoder_start_token_id=tokenizer.pad_token_id, **ids))
     causal = tiny_config("llama")
     causal.update(ids)
@@ -116,21 +111,11 @@ def words_of(name: str, work: Path, output: Path, steps: int) -> list[str]:
     ]
 
 
-def environment(folder: Path, **variables: str) -> dict[str, str]:
-    """Of a process that runs a script: one thread, no network, caches in `folder`."""
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(STAND_INS), os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HOME": str(folder / "cache"),
-        **variables,
-    }
-
-
 def run(launcher: str, words: Sequence[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a script with a launcher."""
-    command, given = [*LAUNCHERS[launcher], *words], environment(folder, **variables)
+    """Run a script with a launcher: one thread a process, no network, caches in `folder`."""
+    path = os.pathsep.join([str(REPOSITORY), str(STAND_INS), os.environ.get("PYTHONPATH", "")])
+    own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
+    command, given = [*LAUNCHERS[launcher], *words], {**os.environ, **own, **variables}
     return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=given)
 
 
@@ -141,8 +126,7 @@ def resumable(output: Path, steps: int, into: Path) -> Path:
     return into / name
 
 
-@dataclass(frozen=True)
-class Differences:
+class Differences(NamedTuple):
     """The largest differences of a run from another.
 
     Attributes:
@@ -192,13 +176,9 @@ def _losses(output: Path) -> dict[int, float]:
 
 
 def _metrics(output: Path) -> dict[str, float]:
-    results = json.loads((output / "all_results.json").read_text())
-    return {
-        name: value
-        for name, value in results.items()
-        if name.startswith(("eval_", "predict_", "perplexity"))
-        and not name.endswith(("_runtime", "_per_second", "_time"))
-    }
+    results = json.loads((output / "all_results.json").read_text()).items()
+    kinds, speeds = ("eval_", "predict_", "perplexity"), ("_runtime", "_per_second", "_time")
+    return {name: value for name, value in results if name.startswith(kinds) and not name.endswith(speeds)}
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 # Checks hf_gpipe on the GPUs of this machine: exactness, faults, waiting, speed. Prints a table and writes gpu_check.json.
 #     bash scripts/gpu_check.sh [--quick] [--profile FOLDER]     on the GPUs
 #     bash scripts/gpu_check.sh --emulated                       without a GPU, on emulated devices; no figures of speed
+# The checks are the tests in tests/gpu, whose conftest.py has the options; those of pytest are taken too.
 set -euo pipefail
 
 # The active environment is taken where its torch sees CUDA: .venv may have been made with a torch without it.
@@ -20,4 +21,8 @@ folder=$PWD
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 export PYTHONPATH=$PWD/scripts:$PWD${PYTHONPATH:+:$PYTHONPATH}
-exec "$python" -m gpu_check --output "$folder" "$@"
+checks=(-m pytest -m gpu tests/gpu -v --tb=line -p no:cacheprovider -o faulthandler_timeout=0 --output "$folder" "$@")
+if [[ " $* " == *" --emulated "* ]]; then
+    exec "$python" -m tests.emulated_cuda "${checks[@]}"
+fi
+exec "$python" "${checks[@]}"

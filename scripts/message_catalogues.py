@@ -41,7 +41,7 @@ from catalogues.languages import language_of
 from catalogues.messages import CatalogueError, pair_of, read_catalogue
 from catalogues.sources import Found, downloaded, files_of_deb, files_of_directory, files_of_system
 
-from hf_gpipe.command import Parser, fail
+from hf_gpipe.command import Parser, run_command
 from hf_gpipe.errors import DataError, UserError
 
 PACKAGES = ("vlc-l10n", "krita-l10n", "gimp-data", "kstars-data", "gcc-12-locales", "evolution-common")
@@ -53,10 +53,9 @@ _COMMON_LICENCE = re.compile(r"/usr/share/common-licenses/([A-Za-z][\w.-]*\w)")
 
 @dataclass
 class Gathered:
-    """All pairs of all catalogues.
+    """All pairs of all catalogues: (language, English) -> (translation, package/catalogue).
 
     Attributes:
-        pairs: (language, English) -> (translation, package/catalogue).
         dropped: how many messages were left out, by reason.
         num_catalogues: of each package, those that were read.
         notices: the copyright file of each package.
@@ -116,18 +115,19 @@ class Gathered:
             "num_languages": len(sizes),
             "num_pairs": len(self.pairs),
             "num_english": len({english for _, english in self.pairs}),
-            "pairs": dict(sorted(sizes.items(), key=lambda one: (-one[1], one[0]))),
+            "pairs": _most_first(sizes),
             "packages": {
-                package: {
-                    "catalogues": self.num_catalogues[package],
-                    "pairs": of_package[package],
-                    "licences": licences_of(self.notices.get(package, "")),
-                }
-                for package in sorted(self.num_catalogues)
+                package: {"catalogues": count, "pairs": of_package[package]}
+                | {"licences": licences_of(self.notices.get(package, ""))}
+                for package, count in sorted(self.num_catalogues.items())
             },
-            "left_out": dict(sorted(self.dropped.items(), key=lambda one: (-one[1], one[0]))),
+            "left_out": _most_first(self.dropped),
             "unreadable": dict(sorted(self.bad.items())),
         }
+
+
+def _most_first(counts: Counter[str]) -> dict[str, int]:
+    return dict(sorted(counts.items(), key=lambda one: (-one[1], one[0])))
 
 
 def _is_in_locale(found: Found) -> bool:
@@ -137,8 +137,7 @@ def _is_in_locale(found: Found) -> bool:
 
 def licences_of(notice: str) -> list[str]:
     """The licences that a copyright file names: in its fields "License:", or else as common licences of Debian."""
-    names = set(_LICENCE.findall(notice)) or set(_COMMON_LICENCE.findall(notice))
-    return sorted(names)
+    return sorted(set(_LICENCE.findall(notice)) or set(_COMMON_LICENCE.findall(notice)))
 
 
 def write(gathered: Gathered, output: Path) -> dict[str, Any]:
@@ -161,20 +160,6 @@ def _beside(output: Path, suffix: str) -> Path:
     return output.with_name(output.name.removesuffix(SUFFIX) + suffix)
 
 
-def _say(summary: dict[str, Any], output: Path) -> None:
-    sizes = list(summary["pairs"].items())
-    (most, first), (fewest, last) = sizes[0], sizes[-1]
-    print(
-        f"{output}: {summary['num_languages']} languages, {summary['num_pairs']} pairs from {first} ({most}) to {last} "
-        f"({fewest}), {summary['num_english']} English texts"
-    )
-    for package, about in summary["packages"].items():
-        licences = ", ".join(about["licences"]) or "no licence is named"
-        print(f"  {package}: {about['pairs']} pairs of {about['catalogues']} catalogues; {licences}")
-    for name, reason in summary["unreadable"].items():
-        print(f"  not read: {name}: {reason}", file=sys.stderr)
-
-
 def build(files: Iterable[Found], output: Path, min_pairs: int) -> dict[str, Any]:
     """Build the corpus from files of catalogues; returns its summary. Raises DataError if there is no pair."""
     gathered = Gathered()
@@ -192,14 +177,27 @@ def build(files: Iterable[Found], output: Path, min_pairs: int) -> dict[str, Any
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    try:
+
+    def work() -> int:
         options = _parser().parse_args(argv)
-        if not options.output.name.endswith(SUFFIX):
-            raise UserError(f"--output {options.output}: the name must end in {SUFFIX}")
-        _say(build(_files(options), options.output, options.min_pairs), options.output)
-    except UserError as error:
-        return fail(error)
-    return 0
+        output = options.output
+        if not output.name.endswith(SUFFIX):
+            raise UserError(f"--output {output}: the name must end in {SUFFIX}")
+        summary = build(_files(options), output, options.min_pairs)
+        sizes = list(summary["pairs"].items())
+        (most, first), (fewest, last) = sizes[0], sizes[-1]
+        print(
+            f"{output}: {summary['num_languages']} languages, {summary['num_pairs']} pairs from {first} ({most}) to "
+            f"{last} ({fewest}), {summary['num_english']} English texts"
+        )
+        for package, about in summary["packages"].items():
+            licences = ", ".join(about["licences"]) or "no licence is named"
+            print(f"  {package}: {about['pairs']} pairs of {about['catalogues']} catalogues; {licences}")
+        for name, reason in summary["unreadable"].items():
+            print(f"  not read: {name}: {reason}", file=sys.stderr)
+        return 0
+
+    return run_command(work)
 
 
 def _files(options: argparse.Namespace) -> Iterator[Found]:
@@ -209,29 +207,21 @@ def _files(options: argparse.Namespace) -> Iterator[Found]:
         names = () if options.directories or options.system else PACKAGES
     folder = options.downloads or options.output.parent / "packages"
     packages = downloaded(sorted(set(names)), folder, options.mirror, options.suite) if names else []
-    return chain(
-        *map(files_of_deb, packages),
-        *map(files_of_directory, options.directories),
-        files_of_system() if options.system else (),
-    )
+    system = files_of_system() if options.system else ()
+    return chain(*map(files_of_deb, packages), *map(files_of_directory, options.directories), system)
 
 
 def _parser() -> Parser:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("data/l10n.jsonl.gz"), help="default: data/l10n.jsonl.gz")
-    parser.add_argument(
-        "--packages", nargs="+", metavar="NAME", help=f"Debian packages; default: {', '.join(PACKAGES)}"
-    )
-    parser.add_argument("--mirror", metavar="URL", help="a Debian archive to download from, instead of apt-get")
-    parser.add_argument("--suite", default="stable", help="of that archive; default: stable")
-    parser.add_argument("--downloads", type=Path, help="folder of the packages; default: packages beside the output")
-    parser.add_argument(
-        "--from", dest="directories", type=Path, nargs="+", default=[], metavar="DIR", help="directories to read"
-    )
-    parser.add_argument("--system", action="store_true", help="read the catalogues of installed programs")
-    parser.add_argument(
-        "--min-pairs", type=int, default=150, help="languages with fewer pairs are left out; default: 150"
-    )
+    add, packages = parser.add_argument, f"Debian packages; default: {', '.join(PACKAGES)}"
+    add("--output", type=Path, default=Path("data/l10n.jsonl.gz"), help="default: data/l10n.jsonl.gz")
+    add("--packages", nargs="+", metavar="NAME", help=packages)
+    add("--mirror", metavar="URL", help="a Debian archive to download from, instead of apt-get")
+    add("--suite", default="stable", help="of that archive; default: stable")
+    add("--downloads", type=Path, help="folder of the packages; default: packages beside the output")
+    add("--from", dest="directories", type=Path, nargs="+", default=[], metavar="DIR", help="directories to read")
+    add("--system", action="store_true", help="read the catalogues of installed programs")
+    add("--min-pairs", type=int, default=150, help="languages with fewer pairs are left out; default: 150")
     return parser
 
 

@@ -15,46 +15,26 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
+from itertools import groupby, takewhile
 
 from pipedream_models import UTILISATION, Model, awd_lm, gnmt, resnet50, vgg16
 
 from hf_gpipe.partition.cluster import Cluster, parse_cluster
-from hf_gpipe.partition.hierarchical import (
-    ClusterPlan,
-    communicated_bytes,
-    data_parallel,
-    partition_cluster,
-    plan_of,
-)
+from hf_gpipe.partition.hierarchical import ClusterPlan, communicated_bytes, data_parallel, partition_cluster, plan_of
 from hf_gpipe.partition.pricing import Objective
 
 PUBLISHED, RING = Objective(published=True), Objective()
 LOWER, HIGHER = (0.5, 0.4, 0.3, 0.2), (0.8, 1.0, 1.3, 1.6, 2.0)
 
 
-@dataclass(frozen=True)
-class Case:
-    """A row of the paper's Table 1, not checked: model, cluster, configuration, speed-up over data parallelism."""
-
-    model: Model
-    cluster: str
-    paper: str
-    speedup: float
-
-
+#: The rows of the paper's Table 1, not checked: model, cluster, configuration, speed-up over data parallelism.
 CASES = (
-    Case(vgg16(), "4x4@pipedream-a", "15-1", 5.28),
-    Case(vgg16(), "2x8@pipedream-b", "15-1", 2.98),
-    Case(resnet50(), "4x4@pipedream-a", "16", 1.0),
-    Case(resnet50(), "2x8@pipedream-b", "16", 1.0),
-    Case(gnmt(16), "1x4@pipedream-a", "straight", 1.46),
-    Case(gnmt(16), "4x4@pipedream-a", "straight", 2.34),
-    Case(gnmt(16), "2x8@pipedream-b", "straight", 3.14),
-    Case(gnmt(8), "1x4@pipedream-a", "straight", 1.5),
-    Case(gnmt(8), "3x4@pipedream-a", "straight", 2.95),
-    Case(gnmt(8), "2x8@pipedream-b", "16", 1.0),
-    Case(awd_lm(), "1x4@pipedream-a", "straight", 4.25),
+    *((vgg16(), "4x4@pipedream-a", "15-1", 5.28), (vgg16(), "2x8@pipedream-b", "15-1", 2.98)),
+    *((resnet50(), "4x4@pipedream-a", "16", 1.0), (resnet50(), "2x8@pipedream-b", "16", 1.0)),
+    (gnmt(16), "1x4@pipedream-a", "straight", 1.46),
+    *((gnmt(16), "4x4@pipedream-a", "straight", 2.34), (gnmt(16), "2x8@pipedream-b", "straight", 3.14)),
+    *((gnmt(8), "1x4@pipedream-a", "straight", 1.5), (gnmt(8), "3x4@pipedream-a", "straight", 2.95)),
+    *((gnmt(8), "2x8@pipedream-b", "16", 1.0), (awd_lm(), "1x4@pipedream-a", "straight", 4.25)),
 )
 
 
@@ -87,12 +67,8 @@ def holds(model: Model, cluster: Cluster, objective: Objective) -> str:
     own = kind(plan(model, cluster, objective))
     ends = []
     for grid in (LOWER, HIGHER):
-        end = UTILISATION
-        for utilisation in grid:
-            if kind(plan(model, cluster, objective, utilisation)) != own:
-                break
-            end = utilisation
-        ends.append(end)
+        same = takewhile(lambda one: kind(plan(model, cluster, objective, one)) == own, grid)
+        ends.append([UTILISATION, *same][-1])
     return f"{ends[0]:g} to {ends[1]:g}"
 
 
@@ -100,60 +76,46 @@ def megabytes_per_sample(found: ClusterPlan, model: Model) -> float:
     return sum(communicated_bytes(found.stages, model.costs())) / model.batch / 1e6
 
 
-def configurations() -> list[str]:
-    """The table of configurations: published formula and rings, on levels and flat."""
-    lines = [
-        "| model | cluster | paper, not checked | speed-up | formula on levels | formula, flat | rings on levels | "
-        "rings, flat | speed-up, rings flat | holds |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for case in CASES:
-        cells = [case.model.name, case.cluster.replace("@pipedream-", " ").upper().replace("X", "x"), case.paper]
-        cells.append(f"{case.speedup:g}")
-        for objective in (PUBLISHED, RING):
-            for flat in (False, True):
-                cells.append(short(plan(case.model, cluster_of(case.cluster, flat), objective).replication))
-        flat_cluster = cluster_of(case.cluster, flat=True)
-        alone = plan_of(
-            data_parallel(len(case.model.layers), flat_cluster), case.model.costs(), flat_cluster, RING
-        ).seconds
-        cells.append(f"{alone / plan(case.model, flat_cluster, RING).seconds:.2f}")
-        cells.append(holds(case.model, flat_cluster, RING))
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+def alone(model: Model, cluster: Cluster, objective: Objective) -> ClusterPlan:
+    """Data parallelism."""
+    return plan_of(data_parallel(len(model.layers), cluster), model.costs(), cluster, objective)
 
 
 def short(replication: str) -> str:
     """1-1-1-1-2 as 4x1-2."""
-    groups: list[list[str]] = []
-    for count in replication.split("-"):
-        if groups and groups[-1][0] == count:
-            groups[-1].append(count)
-        else:
-            groups.append([count])
-    return "-".join(f"{len(group)}x{group[0]}" if len(group) > 2 else "-".join(group) for group in groups)
+    groups = [(count, len(list(same))) for count, same in groupby(replication.split("-"))]
+    return "-".join(f"{times}x{count}" if times > 2 else "-".join([count] * times) for count, times in groups)
+
+
+def configurations() -> list[str]:
+    """The table of configurations: published formula and rings, on levels and flat."""
+    header = ("model", "cluster", "paper, not checked", "speed-up", "formula on levels", "formula, flat")
+    lines = markdown([*header, "rings on levels", "rings, flat", "speed-up, rings flat", "holds"])
+    for model, cluster, paper, speedup in CASES:
+        flat = cluster_of(cluster, flat=True)
+        plans = [
+            plan(model, cluster_of(cluster, is_flat), objective)
+            for objective in (PUBLISHED, RING)
+            for is_flat in (False, True)
+        ]
+        cells = [model.name, cluster.replace("@pipedream-", " ").upper().replace("X", "x"), paper, f"{speedup:g}"]
+        cells += [short(one.replication) for one in plans]
+        ratio = alone(model, flat, RING).seconds / plans[-1].seconds
+        lines.append(f"| {' | '.join([*cells, f'{ratio:.2f}', holds(model, flat, RING)])} |")
+    return lines
 
 
 def traffic() -> list[str]:
     """Bytes per sample on 4 GPUs of cluster A and on 16 GPUs taken as one level."""
-    lines = [
-        "| model | GPUs | data parallel, MB/sample | best other configuration | MB/sample | less by | "
-        "the paper, not checked |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    said = {
-        "ResNet-50": "more (figure 17)",
-        "VGG-16": "far less (figure 17)",
-        "GNMT-8": "far less (figure 17)",
-        "GNMT-16": "far less (figure 17)",
-        "AWD LM": "88% less",
-    }
+    header = ("model", "GPUs", "data parallel, MB/sample", "best other configuration", "MB/sample", "less by")
+    lines = markdown([*header, "the paper, not checked"])
+    said = {"ResNet-50": "more (figure 17)", "AWD LM": "88% less"}
     for model in (vgg16(), resnet50(), gnmt(8), gnmt(16), awd_lm()):
         for cluster in (cluster_of("1x4@pipedream-a", flat=False), cluster_of("4x4@pipedream-a", flat=True)):
-            alone = plan_of(data_parallel(len(model.layers), cluster), model.costs(), cluster, PUBLISHED)
             best = partition_cluster(model.costs(), cluster, PUBLISHED, one_stage=False)
-            before, after = megabytes_per_sample(alone, model), megabytes_per_sample(best, model)
-            paper = said[model.name] if cluster.num_devices == 4 else ""
+            before = megabytes_per_sample(alone(model, cluster, PUBLISHED), model)
+            after = megabytes_per_sample(best, model)
+            paper = said.get(model.name, "far less (figure 17)") if cluster.num_devices == 4 else ""
             lines.append(
                 f"| {model.name} | {cluster.num_devices} | {before:.2f} | {short(best.replication)} | {after:.2f} | "
                 f"{1 - after / before:.0%} | {paper} |"
@@ -161,12 +123,11 @@ def traffic() -> list[str]:
     return lines
 
 
-def main() -> None:
-    began = time.perf_counter()
-    for line in [*configurations(), "", *traffic()]:
-        print(line)
-    print(f"\n{time.perf_counter() - began:.1f} s", file=sys.stderr)
+def markdown(header: list[str]) -> list[str]:
+    return [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
 
 
 if __name__ == "__main__":
-    main()
+    began = time.perf_counter()
+    print(*configurations(), "", *traffic(), sep="\n")
+    print(f"\n{time.perf_counter() - began:.1f} s", file=sys.stderr)

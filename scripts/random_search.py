@@ -66,30 +66,23 @@ def counts(lines: Sequence[dict[str, str]]) -> str:
 def line_of(outcome: Outcome) -> dict[str, str]:
     """What is kept of a case."""
     case = outcome.case
-    return {
-        "seed": str(case.seed),
-        "case": str(case.number),
-        "family": case.family,
-        "verdict": outcome.verdict,
-        "detail": outcome.detail,
-        "told": str(case),
-    }
+    drawn = {"seed": str(case.seed), "case": str(case.number), "family": case.family}
+    return {**drawn, "verdict": outcome.verdict, "detail": outcome.detail, "told": str(case)}
 
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=1.0)
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--case", type=int)
-    parser.add_argument("--first", type=int, default=0)
+    for name, default in (("--seed", None), ("--case", None), ("--first", 0)):
+        parser.add_argument(name, type=int, default=default)
     parser.add_argument("--families", nargs="+", default=())
     parser.add_argument("--output", type=Path)
     parser.add_argument("--counts", nargs="+", type=Path)
     arguments = parser.parse_args(words)
+    lines: list[dict[str, str]] = []
     if arguments.counts:
         lines = [json.loads(line) for path in arguments.counts for line in path.read_text().splitlines()]
-        print(counts(lines))
-        return int(any(line["verdict"] == WRONG for line in lines))
+        return _told(lines)
     quiet()
     names = tuple(arguments.families)
     seed = random.SystemRandom().randrange(10**6) if arguments.seed is None else arguments.seed
@@ -101,7 +94,6 @@ def main(words: Sequence[str] | None = None) -> int:
             print(f"reduced: {least.case}\n    {least.detail}")
         return int(outcome.verdict == WRONG)
     print(f"seed {seed}", flush=True)
-    lines: list[dict[str, str]] = []
     for outcome in search(seed, arguments.minutes, names, arguments.first):
         lines.append(line_of(outcome))
         if arguments.output is not None:
@@ -111,6 +103,11 @@ def main(words: Sequence[str] | None = None) -> int:
             print(f"WRONG --seed {seed} --case {outcome.case.number}: {outcome.case}: {outcome.detail}", flush=True)
             least = reduced(outcome)
             print(f"    reduced: {least.case}: {least.detail}", flush=True)
+    return _told(lines)
+
+
+def _told(lines: Sequence[dict[str, str]]) -> int:
+    """Print the counts; the exit code."""
     print(counts(lines))
     return int(any(line["verdict"] == WRONG for line in lines))
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from transformers import (
     Seq2SeqTrainingArguments,
     TrainerCallback,
 )
-from translation_scaling.curves import max_steps_of, newest_checkpoint
+from translation_scaling.curves import newest_checkpoint, read_curve, state_of
 
 from hf_gpipe import Pipeline, PipelineTrainer
 from hf_gpipe.command import Parser, run_command
@@ -43,11 +42,10 @@ from hf_gpipe.training.from_recipe import arguments_of, loss_of, model_config
 from hf_gpipe.training.tasks import task_of
 
 Batch = Mapping[str, torch.Tensor]
-LOSS = "eval_nll_per_character"
 #: Of the run's arguments, those that decide an update.
 SHARED_ARGUMENTS = (
     *("learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "adam_beta1", "adam_beta2", "adam_epsilon"),
-    *("weight_decay", "max_grad_norm"),
+    *("weight_decay", "max_grad_norm", "lr_scheduler_kwargs"),
 )
 
 
@@ -81,12 +79,6 @@ class Validation(TrainerCallback):
         control.should_training_stop = state.global_step == max(self._steps)
 
 
-def recorded(folder: Path) -> dict[int, float]:
-    """The run's validation losses per character, by update."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return {line["step"]: line[LOSS] for line in lines if LOSS in line}
-
-
 def dropouts(recipe: Recipe, folder: Path) -> dict[str, Any]:
     """The probabilities of dropout and of dropped layers in the configuration of a run's model, but for 0."""
     config = model_config(recipe, AutoTokenizer.from_pretrained(newest_checkpoint(folder) or folder)).to_dict()
@@ -100,7 +92,7 @@ def updates_of(recipe: Recipe, folder: Path) -> int:
     checkpoint = newest_checkpoint(folder)
     if checkpoint is None:
         raise UserError(f"{folder} has no checkpoint, which would tell the number of updates; set training.max_steps")
-    return max_steps_of(checkpoint)
+    return int(state_of(checkpoint)["max_steps"])
 
 
 def losses_of_plain_trainer(recipe: Recipe, folder: Path, steps: Sequence[int]) -> dict[int, float]:
@@ -130,13 +122,8 @@ def losses_of_plain_trainer(recipe: Recipe, folder: Path, steps: Sequence[int]) 
             max_steps=max_steps,
             per_device_train_batch_size=1,  # a mini-batch
             **{name: getattr(own.args, name) for name in SHARED_ARGUMENTS},
-            lr_scheduler_kwargs=own.args.lr_scheduler_kwargs,
-            remove_unused_columns=False,
-            save_strategy="no",
-            logging_steps=100,
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
+            **{"remove_unused_columns": False, "save_strategy": "no", "logging_steps": 100, "report_to": "none"},
+            **{"disable_tqdm": True, "use_cpu": True},
         )
         plain = Seq2SeqTrainer(
             AutoModelForSeq2SeqLM.from_pretrained(temporary),
@@ -171,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "with warmup_stable_decay and without dropout can be compared: the learning rate of others depends on "
                 "the last update, and dropout is not transformers' own"
             )
-        ours = recorded(options.folder)
+        ours = {point.step: point.loss for point in read_curve(options.folder).points}
         steps = [step for step in ours if options.steps is None or step <= options.steps]
         if not steps:
             raise UserError(f"{options.folder} has no evaluation in its first {options.steps} updates")

@@ -61,9 +61,8 @@ def write_data(folder: Path) -> Path:
         start = 0
         for split, count in _ROWS.items():
             rows = own[start : start + count]
-            pyarrow.parquet.write_table(
-                pyarrow.Table.from_pylist(rows), folder / subset / f"{split}-00000-of-00001.parquet"
-            )
+            path = folder / subset / f"{split}-00000-of-00001.parquet"
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
             configs.append(f"  - split: {split}\n    path: {subset}/{split}-*")
             infos.append(f"  - name: {split}\n    num_bytes: 1\n    num_examples: {len(rows)}")
             start += count
@@ -129,27 +128,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     def work() -> int:
         options = parser.parse_intermixed_args(argv)
         names = [word for word in options.words if "=" not in word] or list(SIZES)
-        for name in names:
-            if name not in SIZES:
-                raise UserError(f"{name!r} is none of the recipes {', '.join(SIZES)}")
+        more = [word for word in options.words if "=" in word]
+        if unknown := [name for name in names if name not in SIZES]:
+            raise UserError(f"{unknown[0]!r} is none of the recipes {', '.join(SIZES)}")
+        rows, code = [], 0
         with tempfile.TemporaryDirectory() as temporary:
             folder = options.output or Path(temporary)
-            data = write_data(folder / "data") if not (folder / "data").exists() else folder / "data"
-            return _rehearse_all(names, options.steps, data, folder, [word for word in options.words if "=" in word])
+            data = folder / "data" if (folder / "data").exists() else write_data(folder / "data")
+            for name in names:
+                own = overrides(name, options.steps, data, folder / name)
+                try:
+                    rows.append(rehearse(name, [*own, *more], folder / name))
+                except UserError as error:
+                    print(f"error: {error}", file=sys.stderr, flush=True)
+                    code = 1
+        print(table(["recipe", "parameters", "K", "updates", "first loss", "last loss", "time"], rows))
+        return code
 
     return run_command(work)
-
-
-def _rehearse_all(names: Sequence[str], steps: int, data: Path, folder: Path, more: Sequence[str]) -> int:
-    rows, code = [], 0
-    for name in names:
-        try:
-            rows.append(rehearse(name, [*overrides(name, steps, data, folder / name), *more], folder / name))
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            code = 1
-    print(table(["recipe", "parameters", "K", "updates", "first loss", "last loss", "time"], rows))
-    return code
 
 
 if __name__ == "__main__":

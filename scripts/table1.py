@@ -27,7 +27,7 @@ import resource
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from transformers import GPT2Config
@@ -64,51 +64,35 @@ def printed(count: int) -> str:
     return f"{count / 1e9:.1f}B" if count >= 10**9 else f"{count / 1e6:.1f}M"
 
 
+def inputs(rows: int) -> PlanInputs:
+    """A mini-batch of so many rows, and the optimizer."""
+    return PlanInputs(Workload(rows, LENGTH, LENGTH, has_padding=False), "rmsprop")
+
+
 class Model:
     """The costs of the model of any depth, from those of a shallow one: its layers in the middle are alike."""
 
     def __init__(self, *, is_float32: bool) -> None:
-        self._is_float32 = is_float32
-        self._shallow: dict[int, ModelCosts] = {}
+        sizes = {"n_layer": 3, "n_embd": WIDTH, "n_head": 32, "n_inner": 8192, "vocab_size": VOCABULARY}
+        tokens = {"bos_token_id": 0, "eos_token_id": 0}
+        config = GPT2Config(**sizes, n_positions=LENGTH, tie_word_embeddings=False, **tokens)
+        autocast = None if is_float32 else Autocast(torch.bfloat16, torch.device("cpu"))
+        tracer = LayerTracer(adapter_for(config, autocast=autocast), as_on_gpu=True)
+        self._shallow = cache(lambda rows: tracer.costs(Workload(rows, LENGTH, LENGTH, has_padding=False)))
 
     def costs(self, rows: int, num_layers: int) -> ModelCosts:
         """Of one micro-batch of `rows`."""
-        if rows not in self._shallow:
-            config = GPT2Config(
-                n_layer=3,
-                n_embd=WIDTH,
-                n_head=32,
-                n_inner=8192,
-                vocab_size=VOCABULARY,
-                n_positions=LENGTH,
-                tie_word_embeddings=False,
-                bos_token_id=0,
-                eos_token_id=0,
-            )
-            workload = Workload(rows, LENGTH, LENGTH, has_padding=False)
-            autocast = None if self._is_float32 else Autocast(torch.bfloat16, torch.device("cpu"))
-            tracer = LayerTracer(adapter_for(config, autocast=autocast), as_on_gpu=True)
-            self._shallow[rows] = tracer.costs(workload)
-        shallow = self._shallow[rows]
-        first, block, *_, norm, head = (layer for layer in shallow.layers)
+        shallow: ModelCosts = self._shallow(rows)
+        first, block, *_, norm, head = shallow.layers
         blocks = tuple(replace(block, name=f"transformer.h.{index}") for index in range(num_layers))
         return replace(shallow, layers=(first, *blocks, norm, head))
 
     def plan(self, name: str, num_stages: int, num_layers: int, *, is_limited: bool = True) -> Plan:
         """The plan of a row of the table. Raises PartitionError where no split fits and that matters."""
         planner = Planner(lambda rows: self.costs(rows, num_layers), inputs(ROWS), device("tpu-v3"), 16 * GIB)
-        planner = planner if is_limited else planner.within(None)
-        is_naive = name.startswith("Naive")
-        return best_plan(
-            planner,
-            PipelineConfig(
-                num_stages,
-                num_micro_batches=1 if is_naive else ROWS,
-                schedule="gpipe",
-                recompute="none" if is_naive else "stage",
-                partition="auto",
-            ),
-        )
+        count, recompute = (1, "none") if name.startswith("Naive") else (ROWS, "stage")
+        config = PipelineConfig(num_stages, count, "gpipe", recompute, "auto")
+        return best_plan(planner if is_limited else planner.within(None), config)
 
     def fits(self, name: str, num_stages: int, num_layers: int) -> bool:
         """Whether that many layers fit."""
@@ -124,28 +108,18 @@ class Model:
             low, high = max(high, num_stages), 2 * max(high, num_stages)
         while high - low > 1:
             middle = (low + high) // 2
-            if middle + 3 >= num_stages and self.fits(name, num_stages, middle):
-                low = middle
-            else:
-                high = middle
+            fits = middle + 3 >= num_stages and self.fits(name, num_stages, middle)
+            low, high = (middle, high) if fits else (low, middle)
         return low
 
-
-def inputs(rows: int) -> PlanInputs:
-    """A mini-batch of so many rows, and the optimizer."""
-    return PlanInputs(Workload(rows, LENGTH, LENGTH, has_padding=False), "rmsprop")
-
-
-def naive_text(model: Model) -> str:
-    """The memory that Naive-1 with the paper's three layers needs here."""
-    settings = PipelineConfig(1, 1, "gpipe", "none").decided(partition=(6,))
-    needs: dict[int, Plan] = {}
-    for rows in range(1, ROWS + 1):
-        planner = Planner(partial(model.costs, num_layers=3), inputs(rows), device("tpu-v3"))
-        needs[rows] = planner.plan(settings)
-    fitting = max((rows for rows, plan in needs.items() if plan.fits), default=0)
-    whole = needs[ROWS].peak_bytes / GIB
-    return f"Naive-1 with 3 layers needs {whole:.1f} GiB at {ROWS} rows; {fitting} rows fit into 16 GiB."
+    def naive_text(self) -> str:
+        """The memory that Naive-1 with the paper's three layers needs here."""
+        settings = PipelineConfig(1, 1, "gpipe", "none").decided(partition=(6,))
+        costs = partial(self.costs, num_layers=3)
+        needs = [Planner(costs, inputs(rows), device("tpu-v3")).plan(settings) for rows in range(1, ROWS + 1)]
+        fitting = max((rows for rows, plan in enumerate(needs, 1) if plan.fits), default=0)
+        whole = needs[-1].peak_bytes / GIB
+        return f"Naive-1 with 3 layers needs {whole:.1f} GiB at {ROWS} rows; {fitting} rows fit into 16 GiB."
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -177,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             flush=True,
         )
     if 1 in options.stages:
-        print(f"\n{naive_text(model)}")
+        print(f"\n{model.naive_text()}")
     started = time.perf_counter()
     deepest = Model(is_float32=options.float32)
     deepest.plan("Pipeline-128", 128, 1500)

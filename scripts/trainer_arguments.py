@@ -49,18 +49,13 @@ def arguments() -> str:
 
 
 def _verdict(name: str) -> str:
-    if name in HONOURED:
-        return f"honoured | {_limit(name)}"
+    if name in HONOURED:  # the limit is the part that is; empty: all of it
+        names = {"optimizers": ", ".join(OPTIMIZERS), "bitsandbytes": ", ".join(BITSANDBYTES_OPTIMIZERS)}
+        return f"honoured | {LIMITS.get(name, '').format(**names)}"
     if name in REFUSED:
         accepted = "".join(f"; {value!r} is accepted" for value in HARMLESS_ARGUMENTS.get(name, ()))
         return f"refused | {REFUSED[name]}{accepted}"
     return f"no effect | {IRRELEVANT[name]}"
-
-
-def _limit(name: str) -> str:
-    """The part of an argument that is honoured; empty: all of it."""
-    names = {"optimizers": OPTIMIZERS, "bitsandbytes": BITSANDBYTES_OPTIMIZERS}
-    return LIMITS.get(name, "").format(**{key: ", ".join(value) for key, value in names.items()})
 
 
 def surface() -> str:
@@ -88,11 +83,11 @@ def with_table(page: str, name: str, table: str) -> str:
 
 
 def main() -> int:
-    page = with_table(PAGE.read_text(encoding="utf-8"), "arguments", arguments())
-    page = with_table(page, "surface", surface())
-    page = with_table(page, "fine-tuning", fine_tuning())
+    page = before = PAGE.read_text(encoding="utf-8")
+    for name, table in (("arguments", arguments()), ("surface", surface()), ("fine-tuning", fine_tuning())):
+        page = with_table(page, name, table)
     if "--check" in sys.argv[1:]:
-        return int(page != PAGE.read_text(encoding="utf-8"))
+        return int(page != before)
     PAGE.write_text(page, encoding="utf-8")
     return 0
 

@@ -17,13 +17,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, pairwise
+from itertools import chain, combinations, pairwise
 from math import ceil
 from statistics import median
 from typing import Any
 
 import torch
 from bench.emulation import Emulated, emulate
+from bench.report import paired
 from transformers import GPTNeoXConfig
 
 from hf_gpipe.adapters import adapter_for
@@ -54,43 +55,25 @@ class Step:
     def emulated(self) -> Emulated:
         """The same step on stages that wait."""
         costs: Any = self.costs
-        return Emulated(
-            self.schedule,
-            len(self.replicas),
-            self.num_micro_batches,
-            costs.forward_seconds,
-            costs.backward_seconds,
-            boundary_bytes=0,
-            replicas=self.replicas,
-            reduce_seconds=costs.reduce_seconds,
-            transfer_seconds=costs.transfer_seconds,
-        )
-
-    @property
-    def is_uniform(self) -> bool:
-        return len(set(self.replicas)) == 1
+        links = {"reduce_seconds": costs.reduce_seconds, "transfer_seconds": costs.transfer_seconds}
+        shape = (self.schedule, len(self.replicas), self.num_micro_batches)
+        return Emulated(*shape, costs.forward_seconds, costs.backward_seconds, 0, replicas=self.replicas, **links)
 
     def __str__(self) -> str:
         counts = "+".join(str(count) for count in self.counts)
         return f"{'-'.join(str(r) for r in self.replicas)} ({counts} layers, {self.schedule}) {self.seconds:.3f} s"
 
 
-def pythia_70m() -> GPTNeoXConfig:
-    """The configuration of EleutherAI/pythia-70m."""
-    return GPTNeoXConfig(
-        vocab_size=50304,
-        hidden_size=512,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        intermediate_size=2048,
-        max_position_embeddings=LENGTH,
-        tie_word_embeddings=False,
-    )
+#: The configuration of EleutherAI/pythia-70m.
+PYTHIA_70M = {
+    **{"vocab_size": 50304, "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8},
+    **{"intermediate_size": 2048, "max_position_embeddings": LENGTH, "tie_word_embeddings": False},
+}
 
 
 def replications(num_devices: int) -> Iterator[tuple[int, ...]]:
     """Every way to give all devices to stages."""
-    for cuts in (cuts for n in range(num_devices) for cuts in combinations(range(1, num_devices), n)):
+    for cuts in chain.from_iterable(combinations(range(1, num_devices), n) for n in range(num_devices)):
         yield tuple(after - before for before, after in pairwise((0, *cuts, num_devices)))
 
 
@@ -118,14 +101,12 @@ def step(sums: LayerSums, replicas: Sequence[int], num_micro_batches: int, link:
         transfer_seconds=[link.seconds(layers[i].input_bytes) for _, i, _ in stages[1:]],
         reduce_seconds=[reduction(i, j, replicas[s]) for s, i, j in stages],
     )
-    tables = {
-        name: build(name, len(replicas), num_micro_batches, recompute="none", replicas=list(replicas))
-        for name in SCHEDULES
-    }
-    return min(
-        Step(float(simulate(table, costs).total_seconds), tuple(replicas), counts, name, num_micro_batches, costs)
-        for name, table in tables.items()
-    )
+    found = []
+    for name in SCHEDULES:
+        table = build(name, len(replicas), num_micro_batches, recompute="none", replicas=list(replicas))
+        total = float(simulate(table, costs).total_seconds)
+        found.append(Step(total, tuple(replicas), counts, name, num_micro_batches, costs))
+    return min(found)
 
 
 def main() -> None:
@@ -133,32 +114,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=int, default=0, metavar="STEPS", help="also run this many steps of the two best")
     num_steps = parser.parse_args().run
-    adapter = adapter_for(pythia_70m(), autocast=Autocast(torch.bfloat16, torch.device("cpu")))
+    adapter = adapter_for(GPTNeoXConfig(**PYTHIA_70M), autocast=Autocast(torch.bfloat16, torch.device("cpu")))
     costs = LayerTracer(adapter, as_on_gpu=True).costs(Workload(1, LENGTH, LENGTH, has_padding=False))
-    for device_name, link_name, num_devices, num_micro_batches in (
-        ("l4", "ethernet-10", 3, 96),
-        ("l4", "ethernet-10", 4, 48),
-    ):
-        sums = LayerSums(costs, device(device_name))
-        steps = sorted(
-            step(sums, replicas, num_micro_batches, LINKS[link_name]) for replicas in replications(num_devices)
-        )
-        uneven = next(one for one in steps if not one.is_uniform)
-        uniform = [one for one in steps if one.is_uniform]
-        print(f"{num_devices} {device_name} on {link_name}, M = {num_micro_batches} rows of {LENGTH} tokens")
-        milliseconds = [
-            f"{1e3 * sums.seconds(i, i + 1, 'none').of_micro_batch():.2f}" for i in range(len(costs.layers))
-        ]
-        print(f"  layers, ms a micro-batch: {' '.join(milliseconds)}")
+    sums, link = LayerSums(costs, device("l4")), LINKS["ethernet-10"]
+    seconds = (sums.seconds(i, i + 1, "none").of_micro_batch() for i in range(len(costs.layers)))
+    milliseconds = " ".join(f"{1e3 * one:.2f}" for one in seconds)
+    for num_devices, num_micro_batches in ((3, 96), (4, 48)):
+        steps = sorted(step(sums, replicas, num_micro_batches, link) for replicas in replications(num_devices))
+        uneven = next(one for one in steps if len(set(one.replicas)) > 1)
+        uniform = [one for one in steps if len(set(one.replicas)) == 1]
+        print(f"{num_devices} l4 on ethernet-10, M = {num_micro_batches} rows of {LENGTH} tokens")
+        print(f"  layers, ms a micro-batch: {milliseconds}")
         print(f"  uneven   {uneven}")
         for one in uniform:
             print(f"  uniform  {one}, {one.seconds / uneven.seconds:.2f} times as long", flush=True)
         if num_steps:
             settings = [one.emulated() for one in (uneven, uniform[0])]
-            seconds = [[one.seconds for one in own] for own in emulate(settings, num_steps)]
-            for name, own in zip(("uneven ", "uniform"), seconds, strict=True):
+            found = [[one.seconds for one in own] for own in emulate(settings, num_steps)]
+            for name, own in zip(("uneven ", "uniform"), found, strict=True):
                 print(f"  run, {name} {median(own):.3f} s (" + " ".join(f"{one:.3f}" for one in own) + ")")
-            print(f"  run, uniform over uneven: {median(b / a for a, b in zip(*seconds, strict=True)):.2f}")
+            print(f"  run, uniform over uneven: {paired(found[1], found[0]).median:.2f}")
 
 
 if __name__ == "__main__":

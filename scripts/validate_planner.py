@@ -20,107 +20,32 @@ faster than they were when all measured, and a plan does not know that.
 from __future__ import annotations
 
 import argparse
-import gc
 import os
-import pickle
 import platform
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import transformers
-from transformers import (
-    BartConfig,
-    GPT2Config,
-    LlamaConfig,
-    MarianConfig,
-    MT5Config,
-    PreTrainedConfig,
-    T5Config,
-)
+from bench import machine
+from bench.models import llama
+from bench.planned import CPU, Case, profile, tiny, train_pipeline
+from bench.processes import run_job
+from transformers import BartConfig, GPT2Config, MarianConfig, MT5Config, T5Config
 
-from hf_gpipe import Pipeline
-from hf_gpipe.adapters import adapter_for
-from hf_gpipe.adapters.tiny import tiny_config
-from hf_gpipe.partition import partition
 from hf_gpipe.planner.costs import ModelCosts, mean_costs
-from hf_gpipe.planner.measure import profile_layers, this_machine
+from hf_gpipe.planner.measure import this_machine
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.workload import PlanInputs, Workload
-from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.schedule import replicas_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "planner.md"
 BEGIN, END = "<!-- validation: written by scripts/validate_planner.py -->", "<!-- end of validation -->"
-CPU = torch.device("cpu")
 VOCABULARY = 32000
 TOLERANCE = 0.15
-
-
-@dataclass(frozen=True)
-class Case:
-    """One model and one way to train it; `num_processes` share the stages."""
-
-    name: str
-    config: PreTrainedConfig
-    rows: int
-    source: int
-    target: int
-    num_stages: int
-    num_processes: int
-    num_micro_batches: int
-    schedule: str
-    recompute: str
-    replicas: int | tuple[int, ...] = 1
-    zero: Literal[0, 1] = 0
-    placement: str | None = None
-
-    @property
-    def workload(self) -> Workload:
-        """Of its largest micro-batch."""
-        return Workload(-(-self.rows // self.num_micro_batches), self.source, self.target)
-
-    @property
-    def partition(self) -> tuple[int, ...]:
-        """The number of layers of each stage."""
-        ranges = partition(len(adapter_for(self.config).layers), self.num_stages, "count")
-        return tuple(len(layers) for layers in ranges)
-
-    @property
-    def settings(self) -> DecidedConfig:
-        """As the planner is told."""
-        return DecidedConfig(
-            num_stages=self.num_stages,
-            num_micro_batches=self.num_micro_batches,
-            schedule=self.schedule,
-            recompute=self.recompute,
-            partition=self.partition,
-            num_processes=self.num_processes,
-            replicas=self.replicas,
-            zero=self.zero,
-            placement=self.placement,
-        )
-
-    def batch(self) -> dict[str, torch.Tensor]:
-        """Random ids; the last row is a token shorter than the others."""
-        generator = torch.Generator().manual_seed(0)
-        vocabulary = self.config.vocab_size
-        ids = torch.randint(3, vocabulary, (self.rows, self.source), generator=generator)
-        labels = torch.randint(3, vocabulary, (self.rows, self.target), generator=generator)
-        mask = torch.ones_like(ids)
-        mask[:, -1] = torch.arange(self.rows) % self.num_micro_batches != 0
-        if not self.config.is_encoder_decoder:
-            labels = ids.masked_fill(mask == 0, -100)
-        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 def cases() -> list[Case]:
@@ -134,14 +59,7 @@ def cases() -> list[Case]:
     seq2seq = {"vocab_size": VOCABULARY, "max_position_embeddings": 512, **wide, **heads, **blocks}
     tokens = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1, "decoder_start_token_id": 0}
     t5 = {"vocab_size": VOCABULARY, "d_kv": 64, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
-    llama = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=640,
-        intermediate_size=1792,
-        num_hidden_layers=6,
-        num_attention_heads=10,
-        pad_token_id=0,
-    )
+    llama_config = llama(640, 6, VOCABULARY, 1792, heads=10, pad_token_id=0)
     gpt2 = GPT2Config(
         vocab_size=VOCABULARY, n_embd=768, n_layer=6, n_head=12, n_positions=512, bos_token_id=1, eos_token_id=1
     )
@@ -149,27 +67,19 @@ def cases() -> list[Case]:
     mt5 = MT5Config(**t5, d_model=512, d_ff=1792, num_heads=8, num_layers=6, num_decoder_layers=6)
     bart = BartConfig(**seq2seq, **tokens, forced_eos_token_id=None)
     return [
-        Case("llama-plain", llama, 4, 128, 128, 1, 1, 2, "gpipe", "none"),
-        Case("llama-gpipe", llama, 8, 128, 128, 2, 2, 4, "gpipe", "stage"),
+        Case("llama-plain", llama_config, 4, 128, 128, 1, 1, 2, "gpipe", "none"),
+        Case("llama-gpipe", llama_config, 8, 128, 128, 2, 2, 4, "gpipe", "stage"),
         Case("gpt2-1f1b", gpt2, 8, 128, 128, 2, 2, 4, "1f1b", "none"),
         Case("gpt2-interleaved", gpt2, 8, 128, 128, 4, 2, 4, "interleaved_1f1b", "block"),
         Case("t5-gpipe", t5_small, 8, 96, 96, 2, 2, 4, "gpipe", "block"),
         Case("mt5-fused", mt5, 8, 96, 96, 2, 2, 4, "gpipe_fused", "stage"),
         Case("bart-naive", bart, 8, 96, 96, 2, 2, 2, "naive", "none"),
         Case("marian-stages", MarianConfig(**seq2seq, **tokens), 8, 96, 96, 2, 1, 4, "1f1b", "stage"),
-        Case("llama-replicas", llama, 8, 128, 128, 1, 2, 4, "gpipe", "none", 2),
-        Case("llama-zero", llama, 8, 128, 128, 1, 2, 4, "gpipe", "none", 2, 1),
+        Case("llama-replicas", llama_config, 8, 128, 128, 1, 2, 4, "gpipe", "none", 2),
+        Case("llama-zero", llama_config, 8, 128, 128, 1, 2, 4, "gpipe", "none", 2, 1),
         Case("gpt2-uneven", gpt2, 8, 128, 128, 2, 2, 4, "1f1b", "none", (1, 2), 0, "0 0,1"),
         Case("gpt2-uneven-zero", gpt2, 8, 128, 128, 2, 2, 4, "1f1b", "stage", (2, 1), 1, "0,1 1"),
     ]
-
-
-def tiny(case: Case) -> Case:
-    """The same with a clone of the model that has sizes of a few dozen."""
-    return replace(case, config=tiny_config(case.config), source=12, target=12)
-
-
-# ---------------------------------------------------------------------- in the processes
 
 
 @dataclass(frozen=True)
@@ -181,96 +91,14 @@ class Measured:
     step_seconds: tuple[float, ...]
 
 
-def profile(case: Case) -> ModelCosts:
-    """The costs of a case's layers, measured while the other processes measure."""
-    return profile_layers(
-        adapter_for(case.config),
-        case.workload,
-        CPU,
-        barrier=_barrier,
-        make_optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True),
-    )
-
-
 def train(case: Case, num_steps: int) -> Measured:
-    """Some steps of a case."""
+    """Some steps of a case, in one of its processes."""
     train_pipeline(tiny(case), 3)
-    gc.collect()
-    baseline = _resident_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    machine.reset_peak()
+    baseline = machine.resident_bytes()
     pipe, seconds = train_pipeline(case, num_steps)
     held = {p.data_ptr(): p.nbytes for stage in pipe.models.values() for p in stage.parameters.values()}
-    return Measured(sum(held.values()), _resident_bytes("VmHWM") - baseline, seconds)
-
-
-def train_pipeline(
-    case: Case, num_steps: int, after_step: Callable[[], None] = lambda: None
-) -> tuple[Pipeline, tuple[float, ...]]:
-    """Some steps of a case, and the seconds of each but the first; `after_step` is not in them."""
-    pipe = Pipeline(
-        case.config,
-        case.num_stages,
-        case.num_micro_batches,
-        case.schedule,
-        case.recompute,
-        case.partition,
-        replicas=case.replicas,
-        zero=case.zero,
-        placement=case.placement,
-        num_processes=case.num_processes,
-        device="cpu",
-    )
-    optimizer = torch.optim.AdamW([p for p in pipe.parameters() if p.requires_grad], fused=True)
-    if case.zero:
-        pipe.shard_optimizer(optimizer)
-    batch, seconds = case.batch(), []
-    for _ in range(num_steps):
-        _barrier()
-        start = time.perf_counter()
-        pipe.train_step(batch)
-        pipe.clip_grad_norm_(1.0)
-        optimizer.step()
-        pipe.zero_grad()
-        _barrier()
-        seconds.append(time.perf_counter() - start)
-        after_step()
-    return pipe, tuple(seconds[1:])
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def _resident_bytes(field: str) -> int:
-    """A line of this process's status, which counts in KiB."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}; this needs Linux")
-
-
-def _worker(rank: int, num_processes: int, folder: str, call: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    if num_processes > 1:
-        store = f"file://{folder}/store"
-        timeout = timedelta(minutes=10)
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_processes, timeout=timeout)
-    (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(call(*args)))
-    if num_processes > 1:
-        dist.barrier()
-        dist.destroy_process_group()
-
-
-# ---------------------------------------------------------------------- in the main process
-
-
-def in_processes(call: Callable[..., Any], num_processes: int, *args: Any) -> list[Any]:
-    """Results of a call in fresh processes, by rank."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_worker, (num_processes, folder, call, args), nprocs=num_processes)
-        return [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(num_processes)]
+    return Measured(sum(held.values()), machine.peak_bytes() - baseline, seconds)
 
 
 @dataclass(frozen=True)
@@ -314,11 +142,11 @@ class Result:
 
 def validate(case: Case, num_steps: int) -> Result:
     """Measure the layers, predict, run."""
-    costs = mean_costs(in_processes(profile, case.num_processes, case))
+    costs = mean_costs(run_job(profile, (case,), case.num_processes))
     inputs = PlanInputs(Workload(case.rows, case.source, case.target))
     planner = Planner(lambda _: costs, inputs, this_machine(CPU))
     plan = planner.plan(case.settings)
-    return Result(case, plan, costs, in_processes(train, case.num_processes, case, num_steps))
+    return Result(case, plan, costs, run_job(train, (case, num_steps), case.num_processes, timeout_seconds=3600))
 
 
 def report(results: Sequence[Result]) -> str:
@@ -377,14 +205,9 @@ def _gib(size: float) -> str:
 
 
 def write(section: str) -> None:
-    """Put the section in its place on the page, or at its end."""
-    page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else "# The planner\n"
-    if BEGIN in page:
-        head, rest = page.split(BEGIN, 1)
-        page = head + section + rest.split(END, 1)[1]
-    else:
-        page = f"{page.rstrip()}\n\n## Predicted and measured\n\n{section}\n"
-    PAGE.write_text(page, encoding="utf-8")
+    """Put the section in its place on the page."""
+    head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    PAGE.write_text(head + section + rest.partition(END)[2], encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -394,9 +217,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=7, help="steps of a run; the first is not counted")
     parser.add_argument("--tiny", action="store_true", help="small models, nothing is written")
     options = parser.parse_args(arguments)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
     everything = cases()
     if unknown := set(options.cases) - {case.name for case in everything}:
         parser.error(f"no case {sorted(unknown)[0]!r}; there are {', '.join(case.name for case in everything)}")

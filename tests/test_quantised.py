@@ -28,7 +28,7 @@ from hf_gpipe.recipe import parse_recipe
 from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.micro_batch import split_rows
 from hf_gpipe.training.from_recipe import check_model
-from scripts.bench_loading import quantisation
+from scripts.bench.models import quantisation
 from tests.gloo import run_gloo
 from tests.oracle import Result, padded_batch, run_pipeline
 from tests.training.toy import trainer

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from statistics import mean
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from bench import machine
-from bench.processes import Job, run_job
+from bench.processes import run_job
 from bench.slow_links import SlowReplicas, slow, wait_until
 from hf_gpipe.runtime.channel import Shapes
 from hf_gpipe.runtime.edges import connect
@@ -80,10 +80,8 @@ class Emulated:
         table = self._early_table()
         if not self.recomputes_late:
             return table
-        return replace(
-            table,
-            actions=tuple(tuple(one for one in own if one.kind != RECOMPUTE) for own in table.actions),
-        )
+        actions = (tuple(one for one in own if one.kind != RECOMPUTE) for own in table.actions)
+        return replace(table, actions=tuple(actions))
 
     def _early_table(self) -> Schedule:
         placement = placement_for(self.schedule, self.num_stages, self.num_processes, self.replicas)
@@ -125,21 +123,15 @@ class Emulated:
     def predicted_seconds(self) -> float:
         """Of the steps, by the simulation of the table: with free messages where they have no time of their own."""
         forward, backward = zip(*map(self.stage_seconds, range(self.num_stages)), strict=True)
-        costs = Costs(
-            forward,
-            backward,
-            transfer_seconds=0 if self.transfer_seconds is None else self.transfer_seconds,
-            reduce_seconds=self.reduction_seconds(),
-        )
+        transfer = 0 if self.transfer_seconds is None else self.transfer_seconds
+        costs = Costs(forward, backward, transfer_seconds=transfer, reduce_seconds=self.reduction_seconds())
         return float(seconds_of_steps(self.table(), costs, self.steps))
 
     @property
     def one_process_seconds(self) -> float:
         """The time that one process would need for the work of all, without recomputation."""
-        each = zip(self._each(self.forward_seconds), self._each(self.backward_seconds), strict=True)
-        return (
-            self.steps * self.micro_batches * sum(forward + backward for forward, backward in each) / self.stages_each
-        )
+        each = sum(self._each(self.forward_seconds)) + sum(self._each(self.backward_seconds))
+        return self.steps * self.micro_batches * each / self.stages_each
 
     @property
     def bound(self) -> float:
@@ -232,7 +224,7 @@ def wait(seconds: float) -> None:
 
 
 class Step(NamedTuple):
-    """The times of one step of all processes.
+    """The times of one step: of one process, with its beginning and end on one clock, or of all processes together.
 
     Attributes:
         seconds: from the first process's beginning to the last one's end.
@@ -246,16 +238,13 @@ class Step(NamedTuple):
     cpu_seconds: float
     late_seconds: float
     sending_seconds: float
+    start: float = 0.0
 
-
-class _Part(NamedTuple):
-    """One process's part of a step; beginning and end on one clock."""
-
-    start: float
-    end: float
-    cpu_seconds: float
-    late_seconds: float
-    sending_seconds: float
+    @classmethod
+    def of_all(cls, parts: Sequence[Step]) -> Step:
+        seconds = max(part.start + part.seconds for part in parts) - min(part.start for part in parts)
+        late, sending = (mean(getattr(part, name) for part in parts) for name in ("late_seconds", "sending_seconds"))
+        return cls(seconds, sum(part.cpu_seconds for part in parts), late, sending)
 
 
 def emulate(
@@ -265,34 +254,20 @@ def emulate(
     found: list[list[Step]] = [[] for _ in settings]
     for processes in sorted({setting.num_processes for setting in settings}):
         numbers = [i for i, setting in enumerate(settings) if setting.num_processes == processes]
-        jobs = [asdict(settings[i]) for i in numbers]
-        parts = run_job(
-            _emulate_process, {"settings": jobs, "steps": steps}, processes, fork=True, timeout_seconds=3600
-        )
-        for position, i in enumerate(numbers):
-            found[i] = [_whole(step) for step in zip(*(part[position] for part in parts), strict=True)]
+        given = ([settings[i] for i in numbers], steps)
+        parts = run_job(_emulate_process, given, processes, fork=True, timeout_seconds=3600)
+        for i, of_setting in zip(numbers, zip(*parts, strict=True), strict=True):
+            found[i] = [Step.of_all(step) for step in zip(*of_setting, strict=True)]
         on_step(f"{processes} processes")
     return found
 
 
-def _whole(parts: Sequence[Sequence[float]]) -> Step:
-    """A step of all processes."""
-    own = [_Part(*part) for part in parts]
-    return Step(
-        max(part.end for part in own) - min(part.start for part in own),
-        sum(part.cpu_seconds for part in own),
-        mean(part.late_seconds for part in own),
-        mean(part.sending_seconds for part in own),
-    )
-
-
-def _emulate_process(job: Job) -> list[list[_Part]]:
+def _emulate_process(settings: list[Emulated], steps: int) -> list[list[Step]]:
     """One process's part of each step of each setting."""
     machine.wake_up_on_time()
-    settings = [Emulated(**setting) for setting in job["settings"]]
     ready = [_Pipeline(setting, int(os.environ["RANK"])) for setting in settings]
-    found: list[list[_Part]] = [[] for _ in settings]
-    for step in range(job["steps"] + 1):
+    found: list[list[Step]] = [[] for _ in settings]
+    for step in range(steps + 1):
         for i in range(len(settings))[:: -1 if step % 2 else 1]:
             times: list[ActionTime] = []
             dist.barrier()
@@ -300,9 +275,9 @@ def _emulate_process(job: Job) -> list[list[_Part]]:
             for _ in range(settings[i].steps):
                 ready[i].step(times, is_one_of_several=settings[i].steps > 1)
             if step:  # the first one warms up
-                end, cpu_seconds = time.perf_counter(), time.process_time() - cpu
+                seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
                 late = sum(_late_seconds(settings[i], one) for one in times)
-                found[i].append(_Part(start, end, cpu_seconds, late, sum(one.sending for one in times)))
+                found[i].append(Step(seconds, cpu_seconds, late, sum(one.sending for one in times), start))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Checks that the machine is quiet, and reads a process's own peak memory. Linux."""
+"""Checks that the machine is quiet, and reads a process's own memory. Linux."""
 
 from __future__ import annotations
 
@@ -10,46 +10,44 @@ import time
 from importlib import metadata
 from pathlib import Path
 
+import psutil
+import torch
+
 #: Cores' worth of other work below which the machine counts as quiet, and for how long it is watched, in seconds.
 QUIET_CORES, WATCH_SECONDS = 0.25, 1.5
-
-
-def busy_seconds() -> float:
-    """CPU seconds used on the whole machine since it started."""
-    ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-    idle, waiting = ticks[3], ticks[4]
-    return (sum(ticks) - idle - waiting) / os.sysconf("SC_CLK_TCK")
 
 
 def wait_until_quiet(limit_seconds: float) -> bool:
     """Wait until nothing else computes; False where that did not happen within the limit."""
     end = time.monotonic() + limit_seconds
     while time.monotonic() < end:
-        before = busy_seconds()
-        time.sleep(WATCH_SECONDS)
-        if busy_seconds() - before < QUIET_CORES * WATCH_SECONDS:
+        if psutil.cpu_percent(WATCH_SECONDS) * (psutil.cpu_count() or 1) < 100 * QUIET_CORES:
             return True
     return False
 
 
-def reset_peak() -> None:
-    """Give back what was freed, and let this process's peak begin at what it holds now."""
+def reset_peak(device: str = "cpu") -> None:
+    """Give back what was freed, and let this process's peak, or that of its GPU, begin at what it holds now."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def peak_bytes() -> int:
-    """The most memory this process has held since `reset_peak` (VmHWM)."""
-    return _status_bytes("VmHWM")
+def peak_bytes(device: str = "cpu") -> int:
+    """The most memory this process has held since `reset_peak` (VmHWM), or torch on its GPU."""
+    return torch.cuda.max_memory_allocated() if device == "cuda" else status_bytes("VmHWM")
 
 
 def resident_bytes() -> int:
     """The memory that this process holds now (VmRSS)."""
-    return _status_bytes("VmRSS")
+    return status_bytes("VmRSS")
 
 
-def _status_bytes(key: str) -> int:
+def status_bytes(key: str) -> int:
+    """A line of this process's status, such as RssAnon: what it allocated itself, without the pages of mapped files."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:"))
     return int(line.split()[1]) * 1024
 
@@ -70,9 +68,6 @@ def keep_freed_memory() -> None:
 def environment() -> dict[str, str | int]:
     """The environment that figures depend on besides the code."""
     return {
-        "cores": len(os.sched_getaffinity(0)),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "torch": metadata.version("torch"),
-        "transformers": metadata.version("transformers"),
+        **{"cores": len(os.sched_getaffinity(0)), "machine": platform.machine(), "python": platform.python_version()},
+        **{name: metadata.version(name) for name in ("torch", "transformers")},
     }

@@ -1,17 +1,16 @@
-"""Measures one contender: seconds a step, the loss at the end, peak memory."""
+"""Measures one contender: seconds a step, its losses, peak memory."""
 
 from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-import torch.distributed as dist
+import torch
 
 from bench import machine
 from bench.contenders import CONTENDERS, Options
-from bench.processes import Job, run_job
+from bench.processes import meet, run_job
 from bench.work import Work
 
 
@@ -21,40 +20,48 @@ class Measured:
 
     Attributes:
         seconds: of a step, over all measured steps.
-        first_loss: of the first step, from the initial weights; None where there is none to compare.
-        last_loss: of the last step.
+        losses: of all steps, the first one's from the initial weights; empty where there are none to compare.
         peak_bytes: of each process, after the warm-up.
+        planned_bytes: the same by the planner, where that has a plan.
     """
 
     seconds: float
-    first_loss: float | None
-    last_loss: float | None
+    losses: list[float]
     peak_bytes: list[int]
+    planned_bytes: list[int | None]
 
 
-def measure(contender: str, work: Work, options: Options, *, fork: bool = False) -> Measured:
-    """Run a contender once."""
-    job = {"contender": contender, "work": asdict(work), "options": asdict(options)}
-    parts = run_job(_measure_process, job, CONTENDERS[contender].processes(options), fork=fork)
-    losses = next((part["losses"] for part in parts if part["losses"][0] is not None), [None])
-    seconds = max(part["seconds"] for part in parts)
-    return Measured(seconds, losses[0], losses[-1], [part["peak_bytes"] for part in parts])
+def measure(contender: str, work: Work, options: Options, *, fork: bool = False, **how: object) -> Measured:
+    """Run a contender once; `how` is for `run_job`."""
+    num_processes = CONTENDERS[contender].processes(options)
+    if fork:  # what is imported here, none of the forks imports again
+        CONTENDERS[contender].load()
+    parts = run_job(_measure_process, (contender, work, options), num_processes, fork=fork, **how)  # type: ignore[arg-type]
+    losses = next((part.losses for part in parts if part.losses), [])
+    peaks, planned = (
+        [one for part in parts for one in getattr(part, name)] for name in ("peak_bytes", "planned_bytes")
+    )
+    return Measured(max(part.seconds for part in parts), losses, peaks, planned)
 
 
-def _measure_process(job: Job) -> dict[str, Any]:
+def _measure_process(name: str, work: Work, options: Options) -> Measured:
     """One process's part."""
-    work, options = Work(**job["work"]), Options(**job["options"])
-    contender = CONTENDERS[job["contender"]].load()(work, options, int(os.environ["RANK"]))
+    rank = int(os.environ["RANK"])
+    if work.device == "cuda":
+        torch.cuda.set_device(rank)
+    contender = CONTENDERS[name].load()(work, options, rank)
     losses = [contender.step() for _ in range(work.warmup_steps)]
-    machine.reset_peak()
-    _meet()
+    machine.reset_peak(work.device)
+    _meet(work)
     start = time.perf_counter()
     losses += [contender.step() for _ in range(work.steps)]
-    _meet()
+    _meet(work)
     seconds = (time.perf_counter() - start) / work.steps
-    return {"seconds": seconds, "losses": losses, "peak_bytes": machine.peak_bytes()}
+    planned = contender.planned_bytes(rank) if work.device == "cuda" and hasattr(contender, "planned_bytes") else None
+    return Measured(seconds, [one for one in losses if one is not None], [machine.peak_bytes(work.device)], [planned])
 
 
-def _meet() -> None:
-    if dist.is_initialized():
-        dist.barrier()
+def _meet(work: Work) -> None:
+    if work.device == "cuda":
+        torch.cuda.synchronize()
+    meet()

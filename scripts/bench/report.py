@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from bench import machine
 
 MEGABYTE = 1e6
 
 
-@dataclass(frozen=True)
-class Spread:
+class Spread(NamedTuple):
     """The median and the range of repeated measurements."""
 
     median: float
@@ -34,21 +34,16 @@ def paired(numerators: Sequence[float], denominators: Sequence[float]) -> Spread
     return Spread.of(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Rows of text under a header, the first column to the left and all others to the right, as Markdown."""
-    widths = [max(3, *(len(row[i]) for row in (header, *rows))) for i in range(len(header))]
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-
-    def line(cells: Sequence[str]) -> str:
-        first, *rest = (
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
-        )
-        return f"| {' | '.join((first, *rest))} |"
-
-    return "\n".join(line(row) for row in (header, rule, *rows))
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Rows under a header, the first column to the left and all others to the right, as Markdown."""
+    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
+    padded = [[f"{cell:{'>' if i else '<'}{widths[i]}}" for i, cell in enumerate(row)] for row in cells]
+    return "\n".join(f"| {' | '.join(row)} |" for row in padded)
 
 
-def write_json(path: Path | None, data: Any) -> None:
-    """Write the figures where a path is given."""
+def write_json(path: Path | None, **data: Any) -> None:
+    """Write the figures with their environment, where a path is given."""
     if path is not None:
-        path.write_text(json.dumps(data, indent=1) + "\n")
+        path.write_text(json.dumps({"environment": machine.environment(), **data}, indent=1) + "\n")

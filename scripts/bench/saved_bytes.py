@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -24,18 +26,16 @@ class SavedBytes:
     """
 
     def __init__(self, excluded: Iterable[torch.Tensor]) -> None:
-        self.peak_bytes = 0
-        self._live_bytes = 0
+        self.peak_bytes = self._live_bytes = 0
         self._excluded = {tensor.untyped_storage().data_ptr() for tensor in excluded}
-        self._holders: dict[int, int] = {}
+        self._holders: Counter[int] = Counter()
 
     def hold(self, tensor: torch.Tensor, holder: object) -> None:
         """Count a tensor's storage for as long as `holder` lives."""
-        storage = tensor.untyped_storage()
-        address, size = storage.data_ptr(), storage.nbytes()
+        address, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
         if address in self._excluded:
             return
-        self._holders[address] = self._holders.get(address, 0) + 1
+        self._holders[address] += 1
         if self._holders[address] == 1:
             self._live_bytes += size
             self.peak_bytes = max(self.peak_bytes, self._live_bytes)
@@ -44,12 +44,10 @@ class SavedBytes:
     def _release(self, address: int, size: int) -> None:
         self._holders[address] -= 1
         if not self._holders[address]:
-            del self._holders[address]
             self._live_bytes -= size
 
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count what autograd saves inside."""
+    def counting(self) -> AbstractContextManager[None]:
+        """Context manager that counts what autograd saves inside."""
 
         def pack(tensor: torch.Tensor) -> _Saved:
             # Detached: a node that saved its own output would otherwise hold itself for ever.
@@ -57,8 +55,5 @@ class SavedBytes:
             self.hold(tensor, saved)
             return saved
 
-        def unpack(saved: _Saved) -> torch.Tensor:
-            return saved.tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            yield
+        hooks: Any = torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor)
+        return hooks

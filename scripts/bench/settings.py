@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from bench.contenders import Options
 from bench.work import Work
@@ -50,20 +51,17 @@ class Setting:
     cases: tuple[Case, ...]
     claims: tuple[Claim, ...] = ()
 
-    def tiny(self) -> Setting:
-        """The same with a model that takes no time, to see that everything runs."""
-        updates = min(self.work.updates, 3)
-        work = replace(self.work, hidden=64, intermediate=64, vocabulary=128, tokens=24, steps=1, updates=updates)
-        return replace(self, work=work, claims=())
-
     def with_splits(self, splits: list[int]) -> Setting:
         """Each case that has a split, once with every one of these."""
-        cases = []
-        for case in self.cases:
-            if not case.options.split:
-                cases.append(case)
-                continue
-            cases += [Case(f"{case.name} @{n}", case.contender, replace(case.options, split=n)) for n in splits]
+        cases = [
+            one
+            for case in self.cases
+            for one in (
+                [Case(f"{case.name} @{n}", case.contender, replace(case.options, split=n)) for n in splits]
+                if case.options.split
+                else [case]
+            )
+        ]
         return replace(self, cases=tuple(cases), claims=())
 
 
@@ -74,13 +72,13 @@ _PLAIN = (Case("single", "single"), Case("twin", "twin"), Case("DDP", "ddp"))
 _PLAIN_ON = tuple(Case(case.name, case.contender, Options("on")) for case in _PLAIN)
 
 
+def _torch(recompute: str, schedule: str, split: int, **values: Any) -> Case:
+    return Case(f"torch {schedule}", "torch", Options(recompute, schedule, split, **values))
+
+
 def _peers(recompute: str, split: int) -> tuple[Case, ...]:
-    return (
-        Case("torch ScheduleGPipe", "torch", Options(recompute, "ScheduleGPipe", split)),
-        Case("torch Schedule1F1B", "torch", Options(recompute, "Schedule1F1B", split)),
-        Case("DeepSpeed", "deepspeed", Options(recompute, split=split)),
-        Case("torchgpipe", "torchgpipe", Options(recompute, split=split)),
-    )
+    others = (Case(name, name.lower(), Options(recompute, split=split)) for name in ("DeepSpeed", "torchgpipe"))
+    return (_torch(recompute, "ScheduleGPipe", split), _torch(recompute, "Schedule1F1B", split), *others)
 
 
 def _ours(recompute: str, schedule: str, split: int, *, length_bucketing: bool = False) -> Case:
@@ -111,26 +109,22 @@ def _replicated(num_stages: int, *, zero: bool = False) -> Case:
     return Case(f"ours 2 x {num_stages}" + (" zero 1" if zero else ""), "ours", options)
 
 
+def _as_lean(over: dict[str, tuple[float, tuple[str, ...]]]) -> tuple[Claim, ...]:
+    """That cases are faster than another by a ratio, with no more of its memory than 3 %."""
+    return tuple(Claim(case, name, ratio, memory_at_most=1.03) for name, (ratio, own) in over.items() for case in own)
+
+
 _STANDARD = Work()
-_DEEP = Work(layers=12, rows=32, micro_batches=32, steps=2)
-_LENGTHS = Work(random_lengths=True)
-_HEAD = Work(vocabulary=32768, steps=2)
-_WINDOW = Work(rows=2, micro_batches=1, updates=128, steps=1)
+_STAGE = "ours 1f1b stage"
 
 SETTINGS = (
     Setting(
         "off",
         "8 layers, 16 x 128 tokens, M = 8, nothing recomputed",
         _STANDARD,
+        (*_PLAIN, *_peers("none", 5), *(_ours("none", name, 5) for name in ("1f1b", "gpipe_fused", "gpipe"))),
         (
-            *_PLAIN,
-            *_peers("none", 5),
-            _ours("none", "1f1b", 5),
-            _ours("none", "gpipe_fused", 5),
-            _ours("none", "gpipe", 5),
-        ),
-        (
-            Claim("ours 1f1b none", "torch Schedule1F1B", 0.95, memory_at_most=1.03),
+            *_as_lean({"torch Schedule1F1B": (0.95, ("ours 1f1b none",))}),
             Claim("ours 1f1b none", "twin", 0.93, bubble_of=8),
         ),
     ),
@@ -139,53 +133,39 @@ SETTINGS = (
         "8 layers, 16 x 128 tokens, M = 8, recomputed",
         _STANDARD,
         (
-            *_PLAIN_ON,
-            *_peers("on", 5),
-            _ours("stage", "1f1b", 4),
-            _ours("stage", "gpipe_fused", 4),
-            _ours("stage", "gpipe", 5),
-            _ours("none", "1f1b", 5),
-            # What torch's larger process grows to, under ScheduleGPipe and under Schedule1F1B.
-            _auto(770),
-            _auto(660),
+            *(*_PLAIN_ON, *_peers("on", 5), _ours("stage", "1f1b", 4), _ours("stage", "gpipe_fused", 4)),
+            # The last two: what torch's larger process grows to, under ScheduleGPipe and under Schedule1F1B.
+            *(_ours("stage", "gpipe", 5), _ours("none", "1f1b", 5), _auto(770), _auto(660)),
         ),
-        (
-            Claim("ours auto 770 MB", "torch ScheduleGPipe", 1.25, memory_at_most=1.03),
-            Claim("ours auto 660 MB", "torch Schedule1F1B", 1.20, memory_at_most=1.03),
-            Claim("ours 1f1b none", "torch ScheduleGPipe", 1.25, memory_at_most=1.03),
-            Claim("ours 1f1b stage", "torch ScheduleGPipe", 1.25, memory_at_most=1.03),
-            Claim("ours 1f1b stage", "torch Schedule1F1B", 1.20, memory_at_most=1.03),
+        _as_lean(
+            {
+                "torch ScheduleGPipe": (1.25, ("ours auto 770 MB", "ours 1f1b none", _STAGE)),
+                "torch Schedule1F1B": (1.20, ("ours auto 660 MB", _STAGE)),
+            }
         ),
     ),
     Setting(
         "deep",
         "12 layers, 32 x 128 tokens, M = 32, recomputed",
-        _DEEP,
+        Work(layers=12, rows=32, micro_batches=32, steps=2),
         (
-            *_PLAIN_ON[:2],
-            *_peers("on", 7)[:2],
-            _ours("stage", "1f1b", 6),
-            _ours("stage", "gpipe_fused", 6),
-            _ours("none", "1f1b", 7),
+            *(*_PLAIN_ON[:2], *_peers("on", 7)[:2], _ours("stage", "1f1b", 6), _ours("stage", "gpipe_fused", 6)),
             # As above: torch's larger process under either schedule.
-            _auto(1105),
-            _auto(706),
+            *(_ours("none", "1f1b", 7), _auto(1105), _auto(706)),
         ),
-        (
-            Claim("ours auto 1105 MB", "torch ScheduleGPipe", 1.25, memory_at_most=1.03),
-            Claim("ours auto 706 MB", "torch Schedule1F1B", 1.20, memory_at_most=1.03),
-            Claim("ours 1f1b stage", "torch ScheduleGPipe", 1.25, memory_at_most=1.03),
-            Claim("ours 1f1b stage", "torch Schedule1F1B", 1.20, memory_at_most=1.03),
+        _as_lean(
+            {
+                "torch ScheduleGPipe": (1.25, ("ours auto 1105 MB", _STAGE)),
+                "torch Schedule1F1B": (1.20, ("ours auto 706 MB", _STAGE)),
+            }
         ),
     ),
     Setting(
         "lengths",
         "8 layers, 16 rows of 16 to 128 tokens, M = 8, nothing recomputed",
-        _LENGTHS,
+        Work(random_lengths=True),
         (
-            Case("single", "single"),
-            Case("torch Schedule1F1B", "torch", Options("none", "Schedule1F1B", 5)),
-            _ours("none", "1f1b", 5),
+            *(_PLAIN[0], _torch("none", "Schedule1F1B", 5), _ours("none", "1f1b", 5)),
             _ours("none", "1f1b", 5, length_bucketing=True),
         ),
         (Claim("ours 1f1b none bucketed", "ours 1f1b none", 1.15),),
@@ -193,8 +173,8 @@ SETTINGS = (
     Setting(
         "head",
         "8 layers, vocabulary 32768, 16 x 128 tokens, M = 8, nothing recomputed",
-        _HEAD,
-        (Case("single", "single"), _cut("count"), _cut("flops"), _cut("profile")),
+        Work(vocabulary=32768, steps=2),
+        (_PLAIN[0], _cut("count"), _cut("flops"), _cut("profile")),
         (Claim("ours by flops", "ours by count", 1.0), Claim("ours by profile", "ours by count", 1.0)),
     ),
     Setting(
@@ -202,8 +182,7 @@ SETTINGS = (
         "8 layers, 16 x 128 tokens, M = 8, nothing recomputed; gradients of inputs and weights apart",
         _STANDARD,
         (
-            *_PLAIN[:2],
-            *_peers("none", 5)[1:2],
+            *(*_PLAIN[:2], _torch("none", "Schedule1F1B", 5)),
             Case("torch ZB1P", "torch", Options("none", "ScheduleInterleavedZeroBubble", 5)),
             _v_shaped("torch", "ScheduleZBVZeroBubble"),
             *(_ours("none", schedule, 5) for schedule in ("1f1b", "zb_h1", "zb_h2")),
@@ -213,14 +192,13 @@ SETTINGS = (
             Claim("ours zb_h1 none", "twin", 0.93),
             Claim("ours zb_h1 none", "ours 1f1b none", 1.0, memory_at_most=1.05),
             Claim("ours zb_h1 none", "torch ZB1P", 1.10),
-            Claim("ours zb_h1 none", "torch ScheduleZBVZeroBubble", 1.10),
-            Claim("ours zb_v none", "torch ScheduleZBVZeroBubble", 1.10),
+            *(Claim(f"ours {one} none", "torch ScheduleZBVZeroBubble", 1.10) for one in ("zb_h1", "zb_v")),
         ),
     ),
     Setting(
         "pipedream",
         "8 layers, a window of 128 updates of 2 x 128 tokens, M = 1, nothing recomputed",
-        _WINDOW,
+        Work(rows=2, micro_batches=1, updates=128, steps=1),
         (*_PLAIN[:2], *(_ours("none", schedule, 5) for schedule in ("pipedream", "pipedream_vertical"))),
         (Claim("ours pipedream none", "twin", 0.97),),
     ),
@@ -229,13 +207,10 @@ SETTINGS = (
         "8 layers, 16 x 128 tokens, M = 8, nothing recomputed; two replicas of one stage or of two",
         _STANDARD,
         (
-            *_PLAIN,
-            _replicated(1),
-            _replicated(1, zero=True),
+            *(*_PLAIN, _replicated(1), _replicated(1, zero=True)),
             Case("torch DDP x Schedule1F1B", "torch", Options("none", "Schedule1F1B", 5, replicas=2)),
             Case("DeepSpeed 2 x 2 ZeRO-1", "deepspeed", Options(split=5, replicas=2, zero=True)),
-            _replicated(2),
-            _replicated(2, zero=True),
+            *(_replicated(2), _replicated(2, zero=True)),
         ),
         # Four processes on two cores: their loss is compared, not their speed.
         (Claim("ours 2 x 1", "DDP", 0.97),),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import LlamaForCausalLM
+
+from bench.models import llama
 
 IGNORED = -100
 SHORTEST_ROW_TOKENS = 16
@@ -15,7 +18,15 @@ SHORTEST_ROW_TOKENS = 16
 
 @dataclass(frozen=True)
 class Work:
-    """One setting. Every contender takes the same steps from the same weights on the same rows."""
+    """One setting. Every contender takes the same steps from the same weights on the same rows.
+
+    Attributes:
+        micro_batches: M of one pipeline, or of one process that takes the whole mini-batch.
+        random_lengths: rows of 16 tokens up to `tokens`, padded to `tokens` at their ends.
+        dtype: of weights, gradients and arithmetic.
+        device: where the model and the micro-batches are made; "cuda" is the current GPU of a process.
+        updates: mini-batches of a step, one after the other, each with an update.
+    """
 
     layers: int = 8
     hidden: int = 384
@@ -24,17 +35,18 @@ class Work:
     rows: int = 16
     tokens: int = 128
     micro_batches: int = 8
-    """M of one pipeline, or of one process that takes the whole mini-batch."""
     random_lengths: bool = False
-    """Rows of 16 tokens up to `tokens`, padded to `tokens` at their ends."""
     dtype: str = "float32"
-    """Of weights, gradients and arithmetic."""
     device: str = "cpu"
-    """Where the model and the micro-batches are made; "cuda" is the current GPU of a process."""
     updates: int = 1
-    """Mini-batches of a step, one after the other, each with an update."""
     warmup_steps: int = 1
     steps: int = 4
+
+    def tiny(self, **values: Any) -> Work:
+        """The same with a model that takes no time, to see that everything runs."""
+        updates = min(self.updates, 3)
+        sizes = {"hidden": 64, "intermediate": 64, "vocabulary": 128, "tokens": 24, "steps": 1, "updates": updates}
+        return replace(self, **{**sizes, **values})
 
     @property
     def rows_each(self) -> int:
@@ -43,24 +55,12 @@ class Work:
 
     def model(self) -> Any:
         """A LlamaForCausalLM with the same weights on every call."""
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        heads = max(1, self.hidden // 64)
-        config = LlamaConfig(
-            vocab_size=self.vocabulary,
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_hidden_layers=self.layers,
-            num_attention_heads=heads,
-            num_key_value_heads=heads,
-            max_position_embeddings=max(256, self.tokens),
-            use_cache=False,
-            tie_word_embeddings=False,
-            attn_implementation="sdpa",
-        )
+        positions = max(256, self.tokens)
+        own = {"max_position_embeddings": positions, "use_cache": False, "attn_implementation": "sdpa"}
         torch.manual_seed(0)
         with torch.device(self.device):
-            return LlamaForCausalLM(config).to(getattr(torch, self.dtype)).train()
+            model = LlamaForCausalLM(llama(self.hidden, self.layers, self.vocabulary, self.intermediate, **own))
+            return model.to(getattr(torch, self.dtype)).train()
 
     def batch(self) -> dict[str, torch.Tensor]:
         """The mini-batch as a collator gives it: input_ids, labels and, with random lengths, attention_mask (N, T)."""
@@ -75,16 +75,17 @@ class Work:
         return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, IGNORED), "attention_mask": mask}
 
     def micro_batches_of(
-        self, rows: slice = slice(None), count: int | None = None
+        self, part: int = 0, parts: int = 1, count: int | None = None
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(ids, targets), each (B, T), of the micro-batches of these rows; `count` of them, by default M.
+        """(ids, targets), each (B, T), of the micro-batches of one of equal parts of the rows; by default M / parts.
 
         Targets are the next tokens. No mask is needed: a row's padding comes after all that has a target.
         """
         batch = {name: tensor.to(self.device) for name, tensor in self.batch().items()}
         ids, targets = batch["input_ids"], F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-        count = count or self.micro_batches
-        return list(zip(ids[rows].chunk(count), targets[rows].chunk(count), strict=True))
+        size, count = self.rows // parts, count or max(1, self.micro_batches // parts)
+        own = slice(part * size, (part + 1) * size)
+        return list(zip(ids[own].chunk(count), targets[own].chunk(count), strict=True))
 
     def num_targets(self) -> int:
         """Target tokens of the whole mini-batch, by which its loss is divided."""

@@ -8,27 +8,14 @@ from babel.core import get_global
 
 #: gettext's modifiers that name a script. Others, as @valencia and @ijekavian, name a variant of a language.
 _SCRIPTS = {
-    "latin": "Latn",
-    "latn": "Latn",
-    "iqtelif": "Latn",
-    "cyrillic": "Cyrl",
-    "cyrl": "Cyrl",
-    "arabic": "Arab",
-    "devanagari": "Deva",
+    **{"latin": "Latn", "latn": "Latn", "iqtelif": "Latn", "cyrillic": "Cyrl", "cyrl": "Cyrl"},
+    **{"arabic": "Arab", "devanagari": "Deva"},
 }
 
 #: Codes whose meaning in gettext does not follow from CLDR's likely regions. pt is the language of Portugal there.
 _KNOWN = {
-    "bn_IN": "bn",
-    "ku_IQ": "ku",
-    "no": "nb",
-    "no_NO": "nb",
-    "pt_PT": "pt",
-    "pt_BR": "pt_BR",
-    "tl": "fil",
-    "zh_CN": "zh_Hans",
-    "zh_SG": "zh_Hans",
-    "zh_TW": "zh_Hant",
+    **{"bn_IN": "bn", "ku_IQ": "ku", "no": "nb", "no_NO": "nb", "pt_PT": "pt", "pt_BR": "pt_BR", "tl": "fil"},
+    **{"zh_CN": "zh_Hans", "zh_SG": "zh_Hans", "zh_TW": "zh_Hant"},
 }
 _CODE = re.compile(r"([a-z]{2,3})(?:_([A-Z][a-z]{3}))?(?:_([A-Z]{2}|[0-9]{3}))?(?:\.[\w-]+)?(?:@(\w+))?")
 

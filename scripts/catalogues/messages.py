@@ -7,7 +7,7 @@ import html
 import io
 import re
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from babel.messages.pofile import PoFileError, read_po
 
@@ -38,8 +38,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ufffd]")
 _DIGITS = re.compile(r"\d+")
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """One entry of a catalogue.
 
     Attributes:
@@ -111,7 +110,7 @@ def pair_of(message: Message) -> tuple[str, str] | str:
         return message.dropped
     if _NOT_A_SENTENCE.search(message.english):
         return "credits or copyright"
-    plain = _without_markup(message.english), _without_markup(message.translation)
+    plain = [html.unescape(_TAG.sub("", text)) for text in (message.english, message.translation)]
     if any("<" in text or ">" in text for text in plain):
         return "markup"
     without_keys = _without_keys(*plain)
@@ -127,11 +126,9 @@ def _refused(english: str, translation: str) -> str | None:
     """Why two cleaned texts are no pair; None: they are one."""
     if _NAME.fullmatch(english):
         return "identifier"
-    if not ENGLISH_LENGTHS[0] <= len(english) <= ENGLISH_LENGTHS[1]:
-        return "length"
-    if not TRANSLATION_LENGTHS[0] <= len(translation) <= TRANSLATION_LENGTHS[1]:
-        return "length"
-    if len(translation) > LONGEST_RATIO * len(english) + LONGEST_EXCESS:
+    is_usual = ENGLISH_LENGTHS[0] <= len(english) <= ENGLISH_LENGTHS[1]
+    is_usual &= TRANSLATION_LENGTHS[0] <= len(translation) <= TRANSLATION_LENGTHS[1]
+    if not is_usual or len(translation) > LONGEST_RATIO * len(english) + LONGEST_EXCESS:
         return "length"
     if english.casefold() == translation.casefold():
         return "identical"
@@ -153,11 +150,6 @@ def _numbers(text: str) -> list[int]:
     return sorted(int(digits) for digits in _DIGITS.findall(text) if len(digits) < 20)
 
 
-def _without_markup(text: str) -> str:
-    text = _TAG.sub("", text) if "<" in text else text
-    return html.unescape(text)
-
-
 def _without_keys(english: str, translation: str) -> tuple[str, str] | None:
     """Both texts without the marks of menu keys; None: an underscore belongs to an identifier."""
     if "&" not in english + translation and "_" not in english + translation:
@@ -166,10 +158,7 @@ def _without_keys(english: str, translation: str) -> tuple[str, str] | None:
     english, translation = (_AMPERSAND.sub("", text) for text in (english, translation))
     marked = _WITH_UNDERSCORE.findall(english)
     # A word that a translation has as well, underscore and all, is not a word but a name in a program.
-    if len(marked) > 1 or english.count("_") > 1 or any(word in translation for word in marked):
-        return None
-    if not marked and "_" in english:
-        return None
-    if translation.count("_") > 1:
+    is_name = len(marked) > 1 or max(english.count("_"), translation.count("_")) > 1
+    if is_name or any(word in translation for word in marked) or (not marked and "_" in english):
         return None
     return english.replace("_", ""), translation.replace("_", "")

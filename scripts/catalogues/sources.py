@@ -12,8 +12,8 @@ import tarfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from hf_gpipe.errors import DataError
 
@@ -23,8 +23,7 @@ _IN_LOCALE = re.compile(r"(?:^|/)([^/]+)/LC_MESSAGES/([^/]+)\.[mp]o$")
 _COPYRIGHT = re.compile(r"(?:^|/)usr/share/doc/([^/]+)/copyright$")
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """A file of a package: a catalogue, or the package's copyright file.
 
     Attributes:
@@ -50,24 +49,19 @@ def files_of_deb(path: Path) -> Iterator[Found]:
             "elsewhere and give their directory by --from"
         )
     package = path.name.partition("_")[0].removesuffix(".deb")
-    process = subprocess.Popen(
-        ["dpkg-deb", "--fsys-tarfile", str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    try:
-        with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
-            for member in archive:
-                file = archive.extractfile(member) if member.isfile() and _is_wanted(member.name) else None
-                if file is not None:
-                    yield _found(package, member.name, file.read())
-    except tarfile.TarError as error:
-        reason = process.stderr.read().decode(errors="replace").strip() or str(error)
-        raise DataError(f"{path} cannot be read as a Debian package: {reason}; download it again") from error
-    finally:
-        process.stdout.close()
-        process.stderr.close()
-        process.wait()
+    command = ["dpkg-deb", "--fsys-tarfile", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
+                for member in archive:
+                    file = archive.extractfile(member) if member.isfile() and _is_wanted(member.name) else None
+                    if file is not None:
+                        yield _found(package, member.name, file.read())
+        except tarfile.TarError as error:
+            reason = process.stderr.read().decode(errors="replace").strip() or str(error)
+            raise DataError(f"{path} cannot be read as a Debian package: {reason}; download it again") from error
 
 
 def files_of_directory(directory: Path) -> Iterator[Found]:

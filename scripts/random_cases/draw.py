@@ -72,20 +72,8 @@ class Case:
         for name in self.changes:
             yield replace(self, changes={key: value for key, value in self.changes.items() if key != name})
         plain = Case(0, 0, "")
-        for name in (
-            "extras",
-            "lora",
-            "frozen",
-            "dropout",
-            "label_smoothing",
-            "length_bucketing",
-            "packing",
-            "padding",
-            "cut",
-        ):
-            if getattr(self, name) != getattr(plain, name):
-                yield replace(self, **{name: getattr(plain, name)})
-        for name in ("recompute", "schedule", "attention"):
+        apart = ("seed", "number", "family", "changes", "num_stages", "num_micro_batches", "rows")
+        for name in reversed([one.name for one in fields(self) if one.name not in apart]):
             if getattr(self, name) != getattr(plain, name):
                 is_list = name == "schedule" and isinstance(self.recompute, tuple)
                 yield replace(self, **{name: getattr(plain, name)} | ({"recompute": "none"} if is_list else {}))

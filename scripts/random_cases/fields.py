@@ -32,25 +32,14 @@ _ROPE_TYPES: dict[str, dict[str, Any]] = {
     "linear": {"factor": 2.0},
     "dynamic": {"factor": 2.0},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
-    "llama3": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8,
-    },
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8},
 }
 #: Optional numbers, which are None in a configuration that does without.
 _OPTIONAL: dict[str, tuple[Any, ...]] = {
     "sliding_window": (2, 4, 6),
-    "final_logit_softcapping": (5.0, 30.0),
-    "attn_logit_softcapping": (5.0, 30.0),
-    "logit_scale": (0.5, "inv_sqrt_d_model"),
-    "clip_qkv": (0.5, 2.0),
-    "attention_chunk_size": (2, 4),
-    "n_inner": (48,),
-    "head_dim": (8, 16),
-    "q_lora_rank": (8,),
-    "num_ln_in_parallel_attn": (1, 2),
+    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), (5.0, 30.0)),
+    **{"logit_scale": (0.5, "inv_sqrt_d_model"), "clip_qkv": (0.5, 2.0), "attention_chunk_size": (2, 4)},
+    **{"n_inner": (48,), "head_dim": (8, 16), "q_lora_rank": (8,), "num_ln_in_parallel_attn": (1, 2)},
     "softmax_scale": (0.3,),
 }
 

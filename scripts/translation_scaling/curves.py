@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_gpipe.checkpoint.directory import step_of
-from translation_scaling.ending import Point
 
 CURVE_FILE, STATE_FILE = "metrics.jsonl", "trainer_state.json"
 VALIDATION = "eval_nll_per_character"
+_KEYS = ("step", "epoch", "loss", "eval_loss", VALIDATION, "learning_rate", "tokens_per_second", "training_seconds")
 _FALLEN = 0.999
+
+
+class Point(NamedTuple):
+    """An evaluation: the updates made, passes over the training pairs, and the validation loss per character."""
+
+    step: int
+    passes: float
+    loss: float
 
 
 @dataclass(frozen=True)
@@ -37,19 +45,14 @@ class Curve:
             if isinstance(entry.get(VALIDATION), int | float) and math.isfinite(entry[VALIDATION])
         ]
 
-    def constant_points(self, begin: int | None) -> list[Point]:
-        """The evaluations before the learning rate fell; `begin`: the updates before that, None: it has not fallen."""
-        return [point for point in self.points if begin is None or point.step <= begin]
+    def constant_points(self, begin: int) -> list[Point]:
+        """The evaluations before the learning rate fell, after `begin` updates."""
+        return [point for point in self.points if point.step <= begin]
 
     @property
     def best(self) -> Point | None:
         """The evaluation with the least loss."""
         return min(self.points, key=lambda point: point.loss, default=None)
-
-    @property
-    def seconds(self) -> float:
-        """Of training, without evaluations and checkpoints."""
-        return sum(entry.get("training_seconds", 0.0) for entry in self.entries)
 
     @property
     def steps_per_second(self) -> float | None:
@@ -60,11 +63,8 @@ class Curve:
 
     def tokens(self, step: int) -> float:
         """Tokens of sources and targets of the first updates."""
-        return sum(
-            entry["tokens_per_second"] * entry["training_seconds"]
-            for entry in self.entries
-            if "training_seconds" in entry and entry["step"] <= step
-        )
+        timed = [entry for entry in self.entries if "training_seconds" in entry and entry["step"] <= step]
+        return sum(entry["tokens_per_second"] * entry["training_seconds"] for entry in timed)
 
     def best_until(self, step: float) -> float | None:
         """The least validation loss up to a step; None: there is no evaluation."""
@@ -87,11 +87,22 @@ class Curve:
         # The logged rate is that of the update before.
         return round((step - 1 - share * end) / (1 - share)) if share < 1 else None
 
+    def rows(self, name: str, seed: int) -> list[dict[str, Any]]:
+        """A row of a table for each entry that has a loss."""
+        kept = [entry for entry in self.entries if "loss" in entry or VALIDATION in entry]
+        return [{"run": name, "seed": seed} | {key: entry.get(key) for key in _KEYS} for entry in kept]
+
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """The checkpoint with the most updates."""
     found = [path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
     return max(found, key=step_of, default=None)
+
+
+def state_of(checkpoint: Path) -> dict[str, Any]:
+    """What the trainer says in a checkpoint: max_steps, log_history, best_model_checkpoint."""
+    state: dict[str, Any] = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+    return state
 
 
 def read_curve(folder: Path) -> Curve:
@@ -113,45 +124,6 @@ def restore_curve(folder: Path) -> None:
     checkpoint = newest_checkpoint(folder)
     if checkpoint is None or not (checkpoint / STATE_FILE).exists():
         return
-    if read_curve(folder).step >= step_of(checkpoint):
-        return
-    history = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))["log_history"]
-    lines = (json.dumps({"step": entry["step"], **entry}) + "\n" for entry in history)
-    (folder / CURVE_FILE).write_text("".join(lines), encoding="utf-8")
-
-
-def max_steps_of(checkpoint: Path) -> int:
-    """The updates that the training of a checkpoint was to have."""
-    return int(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))["max_steps"])
-
-
-def at_equal_updates(curves: Mapping[str, Curve]) -> tuple[int, dict[str, float | None]]:
-    """The most updates that all runs have made, and each one's best validation loss until then."""
-    common = min(curve.step for curve in curves.values())
-    return common, {name: curve.best_until(common) for name, curve in curves.items()}
-
-
-def at_equal_compute(
-    curves: Mapping[str, Curve], operations_per_token: Mapping[str, float]
-) -> tuple[float, dict[str, float | None]]:
-    """The most operations that all runs have made, and each one's best validation loss until then.
-
-    Args:
-        curves: by name.
-        operations_per_token: of a forward and backward, by name.
-    """
-    spent = {name: curve.tokens(curve.step) * operations_per_token[name] for name, curve in curves.items()}
-    common = min(spent.values())
-    # A run's updates have about equally many tokens.
-    steps = {name: curves[name].step * common / spent[name] if spent[name] else 0 for name in curves}
-    return common, {name: curve.best_until(steps[name]) for name, curve in curves.items()}
-
-
-def curve_rows(name: str, seed: int, curve: Curve) -> Sequence[dict[str, Any]]:
-    """A row of a table for each entry that has a loss."""
-    keys = ("step", "epoch", "loss", "eval_loss", VALIDATION, "learning_rate", "tokens_per_second", "training_seconds")
-    return [
-        {"run": name, "seed": seed} | {key: entry.get(key) for key in keys}
-        for entry in curve.entries
-        if "loss" in entry or VALIDATION in entry
-    ]
+    if read_curve(folder).step < step_of(checkpoint):
+        history = ({"step": entry["step"], **entry} for entry in state_of(checkpoint)["log_history"])
+        (folder / CURVE_FILE).write_text("".join(json.dumps(entry) + "\n" for entry in history), encoding="utf-8")

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
-from translation_scaling.claims import Roles
-from translation_scaling.differences import Difference, per_language
+from translation_scaling.differences import LOW_HIGH, Difference, per_language
 from translation_scaling.learning import CURVES_PICTURE, Learning
-from translation_scaling.results import MEASURES, Measure, Results
-from translation_scaling.transfer import BASELINE
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from translation_scaling.results import BASELINE, MEASURES, Measure, Results
+from translation_scaling.roles import Roles
 
 LANGUAGES_FILE, BUCKETS_FILE, TRANSFER_FILE = "languages.png", "buckets.png", "transfer.png"
 
@@ -44,16 +42,7 @@ def draw(
     learnt: Sequence[Learning],
     transfer: Results | None,
 ) -> None:
-    """All pictures of a report, into its folder.
-
-    Args:
-        folder: of the report.
-        results: of its runs.
-        roles: which model stands for which of the paper's.
-        differences: between its models.
-        learnt: the runs that have validation losses.
-        transfer: results with baselines, if there are any.
-    """
+    """All pictures of a report, into its folder."""
     draw_buckets(folder / BUCKETS_FILE, results, differences)
     if roles.base is not None and roles.large:
         draw_languages(folder / LANGUAGES_FILE, results, roles.large, roles.base)
@@ -104,8 +93,6 @@ def draw_buckets(path: Path, results: Results, differences: Sequence[Difference]
 
 def draw_curves(path: Path, runs: Sequence[Learning]) -> None:
     """Validation loss per character against updates and against operations."""
-    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
-
     figure = _figure((10.5, 4.6))
     panels = figure.subplots(1, 2, sharey=True)
     for number, one in enumerate(runs):
@@ -148,7 +135,7 @@ def _intervals(panel: Axes, results: Results, differences: Sequence[Difference])
     pairs = list(dict.fromkeys((one.first, one.second) for one in differences))
     width = 0.7 / len(pairs)
     for one in differences:
-        if one.bucket is None:
+        if one.bucket in (None, LOW_HIGH):
             continue
         number, place = pairs.index((one.first, one.second)), results.bucket_names.index(one.bucket)
         x, colour = place - 0.35 + (number + 0.5) * width, _OF_PAIRS[number % len(_OF_PAIRS)]
@@ -188,9 +175,6 @@ def _plain(panel: Axes) -> None:
 
 def _figure(size: tuple[float, float]) -> Figure:
     """A figure that belongs to the caller alone; pyplot never sees it."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=size, dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     return figure

@@ -5,36 +5,68 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from types import FrameType
 from typing import TextIO
 
 import hf_gpipe
 from hf_gpipe.errors import UserError
 from translation_scaling.keep import bring_back, keep
-from translation_scaling.runs import LOG_FILE, METRICS_FILE, STARTS_FILE, Run, folder_of
-from translation_scaling.signals import Signals
+from translation_scaling.runs import LOG_FILE, METRICS_FILE, STARTS_FILE, Run, folder_of, wall_seconds
 
 TRAIN = (sys.executable, "-m", "hf_gpipe.train")
-
 EXIT_FAILED = 1
 """Of this script's command: a run failed."""
 
 EXIT_STOPPED = 75
 """Of the training command: a signal stopped it, and all of it is saved."""
 
-EXIT_USER_ERROR = 2
-"""Of the same: the recipe or its data are wrong, and nothing was trained."""
+_POLL_SECONDS, _KEEP_SECONDS = 0.5, 60.0
 
-_LOG_LINES = 15
-_POLL_SECONDS = 0.5
-_KEEP_SECONDS = 60.0
+
+class Signals:
+    """Passes SIGINT, SIGTERM and SIGHUP on to the trainings, as SIGINT and SIGTERM, and remembers that one came."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._children: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Signals:
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        # What nohup ignores stays ignored.
+        taken = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._receive) for number in taken}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def passed_to(self, child: subprocess.Popen[bytes]) -> Iterator[None]:
+        """Context manager that passes the signals on to the child."""
+        self._children.append(child)
+        if self.received is not None:
+            self._receive(self.received)
+        try:
+            yield
+        finally:
+            self._children.remove(child)
+
+    def _receive(self, number: int, frame: FrameType | None = None) -> None:
+        self.received = number
+        for child in list(self._children):
+            if child.poll() is None:
+                child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
 
 def execute(runs: Sequence[Run], kept: Path | None = None, at_once: int = 1) -> int:
@@ -49,7 +81,7 @@ def execute(runs: Sequence[Run], kept: Path | None = None, at_once: int = 1) -> 
         0: all are finished; 1: a run failed; EXIT_STOPPED: a signal came, the same command goes on.
     """
     with Signals() as signals, ThreadPoolExecutor(at_once) as pool:
-        work = _Work(runs, kept, signals, writes_over=at_once == 1)
+        work = _Work(runs, kept, signals)
         codes = [one.result() for one in [pool.submit(work.go_on) for _ in range(at_once)]]
     return EXIT_STOPPED if EXIT_STOPPED in codes else max(codes)
 
@@ -57,10 +89,9 @@ def execute(runs: Sequence[Run], kept: Path | None = None, at_once: int = 1) -> 
 class _Work:
     """The runs that are left, which several threads take one by one."""
 
-    def __init__(self, runs: Sequence[Run], kept: Path | None, signals: Signals, *, writes_over: bool) -> None:
-        self._waiting, self._kept, self._signals = list(enumerate(runs, 1)), kept, signals
-        self._writes_over, self._count = writes_over, len(runs)
-        self._unfinished = {(run.name, run.seed) for run in runs}
+    def __init__(self, runs: Sequence[Run], kept: Path | None, signals: Signals) -> None:
+        self._waiting, self._kept, self._signals, self._count = list(enumerate(runs, 1)), kept, signals, len(runs)
+        self._unfinished = {run.key for run in runs}
         self._changed, self._has_failed = threading.Condition(), False
 
     def go_on(self) -> int:
@@ -72,7 +103,7 @@ class _Work:
                 if code:
                     return code
                 with self._changed:
-                    self._unfinished.discard((taken[1].name, taken[1].seed))
+                    self._unfinished.discard(taken[1].key)
                     self._changed.notify_all()
             code = 0
             return EXIT_STOPPED if self._signals.received else code
@@ -86,41 +117,40 @@ class _Work:
         with self._changed:
             while self._waiting and not self._has_failed and not self._signals.received:
                 for place, (_, run) in enumerate(self._waiting):
-                    if not self._unfinished & {(one.name, one.seed) for one in run.sweep}:
+                    if not self._unfinished & {one.key for one in run.sweep}:
                         return self._waiting.pop(place)
                 self._changed.wait(_POLL_SECONDS)
         return None
 
     def _run(self, number: int, run: Run) -> int:
-        copy = None if self._kept is None else folder_of(self._kept, run.name, run.seed)
-        if copy is not None:
+        label, log, copy = f"[{number}/{self._count}] {run.title}: ", run.folder / LOG_FILE, None
+        if self._kept is not None:
+            copy = folder_of(self._kept, run.name, run.seed)
             bring_back(copy, run.folder)
         progress, detail = run.progress()
-        label = f"[{number}/{self._count}] {run.title}"
         if progress == "finished":
-            print(f"{label}: finished already, {result_text(run.folder)}", flush=True)
+            print(f"{label}finished already, {result_text(run.folder)}", flush=True)
             return 0
-        detail = f"{detail + '; ' if detail else ''}log {run.folder / LOG_FILE}"
-        line = _Line(label, detail) if self._writes_over else _Lines(label, detail)
+        print(f"{label}{detail + '; ' if detail else ''}log {log}", flush=True)
         code, signals = 0, self._signals
         while code == 0 and not signals.received and (arguments := run.next_arguments()) is not None:
-            code = _train(run, arguments, signals, line, copy)
+            code = _train(run, arguments, signals, copy)
             if not run.to_end:
                 break
-        if code == 0 and not signals.received:
-            line.end(result_text(run.folder))
-            return 0
         if signals.received or code == EXIT_STOPPED:
-            line.end("stopped; the same command goes on from its last checkpoint")
+            print(f"{label}stopped; the same command goes on from its last checkpoint", flush=True)
             return EXIT_STOPPED
-        line.end(f"failed with exit code {code}")
-        lines = [
-            f"\n{run.title} failed; its log {run.folder / LOG_FILE} ends with\n",
-            *(f"    {text}" for text in log_end(run.folder / LOG_FILE)),
-            "\nThe other runs' results are kept. Correct the cause and give the same command again: it skips what is "
+        if code == 0:
+            print(f"{label}{result_text(run.folder)}", flush=True)
+            return 0
+        text = "\n".join(f"    {line}" for line in log_end(log))
+        print(
+            f"{label}failed with exit code {code}\n\n{run.title} failed; its log {log} ends with\n\n{text}\n\n"
+            "The other runs' results are kept. Correct the cause and give the same command again: it skips what is "
             "finished.",
-        ]
-        print("\n".join(lines), file=sys.stderr, flush=True)
+            file=sys.stderr,
+            flush=True,
+        )
         return EXIT_FAILED
 
 
@@ -134,60 +164,62 @@ def result_text(folder: Path) -> str:
     )
 
 
-def starts(folder: Path) -> list[dict[str, float]]:
-    """Each start of a run's command: when, how many seconds it took, and its exit code."""
-    path = folder / STARTS_FILE
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def wall_seconds(folder: Path) -> float:
-    """Of all starts of a run's command, imports and evaluation included, but for those that were refused."""
-    return sum(one["seconds"] for one in starts(folder) if one["exit_code"] != EXIT_USER_ERROR)
-
-
-def log_end(path: Path, count: int = _LOG_LINES) -> list[str]:
+def log_end(path: Path, count: int = 15) -> list[str]:
     """The last lines of a log that say something."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
     return [line for line in lines if line.strip()][-count:]
 
 
-def _train(run: Run, arguments: Sequence[str], signals: Signals, line: _Line | _Lines, copy: Path | None) -> int:
+def _train(run: Run, arguments: Sequence[str], signals: Signals, copy: Path | None) -> int:
     """One start of a run's command; its exit code."""
     run.folder.mkdir(parents=True, exist_ok=True)
     began, begin = datetime.now(UTC), time.perf_counter()
     copied = begin
     with (run.folder / LOG_FILE).open("a", encoding="utf-8") as log:
-        _hold(log, run)
+        # This start and its processes, which inherit the log, hold it.
+        if not _locked(log):
+            raise UserError(
+                f"{run.title} is being trained already, by processes that write to {run.folder / LOG_FILE}; wait for "
+                "them or end them, and give the command again"
+            )
         log.write(f"\n{began:%Y-%m-%d %H:%M:%S} {' '.join([*TRAIN, *arguments])}\n")
         log.flush()
         child = start(arguments, log)
         with signals.passed_to(child):
-            while True:
-                try:
-                    code = child.wait(_POLL_SECONDS)
-                    break
-                except subprocess.TimeoutExpired:
-                    line.show(_progress(run.folder))
-                    if copy is not None and time.perf_counter() - copied > _KEEP_SECONDS:
-                        keep(run.folder, copy)
-                        copied = time.perf_counter()
-    seconds = time.perf_counter() - begin
+            while (code := _exit_code(child)) is None:
+                if copy is not None and time.perf_counter() - copied > _KEEP_SECONDS:
+                    keep(run.folder, copy)
+                    copied = time.perf_counter()
+    entry = {
+        "began": f"{began:%Y-%m-%dT%H:%M:%SZ}",
+        "seconds": round(time.perf_counter() - begin, 1),
+        "exit_code": code,
+    }
     with (run.folder / STARTS_FILE).open("a") as file:
-        entry = {"began": f"{began:%Y-%m-%dT%H:%M:%SZ}", "seconds": round(seconds, 1), "exit_code": code}
         file.write(json.dumps(entry) + "\n")
     if copy is not None:
         keep(run.folder, copy)
     return code
 
 
+def _exit_code(child: subprocess.Popen[bytes]) -> int | None:
+    try:
+        return child.wait(_POLL_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
+
+
 def start(arguments: Sequence[str], log: TextIO) -> subprocess.Popen[bytes]:
-    """Start the training command, which writes to a log.
+    """Start the training command, which writes to a log and imports the same hf_gpipe as this script.
 
     It has a session of its own: a terminal's Ctrl-C reaches it once, through this script, for a second one would end it
     without saving.
     """
+    root = str(Path(hf_gpipe.__file__).parents[1])
+    paths = dict.fromkeys([root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = [*TRAIN, *arguments]
-    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment(), start_new_session=True)
+    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
 
 
 def is_running(run: Run) -> bool:
@@ -196,80 +228,13 @@ def is_running(run: Run) -> bool:
     if not path.exists():
         return False
     with path.open("a") as log:
-        try:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+        return not _locked(log)
 
 
-def _hold(log: TextIO, run: Run) -> None:
-    """Lock the log for this start and for its processes, which inherit it. Raises UserError where it is locked."""
+def _locked(log: TextIO) -> bool:
+    """Lock a log; False: other processes have locked it."""
     try:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise UserError(
-            f"{run.title} is being trained already, by processes that write to {run.folder / LOG_FILE}; wait for them "
-            "or end them, and give the command again"
-        ) from error
-
-
-def environment() -> dict[str, str]:
-    """Of a training: it imports the same hf_gpipe as this script."""
-    root = str(Path(hf_gpipe.__file__).parents[1])
-    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != root]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([root, *others])}
-
-
-def _progress(folder: Path) -> str:
-    """The last line of the metrics, in a few words."""
-    path = folder / "metrics.jsonl"
-    if not path.exists():
-        return ""
-    for text in reversed(path.read_text().splitlines()):
-        try:
-            entry = json.loads(text)
-        except ValueError:
-            continue
-        if "loss" in entry:
-            return f"step {entry['step']}, loss {entry['loss']:.3f}"
-    return ""
-
-
-class _Line:
-    """The line of one run: what goes on stands at its end, where the terminal can be written over."""
-
-    def __init__(self, label: str, detail: str) -> None:
-        self._text, self._start, self._width = f"{label}: {detail}", time.perf_counter(), 0
-        self._is_terminal = sys.stdout.isatty()
-        print(self._text, end="" if self._is_terminal else ": ", flush=True)
-
-    def show(self, what: str) -> None:
-        if self._is_terminal and what:
-            self._write(f"{what}, {time.perf_counter() - self._start:.0f} s")
-
-    def end(self, what: str) -> None:
-        if self._is_terminal:
-            self._write(what)
-            print(flush=True)
-        else:
-            print(what, flush=True)
-
-    def _write(self, what: str) -> None:
-        text = f"{self._text}: {what}"
-        print("\r" + text.ljust(self._width), end="", flush=True)
-        self._width = len(text)
-
-
-class _Lines:
-    """The first and the last line of one run of several at a time."""
-
-    def __init__(self, label: str, detail: str) -> None:
-        self._label = label
-        self.end(detail)
-
-    def show(self, what: str) -> None:
-        """Nothing: `--status` says how far each run is."""
-
-    def end(self, what: str) -> None:
-        print(f"{self._label}: {what}", flush=True)
+    except BlockingIOError:
+        return False
+    return True

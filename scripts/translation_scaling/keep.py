@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 from hf_gpipe.checkpoint.directory import step_of
-from translation_scaling.curves import STATE_FILE, newest_checkpoint, read_curve
+from translation_scaling.curves import STATE_FILE, newest_checkpoint, read_curve, state_of
 
 #: The small files of a run; its metrics exist once it is finished.
 _FILES = ("recipe.yaml", "metrics.jsonl", "metrics.json", "starts.jsonl", "run.log")
@@ -15,34 +14,25 @@ _FILES = ("recipe.yaml", "metrics.jsonl", "metrics.json", "starts.jsonl", "run.l
 
 def keep(folder: Path, kept: Path) -> None:
     """Copy the newest checkpoint of a run and the best, unless they are there, and its small files."""
-    kept.mkdir(parents=True, exist_ok=True)
     wanted = _last_and_best(folder)
-    if not all((kept / one.name).exists() or _copied(one, kept) for one in wanted):
+    if not all(_copied(one, kept) for one in wanted):
         return
     for older in kept.glob("checkpoint-*"):
         if wanted and older.name not in {one.name for one in wanted}:
             shutil.rmtree(older)
-    for name in _FILES:
-        if (folder / name).exists():
-            _replace(folder / name, kept / name)
-        elif name == "metrics.json":
-            # A run that goes on has deleted it.
-            (kept / name).unlink(missing_ok=True)
+    _copy_files(folder, kept)
+    if not (folder / "metrics.json").exists():  # a run that goes on has deleted it
+        (kept / "metrics.json").unlink(missing_ok=True)
 
 
 def bring_back(kept: Path, folder: Path) -> None:
     """Copy what is kept of a run into its folder, if the folder has less."""
     theirs, mine = newest_checkpoint(kept), newest_checkpoint(folder)
     if theirs is not None and (mine is None or step_of(mine) < step_of(theirs)):
-        folder.mkdir(parents=True, exist_ok=True)
         for one in _last_and_best(kept):
-            if not (folder / one.name).exists():
-                _copied(one, folder)
+            _copied(one, folder)
     if kept.is_dir() and read_curve(folder).step < read_curve(kept).step:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in _FILES:
-            if (kept / name).exists():
-                _replace(kept / name, folder / name)
+        _copy_files(kept, folder)
 
 
 def _last_and_best(folder: Path) -> list[Path]:
@@ -50,16 +40,17 @@ def _last_and_best(folder: Path) -> list[Path]:
     newest = newest_checkpoint(folder)
     if newest is None:
         return []
-    state = newest / STATE_FILE
-    best = json.loads(state.read_text(encoding="utf-8"))["best_model_checkpoint"] if state.exists() else None
+    best = state_of(newest)["best_model_checkpoint"] if (newest / STATE_FILE).exists() else None
     found = {newest, *([folder / Path(best).name] if best is not None else [])}
     return sorted((one for one in found if one.is_dir()), key=step_of)
 
 
 def _copied(checkpoint: Path, into: Path) -> bool:
-    """Copy a checkpoint so that it is there whole or not at all; False: it was deleted meanwhile."""
+    """Copy a checkpoint, unless it is there, whole or not at all; False: it was deleted meanwhile."""
     temporary = into / f".copy-of-{checkpoint.name}"
     shutil.rmtree(temporary, ignore_errors=True)
+    if (into / checkpoint.name).exists():
+        return True
     try:
         shutil.copytree(checkpoint, temporary)
     except (FileNotFoundError, shutil.Error):
@@ -69,7 +60,10 @@ def _copied(checkpoint: Path, into: Path) -> bool:
     return True
 
 
-def _replace(source: Path, target: Path) -> None:
-    temporary = target.with_name(f".copy-of-{target.name}")
-    shutil.copyfile(source, temporary)
-    temporary.replace(target)
+def _copy_files(source: Path, target: Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    for name in _FILES:
+        if (source / name).exists():
+            temporary = target / f".copy-of-{name}"
+            shutil.copyfile(source / name, temporary)
+            temporary.replace(target / name)

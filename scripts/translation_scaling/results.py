@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from hf_gpipe.data.buckets import BUCKETS
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import Recipe, load_recipe
-from translation_scaling.execute import starts, wall_seconds
-from translation_scaling.runs import METRICS_FILE, RECIPE_FILE
+from translation_scaling.runs import METRICS_FILE, RECIPE_FILE, starts, wall_seconds
 
-RESULTS_FILE, RUNS_FILE, TRANSLATIONS_FILE = "results.csv", "runs.csv", "translations.jsonl"
+RESULTS_FILE, RUNS_FILE, BASELINES_FILE = "results.csv", "runs.csv", "baselines.csv"
+BASELINE = "one language alone"
+Key = tuple[str, int]
+"""Model and seed of a run."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ _OF_LANGUAGE = (
     *("bucket", "training_pairs", "num_pairs", "nll", "nll_per_character", "chrf", "chrf_copy", "chrf_minus_copy"),
     *("exact_match", "exact_match_copy", "bleu", "bleu_copy"),
 )
+#: What the scores of a language depend on besides the model.
+_OF_CORPUS = ["training_pairs", "num_pairs", "bucket"]
 _OF_COST = (
     *("num_parameters", "num_steps", "training_seconds", "tokens_per_second", "seconds_per_step", "step_seconds"),
     *("bubble", "num_stages", "num_processes", "num_micro_batches", "schedule", "recompute", "device"),
@@ -58,18 +62,12 @@ _OF_COST = (
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that has ended, as its folder tells it, or a table of such runs.
-
-    Attributes:
-        translations: a row for each test pair, with the likelihood of its reference, in the order of `pair_of`; empty:
-            they are not known.
-    """
+    """A run that has ended, as its folder tells it."""
 
     model: str
     seed: int
     folder: Path
     metrics: dict[str, Any]
-    translations: Sequence[Mapping[str, Any]] = ()
 
     @classmethod
     def read(cls, folder: Path) -> Finished:
@@ -88,8 +86,7 @@ class Finished:
                     f"{path} does not say how many training pairs {language} has, which decides its place and its "
                     "bucket; give them by data.counts and run again"
                 )
-        seed = int(folder.name.removeprefix("seed-"))
-        return cls(folder.parent.name, seed, folder, metrics, _translations(folder / TRANSLATIONS_FILE))
+        return cls(folder.parent.name, int(folder.name.removeprefix("seed-")), folder, metrics)
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -101,75 +98,46 @@ class Finished:
         return cost
 
     @property
-    def is_finite(self) -> bool:
-        """Whether every score that models are compared by is a number; after a training that diverged none may be."""
-        return all(
-            (value := _with_margin(scores)[measure.key]) is not None and isfinite(value)
-            for scores in self.per_language.values()
-            for measure in MEASURES
-        )
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """Of the process that had the most."""
-        return max(self.cost.get("peak_bytes") or [0]) or None
-
-    @property
-    def predicted_bytes(self) -> int | None:
-        """The same by the planner, for the longest mini-batch."""
-        return max(self.cost.get("predicted", {}).get("peak_bytes") or [0]) or None
+    def predicted(self) -> dict[str, Any]:
+        """The same by the planner, memory for the longest mini-batch."""
+        predicted: dict[str, Any] = self.cost.get("predicted", {})
+        return predicted
 
     @property
     def all_wall_seconds(self) -> float:
         """Of all starts of the command, imports included, where the script started it."""
         return wall_seconds(self.folder) or float(self.cost["wall_seconds"])
 
-    @property
-    def per_language(self) -> dict[str, dict[str, Any]]:
-        """The scores of each language."""
-        scores: dict[str, dict[str, Any]] = self.metrics["per_language"]
-        return scores
-
-    def only(self, languages: Collection[str]) -> Finished:
-        """The run with some of its languages alone."""
-        return self.with_scores(
-            {language: scores for language, scores in self.per_language.items() if language in languages},
-            [row for row in self.translations if row["language"] in languages],
-        )
-
-    def with_scores(
-        self,
-        per_language: dict[str, dict[str, Any]],
-        translations: Sequence[Mapping[str, Any]],
-        model: str | None = None,
-    ) -> Finished:
-        """The run with other scores and translations, and with another name if one is given."""
-        metrics = {**self.metrics, "per_language": per_language}
-        return replace(self, model=model or self.model, metrics=metrics, translations=translations)
-
     def rows(self) -> list[dict[str, Any]]:
         """One row per language."""
         return [
             {"recipe": self.model, "seed": self.seed, "language": language}
-            | {name: _with_margin(scores).get(name) for name in _OF_LANGUAGE}
-            for language, scores in self.per_language.items()
+            | {
+                name: (scores | {"chrf_minus_copy": scores["chrf"] - scores["chrf_copy"]}).get(name)
+                for name in _OF_LANGUAGE
+            }
+            for language, scores in self.metrics["per_language"].items()
         ]
 
     def cost_row(self) -> dict[str, Any]:
-        predicted = self.cost.get("predicted", {})
         return (
             {"recipe": self.model, "seed": self.seed}
             | {name: self.cost.get(name) for name in _OF_COST}
-            | {"peak_bytes": self.peak_bytes, "predicted_peak_bytes": self.predicted_bytes}
-            | {f"predicted_{name}": predicted.get(name) for name in ("step_seconds", "bubble")}
+            | {"peak_bytes": largest(self.cost), "predicted_peak_bytes": largest(self.predicted)}
+            | {f"predicted_{name}": self.predicted.get(name) for name in ("step_seconds", "bubble")}
             | {"num_starts": len(starts(self.folder)) or None, "wall_seconds_of_all_starts": self.all_wall_seconds}
         )
 
+    def translations(self) -> list[dict[str, Any]]:
+        """A row for each test pair, with the likelihood of its reference; empty where these are not known."""
+        path = self.folder / "translations.jsonl"
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+        return sorted(rows, key=pair_of) if all("nll" in row for row in rows) else []
 
-def _translations(path: Path) -> list[dict[str, Any]]:
-    """Of a run's file; empty where it has no likelihoods."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-    return sorted(rows, key=pair_of) if all("nll" in row for row in rows) else []
+
+def largest(cost: Mapping[str, Any]) -> int | None:
+    """The peak of the process that had the most."""
+    return max(cost.get("peak_bytes") or [0]) or None
 
 
 def pair_of(row: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -177,19 +145,13 @@ def pair_of(row: Mapping[str, Any]) -> tuple[str, str, str]:
     return row["language"], row["source"], row["target"]
 
 
-def _with_margin(scores: dict[str, Any]) -> dict[str, Any]:
-    return {**scores, "chrf_minus_copy": scores["chrf"] - scores["chrf_copy"]}
-
-
 def finished_runs(output: Path, models: Sequence[str] | None, seeds: Sequence[int] | None) -> list[Finished]:
     """The finished runs of an output folder: of these models and seeds, None: of all. Ordered by model, then seed."""
-    folders = [path.parent for path in output.glob(f"*/seed-*/{METRICS_FILE}")]
+    folders = [path.parent for path in output.glob(f"*/seed-*/{METRICS_FILE}") if path.parent.name[5:].isdigit()]
     found = [
         Finished.read(folder)
         for folder in folders
-        if folder.name.removeprefix("seed-").isdigit()
-        and (models is None or folder.parent.name in models)
-        and (seeds is None or int(folder.name.removeprefix("seed-")) in seeds)
+        if (models is None or folder.parent.name in models) and (seeds is None or int(folder.name[5:]) in seeds)
     ]
     order = sorted({run.model for run in found}) if models is None else list(models)
     return sorted(found, key=lambda run: (order.index(run.model), run.seed))
@@ -207,78 +169,145 @@ def write_csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:
         writer.writerows(rows)
 
 
+def read_csv(path: Path) -> pd.DataFrame:
+    """A table that `write_csv` wrote, to the last digit. Raises DataError if there is none."""
+    if not path.exists():
+        raise DataError(f"there is no {path}; give the folder of a report, with its tables")
+    # There are languages with the codes nan and na.
+    return pd.read_csv(path, float_precision="round_trip", keep_default_na=False, na_values=[""])
+
+
+@dataclass(frozen=True)
 class Results:
     """The scores of all models on the same languages, the language with the most training pairs first.
 
     Attributes:
-        runs: those that are compared.
-        diverged: those whose scores are not all numbers; nothing is computed from them.
-        all_runs: both.
-        models: names of what is compared, in the order of the runs.
-        languages: codes.
-        training_pairs: (L,).
-        buckets: of each language.
+        rows: those of the runs that are compared: a row a language, as in results.csv.
+        translations: of the runs whose test pairs are known.
+        diverged: the runs whose scores are not all numbers; nothing is computed from them.
         resampled: differences of resampled sentences that were computed already.
-
-    Raises:
-        DataError: there is no run, or none whose scores are numbers, or the runs are not of one corpus.
     """
 
-    def __init__(self, runs: Sequence[Finished]) -> None:
-        if not runs:
+    rows: pd.DataFrame
+    translations: Mapping[Key, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    diverged: Sequence[Key] = ()
+    resampled: dict[tuple[str, str, str], np.ndarray] = field(default_factory=dict)
+
+    @classmethod
+    def of_runs(cls, runs: Sequence[Finished]) -> Results:
+        """Raises DataError as the next one."""
+        rows = pd.DataFrame([row for run in runs for row in run.rows()])
+        return cls.of(rows, {(run.model, run.seed): run.translations() for run in runs})
+
+    @classmethod
+    def of(cls, rows: pd.DataFrame, translations: Mapping[Key, Sequence[Mapping[str, Any]]] | None = None) -> Results:
+        """Raises DataError: there is no run, or none whose scores are numbers, or the runs are not of one corpus."""
+        if not len(rows):
             raise DataError("no run is finished, so there is nothing to report")
-        self.resampled: dict[tuple[str, str, str], np.ndarray] = {}
-        self.all_runs = list(runs)
-        self.diverged = [run for run in runs if not run.is_finite]
-        self.runs = runs = [run for run in runs if run.is_finite]
-        if not runs:
+        scores = rows[[measure.key for measure in MEASURES]].astype(float)
+        keys = pd.Series(list(zip(rows["recipe"], rows["seed"], strict=True)), rows.index)
+        diverged = list(dict.fromkeys(keys[~np.isfinite(scores).all(axis=1)]))
+        kept = rows[~keys.isin(diverged)]
+        if not len(kept):
             raise DataError(
-                f"no run has scores that are numbers, as {self.diverged[0].folder}; their trainings diverged, so there "
-                "is nothing to report; lower training.learning_rate"
+                f"no run has scores that are numbers, as {diverged[0][0]}, seed {diverged[0][1]}; their trainings "
+                "diverged, so there is nothing to report; lower training.learning_rate"
             )
-        self.models = tuple(dict.fromkeys(run.model for run in runs))
-        first = runs[0].per_language
-        for run in runs[1:]:
-            self._check_same_corpus(runs[0], run)
-        self.languages = sorted(first, key=lambda language: (-first[language]["training_pairs"], language))
-        self.training_pairs = np.array([first[language]["training_pairs"] for language in self.languages])
-        self.buckets = np.array([first[language]["bucket"] for language in self.languages])
+        corpora = [
+            (f"{model}, seed {seed}", own.set_index("language")[_OF_CORPUS].sort_index())
+            for (model, seed), own in kept.groupby(["recipe", "seed"], sort=False)
+        ]
+        for name, corpus in corpora[1:]:
+            if not corpus.equals(corpora[0][1]):
+                raise DataError(
+                    f"{corpora[0][0]} and {name} were not trained and tested on the same pairs, so they cannot be "
+                    "compared; give all runs the same data section, and run again what differs"
+                )
+        return cls(kept, translations or {}, diverged)
+
+    @cached_property
+    def keys(self) -> list[Key]:
+        """Of the runs that are compared."""
+        pairs = zip(self.rows["recipe"], self.rows["seed"], strict=True)
+        return list(dict.fromkeys((str(model), int(seed)) for model, seed in pairs))
+
+    @cached_property
+    def models(self) -> tuple[str, ...]:
+        """In the order of the runs."""
+        return tuple(dict.fromkeys(model for model, _ in self.keys))
+
+    @cached_property
+    def _corpus(self) -> pd.DataFrame:
+        model, seed = self.keys[0]
+        own = self.rows[(self.rows["recipe"] == model) & (self.rows["seed"] == seed)]
+        return own.sort_values(["training_pairs", "language"], ascending=[False, True])
+
+    @cached_property
+    def languages(self) -> list[str]:
+        return list(self._corpus["language"])
+
+    @cached_property
+    def training_pairs(self) -> np.ndarray:
+        """(L,)."""
+        return self._corpus["training_pairs"].to_numpy(int)
+
+    @cached_property
+    def buckets(self) -> np.ndarray:
+        """Of each language, (L,)."""
+        return self._corpus["bucket"].to_numpy(object)
 
     @cached_property
     def bucket_names(self) -> tuple[str, ...]:
         """Those that have languages."""
         return tuple(bucket for bucket in BUCKETS if (self.buckets == bucket).any())
 
-    def of_model(self, model: str) -> list[Finished]:
-        return [run for run in self.runs if run.model == model]
-
     def seeds(self, model: str) -> tuple[int, ...]:
-        return tuple(run.seed for run in self.of_model(model))
+        return tuple(seed for name, seed in self.keys if name == model)
 
     def scores(self, model: str, measure: Measure) -> np.ndarray:
         """(seeds, languages)."""
-        return np.array(
-            [
-                [_with_margin(run.per_language[language])[measure.key] for language in self.languages]
-                for run in self.of_model(model)
-            ]
-        )
+        own = self.rows[self.rows["recipe"] == model].set_index(["seed", "language"])[measure.key].unstack()
+        return np.ascontiguousarray(own.loc[list(self.seeds(model)), self.languages].to_numpy(float))
 
     def places(self, bucket: str | None) -> np.ndarray:
         """Which languages are in a bucket, (L,) of bool; None: all are."""
         return np.full(len(self.languages), True) if bucket is None else self.buckets == bucket
 
-    @staticmethod
-    def _check_same_corpus(one: Finished, other: Finished) -> None:
-        facts = [
-            {
-                language: (scores["training_pairs"], scores["num_pairs"], scores["bucket"])
-                for language, scores in of_run.items()
-            }
-            for of_run in (one.per_language, other.per_language)
-        ]
-        if facts[0] != facts[1]:
-            raise DataError(
-                f"{one.folder} and {other.folder} were not trained and tested on the same pairs, so they cannot be "
-                "compared; give all runs the same data section, and run again what differs"
-            )
+
+def with_baselines(
+    results: Results, alone: pd.DataFrame, translations: Mapping[Key, Sequence[Mapping[str, Any]]] | None = None
+) -> Results | None:
+    """The runs on those languages that have a baseline, and the baselines together as one more model.
+
+    Args:
+        results: of the runs on many languages.
+        alone: rows of runs on one language each.
+        translations: of these.
+
+    Returns:
+        None: no language has a baseline of finite scores in each seed.
+
+    Raises:
+        DataError: a baseline was not trained and tested on the pairs that the others have of its language.
+    """
+    if not len(alone):
+        return None
+    is_single = alone.groupby(["recipe", "seed"])["language"].transform("size") == 1
+    is_finite = np.isfinite(alone[[measure.key for measure in MEASURES]].astype(float)).all(axis=1)
+    single = alone[is_single & is_finite & alone["language"].isin(results.languages)]
+    seeds = [set(own["language"]) for _, own in single.groupby("seed")]
+    common = set.intersection(*seeds) if seeds else set()
+    if not common or len(results.languages) == 1:
+        return None
+    single = single[single["language"].isin(common)]
+    # Alone each language is the one with the most pairs, so its bucket is that among all.
+    of_all = dict(zip(results.languages, results.buckets, strict=True))
+    together = single.assign(recipe=BASELINE, bucket=[of_all[language] for language in single["language"]])
+    known: dict[Key, list[Mapping[str, Any]]] = {
+        key: [row for row in results.translations.get(key, ()) if row["language"] in common] for key in results.keys
+    }
+    for seed, own in single.groupby("seed"):
+        parts = [(translations or {}).get((model, int(seed)), []) for model in own["recipe"]]
+        known[BASELINE, int(seed)] = sorted((row for part in parts for row in part), key=pair_of) if all(parts) else []
+    kept = results.rows[results.rows["language"].isin(common)]
+    return Results.of(pd.concat([kept, together], ignore_index=True), known)

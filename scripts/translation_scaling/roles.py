@@ -3,45 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from hf_gpipe.errors import UserError, nearest
-from translation_scaling.claims import Roles
+from typing import NamedTuple
 
 
-def roles_of(models: Sequence[str], baseline: str | None = None, pair: Sequence[str] | None = None) -> Roles:
-    """The roles that options give, and for the others the recipes whose names end in base, deep and wide.
+class Roles(NamedTuple):
+    """Which model stands for which of the paper's: its 400M, and its two of 1.3B. None: there is none."""
 
-    Args:
-        models: names of the recipes.
-        baseline: one of them, or the last word of its name ("base" of "laptop-base").
-        pair: the same for the deep and the wide one.
+    base: str | None
+    deep: str | None
+    wide: str | None
 
-    Raises:
-        UserError: a name that is none of them or stands for several, or one recipe with two roles.
-    """
-    deep, wide = pair if pair is not None else (None, None)
-    found = Roles(
-        _find("--baseline", baseline, "base", models),
-        _find("--pair", deep, "deep", models),
-        _find("--pair", wide, "wide", models),
-    )
-    names = [name for name in (found.base, found.deep, found.wide) if name is not None]
-    if len(set(names)) < len(names):
-        raise UserError(
-            f"one recipe cannot be two of baseline ({found.base}), deep ({found.deep}) and wide ({found.wide})"
-        )
-    return found
+    @classmethod
+    def of(cls, models: Sequence[str]) -> Roles:
+        """The recipes whose names end in base, deep and wide, each where it is alone."""
+        ends = {
+            role: [name for name in models if name.replace("_", "-").split("-")[-1] == role] for role in cls._fields
+        }
+        return cls(**{role: found[0] if len(found) == 1 else None for role, found in ends.items()})
 
+    @property
+    def large(self) -> tuple[str, ...]:
+        return tuple(name for name in (self.deep, self.wide) if name is not None)
 
-def _find(option: str, asked: str | None, role: str, models: Sequence[str]) -> str | None:
-    """The recipe that is asked for; where none is, the one with the role's name, if there is one alone."""
-    word = role if asked is None else asked
-    if word in models:
-        return word
-    matching = [name for name in models if name.replace("_", "-").split("-")[-1] == word]
-    if len(matching) == 1:
-        return matching[0]
-    if asked is None:
-        return None
-    which = f"stands for {', '.join(matching)}" if matching else f"is no recipe{nearest(asked, models)}"
-    raise UserError(f"{option} {asked}: this name {which}; the recipes are {', '.join(models)}")
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """The pairs of models to compare: the large ones with the base, and with each other."""
+        found = [(name, self.base) for name in self.large if self.base is not None]
+        return (*found, *([(self.deep, self.wide)] if self.deep is not None and self.wide is not None else []))

@@ -13,11 +13,15 @@ from hf_gpipe.errors import RecipeError, UserError
 from hf_gpipe.recipe import Recipe, load_recipe
 from translation_scaling import to_end
 from translation_scaling.curves import read_curve
+from translation_scaling.to_end import METRICS_FILE, RECIPE_FILE
 
-RECIPE_FILE, METRICS_FILE, LOG_FILE, STARTS_FILE = "recipe.yaml", "metrics.json", "run.log", "starts.jsonl"
+LOG_FILE, STARTS_FILE = "run.log", "starts.jsonl"
+
+EXIT_USER_ERROR = 2
+"""Of the training command: the recipe or its data are wrong, and nothing was trained."""
 
 #: What the script decides for each run.
-_OWN_KEYS = ("training.seed", "training.output_dir")
+_OWN_KEYS = {"training.seed": "--seeds", "training.output_dir": "--output"}
 
 Progress = Literal["finished", "begun", "new", "other"]
 """`begun`: interrupted, or it runs now; `other`: the folder has a run of another recipe."""
@@ -75,12 +79,16 @@ class Run:
             return None
         return self.rate_factor * min(losses, key=losses.__getitem__).resolved().training.learning_rate
 
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.name, self.seed
+
     def next_arguments(self) -> list[str] | None:
         """The arguments of the next start of the training command; None: the run is finished."""
-        if self.to_end:
-            part = to_end.next_part(self.folder, self.resolved())
-            return None if part is None else [*self.arguments, *part]
-        return None if self.progress()[0] == "finished" else self.arguments
+        if not self.to_end:
+            return None if self.progress()[0] == "finished" else self.arguments
+        part = to_end.next_part(self.folder, self.resolved())
+        return None if part is None else [*self.arguments, *part]
 
     def resolved(self) -> Recipe:
         """Raises RecipeError where the recipe or an override is wrong."""
@@ -121,10 +129,8 @@ def plan_runs(
     if len(set(seeds)) < len(seeds) or not all(seed >= 0 for seed in seeds):
         raise UserError(f"--seeds {' '.join(map(str, seeds))}: give each seed once, none below 0")
     for override in overrides:
-        key = override.partition("=")[0].strip()
-        if key in _OWN_KEYS:
-            option = "--seeds" if key == "training.seed" else "--output"
-            raise UserError(f"override {override!r}: this script sets {key} of each run; use {option}")
+        if (key := override.partition("=")[0].strip()) in _OWN_KEYS:
+            raise UserError(f"override {override!r}: this script sets {key} of each run; use {_OWN_KEYS[key]}")
     runs = [Run(recipe, seed, tuple(overrides), output, to_end=to_end) for seed in seeds for recipe in recipes]
     for run in runs[: len(recipes)]:
         check_run(run)
@@ -168,3 +174,14 @@ def flat(recipe: Recipe) -> dict[str, Any]:
             else:
                 values[f"{section}.{key}"] = value
     return values
+
+
+def starts(folder: Path) -> list[dict[str, float]]:
+    """Each start of a run's command: when, how many seconds it took, and its exit code."""
+    path = folder / STARTS_FILE
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wall_seconds(folder: Path) -> float:
+    """Of all starts of a run's command, imports and evaluation included, but for those that were refused."""
+    return sum(one["seconds"] for one in starts(folder) if one["exit_code"] != EXIT_USER_ERROR)

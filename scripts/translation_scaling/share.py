@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 from hf_gpipe.data.deterministic import stable_fraction
 from hf_gpipe.data.formats import read_jsonl
@@ -20,9 +21,8 @@ def part_of(data: DataSection, share: float, folder: Path) -> Path:
     """Write a part of a corpus of the kind jsonl, unless it is there; returns its path.
 
     Of each language it has a share of the training pairs, those with the lowest hash of the language and the English
-    sentence. So each language draws its own sentences, and a larger share contains a smaller one. All pairs for
-    validation and test are kept, for a language with few training pairs needs them as much. Rows are in the order of
-    their hashes: where `data.max_held_out` limits the pairs for validation and test, they are a sample.
+    sentence, so a larger share contains a smaller one. All pairs for validation and test are kept. Rows are in the
+    order of their hashes: where `data.max_held_out` limits the pairs for validation and test, they are a sample.
 
     Raises:
         UserError: a share that is none, or a corpus of another kind.
@@ -35,20 +35,16 @@ def part_of(data: DataSection, share: float, folder: Path) -> Path:
             f"--share {share:g} needs a corpus in one file of the kind jsonl with data.language_field, and data.kind "
             f"is {data.kind}, data.path {data.path}; leave it out, or use data.max_examples"
         )
-    if share == 1:
-        return path
-    suffix = ".jsonl.gz" if path.name.endswith(".gz") else ".jsonl"
-    target = folder / f"{path.name.removesuffix(suffix)}-{share:g}.jsonl.gz"
-    if target.exists():
-        return target
+    target = folder / f"{path.name.removesuffix('.gz').removesuffix('.jsonl')}-{share:g}.jsonl.gz"
+    if share == 1 or target.exists():
+        return path if share == 1 else target
     key = data.source_field if data.split_by == "source" else data.target_field
-    held_out = data.validation_fraction, data.test_fraction
-    rows: list[tuple[float, dict[str, str]]] = []
-    of_language: dict[str, list[tuple[float, dict[str, str]]]] = defaultdict(list)
+    rows: list[tuple[float, dict[str, Any]]] = []
+    of_language: dict[str, list[tuple[float, dict[str, Any]]]] = defaultdict(list)
     for _, row in read_jsonl(path):
         language = row[data.language_field]
         place = stable_fraction(f"share\x1f{language}\x1f{row[key]}")
-        is_training = split_of(row[key].strip(), *held_out) == "train"
+        is_training = split_of(row[key].strip(), data.validation_fraction, data.test_fraction) == "train"
         (of_language[language] if is_training else rows).append((place, row))
     for own in of_language.values():
         rows += sorted(own, key=itemgetter(0))[: math.ceil(share * len(own))]

@@ -5,25 +5,22 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 from hf_gpipe.data.formats import read_jsonl
 from hf_gpipe.errors import UserError
-from hf_gpipe.recipe import DataSection, Recipe
-from translation_scaling import ending
+from hf_gpipe.recipe import DataSection
+from translation_scaling import to_end
 from translation_scaling.curves import Curve, read_curve
 from translation_scaling.execute import is_running
 from translation_scaling.runs import Run
-from translation_scaling.to_end import begin_of_decay, is_finished
 
 #: Target tokens of a pair on average, and those that two cores train on in a second, for the recipes l10n-*.yaml;
 #: docs/scaling.md says how this was measured.
 TOKENS_PER_PAIR = 8.7
 TOKENS_PER_SECOND = {"base": 8000, "deep": 3000, "wide": 3500}
-#: The passes to the end of a training that may end as soon as it has made the fewest.
-FEWEST_PASSES_TO_END = ending.FEWEST_PASSES * (1 + ending.DECAY)
 
 
 def hours_text(runs: Sequence[Run], share: float = 1.0, listed: set[tuple[str, int]] | None = None) -> str:
@@ -38,35 +35,34 @@ def hours_text(runs: Sequence[Run], share: float = 1.0, listed: set[tuple[str, i
     listed = set() if listed is None else listed
     lines, total = [], 0.0
     for number, run in enumerate(runs, 1):
-        if (run.name, run.seed) in listed:
-            lines.append(f"[{number}/{len(runs)}] {run.title}: as above")
-            continue
-        listed.add((run.name, run.seed))
-        recipe = run.resolved()
-        hours = _hours(run, recipe, counts, share)
-        total += hours or 0.0
-        least = "at least " if run.to_end else ""
-        text = "unknown" if hours is None else f"{least}{hours:.1f} hours"
+        text = "as above"
+        if run.key not in listed:
+            hours = _hours(run, counts, share)
+            total += hours or 0.0
+            text = "unknown" if hours is None else f"{'at least ' * run.to_end}{hours:.1f} hours"
+        listed.add(run.key)
         lines.append(f"[{number}/{len(runs)}] {run.title}: {text}")
     return "\n".join([*lines, f"in all at least {total:.1f} hours"])
 
 
-def _hours(run: Run, recipe: Recipe, counts: dict[str, Mapping[str, int]], share: float) -> float | None:
+def _hours(run: Run, counts: dict[str, Mapping[str, int]], share: float) -> float | None:
     """Of a whole run on two cores; None where there is no measure of its model or its data."""
+    recipe = run.resolved()
+    data, training = recipe.data, recipe.training
     model = next((word for word in TOKENS_PER_SECOND if word in run.recipe.stem.split("-")), None)
-    speed = TOKENS_PER_SECOND[model] if model is not None else 0
-    if not speed or recipe.training.batch_tokens is None or recipe.data.path is None:
+    if model is None or training.batch_tokens is None or data.path is None:
         return None
     # Twice the layers take about twice the time.
-    speed /= 2 if "deeper" in run.name.split("-") else 1
-    if recipe.training.max_steps is not None:
-        return recipe.training.max_steps * recipe.training.batch_tokens / speed / 3600
-    if recipe.data.path not in counts:
-        counts[recipe.data.path] = pairs_of(recipe.data)
-    mine = counts[recipe.data.path]
-    num_pairs = sum(mine.get(language, 0) for language in recipe.data.languages or mine)
-    num_training = share * num_pairs * (1 - recipe.data.validation_fraction - recipe.data.test_fraction)
-    passes = FEWEST_PASSES_TO_END if run.to_end else recipe.training.num_train_epochs
+    speed = TOKENS_PER_SECOND[model] / (2 if "deeper" in run.name.split("-") else 1)
+    if training.max_steps is not None:
+        return training.max_steps * training.batch_tokens / speed / 3600
+    if data.path not in counts:
+        counts[data.path] = pairs_of(data)
+    mine = counts[data.path]
+    num_training = share * sum(mine.get(language, 0) for language in data.languages or mine)
+    num_training *= 1 - data.validation_fraction - data.test_fraction
+    # A training to its end may end as soon as it has made the fewest passes.
+    passes = to_end.FEWEST_PASSES * (1 + to_end.DECAY) if run.to_end else training.num_train_epochs
     return passes * num_training * TOKENS_PER_PAIR / speed / 3600
 
 
@@ -82,8 +78,7 @@ def pairs_of(data: DataSection) -> Mapping[str, int]:
     return Counter(row[data.language_field] for _, row in read_jsonl(path))
 
 
-@dataclass(frozen=True)
-class Status:
+class Status(NamedTuple):
     """How far a run has come.
 
     Attributes:
@@ -91,51 +86,42 @@ class Status:
         curve: what it has logged.
         end: the last update, as far as it is known or can be expected; None: neither.
         is_expected: whether the end depends on evaluations to come.
-        is_running: whether it is being trained now.
     """
 
     phase: str
     curve: Curve
-    end: int | None
-    is_expected: bool
-    is_running: bool
+    end: int | None = None
+    is_expected: bool = False
 
     @property
     def seconds_left(self) -> float | None:
         """Of training; None: it cannot be told yet."""
+        if self.phase in ("finished", "of another recipe"):
+            return 0.0
         speed = self.curve.steps_per_second
         return None if self.end is None or not speed else max(0, self.end - self.curve.step) / speed
 
 
 def status_of(run: Run) -> Status:
     """Read from the folder of a run. Raises UserError if its recipe is wrong."""
-    progress, _ = run.progress()
-    curve, running = read_curve(run.folder), is_running(run)
-    if progress == "new":
-        return Status("not begun", curve, None, False, running)
-    if progress == "other":
-        return Status("of another recipe", curve, None, False, running)
-    if progress == "finished":
-        return Status("finished", curve, curve.step, False, running)
-    recipe = run.resolved()
+    progress, curve = run.progress()[0], read_curve(run.folder)
+    if progress != "begun":
+        words = {"new": "not begun", "other": "of another recipe", "finished": "finished"}
+        return Status(words[progress], curve, curve.step if progress == "finished" else None)
+    training, points = run.resolved().training, curve.points
     if not run.to_end:
-        return Status("training", curve, _fixed_end(recipe, curve), False, running)
-    every = recipe.training.eval_steps
-    assert every is not None
-    begin = begin_of_decay(run.folder, curve)
-    if begin is not None and not is_finished(run.folder):
-        return Status("final decay", curve, ending.end_of_decay(begin, every), False, running)
-    points = curve.points
+        passes = max((float(entry["epoch"]) for entry in curve.entries if "epoch" in entry), default=0.0)
+        by_passes = round(curve.step * training.num_train_epochs / passes) if passes else None
+        return Status("training", curve, training.max_steps if training.max_steps is not None else by_passes)
+    assert training.eval_steps is not None
+    begin = to_end.begin_of_decay(run.folder, curve)
+    if begin is not None:
+        return Status("final decay", curve, to_end.end_of_decay(begin, training.eval_steps))
     if not points:
-        return Status("constant rate", curve, None, True, running)
-    return Status(f"constant rate ({ending.judge(points)})", curve, ending.expected_end(points, every), True, running)
-
-
-def _fixed_end(recipe: Recipe, curve: Curve) -> int | None:
-    if recipe.training.max_steps is not None:
-        return recipe.training.max_steps
-    passes = max((float(entry["epoch"]) for entry in curve.entries if "epoch" in entry), default=0.0)
-    return round(curve.step * recipe.training.num_train_epochs / passes) if passes else None
+        return Status("constant rate", curve, None, True)
+    return Status(
+        f"constant rate ({to_end.judge(points)})", curve, to_end.expected_end(points, training.eval_steps), True
+    )
 
 
 def status_text(runs: Sequence[Run], now: Callable[[], datetime] = datetime.now) -> str:
@@ -147,26 +133,22 @@ def status_text(runs: Sequence[Run], now: Callable[[], datetime] = datetime.now)
         except UserError as error:
             lines.append(f"{run.title}: {error}")
             continue
-        is_over = status.phase in ("finished", "of another recipe")
-        seconds = 0.0 if is_over else status.seconds_left
-        unknown += seconds is None
-        left += seconds or 0.0
-        lines.append(f"{run.title}: {_words(status, None if is_over else seconds, now)}")
+        unknown += status.seconds_left is None
+        left += status.seconds_left or 0.0
+        lines.append(f"{run.title}: {_words(status, is_running(run), now)}")
     end = f"all that is known will end at {_time(now(), left)}, if one run follows the other"
-    lines.append(f"{end}; {unknown} runs have no speed yet" if unknown else end)
-    return "\n".join(lines)
+    return "\n".join([*lines, f"{end}; {unknown} runs have no speed yet" if unknown else end])
 
 
-def _words(status: Status, seconds: float | None, now: Callable[[], datetime]) -> str:
-    words = [status.phase + (", running" if status.is_running else "")]
-    if status.curve.step:
-        about = "about " if status.is_expected else ""
-        end = "" if status.end is None else f" of {about}{status.end}"
-        words.append(f"update {status.curve.step}{end}")
-    if (best := status.curve.best) is not None:
+def _words(status: Status, is_running: bool, now: Callable[[], datetime]) -> str:
+    curve, about, seconds = status.curve, "about " * status.is_expected, status.seconds_left
+    words = [status.phase + ", running" * is_running]
+    if curve.step:
+        words.append(f"update {curve.step}" + ("" if status.end is None else f" of {about}{status.end}"))
+    if (best := curve.best) is not None:
         words.append(f"best validation loss per character {best.loss:.4f} at update {best.step}")
-    if seconds is not None and status.curve.step:
-        words.append(f"{'about ' * status.is_expected}{seconds / 3600:.1f} hours left, until {_time(now(), seconds)}")
+    if seconds and curve.step:
+        words.append(f"{about}{seconds / 3600:.1f} hours left, until {_time(now(), seconds)}")
     return "; ".join(words)
 
 

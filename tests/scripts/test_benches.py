@@ -88,7 +88,7 @@ def test_the_head_is_measured_both_ways(figures: dict[str, Any]) -> None:
 
 def test_all_trainers_end_at_one_loss(figures: dict[str, Any]) -> None:
     for result in figures["peers"]["results"]:
-        losses = [one["last_loss"] for name, runs in result["runs"].items() for one in runs if "pipedream" not in name]
+        losses = [one["losses"][-1] for name, runs in result["runs"].items() for one in runs if "pipedream" not in name]
         assert losses
         assert len(result["runs"]) >= 2
         assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
@@ -127,9 +127,9 @@ def test_saved_bytes_are_those_that_are_alive_at_once() -> None:
 
 def test_a_case_that_trains_otherwise_is_found() -> None:
     setting = SETTINGS[0]
-    runs = {case.name: [Measured(1.0, 5.0, 4.0, [1])] for case in setting.cases}
+    runs = {case.name: [Measured(1.0, [5.0, 4.0], [1], [None])] for case in setting.cases}
     assert not bench_peers.differing(setting, runs)
-    runs["DDP"] = [Measured(1.0, 5.0, 4.001, [1])]
+    runs["DDP"] = [Measured(1.0, [5.0, 4.001], [1], [None])]
     assert [line.split()[1] for line in bench_peers.differing(setting, runs)] == ["DDP"]
-    runs["DDP"] = [Measured(1.0, 5.0, math.nan, [1])]
+    runs["DDP"] = [Measured(1.0, [5.0, math.nan], [1], [None])]
     assert bench_peers.differing(setting, runs)

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,14 +18,19 @@ from tests.emulated_cuda.processes import check_available
 ROOT = Path(__file__).parents[2]
 
 
+def checked(*words: str) -> subprocess.CompletedProcess[str]:
+    """What `bash scripts/gpu_check.sh` did."""
+    command = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), *words]
+    environment = os.environ | {"HF_GPIPE_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280)
+
+
 def test_on_emulated_devices(tmp_path: Path) -> None:
     """Of each kind of check one: in one process and in two, with one killed, and speed without its figures."""
     check_available()
     words = ["float64, 2 p", "a failed", "killed", "raised", "step, 2 processes", "sanitizer, 1", "profile", "speed"]
-    command = [sys.executable, "-m", "gpu_check", "--emulated", "--quick", "--output", str(tmp_path)]
-    command += ["--profile", str(tmp_path / "profiles"), "--only", *words]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'scripts'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    only = [f"--only={word}" for word in words]
+    done = checked("--emulated", "--quick", "--output", str(tmp_path), "--profile", str(tmp_path / "profiles"), *only)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "EMULATED" in done.stdout
     text = (tmp_path / "gpu_check.json").read_text()
@@ -46,37 +50,34 @@ def test_on_emulated_devices(tmp_path: Path) -> None:
     assert (tmp_path / "profiles" / "trace-stage1.json").exists()
 
 
-def test_no_gpu_is_one_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from gpu_check import __main__ as command
-    from gpu_check import running
+def test_no_gpu_is_one_message(tmp_path: Path) -> None:
+    import torch
 
-    monkeypatch.setattr(running, "call", lambda check, emulated: [{"gpus": []}])
-    assert command.main([]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = checked("--output", str(tmp_path))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "error: torch finds no CUDA device here" in done.stdout + done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     ("kind", "text", "decides"),
-    [("waiting", "took too long", True), ("waiting", "exit codes [1]", False), ("exactness", "exit codes [1]", True)],
+    [("waiting", "took too long", True), ("waiting", "exit code 1", False), ("exactness", "exit code 1", True)],
 )
-def test_a_check_that_breaks_is_a_result(monkeypatch: pytest.MonkeyPatch, kind: str, text: str, decides: bool) -> None:
+def test_a_check_that_breaks_is_a_result(kind: str, text: str, decides: bool) -> None:
     from bench.processes import JobFailedError
-    from gpu_check import running
-    from gpu_check.checks import Check
 
-    def fail(check: Any, *, emulated: bool) -> Any:
-        raise JobFailedError(
-            f'gpu_check.waits:waits {{"a": 1}}: {text}\n  File "/a/b.py", line 3\nValueError: in /a/b.py'
-        )
+    from tests.gpu.checks import Result
 
-    monkeypatch.setattr(running, "call", fail)
-    result = running.run(Check(kind, "a", "waits:waits", {}), emulated=True)
+    error = JobFailedError(f'waits: {text}\n  File "/a/b.py", line 3\nValueError: in /a/b.py')
+    result = Result.of_error(kind, "a", 1.0, error)
     assert (result.result, result.decides) == ("failed", decides)
     assert result.message == f"{text}: ValueError: in b.py"
 
 
 def test_no_names_and_no_folders() -> None:
-    from gpu_check.running import anonymous
+    from tests.gpu.checks import anonymous
 
     assert anonymous("at /home/someone/src/x.py:3 < ~/y.py") == "at x.py:3 < y.py"
     user = getpass.getuser()
@@ -86,8 +87,8 @@ def test_no_names_and_no_folders() -> None:
 
 @pytest.mark.parametrize(("num_processes", "num_devices"), [(1, 1), (1, 2), (1, 4), (2, 1), (4, 1)])
 def test_every_schedule_has_a_table_on_these_gpus(num_processes: int, num_devices: int) -> None:
-    from gpu_check.checks import FAMILIES
-    from gpu_check.exact import NUM_MICRO_BATCHES, stages_of, ways
+    from tests.gpu.checks import FAMILIES
+    from tests.gpu.exact import NUM_MICRO_BATCHES, stages_of, ways
 
     for quick in (True, False):
         for _, schedule, recompute in ways(FAMILIES, quick=quick):
@@ -98,8 +99,8 @@ def test_every_schedule_has_a_table_on_these_gpus(num_processes: int, num_device
 
 
 def test_the_work_of_the_comparisons() -> None:
-    from gpu_check.peaks import peak_flops
-    from gpu_check.speed import comparisons, cut, flops_per_token
+    from tests.gpu.peaks import peak_flops
+    from tests.gpu.speed import comparisons, cut, flops_per_token
 
     gpus = [{"name": "NVIDIA H100 80GB HBM3", "free_bytes": 80 << 30}] * 4
     made = comparisons({"gpus": gpus}, 4, quick=False, emulated=False)

@@ -22,13 +22,13 @@ import pytest
 import scaling
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from translation_scaling import ending, execute, status
-from translation_scaling.curves import Curve, at_equal_compute, at_equal_updates, newest_checkpoint, read_curve
+from translation_scaling import execute, status
+from translation_scaling import to_end as ending
+from translation_scaling.curves import Curve, Point, newest_checkpoint, read_curve
 from translation_scaling.draw import draw_curves
-from translation_scaling.ending import Point
 from translation_scaling.experiments import ALONE, EXPERIMENTS, LOW, RELATED, Asked, plan_experiments
 from translation_scaling.keep import bring_back, keep
-from translation_scaling.learning import Learning, learning
+from translation_scaling.learning import Learning, at_equal_compute, at_equal_updates, learning
 from translation_scaling.results import Finished
 from translation_scaling.runs import Run
 from translation_scaling.share import part_of
@@ -272,7 +272,7 @@ def test_hours_follow_from_pairs_and_speed(
 
 
 def train(recipe: Path, output: Path, *words: str) -> int:
-    return scaling.main([str(recipe), "--to-end", "--output", str(output), "--paper", *words])
+    return scaling.main([str(recipe), "--to-end", "--output", str(output), *words])
 
 
 def test_an_interrupted_run_ends_from_its_checkpoint_alone(
@@ -359,7 +359,7 @@ def test_parts_follow_from_what_is_there(tmp_path: Path) -> None:
 
 def test_the_report_says_how_the_runs_learnt(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, de=60, fr=40)
-    runs = []
+    runs, recipe_read = [], load_recipe(recipe)
     for name, losses in (("small", [3.0, 2.5, 2.4]), ("large", [2.8, 2.2, 2.3, 2.1])):
         run = Run(recipe, 1, (), tmp_path / "out", name)
         run.folder.mkdir(parents=True)
@@ -373,12 +373,12 @@ def test_the_report_says_how_the_runs_learnt(tmp_path: Path) -> None:
         metrics = {"per_language": {}, "nll_per_character": min(losses), "cost": {}}
         (run.folder / "metrics.json").write_text(json.dumps(metrics))
         runs.append(Learning.of(Finished.read(run.folder)))
-    text = learning(runs)
+    text = learning(runs, recipe_read)
     header, _, small, large = (line.split("|")[1:-1] for line in text.splitlines() if line.startswith("|"))
     assert [word.strip() for word in header][7:9] == ["at 30 updates", "at 0.00M tokens"]
     assert [word.strip() for word in small][1:] == ["30", "3.0", "2.4000", "30", "1.4000", "4.8000", *["2.4000"] * 3]
     assert [word.strip() for word in large][1:] == ["40", "4.0", "2.1000", "40", "1.1000", "4.2000", *["2.2000"] * 3]
-    pairs = build_corpus(runs[0].run.recipe.data).train
+    pairs = build_corpus(recipe_read.data).train
     assert f"The {len(pairs)} training pairs have {len({pair.target for pair in pairs})} distinct targets" in text
     draw_curves(tmp_path / "curves.png", runs)
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from bench.work import Work
 
@@ -23,13 +23,13 @@ class Options:
         recompute: "none", or what is recomputed: the peers know only "on", ours its own modes, also one for each stage.
         schedule: where there is a choice.
         split: blocks on the first of two stages, beside the embedding; 0: `partition` says.
+        length_bucketing: rows of similar length go together, and no micro-batch is longer than its longest row.
+        peak_bytes: what the planner may let a process grow to, libraries included.
+        partition: how ours is cut where `split` is 0.
         blocks: in place of `split`, the blocks on each of any number of stages.
         is_v_shaped: whether each of P processes has the stages k and 2P - 1 - k, else one stage.
-        partition: how ours is cut where `split` is 0.
-        length_bucketing: rows of similar length go together, and no micro-batch is longer than its longest row.
         replicas: D, pipelines side by side, each of which takes as large a part of the rows.
         zero: whether replicas share the update and the optimizer's state (ZeRO-1).
-        peak_bytes: what the planner may let a process grow to, libraries included.
     """
 
     recompute: str | tuple[str | int, ...] = "none"
@@ -57,33 +57,30 @@ class Options:
         return [rank, self.num_stages - 1 - rank] if self.is_v_shaped else [rank]
 
 
-class Contender(Protocol):
-    def step(self) -> float | None: ...
-
-
-Factory = Callable[[Work, Options, int], Contender]
-"""(the work, how, rank of this process)"""
-
-
 @dataclass(frozen=True)
 class Entry:
-    """Where a contender is found, how many processes it takes, and which library it needs."""
+    """Where a contender is found, how many processes it takes, and which library it needs.
+
+    Attributes:
+        num_processes: of one pipeline of two stages; None: one for each stage, or for two if the pipeline is V-shaped.
+        trains: False: it is not a trainer but an upper bound, and has no loss to compare.
+    """
 
     module: str
     factory: str
-    num_processes: int
-    """Of one pipeline of two stages."""
+    num_processes: int | None
     needs: str | None = None
     trains: bool = True
-    """False: it is not a trainer but an upper bound, and has no loss to compare."""
 
-    def load(self) -> Factory:
-        factory: Factory = getattr(importlib.import_module(f"bench.contenders.{self.module}"), self.factory)
-        return factory
+    def load(self) -> Callable[[Work, Options, int], Any]:
+        """The function that makes it from the work, how it is done, and the rank of this process."""
+        made: Callable[[Work, Options, int], Any] = getattr(
+            importlib.import_module(f"bench.contenders.{self.module}"), self.factory
+        )
+        return made
 
     def processes(self, options: Options) -> int:
-        """How many processes it takes."""
-        return options.replicas * options.num_stages if options.replicas > 1 else self.num_processes
+        return self.num_processes or options.replicas * options.num_processes
 
     @property
     def is_installed(self) -> bool:
@@ -94,8 +91,8 @@ CONTENDERS = {
     "single": Entry("plain", "Single", 1),
     "twin": Entry("plain", "Twin", 2, trains=False),
     "ddp": Entry("plain", "DataParallel", 2),
-    "torch": Entry("torch_pipelining", "TorchPipelining", 2),
-    "deepspeed": Entry("deepspeed_pipeline", "DeepSpeedPipeline", 2, needs="deepspeed"),
+    "torch": Entry("torch_pipelining", "TorchPipelining", None),
+    "deepspeed": Entry("deepspeed_pipeline", "DeepSpeedPipeline", None, needs="deepspeed"),
     "torchgpipe": Entry("torchgpipe_one_process", "TorchGPipe", 1, needs="torchgpipe"),
-    "ours": Entry("ours", "Ours", 2),
+    "ours": Entry("ours", "Ours", None),
 }

@@ -55,8 +55,7 @@ class DeepSpeedPipeline:
         self.engine: Any
         self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer(module.parameters()), config=config)
         pipeline = module.topology().get_coord(rank).data
-        rows, count = work.rows // options.replicas, work.micro_batches // options.replicas
-        self.micro_batches = work.micro_batches_of(slice(pipeline * rows, (pipeline + 1) * rows), count)
+        self.micro_batches = work.micro_batches_of(pipeline, options.replicas)
         self.is_last = module.stage_id == 1
 
     def step(self) -> float | None:

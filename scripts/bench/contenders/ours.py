@@ -62,6 +62,10 @@ class Ours:
             self.pipe.zero_grad()
         return loss.item()
 
+    def planned_bytes(self, rank: int) -> int:
+        """The peak of a process by the planner."""
+        return self.pipe.plan(self.batch).processes[rank].memory.total
+
 
 def _train_a_little(options: Options) -> None:
     """Two steps of a tiny model, which bring in the libraries' own pages."""

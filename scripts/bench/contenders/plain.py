@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,7 +39,7 @@ class Twin(Single):
 
     def __init__(self, work: Work, options: Options, rank: int) -> None:
         super().__init__(work, options, rank)
-        self.micro_batches = _half(work, rank)
+        self.micro_batches = work.micro_batches_of(rank, 2)
 
     def step(self) -> float | None:
         super().step()
@@ -56,7 +55,7 @@ class DataParallel:
             checkpoint_blocks(model)
         self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         self.optimizer = optimizer(self.model.parameters())
-        self.micro_batches = _half(work, rank)
+        self.micro_batches = work.micro_batches_of(rank, 2)
         # Gradients are averaged over the processes, and here they are to be summed.
         self.num_targets = work.num_targets() / dist.get_world_size()
 
@@ -72,9 +71,3 @@ class DataParallel:
         totals: list[float] = [0.0] * dist.get_world_size()
         dist.all_gather_object(totals, total)
         return sum(totals) / len(totals)
-
-
-def _half(work: Work, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """One process's half of the rows, in micro-batches of the same size: half as many."""
-    half = work.rows // 2
-    return work.micro_batches_of(slice(rank * half, (rank + 1) * half), max(1, work.micro_batches // 2))

@@ -37,12 +37,9 @@ class TorchPipelining:
         across = [dist.new_group([d * size + s for d in range(replicas)]) for s in range(size)]
         self.across = across[self.rank]
         if replicas > 1:
-            modules = [
-                DistributedDataParallel(module, process_group=self.across, gradient_as_bucket_view=True)
-                for module in modules
-            ]
-        rows, count = work.rows // replicas, work.micro_batches // replicas
-        micro_batches = work.micro_batches_of(slice(pipeline * rows, (pipeline + 1) * rows), count)
+            given = {"process_group": self.across, "gradient_as_bucket_view": True}
+            modules = [DistributedDataParallel(module, **given) for module in modules]
+        micro_batches = work.micro_batches_of(pipeline, replicas)
         self.ids = torch.cat([ids for ids, _ in micro_batches])
         self.targets = torch.cat([targets for _, targets in micro_batches])
         found = [
@@ -51,8 +48,8 @@ class TorchPipelining:
         ]
         schedule = getattr(pipelining, options.schedule)
         loss = partial(loss_share, num_targets=work.num_targets() / work.micro_batches)
-        given = found if issubclass(schedule, PipelineScheduleMulti) else found[0]
-        self.schedule = schedule(given, count, loss_fn=loss)
+        stages_given = found if issubclass(schedule, PipelineScheduleMulti) else found[0]
+        self.schedule = schedule(stages_given, len(micro_batches), loss_fn=loss)
         self.optimizer = optimizer([parameter for module in modules for parameter in module.parameters()])
 
     def step(self) -> float | None:

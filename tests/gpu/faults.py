@@ -1,6 +1,6 @@
 """Faults in a training: every process ends in seconds, and the cause is printed once.
 
-`python -m gpu_check.faults FAULT FILE` is one process of the training; `end_together` starts it.
+`python -m tests.gpu.faults FAULT FILE` is one process of the training; `end_together` starts it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def end_together(job: dict[str, Any]) -> dict[str, Any]:
         with said.open("w") as file:
             os.dup2(file.fileno(), 2)
             try:
-                code = launch("gpu_check.faults", [job["fault"], str(struck)], job["num_processes"], threads=1)
+                code = launch("tests.gpu.faults", [job["fault"], str(struck)], job["num_processes"], threads=1)
             finally:
                 os.dup2(before, 2)
         end = time.time()

@@ -5,25 +5,25 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from importlib import metadata
 from typing import Any
 
 import torch
+import transformers
+
+import hf_gpipe
 
 VARIABLES = ("CUDA_", "NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
-def describe(job: dict[str, Any]) -> dict[str, Any]:
+def describe(emulated: bool) -> dict[str, Any]:
     """Versions, GPUs, and what joins them; `gpus` is empty where torch finds none."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found: dict[str, Any] = {
-        "hf_gpipe": _version("hf_gpipe"),
-        "torch": torch.__version__,
-        "transformers": _version("transformers"),
+        **{"hf_gpipe": hf_gpipe.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "driver": _driver() if count and not job["emulated"] else None,
+        "driver": _driver() if count and not emulated else None,
         "cuda": torch.version.cuda,
         "nccl": None,
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
@@ -47,7 +47,7 @@ def describe(job: dict[str, Any]) -> dict[str, Any]:
         )
     peers = [[a == b or torch.cuda.can_device_access_peer(a, b) for b in range(count)] for a in range(count)]
     found["peer_access"] = peers
-    found["links"] = _links(count) if count > 1 and not job["emulated"] else None
+    found["links"] = _links(count) if count > 1 and not emulated else None
     return found
 
 
@@ -72,17 +72,6 @@ def _joined(found: dict[str, Any]) -> str:
     if found["links"] is None:
         return "links: not known"
     return "links: " + (", ".join(found["links"]) or "PCIe, as far as torch says")
-
-
-def _version(package: str) -> str | None:
-    if package == "hf_gpipe":
-        import hf_gpipe
-
-        return hf_gpipe.__version__
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _driver() -> str | None:

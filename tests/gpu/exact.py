@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from gpu_check.checks import FAMILIES
 from hf_gpipe import Pipeline
 from hf_gpipe.recipe.pipeline import SYNCHRONOUS_SCHEDULES
 from tests.emulated_cuda.comparing import config_of
+from tests.gpu.checks import FAMILIES
 from tests.oracle import Result, padded_batch, plain_model, run_plain
 
 #: Largest difference of a gradient, as a share of the norm of all of them, and of the loss, as a share of it.
