@@ -394,6 +394,8 @@ def test_broken_files_of_a_model(
         {"bos_token_id": [1, "2"]},
         {"decoder_start_token_id": [0, 1]},
         {"num_labels": 10**9},
+        {"attention_dropout": -1},
+        {"dropout": 1.5},
         {"d_model": 2**41},
         {"d_model": 2**40},
         {"vocab_size": 10**5000 // 10**4000},

@@ -29,6 +29,8 @@ _LARGEST = (
     (re.compile(r"num_labels$"), 1_000_000),
     (re.compile(""), 2**40),
 )
+#: Names of probabilities. Of another number some kernels raise an error in the first step, and others never do.
+_PROBABILITY = re.compile(r"(dropout|pdrop|layerdrop|dropout_(p|prob|rate)|drop(_path)?_rate)$")
 
 
 def check_sizes(fields: Mapping[str, Any], prefix: str = "") -> None:
@@ -52,6 +54,8 @@ def check_sizes(fields: Mapping[str, Any], prefix: str = "") -> None:
         for number in value if isinstance(value, list | tuple) else (value,):
             if str(name).endswith("_token_id") and number is not None and type(number) is not int:
                 raise UserError(f"{key} is {show(number)}, expected a whole number; correct it")
+            if _PROBABILITY.search(str(name)) and isinstance(number, int | float) and not 0 <= number <= 1:
+                raise UserError(f"{key} is {show(number)}, expected a number of at least 0 and at most 1; correct it")
             if isinstance(number, int) and abs(number) > (most := _largest(str(name))):
                 raise UserError(f"{key} is {shorten(str(number))}, and at most {most} is allowed; correct it")
 

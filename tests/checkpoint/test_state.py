@@ -450,6 +450,10 @@ def test_a_directory_that_processes_do_not_share_is_told(tmp_path: Path) -> None
         (lambda state: state | {"scheduler": {"base_lrs": ["1"]}}, r"scheduler.base_lrs\[0\] is '1'"),
         (lambda state: with_group(state, lr="fast"), r"optimizer.groups\[0\].lr is 'fast' .*, expected a number"),
         (lambda state: with_group(state, lr=math.nan), r"optimizer.groups\[0\].lr is nan"),
+        (
+            lambda state: with_group(state, eps=None),
+            r"optimizer.groups\[0\].eps is nothing \(null\), expected a number",
+        ),
         (lambda state: with_group(state, amsgrad=True), r"optimizer.groups\[0\].amsgrad is true"),
         (lambda state: with_group(state, betas=[0.9, {}]), r"optimizer.groups\[0\].betas\[1\] is {}"),
         (lambda state: with_group(state, betas="ab"), r"optimizer.groups\[0\].betas is 'ab'"),
