@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hf_gpipe.pipeline import Pipeline
     from hf_gpipe.recipe import PipelineConfig
     from hf_gpipe.runtime.custom_loss import LogitsLoss, RowLoss
+    from hf_gpipe.runtime.loss import Loss, LossInputs, Reads
     from hf_gpipe.training.arguments import PipelineTrainingArguments
     from hf_gpipe.training.dpo import PipelineDPOConfig, PipelineDPOTrainer
     from hf_gpipe.training.sft import PipelineSFTTrainer
@@ -24,6 +25,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LogitsLoss",
+    "Loss",
+    "LossInputs",
     "Pipeline",
     "PipelineConfig",
     "PipelineDPOConfig",
@@ -32,6 +35,7 @@ __all__ = [
     "PipelineSFTTrainer",
     "PipelineTrainer",
     "PipelineTrainingArguments",
+    "Reads",
     "RowLoss",
     "__version__",
     "transformer_config",
@@ -39,6 +43,8 @@ __all__ = [
 
 _MODULE_OF = {
     "LogitsLoss": "hf_gpipe.runtime.custom_loss",
+    "Loss": "hf_gpipe.runtime.loss",
+    "LossInputs": "hf_gpipe.runtime.loss",
     "Pipeline": "hf_gpipe.pipeline",
     "PipelineConfig": "hf_gpipe.recipe",
     "PipelineDPOConfig": "hf_gpipe.training.dpo",
@@ -47,6 +53,7 @@ _MODULE_OF = {
     "PipelineSFTTrainer": "hf_gpipe.training.sft",
     "PipelineTrainer": "hf_gpipe.training.trainer",
     "PipelineTrainingArguments": "hf_gpipe.training.arguments",
+    "Reads": "hf_gpipe.runtime.loss",
     "RowLoss": "hf_gpipe.runtime.custom_loss",
     "transformer_config": "hf_gpipe.adapters.transformer_size",
 }
