@@ -234,11 +234,13 @@ def test_replicas_compute_what_the_plain_model_computes(num_processes: int) -> N
 
 
 def assert_same_step(found: Step, expected: Step, case: Case) -> None:
+    # transformers computes the auxiliary loss in float32, whose sum rounds as the tensors lie in memory.
+    tolerance = 1e-7 if case.model == "mixtral" else 1e-10
+    assert found.losses == pytest.approx(expected.losses, rel=tolerance), case
     try:
-        assert_same(Result(sum(found.losses), found.gradients), Result(sum(expected.losses), expected.gradients))
+        assert_same(Result(0.0, found.gradients), Result(0.0, expected.gradients))
     except AssertionError as error:
         raise AssertionError(f"{case}: {error}") from error
-    assert found.losses == pytest.approx(expected.losses, rel=1e-10), case
     assert found.first_norm == pytest.approx(expected.first_norm, rel=1e-10), case
     assert found.norm == pytest.approx(expected.norm, rel=1e-10), case
     assert found.evaluated == pytest.approx(expected.evaluated, rel=1e-10), case

@@ -181,7 +181,7 @@ def test_communicators_are_shared_and_set_up_one_after_another(
     placement: Placement, count: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     zeros = torch.zeros
-    monkeypatch.setattr(edges_module.torch, "zeros", lambda *size, device: zeros(*size))
+    monkeypatch.setattr(edges_module.torch, "zeros", lambda *size, device, **options: zeros(*size, **options))
     monkeypatch.setattr(edges_module.torch.cuda, "synchronize", lambda device: log.append("ready"))
     monkeypatch.setattr(dist, "send", lambda token, peer, group: log.append("first message"))
     monkeypatch.setattr(dist, "recv", lambda token, peer, group: log.append("first message"))
