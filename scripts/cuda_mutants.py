@@ -310,8 +310,8 @@ MUTANTS = (
     Mutant(
         "loss is read when its micro-batch ends",
         EXECUTOR,
-        "                    result.outputs[_index(action)] = message\n",
-        "                    result.outputs[_index(action)] = message\n"
+        "                    result.outputs[planned.index] = message\n",
+        "                    result.outputs[planned.index] = message\n"
         '                    message["loss"].sum().item()\n',
         WAITS,
     ),

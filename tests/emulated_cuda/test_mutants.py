@@ -10,6 +10,7 @@ import pytest
 
 from hf_gpipe.runtime import channel, micro_batch
 from hf_gpipe.schedule import messages
+from scripts.cuda_mutants import MUTANTS, ROOT, misfits
 from tests.emulated_cuda.comparing import Outcome, assert_same, config_of, on_the_cpu, outcome
 from tests.emulated_cuda.mutants import mutate
 from tests.emulated_cuda.processes import EmulatedError, run_emulated
@@ -67,3 +68,8 @@ def test_a_receive_that_is_started_early_is_noticed(schedule: str) -> None:
     expected = on_the_cpu("marian", 4, **CONFIG)
     with pytest.raises(EmulatedError, match=both_receive):
         run_emulated(step, 2, a_receive_that_is_started_early, blocking_way(2, schedule), True, expected, stall=3)
+
+
+def test_the_mutants_of_the_script_fit_the_package() -> None:
+    """`python scripts/cuda_mutants.py` runs the tests against each, which takes an hour."""
+    assert misfits(ROOT, MUTANTS) == []
