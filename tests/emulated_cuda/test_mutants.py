@@ -71,5 +71,5 @@ def test_a_receive_that_is_started_early_is_noticed(schedule: str) -> None:
 
 
 def test_the_mutants_of_the_script_fit_the_package() -> None:
-    """`python scripts/cuda_mutants.py` runs the tests against each, which takes an hour."""
+    """`python scripts/cuda_mutants.py` runs the tests against each, which takes too long here."""
     assert misfits(ROOT, MUTANTS) == []
