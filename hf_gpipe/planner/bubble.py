@@ -1,4 +1,4 @@
-"""What makes a large bubble smaller: more micro-batches, another schedule, or a larger mini-batch, each one planned."""
+"""Finds a change that lowers a large bubble and plans it: more micro-batches, another schedule, or more rows."""
 
 from __future__ import annotations
 

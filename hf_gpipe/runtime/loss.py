@@ -1,4 +1,4 @@
-"""What a loss is, and the cross-entropy of every target token in little memory.
+"""The interface of a loss, and the cross-entropy of all target tokens, computed in little memory.
 
 A loss is a sum over units and their number, which is known from the targets alone, before any forward: each micro-batch
 adds its sum, divided by the number of units of the whole mini-batch. A loss says what it reads, and the stage gives it
@@ -30,7 +30,7 @@ NOT_PACKED = "a {} is computed from rows, and packed rows are one; leave packing
 
 
 class Reads(Flag):
-    """What a loss reads of a micro-batch; several are joined by |."""
+    """The tensors of a micro-batch that a loss reads. Join several by |."""
 
     TOKENS = 1
     """The losses of tokens. If that is all, the loss is their sum, and the gradient of each is known at once."""
@@ -44,7 +44,7 @@ class Reads(Flag):
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss gets of a micro-batch of B rows with T positions. What it does not read may be None.
+    """The tensors of a micro-batch for a loss: B rows with T positions. Those that it does not read may be None.
 
     Attributes:
         inputs: the micro-batch's own tensors, such as labels.
@@ -116,7 +116,7 @@ class Loss:
         return (torch.arange(len(targets), device=targets.device) % self.rows_per_unit == 0).long()
 
     def total(self, read: LossInputs) -> torch.Tensor:
-        """What a micro-batch adds to the loss of training, ()."""
+        """The share of a micro-batch in the loss of training, ()."""
         return self._checked(read).sum() / read.num_units
 
     def of_each_row(self, read: LossInputs) -> torch.Tensor:

@@ -91,7 +91,7 @@ class Performed(NamedTuple):
 
     run: Run
     wait: Callable[[Step, Planned], None] | None = None
-    """What an action without a message waits for before it runs."""
+    """Waits before an action runs that receives no message."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,8 @@ from hf_gpipe.errors import ScheduleError
 
 
 class Resource(StrEnum):
-    """What an action occupies. A worker starts its actions in order, and each resource runs one action at a time."""
+    """The part of a worker that an action occupies. A worker starts its actions in order, and each resource runs one
+    action at a time."""
 
     COMPUTE = "compute"
     """The device of the stage. Its worker starts the next action when this one has started."""
@@ -77,7 +78,7 @@ class ActionKind(str):
     word: str
     """The kind in full, in lower case."""
     price: tuple[tuple[str, Fraction | int], ...] = ()
-    """What an action takes, as (field of `Costs`, share); the first that is given counts. Else `Costs.others`."""
+    """The time of an action, as (field of `Costs`, share). The first given field counts, else `Costs.others`."""
     part: str = "forward"
     """The part of a step's time that it belongs to: "forward", "recompute", "backward" or "update"."""
     colour: str = "#999999"
@@ -107,9 +108,10 @@ class ActionKind(str):
     ticks: int = 0
     """How long it takes on a clock with equal stages."""
     receives: Held | None = None
-    """What its message is while it waits, until the action begins or something frees it."""
+    """The thing that its message is while it waits, until the action begins or another action frees it."""
     makes: Held | None = None
-    """What the stage holds from its end to that of the action that frees it. Of several that make it the last does."""
+    """The thing that the stage holds from the end of this action to the end of the action that frees it. Where several
+    actions make it, the last one does."""
     frees: tuple[Held, ...] = ()
     working: Held | None = None
     """The memory that it takes while it runs."""
