@@ -8,7 +8,7 @@ from importlib import import_module
 
 from hf_gpipe.errors import EXIT_USER_ERROR, nearest
 
-#: The modules of this package that are commands, with what they do.
+#: The modules of `commands` that are commands, with what they do.
 COMMANDS = {
     "train": "train the model of a recipe, evaluate it, and save it",
     "plan": "predict memory and time of a recipe, and whether it fits",
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first argument names, with the others; returns its exit code."""
     name, *args = list(sys.argv[1:] if argv is None else argv) or [""]
     if name in COMMANDS:
-        code: int = import_module(f"hf_gpipe.{name}").main(args)
+        code: int = import_module(f"hf_gpipe.commands.{name}").main(args)
         return code
     if name in ("", "-h", "--help"):
         print(USAGE)

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from hf_gpipe.adapters import is_known_exact
 from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.adapters.whole import refresh, whole_model
-from hf_gpipe.building import ModelSource, Source, Trained, boundary_dtype, compared_source, make_stages
 from hf_gpipe.checkpoint.peft import as_config, base_of, has_adapters
 from hf_gpipe.errors import UserError
-from hf_gpipe.exactness import verify, verify_packing
 from hf_gpipe.look import html_of, text_of
+from hf_gpipe.model.building import ModelSource, Source, Trained, boundary_dtype, compared_source, make_stages
+from hf_gpipe.model.exactness import verify, verify_packing
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.pipeline_steps import Evaluation, PipelineSteps, Update, UpdateStage
 from hf_gpipe.planner.advice import advising

@@ -14,9 +14,10 @@ from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.autocast import keeping_weights
 from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.adapters.peft import without_adapters
-from hf_gpipe.building import Trained
 from hf_gpipe.errors import UserError
-from hf_gpipe.exactness import verify_packing
+from hf_gpipe.model.building import Trained
+from hf_gpipe.model.exactness import verify_packing
+from hf_gpipe.model.stage_parameters import StageParameters
 from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.calls import by_every_process
@@ -38,7 +39,6 @@ from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
 from hf_gpipe.schedule.builders import build
 from hf_gpipe.schedule.table import Schedule
-from hf_gpipe.stage_parameters import StageParameters
 
 logger = logging.getLogger(__name__)
 

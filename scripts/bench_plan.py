@@ -1,4 +1,4 @@
-"""How long `python -m hf_gpipe.plan` takes for models of 6 and 84 billion parameters, and how much memory.
+"""How long `python -m hf_gpipe plan` takes for models of 6 and 84 billion parameters, and how much memory.
 
     python scripts/bench_plan.py [--reps 3]
 
@@ -43,7 +43,7 @@ LIMIT_SECONDS, LIMIT_GIB = 10.0, 2.0
 def run(recipe: Path, name: str) -> tuple[float, float]:
     """Wall seconds and peak resident GiB of one command. Raises CalledProcessError where it neither fits nor not."""
     start = time.perf_counter()
-    command = [sys.executable, "-m", "hf_gpipe.plan", str(recipe), "--device", "v100-16"]
+    command = [sys.executable, "-m", "hf_gpipe", "plan", str(recipe), "--device", "v100-16"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         output = process.stdout.read() if process.stdout else ""
         _, status, usage = os.wait4(process.pid, 0)

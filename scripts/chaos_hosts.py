@@ -2,7 +2,7 @@
 
     python scripts/chaos_hosts.py [--only WORD] [--rounds N] [--output FOLDER]
 
-Each run is that of the torchrun command that `hf_gpipe.launch` prints for two machines, in processes forked from this
+Each run is that of the torchrun command that `hf-gpipe launch` prints for two machines, in processes forked from this
 one, which has imported everything. In some phase of it a machine loses its power, its agent is killed, its network is
 cut or slow, its disk is full, its process is stopped, its clock is wrong, or two of these at once. Then what is left
 ends in time, or goes on to its end where the fault passes; a message says why, on both machines where they cannot reach
@@ -42,7 +42,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
 from hf_gpipe.checkpoint import state
-from hf_gpipe.launch import main as launch
+from hf_gpipe.commands.launch import main as launch
 from hf_gpipe.planner.measure import this_machine
 from hf_gpipe.runtime.job import ENDING, WORK_VARIABLE, Job, read_note
 from hf_gpipe.train import main as train

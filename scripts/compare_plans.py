@@ -1,7 +1,7 @@
 """Compares the plans of this checkout with those of another: python scripts/compare_plans.py OTHER_CHECKOUT
 
 For every recipe, for 1, 2 and 8 devices and for two limits of memory, as written and with everything left to the
-planner, it runs `python -m hf_gpipe.plan ... --json` in both and compares what is printed, errors included. A change
+planner, it runs `python -m hf_gpipe plan ... --json` in both and compares what is printed, errors included. A change
 of the planner's code that is not meant to change plans prints "0 differ". Exit code: 0 none differs, 1 some do.
 """
 
@@ -61,7 +61,7 @@ def plans_of(checkout: Path, recipes: str) -> dict[str, Any]:
 
 def plans(recipes: str) -> dict[str, Any]:
     """The output of the command for its arguments."""
-    from hf_gpipe.plan import main as plan
+    from hf_gpipe.commands.plan import main as plan
 
     found = {}
     for path in sorted((_HERE / "recipes").rglob("*.yaml")):

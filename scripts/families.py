@@ -5,8 +5,8 @@
     python scripts/families.py --check          all, and whether hf_gpipe/adapters/families.py says the same
 
 A tiny model of the architecture's default configuration, in 3 stages and in one stage a layer, with 2 micro-batches,
-is compared with the plain model: see hf_gpipe/exactness.py. A mixture of experts that has an auxiliary loss is compared
-with and without it.
+is compared with the plain model (hf_gpipe/model/exactness.py), a mixture of experts that has an auxiliary loss
+with and without that loss.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import (
 
 from hf_gpipe.adapters.families import EXACT, REFUSED
 from hf_gpipe.errors import UnsupportedModelError
-from hf_gpipe.exactness import CloneError, compare
+from hf_gpipe.model.exactness import CloneError, compare
 
 REPORT = Path(__file__).parents[1] / "docs" / "families.md"
 
@@ -133,7 +133,7 @@ models convert their logits to float32 whatever the type of their weights is, so
 float32. There the stages' loss, which is computed in place to save memory, rounds in another way than
 torch's, and the tolerance is 1e-6; with the same code for the loss they agree within 1e-16.
 A family that is not listed as exact is compared in the same way before a pipeline of it is made, and refused
-with the reason if it is not exact. `python -m hf_gpipe.check` does this for a configuration of your own."""
+with the reason if it is not exact. `python -m hf_gpipe check` does this for a configuration of your own."""
 _TITLES = {
     "exact": ("Exact", "largest difference"),
     "refused": ("Refused", "reason"),

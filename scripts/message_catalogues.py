@@ -41,7 +41,7 @@ from catalogues.languages import language_of
 from catalogues.messages import CatalogueError, pair_of, read_catalogue
 from catalogues.sources import Found, downloaded, files_of_deb, files_of_directory, files_of_system
 
-from hf_gpipe.command import Parser, run_command
+from hf_gpipe.commands.base import Parser, run_command
 from hf_gpipe.errors import DataError, UserError
 
 PACKAGES = ("vlc-l10n", "krita-l10n", "gimp-data", "kstars-data", "gcc-12-locales", "evolution-common")

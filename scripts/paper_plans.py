@@ -2,7 +2,7 @@
 
     python scripts/paper_plans.py [--output FILE.json] [RECIPE ...]        about 15 minutes
 
-For every recipe of the paper's sizes and every group of devices it runs `python -m hf_gpipe.plan --search`, which
+For every recipe of the paper's sizes and every group of devices it runs `python -m hf_gpipe plan --search`, which
 chooses stages, replicas, M, schedule, recomputation and split. Nothing is trained. "tokens a day" are target tokens, if
 every row is as long as the recipe allows. Plans that FILE.json has are not made again.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.report import table
 
-from hf_gpipe.command import Parser, run_command
+from hf_gpipe.commands.base import Parser, run_command
 from hf_gpipe.errors import UserError
 from hf_gpipe.planner.report import runs_text
 from hf_gpipe.planner.traffic import bytes_text
@@ -37,7 +37,7 @@ MACHINES = {
 def planned(machines: str, recipe: Path) -> dict[str, Any]:
     """What the planner's command says is fastest, or leanest where nothing fits; or its error."""
     device, count = MACHINES[machines]
-    command = [sys.executable, "-m", "hf_gpipe.plan", str(recipe), "--device", device, "--devices", count]
+    command = [sys.executable, "-m", "hf_gpipe", "plan", str(recipe), "--device", device, "--devices", count]
     result = subprocess.run([*command, "--search", "--json"], capture_output=True, text=True)
     # 1: it does not fit, which the plan says too.
     if result.returncode not in (0, 1) or not result.stdout.strip():

@@ -34,7 +34,7 @@ from transformers import (
 from translation_scaling.curves import newest_checkpoint, read_curve, state_of
 
 from hf_gpipe import Pipeline, PipelineTrainer
-from hf_gpipe.command import Parser, run_command
+from hf_gpipe.commands.base import Parser, run_command
 from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import Recipe, load_recipe

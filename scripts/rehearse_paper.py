@@ -26,7 +26,7 @@ import pyarrow.parquet
 from bench.report import table
 from translation_scaling import execute
 
-from hf_gpipe.command import Parser, run_command
+from hf_gpipe.commands.base import Parser, run_command
 from hf_gpipe.data import build_corpus
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import DataSection

@@ -64,7 +64,7 @@ from translation_scaling.runs import Run, plan_runs
 from translation_scaling.share import part_of
 from translation_scaling.status import hours_text, status_text
 
-from hf_gpipe.command import Parser, run_command
+from hf_gpipe.commands.base import Parser, run_command
 from hf_gpipe.data.files import check_files
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import load_recipe

@@ -1,4 +1,4 @@
-"""`python -m hf_gpipe.check`: the verdict, the exit code, and that a pipeline makes the same comparison by itself."""
+"""`python -m hf_gpipe check`: the verdict, the exit code, and that a pipeline makes the same comparison by itself."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from transformers import (
     ZambaConfig,
 )
 
-from hf_gpipe import Pipeline, check, exactness
+from hf_gpipe import Pipeline
 from hf_gpipe.adapters import families, stubs
 from hf_gpipe.adapters.structure import unlike_default
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.adapters.weight_gradients import Product
+from hf_gpipe.commands import check
 from hf_gpipe.errors import UnsupportedModelError, UserError
-from hf_gpipe.exactness import compare
+from hf_gpipe.model import exactness
+from hf_gpipe.model.exactness import compare
 
 RECIPE = """
 model:
@@ -112,7 +114,9 @@ def test_a_configuration_that_runs_other_code_than_the_default_is_compared(
     """Of a listed family the default configuration alone was compared: is_moe of doge was never seen, and wrong."""
     assert [name for name in unlike_default(config) if name != "is_gated_act"] == odd
     compared: list[str] = []
-    monkeypatch.setattr("hf_gpipe.building.verify", lambda config, *args, **options: compared.append(config.model_type))
+    monkeypatch.setattr(
+        "hf_gpipe.model.building.verify", lambda config, *args, **options: compared.append(config.model_type)
+    )
     Pipeline(tiny_config(config), 2)
     assert len(compared) == bool(odd)
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForSeq2SeqLM
 
-from hf_gpipe.launch import main as launch
+from hf_gpipe.commands.launch import main as launch
 from hf_gpipe.train import main
 from scripts import chaos
 from tests import forked_command

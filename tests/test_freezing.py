@@ -14,9 +14,9 @@ from transformers import MarianMTModel, PegasusConfig, PegasusForConditionalGene
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import Adapter
-from hf_gpipe.building import Trained, make_stages
 from hf_gpipe.errors import StageError, UserError
-from hf_gpipe.exactness import MICRO_BATCHES, Batch, Step, padded_batch, plain_step
+from hf_gpipe.model.building import Trained, make_stages
+from hf_gpipe.model.exactness import MICRO_BATCHES, Batch, Step, padded_batch, plain_step
 from hf_gpipe.runtime.loss import PLAIN
 from hf_gpipe.training.master_weights import MasterWeights
 from hf_gpipe.training.optim import make_optimizer

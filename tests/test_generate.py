@@ -1,4 +1,4 @@
-"""`python -m hf_gpipe.generate`: what plain transformers generates, for texts, chats and adapters."""
+"""`python -m hf_gpipe generate`: what plain transformers generates, for texts, chats and adapters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, MarianMTModel, PreTrainedModel, PreTrainedTokenizerFast
 
-from hf_gpipe import Pipeline, generate
+from hf_gpipe import Pipeline
+from hf_gpipe.commands import generate
 from hf_gpipe.data import train_tokenizer
 from tests.oracle import tiny_config
 

@@ -1,4 +1,4 @@
-"""The files of `hf_gpipe.launch`: they parse, and say what the recipe and the plan say; and how a launcher is noticed.
+"""The files of `hf-gpipe launch`: they parse, and say what the recipe and the plan say; and how a launcher is noticed.
 
 The file for torchrun is run by tests/test_faults.py.
 """
@@ -22,9 +22,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_gpipe import train
-from hf_gpipe.launch import main
-from hf_gpipe.launch.file import ENGINES
+from hf_gpipe.commands import train
+from hf_gpipe.commands.launch import main
+from hf_gpipe.commands.launch_file import ENGINES
 from hf_gpipe.runtime.started import first_node, of_srun, tasks_per_node
 from scripts import chaos
 from tests import gloo
@@ -141,7 +141,7 @@ def test_the_plan_is_in_the_file_and_its_ranks_in_the_command(recipe: Path, caps
         (["slurm", "RECIPE", "pipeline.replicas=auto", "--nodes", "2"], "add --nproc-per-node P"),
         (["kubernetes", "RECIPE", "--nodes", "3", "--no-plan"], "--image is not given"),
         (["skypilot", "RECIPE", "--nodes", "3", "--no-plan", "pipeline.device=auto"], "--device is not given"),
-        (["slurm", "RECIPE"], "--nodes; python -m hf_gpipe.launch --help"),
+        (["slurm", "RECIPE"], "--nodes; python -m hf_gpipe launch --help"),
         (["torchrun", "RECIPE", 'training.output_dir="a\\ntouch b"', "--nodes", "1", "--no-plan"], "has a line break"),
         (["slurm", "RECIPE", "model.config.x='a\ntouch b'", "--nodes", "1", "--no-plan"], "has a line break"),
     ],

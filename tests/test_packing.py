@@ -17,7 +17,7 @@ from hf_gpipe import Pipeline, PipelineTrainer
 from hf_gpipe.adapters import StageModel, adapter_for
 from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import DataError, UserError
-from hf_gpipe.exactness import Batch, Step, exact_clone, padded_batch, plain_step
+from hf_gpipe.model.exactness import Batch, Step, exact_clone, padded_batch, plain_step
 from hf_gpipe.planner.tracing import StageTracer
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.packing import as_rows, balanced, packed_parts

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from hf_gpipe import plan
+from hf_gpipe.commands import plan
 from hf_gpipe.data import train_tokenizer
 from hf_gpipe.planner.layers import LayerTracer
 from hf_gpipe.planner.workload import Workload

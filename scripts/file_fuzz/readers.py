@@ -16,13 +16,13 @@ import datasets
 import pyarrow.parquet
 
 from hf_gpipe.checkpoint import digests
+from hf_gpipe.commands.train import _num_processes, main
 from hf_gpipe.data import TokenizedPairs, formats
 from hf_gpipe.data.corpus import build_corpus
 from hf_gpipe.data.tokenizer import trained_tokenizer
 from hf_gpipe.errors import EXIT_USER_ERROR, UserError
 from hf_gpipe.recipe import DataSection, TokenizerSection, load_recipe
 from hf_gpipe.schedule import build, read_table
-from hf_gpipe.train import _num_processes, main
 from hf_gpipe.training import cost, job
 from scripts import chaos
 from scripts.file_fuzz import mutate

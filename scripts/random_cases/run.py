@@ -19,7 +19,7 @@ from hf_gpipe.adapters import IGNORED_LABEL, Adapter, adapter_for
 from hf_gpipe.adapters.skeleton import build
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.errors import UserError
-from hf_gpipe.exactness import (
+from hf_gpipe.model.exactness import (
     FLOAT32_LOGITS_TOLERANCE,
     TOLERANCES,
     Batch,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_gpipe import plan, train
+from hf_gpipe.commands import plan, train
 from tests.conftest import leave_out
 from tests.emulated_cuda.processes import on_emulated_cuda
 from tests.emulated_cuda.test_measuring import make_products_small

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from hf_gpipe import Pipeline, train
+from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.peft_resolve import make_peft
+from hf_gpipe.commands import train
 from hf_gpipe.errors import RecipeError, UserError
 from hf_gpipe.planner import measure
 from hf_gpipe.planner.workload import Workload

@@ -1,4 +1,4 @@
-"""python -m hf_gpipe.plan, on recipes whose models are never made."""
+"""python -m hf_gpipe plan, on recipes whose models are never made."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_gpipe.plan import _longest, main
+from hf_gpipe.commands.plan import _longest, main
 from hf_gpipe.schedule import build
 
 TINY = """\

@@ -13,9 +13,9 @@ import torch
 from transformers import TrainingArguments
 
 from hf_gpipe import Pipeline, PipelineTrainer, PipelineTrainingArguments
+from hf_gpipe.commands.plan import main
 from hf_gpipe.errors import UserError
 from hf_gpipe.partition.cluster import Cluster, Level
-from hf_gpipe.plan import main
 from hf_gpipe.planner import decide, measure
 from hf_gpipe.planner.devices import DEVICES, LINKS, cpu, like_gpu
 from hf_gpipe.planner.links import steady

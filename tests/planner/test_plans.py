@@ -1,6 +1,6 @@
 """Plans of recipes stay as they are: configuration, memory and time, as an earlier version of the planner had them.
 
-A change that is meant to change plans writes plans.json anew, from what python -m hf_gpipe.plan ... --json prints.
+A change that is meant to change plans writes plans.json anew, from what python -m hf_gpipe plan ... --json prints.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hf_gpipe.plan import main
+from hf_gpipe.commands.plan import main
 
 PLANS = json.loads((Path(__file__).parent / "plans.json").read_text())
 ROOT = Path(__file__).parents[2]

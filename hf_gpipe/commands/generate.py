@@ -1,4 +1,4 @@
-"""python -m hf_gpipe.generate MODEL [TEXT]: try a checkpoint: generate for a text, a chat turn or lines of stdin."""
+"""python -m hf_gpipe generate MODEL [TEXT]: try a checkpoint: generate for a text, a chat turn or lines of stdin."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from hf_gpipe.command import Parser, run_command
+from hf_gpipe.commands.base import Parser, run_command
 from hf_gpipe.errors import EXIT_USER_ERROR, UserError
 
 DESCRIPTION = """\
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m hf_gpipe.generate",
+        prog="python -m hf_gpipe generate",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -123,7 +123,3 @@ def _encoded(
         raise UserError("a text has no tokens; give some")
     padded = tokenizer.pad({"input_ids": rows}, padding=len(rows) > 1, return_tensors="pt")
     return {name: padded[name] for name in ("input_ids", "attention_mask")}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -27,7 +27,7 @@ from hf_gpipe.checkpoint import hub
 from hf_gpipe.checkpoint.configuration import read_config
 from hf_gpipe.checkpoint.source_digest import digest_of_model
 from hf_gpipe.errors import CheckpointError, UserError
-from hf_gpipe.exactness import verify
+from hf_gpipe.model.exactness import verify
 from hf_gpipe.runtime.agreement import Noted, model_in_memory
 from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.runtime.stage import Stage

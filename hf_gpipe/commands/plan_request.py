@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanRequest:
     """A recipe, the devices it is planned for, and their planner.
 
     Attributes:
@@ -45,8 +45,8 @@ class Question:
     planner: Planner
 
     @classmethod
-    def of(cls, options: argparse.Namespace) -> Question:
-        """The question that the command's options ask. Raises UserError for what they get wrong."""
+    def of(cls, options: argparse.Namespace) -> PlanRequest:
+        """The request that the command's options ask. Raises UserError for what they get wrong."""
         # What the options get wrong is said before anything that takes seconds.
         num_devices, cluster = _count(options.devices), None
         if options.table and options.json:
@@ -98,7 +98,7 @@ class Question:
         return _best(self.planner, self.config)
 
     def fits_with(self, plan: Plan, lengths: Mapping[str, Any]) -> bool:
-        """Whether a plan of this question also fits with other values of keys of `data`."""
+        """Whether a plan of this request also fits with other values of keys of `data`."""
         recipe = replace(self.recipe, data=replace(self.recipe.data, **lengths))
         planner = _planner(recipe, self.config, self.device, self.cluster, self.table, is_profiled=False)
         other = planner.plan(plan.settings)
@@ -225,7 +225,7 @@ def _planner(
     *,
     is_profiled: bool,
 ) -> Planner:
-    """The planner of a recipe; the arguments are those of `Question`, and `is_profiled` says to measure the layers."""
+    """The planner of a recipe; `is_profiled` says to measure the layers; the rest is as in `PlanRequest`."""
     import torch
 
     from hf_gpipe.adapters import adapter_for

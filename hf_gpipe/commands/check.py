@@ -1,4 +1,4 @@
-"""python -m hf_gpipe.check recipe.yaml | model: check on a tiny clone whether a model is exact in stages."""
+"""python -m hf_gpipe check recipe.yaml | model: check on a tiny clone whether a model is exact in stages."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_gpipe.command import run_command
+from hf_gpipe.commands.base import run_command
 from hf_gpipe.errors import UnsupportedModelError, UserError
 from hf_gpipe.recipe import load_recipe
 
 USAGE = """\
-usage: python -m hf_gpipe.check recipe.yaml [key=value ...]
-       python -m hf_gpipe.check MODEL [--trust-remote-code]
+usage: python -m hf_gpipe check recipe.yaml [key=value ...]
+       python -m hf_gpipe check MODEL [--trust-remote-code]
 
 Makes a tiny clone of a model's configuration, runs it in stages, and compares the loss and every gradient with the
 plain transformers model. No weights are read. Exit code: 0 exact, 1 not exact, 2 an error that you can correct.
@@ -39,7 +39,7 @@ def _check(args: Sequence[str]) -> int:
 
     from hf_gpipe.adapters.quantised import find_quantisation
     from hf_gpipe.checkpoint.configuration import read_config
-    from hf_gpipe.exactness import CloneError, compare
+    from hf_gpipe.model.exactness import CloneError, compare
 
     num_stages = 3
     if args[0].endswith((".yaml", ".yml")):
@@ -71,7 +71,3 @@ def _check(args: Sequence[str]) -> int:
         print(f"{count:2} stages  largest difference {difference:.1e} of the plain model's gradient norm")
     print(f"verdict    {'exact' if comparison.is_exact else f'not exact: {comparison}'}")
     return 0 if comparison.is_exact else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""python -m hf_gpipe.launch ENGINE recipe.yaml --nodes N: prints the file that starts a run on several machines."""
+"""python -m hf_gpipe launch ENGINE recipe.yaml --nodes N: prints the file that starts a run on several machines."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_gpipe.command import Parser, run_command
+from hf_gpipe.commands.base import Parser, run_command
+from hf_gpipe.commands.launch_file import ENGINES, JobFile
 from hf_gpipe.errors import UserError, nearest
-from hf_gpipe.launch.file import ENGINES, JobFile
 from hf_gpipe.recipe import Recipe, load_recipe
 
 if TYPE_CHECKING:
+    from hf_gpipe.commands.plan_request import PlanRequest
     from hf_gpipe.planner.plan import Plan
-    from hf_gpipe.question import Question
 
 DESCRIPTION = """\
 Prints a file that starts the training of a recipe on several machines, and submits nothing. It stops the training in
 time to save (training.stop_seconds) and starts it again, and has the planner's estimate as comments.
 
-  python -m hf_gpipe.launch slurm recipe.yaml --nodes 2 --nproc-per-node 4 > job.sh
+  python -m hf_gpipe launch slurm recipe.yaml --nodes 2 --nproc-per-node 4 > job.sh
 
 docs/clusters.md says what to do with it.
 """
@@ -52,7 +52,7 @@ def _text(options: argparse.Namespace, args: Sequence[str]) -> str:
     _check_lines([*args, recipe.training.output_dir])
     per_node = _per_node(recipe, options.nodes, options.nproc_per_node)
     arguments = [options.recipe, *options.overrides]
-    comments = [f"Printed by: python -m hf_gpipe.launch {shlex.join(args)}", ""]
+    comments = [f"Printed by: python -m hf_gpipe launch {shlex.join(args)}", ""]
     if options.no_plan:
         comments.append("Nothing is planned (--no-plan).")
     else:
@@ -107,7 +107,7 @@ def _per_node(recipe: Recipe, nodes: int, asked: int | None) -> int:
 
 def _planned(options: argparse.Namespace, per_node: int) -> tuple[list[str], list[str]]:
     """The key=value arguments that the plan adds to the recipe's, and the plan in words."""
-    from hf_gpipe.plan import read_question
+    from hf_gpipe.commands.plan import read_request
     from hf_gpipe.planner.report import overrides, report
 
     links = f"@{options.links}" if options.links else ""
@@ -115,8 +115,8 @@ def _planned(options: argparse.Namespace, per_node: int) -> tuple[list[str], lis
     for name in ("device", "memory"):
         if value := getattr(options, name):
             words += [f"--{name}", value]
-    question = read_question(words)
-    plan = _in_the_best_order(question)
+    request = read_request(words)
+    plan = _in_the_best_order(request)
     given = load_recipe(options.recipe, options.overrides).pipeline
     changed = []
     if given.is_mesh_open or given.mesh != (plan.settings.num_stages, plan.settings.replicas):
@@ -130,20 +130,20 @@ def _planned(options: argparse.Namespace, per_node: int) -> tuple[list[str], lis
     return changed, [*lines, "", _ranks(plan, per_node)]
 
 
-def _in_the_best_order(question: Question) -> Plan:
+def _in_the_best_order(request: PlanRequest) -> Plan:
     """The plan; where it has equal replicas, with the order of ranks that is faster: each pipeline's together, or the
     replicas of each stage together."""
     from hf_gpipe.schedule import Placement
 
-    plan = question.best()
+    plan = request.best()
     config, placement = plan.settings, plan.timeline.schedule.placement
     counts = set(placement.replicas)
-    is_given = config.placement is not None or len(counts) > 1 or question.table is not None
+    is_given = config.placement is not None or len(counts) > 1 or request.table is not None
     if is_given or counts == {1} or config.num_processes != placement.num_stages * placement.replicas[0]:
         return plan
     count = placement.replicas[0]
     beside = Placement([range(stage * count, (stage + 1) * count) for stage in range(placement.num_stages)])
-    other = question.planner.plan(replace(config, placement=str(beside)))
+    other = request.planner.plan(replace(config, placement=str(beside)))
     return other if other.step_seconds < plan.step_seconds else plan
 
 
@@ -157,7 +157,7 @@ def _ranks(plan: Plan, per_node: int) -> str:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m hf_gpipe.launch", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m hf_gpipe launch", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("engine", help=", ".join(ENGINES))
     parser.add_argument("recipe", help="the recipe; every machine has it under this path")

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hf_gpipe.commands import launch_templates as templates
+from hf_gpipe.commands.train import STOPPED_FILE
 from hf_gpipe.errors import UserError
-from hf_gpipe.launch import templates
 from hf_gpipe.recipe import Recipe
-from hf_gpipe.train import STOPPED_FILE
 
 #: Seconds that torchrun waits for its processes beyond `training.stop_seconds`, after which they end themselves.
 _SHUTDOWN_SECONDS = 10

@@ -1,4 +1,4 @@
-"""The files that start a job, one for each engine. A name after @ is filled in by launch/file.py; $ is the shell's."""
+"""The files that start a job, one for each engine. A name after @ is filled in by launch_file.py; $ is the shell's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""python -m hf_gpipe.plan recipe.yaml [key=value ...]: will it fit, and how fast? Without a GPU and without weights."""
+"""python -m hf_gpipe plan recipe.yaml [key=value ...]: will it fit, and how fast? Without a GPU and without weights."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from hf_gpipe.command import Parser, run_command
+from hf_gpipe.commands.base import Parser, run_command
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import ROW_LENGTH_KINDS
 from hf_gpipe.schedule import draw_text
 
 if TYPE_CHECKING:
-    from hf_gpipe.question import Question
+    from hf_gpipe.commands.plan_request import PlanRequest
 
 #: Longer texts are not tried.
 _MOST_TOKENS = 1 << 20
@@ -51,29 +51,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(work)
 
 
-def read_question(args: Sequence[str]) -> Question:
-    """The question of the command's arguments, for another command. Raises UserError for what they get wrong."""
-    from hf_gpipe.question import Question
+def read_request(args: Sequence[str]) -> PlanRequest:
+    """The request of the command's arguments, for another command. Raises UserError for what they get wrong."""
+    from hf_gpipe.commands.plan_request import PlanRequest
 
-    return Question.of(_parser().parse_intermixed_args(args))
+    return PlanRequest.of(_parser().parse_intermixed_args(args))
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from hf_gpipe.question import Question
+    from hf_gpipe.commands.plan_request import PlanRequest
 
-    question = Question.of(options)
+    request = PlanRequest.of(options)
 
     from hf_gpipe.planner.listed import listed_plan
     from hf_gpipe.planner.picture import draw_plan
     from hf_gpipe.planner.report import as_dict, overrides, report, search_report
     from hf_gpipe.planner.search import search
 
-    if options.longest and question.planner.memory_bytes is None:
+    if options.longest and request.planner.memory_bytes is None:
         raise UserError("--longest: no limit of memory is known; give --memory or --device.")
     # JSON and a table are data, and are alone on the standard output.
     words = sys.stderr if options.json or options.table else sys.stdout
     if options.search:
-        found = search(question.planner, question.config)
+        found = search(request.planner, request.config)
         best = found.fastest[0] if found.fastest else found.leanest
         best = listed_plan(best) if options.listed else best
         if options.json:
@@ -82,17 +82,17 @@ def _plan(options: argparse.Namespace) -> int:
         else:
             print(search_report(found), file=words)
     else:
-        best = question.best()
+        best = request.best()
         best = listed_plan(best) if options.listed else best
         if options.json:
             print(json.dumps(as_dict(best), indent=2))
         elif not options.table:
             print(report(best))
-        if not options.json and not question.config.is_decided:
+        if not options.json and not request.config.is_decided:
             print(f"{'chosen':11} {overrides(best)}", file=words)
     if options.longest:
-        key = "max_length" if question.recipe.data.kind in ROW_LENGTH_KINDS else "max_target_tokens"
-        longest = _longest(f"data.{key}", lambda tokens: question.fits_with(best, {key: tokens}))
+        key = "max_length" if request.recipe.data.kind in ROW_LENGTH_KINDS else "max_target_tokens"
+        longest = _longest(f"data.{key}", lambda tokens: request.fits_with(best, {key: tokens}))
         print(f"{'longest':11} {longest}", file=words)
     if options.table:
         # The drawing goes elsewhere, so that `--table > mine.txt` is a table and is seen all the same.
@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     from hf_gpipe.planner.devices import DEVICES, LINKS
 
     parser = Parser(
-        prog="python -m hf_gpipe.plan", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m hf_gpipe plan", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("recipe", help="the recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a value of the recipe")
@@ -159,7 +159,3 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--picture", metavar="FILE.png", help="draw the memory of each process and the predicted step")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,249 @@
+"""python -m hf_gpipe.train recipe.yaml [key=value ...]: trains, evaluates and saves; resumes when started again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from hf_gpipe.commands.base import fail
+from hf_gpipe.errors import EXIT_STOPPED, RecipeError, UserError
+from hf_gpipe.recipe import Recipe, load_recipe, recipe_help, section_help
+from hf_gpipe.recipe.pipeline import OF_EACH_PROCESS
+from hf_gpipe.runtime.started import has_group, note_launcher
+
+#: In the output directory of a run that a signal has stopped: start it again to go on. torchrun hides exit codes.
+STOPPED_FILE = "stopped"
+#: Processes that are started on this machine at most: a mistyped number must not make thousands of them.
+_MOST_PROCESSES = 1024
+#: Before more are started, this process checks model and data. Otherwise they do so, and nobody waits twice for
+#: the import of transformers.
+_FEW_PROCESSES = 8
+
+USAGE = """\
+usage: python -m hf_gpipe.train recipe.yaml [key=value ...]
+       python -m hf_gpipe.train --help [section]
+
+Trains the model of a recipe as a pipeline, evaluates it, and saves a checkpoint that plain transformers loads. It
+starts the pipeline's processes on this machine; under torchrun, `accelerate launch` or srun, and in a process group
+that is there already, it joins their job. Run again with the same output directory, it resumes from the last
+checkpoint. On SIGTERM or SIGINT it finishes its step, saves, and exits with code 75; on a second signal it exits at
+once.
+
+  recipe.yaml     a YAML file; with `extends: base.yaml` at its top, that file beside it has all other values
+  key=value       replaces a value of the recipe; the key starts with its section, the value is YAML
+  --help section  every key of a section, with what it allows, its default and its meaning
+
+{recipe}
+
+examples:
+  python -m hf_gpipe.train recipes/quickstart.yaml
+  python -m hf_gpipe.train recipes/quickstart.yaml pipeline.num_stages=4 training.max_steps=200
+  python -m hf_gpipe.train recipes/causal/pretrain.yaml data.path='my/text/*.txt' data.subset=null
+  torchrun --nproc-per-node 4 -m hf_gpipe.train recipes/quickstart.yaml pipeline.num_stages=4
+
+docs/recipes.md explains recipes and lists those that are shipped, docs/data.md the kinds of data, docs/clusters.md
+several machines. `python -m hf_gpipe plan` says what a recipe needs, `python -m hf_gpipe check` whether its model is
+exact in stages, and `python -m hf_gpipe launch` prints the file that starts it on several machines.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Returns:
+        Its exit code: 0; 1 for a failure; 2 for an error that the user can correct; 75 if SIGTERM or SIGINT stopped
+        the training after a checkpoint was saved, so that the same command resumes it; 128 plus the number of a signal
+        that ended it without saving.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args:
+        _print_help([])
+        return 2
+    if asked := [place for place, arg in enumerate(args) if arg in ("-h", "--help")]:
+        return _print_help(args[asked[0] + 1 :])
+    _be_quiet()
+    note_launcher()
+    try:
+        recipe = load_recipe(args[0], args[1:])
+        if _is_launched_here():
+            # Until there is something to save, the launcher's word ends this process without one of its own.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            return _work(recipe)
+        _check(recipe)
+        num_processes = _num_processes(recipe)
+        if "RANK" in os.environ or num_processes == 1:
+            return _work(recipe)
+        if num_processes > _FEW_PROCESSES:
+            from hf_gpipe.training.job import check_recipe
+
+            check_recipe(recipe)
+        from hf_gpipe.runtime.launch import launch
+
+        return launch(
+            "hf_gpipe.train",
+            args,
+            num_processes,
+            _traceback_file(recipe),
+            threads=recipe.pipeline.threads_per_process,
+            stop_seconds=recipe.training.stop_seconds,
+        )
+    except UserError as error:
+        return _fail(error)
+
+
+def _print_help(sections: Sequence[str]) -> int:
+    """Print the help of some sections, or the page on all; returns the exit code."""
+    try:
+        text = "\n\n".join(map(section_help, sections)) or USAGE.format(recipe=recipe_help()).rstrip()
+    except UserError as error:
+        return _fail(error)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # A reader such as head has seen enough. What is still buffered must not fail at the interpreter's end either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _work(recipe: Recipe) -> int:
+    """This process's part of the job."""
+    from hf_gpipe.runtime import failures
+    from hf_gpipe.runtime.job import in_job
+    from hf_gpipe.runtime.joining import join_job
+
+    is_guest = has_group()
+    try:
+        from hf_gpipe.checkpoint.save import writing
+        from hf_gpipe.training.job import run
+        from hf_gpipe.training.stopping import TrainingStopped
+
+        job = join_job(recipe.pipeline.timeout_seconds, recipe.pipeline.threads_per_process, _settings(recipe))
+        code = 0
+        try:
+            run(recipe, job)
+        except TrainingStopped as stopped:
+            code = EXIT_STOPPED
+            if os.environ.get("RANK", "0") == "0":
+                with writing(_stopped_file(recipe)):
+                    _stopped_file(recipe).write_text(f"after step {stopped.step}: {stopped.checkpoint}\n")
+        if not is_guest:
+            job.leave()
+    except KeyboardInterrupt:
+        print("stopped by SIGINT", file=sys.stderr)
+        return 130
+    except Exception as error:
+        code = failures.report(error, _traceback_file(recipe))
+        if in_job() and not is_guest:
+            # The end of the interpreter would wait for messages that no one answers any more.
+            sys.stdout.flush()
+            os._exit(code)
+    return code
+
+
+def _check(recipe: Recipe) -> None:
+    """Find what is wrong and can be told without transformers, whose import takes seconds. Raises UserError."""
+    import torch
+
+    # They may be left from an earlier run. A name that no file can have is told with the other files.
+    for file in (_traceback_file(recipe), _stopped_file(recipe)):
+        with suppress(OSError, ValueError):
+            file.unlink()
+    if recipe.pipeline.device == "cuda" and not torch.cuda.is_available():
+        raise RecipeError("pipeline.device is cuda and torch finds no GPU; use auto or cpu")
+    if "RANK" not in os.environ:
+        # In another launcher's job the main process reads it.
+        recipe.pipeline.table(recipe.training.gradient_accumulation_steps, _num_processes(recipe))
+    # With a number of tokens the number of rows is not known before they are read.
+    rows = recipe.training.batch_size if recipe.training.batch_tokens is None else None
+    recipe.pipeline.check_micro_batches(recipe.training.gradient_accumulation_steps, rows)
+
+
+def _num_processes(recipe: Recipe) -> int:
+    """The number of processes that share the stages: that of the recipe, or one per stage, but at most one per GPU.
+
+    Where the planner chooses stages or replicas, it does so in these processes, for their number: that of the recipe,
+    or one for each device.
+
+    Raises:
+        UserError: the launcher started another number, there are not enough GPUs, or neither recipe nor devices say how
+            many processes there are.
+    """
+    import torch
+
+    pipeline = recipe.pipeline
+    asked = pipeline.num_processes
+    if "RANK" in os.environ:
+        started = int(os.environ.get("WORLD_SIZE", "1"))
+        if asked not in (None, started):
+            raise RecipeError(
+                f"pipeline.num_processes is {asked} and the launcher started {started}; leave it out, or start {asked}"
+            )
+        return started
+    if pipeline.devices is not None:
+        num_devices = len(pipeline.devices)
+        return asked or (num_devices if pipeline.is_mesh_open else min(pipeline.processes, num_devices))
+    if pipeline.device == "cpu" or not torch.cuda.is_available():
+        if pipeline.processes > _MOST_PROCESSES:
+            raise RecipeError(
+                f"pipeline.num_processes is {pipeline.processes}, or one for each stage and replica, and at most "
+                f"{_MOST_PROCESSES} are started on one machine; give fewer, or fewer pipeline.num_stages"
+            )
+        return pipeline.processes
+    num_gpus = torch.cuda.device_count()
+    if asked is not None and asked > num_gpus:
+        raise RecipeError(
+            f"pipeline.num_processes is {asked} and this machine has {num_gpus} GPUs, one for each process at most; "
+            f"use {num_gpus} or fewer (several stages share a process), or pipeline.device=cpu"
+        )
+    return asked or (num_gpus if pipeline.is_mesh_open else min(pipeline.processes, num_gpus))
+
+
+def _fail(error: UserError) -> int:
+    if "RANK" in os.environ:
+        from hf_gpipe.runtime import failures
+
+        return failures.report(error)
+    return fail(error)
+
+
+def _traceback_file(recipe: Recipe) -> Path:
+    return Path(recipe.training.output_dir) / "error.txt"
+
+
+def _stopped_file(recipe: Recipe) -> Path:
+    return Path(recipe.training.output_dir) / STOPPED_FILE
+
+
+def _settings(recipe: Recipe) -> dict[str, str]:
+    """The recipe's values that must be the same in every process, by their keys. Devices may differ."""
+    values = {".".join(key): value for key, value in recipe.values().items()}
+    own = {f"pipeline.{name}" for name in OF_EACH_PROCESS}
+    return {key: repr(value) for key, value in values.items() if key not in own}
+
+
+def _is_launched_here() -> bool:
+    return "HF_GPIPE_LAUNCHER_PID" in os.environ
+
+
+def _be_quiet() -> None:
+    """Silence other packages on the terminal. Must be called before torch and transformers are imported."""
+    for name, value in {
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+    warnings.filterwarnings("ignore")
+    # What this package has to tell goes to stderr; other packages' messages do not.
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    own = logging.getLogger("hf_gpipe")
+    own.handlers = [handler]
+    own.propagate = False
+    logging.getLogger().addHandler(logging.NullHandler())
