@@ -178,12 +178,12 @@ def test_from_a_command_line() -> None:
 
 @pytest.mark.skipif(
     f"transformers=={transformers.__version__}\n" not in CONSTRAINTS.read_text(),
-    reason="the page lists the arguments of the release in constraints.txt",
+    reason="the pages list the arguments of the release in constraints.txt",
 )
-def test_the_page_says_what_the_code_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run scripts/trainer_arguments.py where they differ."""
-    monkeypatch.setattr(sys, "argv", ["trainer_arguments.py", "--check"])
-    names = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "trainer_arguments.py"))
+def test_the_pages_say_what_the_code_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run scripts/reference.py where they differ."""
+    monkeypatch.setattr(sys, "argv", ["reference.py", "--check"])
+    names = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "reference.py"))
     assert names["main"]() == 0
 
 
