@@ -56,8 +56,8 @@ class PipelineTrainingArguments(TrainingArguments):
     """Arguments of `PipelineTrainer`: those of transformers' Trainer, and how the model is cut into stages.
 
     `per_device_train_batch_size` is the rows of a mini-batch of the whole pipeline, `gradient_accumulation_steps` the
-    number of mini-batches in one step. hf_gpipe/training/supported.py says which of transformers' arguments are
-    honoured; any other raises an error that names it.
+    number of mini-batches in one step. hf_gpipe/training/supported.py says which of transformers' arguments raise an
+    error that names them.
 
     Raises:
         UserError: an argument, or a setting of `accelerate launch`, that a pipeline cannot honour.
