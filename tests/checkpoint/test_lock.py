@@ -183,9 +183,9 @@ with owned(Path(sys.argv[1]), World.of_job()):
 @pytest.mark.parametrize("kind", ["fork", "program"])
 def test_a_child_that_outlives_its_run_does_not_keep_the_lock(kind: str, tmp_path: Path) -> None:
     """Such as a data loader's worker."""
-    subprocess.run(
-        [sys.executable, "-c", CHILD, str(tmp_path), kind], cwd=REPOSITORY, env=ENVIRONMENT, timeout=200, check=False
-    )
+    words = [sys.executable, "-c", CHILD, str(tmp_path), kind]
+    run = subprocess.run(words, cwd=REPOSITORY, env=ENVIRONMENT, timeout=200, check=False, stdout=subprocess.PIPE)
+    assert run.stdout == b"ready\n"
     with owned(tmp_path, ALONE):
         assert json.loads((tmp_path / LOCK_FILE).read_text())["process"] == os.getpid()
 
