@@ -256,12 +256,12 @@ def evaluate_translation(
         work.batches = (collate([rows[i] for i in group]) for group in work.groups)
         return tokenizer.pad_token_id
 
-    pad_token_id = pipe.topology.from_reader(prepare)
+    pad_token_id = pipe.world.from_reader(prepare)
     options = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "do_sample": False, "num_return_sequences": 1}
     #: Of each pair its translation, and the number of the reference's tokens.
     outcomes: dict[int, tuple[Translated, int]] = {}
     for number, one in enumerate(predict(pipe, work.batches, generation=Generation(pipe, options, pad_token_id))):
-        if tokenizer is None or not pipe.topology.is_reader:
+        if tokenizer is None or not pipe.world.is_reader:
             continue
         texts = tokenizer.batch_decode(one.tokens, skip_special_tokens=True)
         sums, counts = one.evaluation.row_nll.tolist(), one.evaluation.row_tokens.tolist()
@@ -271,7 +271,7 @@ def evaluate_translation(
                 Translated(pair.language, pair.source, pair.target, text.strip(), nll, count),
                 num_tokens,
             )
-    return pipe.topology.from_reader(
+    return pipe.world.from_reader(
         lambda: _report([outcomes[i] for i in range(len(outcomes))], num_samples, training_pairs or {})
     )
 

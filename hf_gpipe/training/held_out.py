@@ -103,7 +103,7 @@ def evaluate_classes(
         nll += float(predicted.evaluation.row_nll.sum())
         if predicted.logits is not None:  # in the last stage's leader
             num_right += int((predicted.logits.argmax(-1) == predicted.batch["labels"].numpy()).sum())
-    num_right = pipe.topology.broadcast_value(num_right, pipe.topology.leader_of(pipe.num_stages - 1))
+    num_right = pipe.world.broadcast_value(num_right, pipe.world.leader_of(pipe.num_stages - 1))
     share, loss = num_right / num_rows, nll / num_rows
     values = {"num_rows": num_rows, "accuracy": share, "loss": loss}
     words = f"accuracy {share:.1%}, loss {loss:.4f}"
@@ -123,7 +123,7 @@ def evaluate_preferences(
     # The mask leaves padding out, so any token serves as padding.
     _, batches = _mini_batches(pipe, make_rows, PreferenceCollator(0), batch_size, max_rows)
     with pipe.holding_weights():
-        stream = shared_stream(None if batches is None else ([batch] for batch in batches), pipe.topology)
+        stream = shared_stream(None if batches is None else ([batch] for batch in batches), pipe.world)
         log_probs = torch.cat([pipe.log_probs(batch) for (batch,) in stream]).view(-1, 2)
     chosen, rejected = log_probs.unbind(dim=1)
     share = float((chosen > rejected).double().mean())
@@ -150,7 +150,7 @@ def _mini_batches(
         made.append(make_rows())
         return min(len(made[0]), max_rows or len(made[0]))
 
-    num_rows = pipe.topology.from_reader(prepare, takes_long=True)
+    num_rows = pipe.world.from_reader(prepare, takes_long=True)
     if not made:
         return num_rows, None
     starts = range(0, num_rows, batch_size)
