@@ -13,6 +13,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+from trainer_tables import ATTRIBUTES, IRRELEVANT, LIMITS, METHODS, SUPPORTED
 from transformers import TrainingArguments
 
 from hf_gpipe.commands import check, generate, launch, plan
@@ -25,16 +26,8 @@ from hf_gpipe.recipe.section import keys_of
 from hf_gpipe.recipe.words import describe
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.sft_config import PipelineSFTConfig
-from hf_gpipe.training.supported import (
-    BITSANDBYTES_OPTIMIZERS,
-    HARMLESS_ARGUMENTS,
-    HONOURED,
-    IRRELEVANT,
-    LIMITS,
-    OPTIMIZERS,
-    REFUSED,
-)
-from hf_gpipe.training.surface import ATTRIBUTES, FIXED, METHODS, READ_ONLY
+from hf_gpipe.training.supported import BITSANDBYTES_OPTIMIZERS, HARMLESS_ARGUMENTS, OPTIMIZERS, REFUSED
+from hf_gpipe.training.surface import FIXED, READ_ONLY
 from hf_gpipe.training.surface import REFUSED as SURFACE_REFUSED
 
 SURFACE = {
@@ -161,7 +154,7 @@ def arguments_page() -> str:
 
 
 def _verdict(name: str) -> str:
-    if name in HONOURED:  # the limit is the part that is; empty: all of it
+    if name in SUPPORTED:  # the limit is the part that is; empty: all of it
         names = {"optimizers": ", ".join(OPTIMIZERS), "bitsandbytes": ", ".join(BITSANDBYTES_OPTIMIZERS)}
         return f"supported | {LIMITS.get(name, '').format(**names)}"
     if name in REFUSED:
