@@ -87,20 +87,27 @@ def command(size: str, method: str) -> list[str]:
 
 
 def cells_of(size: str, method: str, counts: Iterable[int] = COUNTS, cards: Iterable[int] = CARDS_GB) -> Iterator[Cell]:
-    """Plan a model by a method, from the largest card to the smallest.
+    """Plan a model by a method.
 
-    The fastest plan within some memory is also the fastest within less where it still fits, and where none fits none
-    does within less.
+    A plan for less memory also fits more, and the fastest within some memory is also the fastest within less where it
+    still fits. So the cards are tried from the largest to the smallest, and each gets the fastest plan that was found.
     """
     cards = sorted(cards, reverse=True)
     requests = {name: read_request([*command(size, method), "--device", name]) for name in {*map(device, cards)}}
     for count in counts:
-        best: Plan | None = None
+        plans: dict[str, list[Plan]] = {name: [] for name in requests}
         for gb in cards:
-            request, limit = requests[device(gb)], round(memory_gib(gb) * 2**30)
-            if best is None or best.planner.device.name != device(gb) or best.peak_bytes > limit:
-                best = _best(request.planner.within(limit), request.config, count)
-            yield Cell(size, method, count, gb, **_described(best, count))
+            found, limit = plans[device(gb)], _limit(gb)
+            if not found or found[-1].peak_bytes > limit:
+                request = requests[device(gb)]
+                found += filter(None, [_best(request.planner.within(limit), request.config, count)])
+        for gb in cards:
+            fit = [plan for plan in plans[device(gb)] if plan.peak_bytes <= _limit(gb)]
+            yield Cell(size, method, count, gb, **_described(min(fit, key=rank, default=None), count))
+
+
+def _limit(gb: int) -> int:
+    return round(memory_gib(gb) * 2**30)
 
 
 def _described(plan: Plan | None, count: int) -> dict[str, Any]:
@@ -211,7 +218,8 @@ is of an A100 with NVLink. Another card changes the seconds, and hardly what fit
 
 Weights are bfloat16 in all three. Full fine-tuning with float32 master weights takes 20 bytes for each
 parameter. Leave the key out, and it takes 8: AdamW's state is then bfloat16 too, which rounds small
-updates away.
+updates away. QLoRA's seconds are LoRA's: the plan does not count the time in which a card turns 4 bits
+back into bfloat16.
 
 ## One row by hand
 

@@ -15,6 +15,8 @@ from tests.docs.pages import PAGES, REPOSITORY, Block
 from tests.oracle import tiny_config
 
 MARK = "<!-- runs -->"
+#: Two steps, and nothing left to the planner, which has tests of its own.
+DECIDED = 'max_steps=2, max_length=128, num_micro_batches=2, schedule="1f1b", recompute="none", partition="count"'
 BLOCKS = [
     pytest.param(block, id=f"{page.name}:{block.line}") for page in PAGES for block in page.blocks if block.note == MARK
 ]
@@ -43,7 +45,7 @@ def test_a_marked_block_runs(block: Block, folder: Path, tmp_path: Path, monkeyp
     assert block.language == "python"
     text = re.sub(r'"Qwen/[^"]*"', repr(str(folder / "chat")), block.text)
     text = text.replace('"outputs/quickstart"', repr(str(folder / "quickstart")))
-    text = text.replace('output_dir="out"', 'output_dir="out", max_steps=2')
+    text = text.replace('output_dir="out"', f'output_dir="out", {DECIDED}')
     (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
     monkeypatch.chdir(tmp_path)
     exec(compile(text, "block", "exec"), {"__name__": "__main__"})
