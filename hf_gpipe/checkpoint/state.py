@@ -27,7 +27,7 @@ from typing_extensions import TypedDict
 
 from hf_gpipe import strict_json
 from hf_gpipe.checkpoint import digests
-from hf_gpipe.checkpoint.copies import Files, Unwritten, on_cpu
+from hf_gpipe.checkpoint.copies import Files, PendingWrite, on_cpu
 from hf_gpipe.checkpoint.digests import Digests, Entry
 from hf_gpipe.checkpoint.run_state import Progress, RunState
 from hf_gpipe.checkpoint.together import write_once, write_together
@@ -106,7 +106,7 @@ def has_state(checkpoint: Path) -> bool:
     return (checkpoint / FOLDER / STATE_FILE).is_file()
 
 
-def unwritten_state(
+def pending_state(
     checkpoint: Path,
     parameters: Parameters,
     stage_of: Mapping[str, int],
@@ -115,10 +115,10 @@ def unwritten_state(
     run: RunState,
     world: World,
     shards: Shards | None = None,
-) -> Unwritten:
+) -> PendingWrite:
     """The state of a training, to be written into a checkpoint's directory. Every process must call it.
 
-    What is not a tensor is read now, the tensors by `Unwritten.write`. That returns the digests of the files that all
+    What is not a tensor is read now, the tensors by `PendingWrite.write`. That returns the digests of the files that all
     processes have written; that of state.json is valid in the main process only.
 
     Args:
@@ -185,7 +185,7 @@ def unwritten_state(
         files[STATE_FILE] = digests.digest(text.encode())
         return {f"{FOLDER}/{file}": entry for file, entry in files.items()}
 
-    return Unwritten(tensors, write)
+    return PendingWrite(tensors, write)
 
 
 def load_state(
@@ -198,7 +198,7 @@ def load_state(
     """Load the state of a checkpoint, written with any number of stages, into an optimizer and its scheduler.
 
     Args:
-        checkpoint: a directory that `unwritten_state` was for.
+        checkpoint: a directory that `pending_state` was for.
         parameters: this process's, by name; only their state is read.
         optimizer: of these parameters, of the class that was saved.
         scheduler: of this optimizer, if any.

@@ -397,7 +397,7 @@ class PipelineConfig:
         recompute_under(table, self.recompute)
         return table
 
-    def opened(self, num_processes: int) -> PipelineConfig:
+    def with_auto(self, num_processes: int) -> PipelineConfig:
         """A copy that leaves all to the planner but the number of processes, their memory and speed, and `zero`."""
         names = ("num_stages", "replicas", "num_micro_batches", "schedule", "recompute", "partition")
         values = dict.fromkeys(names, AUTO) | {"placement": None, "num_processes": num_processes}
@@ -420,6 +420,6 @@ class DecidedConfig(PipelineConfig):
     partition: Annotated[tuple[Count, ...], _Listed]
     num_processes: Count
 
-    def reopened(self, **values: Any) -> PipelineConfig:
+    def replaced(self, **values: Any) -> PipelineConfig:
         """A copy with `values`, which may leave something to the planner again."""
         return PipelineConfig(**{**vars(self), **values})

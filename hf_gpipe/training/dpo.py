@@ -285,7 +285,7 @@ def each(datasets: Any, function: Callable[[Any], Any]) -> Any:
 
 def _pipeline_like(pipe: Pipeline, model: ModelSource, args: PipelineDPOConfig) -> Pipeline:
     """A pipeline of another model, for the reference."""
-    return Pipeline(model, config=pipe.config.reopened(partition="count"), autocast=args.autocast)
+    return Pipeline(model, config=pipe.config.replaced(partition="count"), autocast=args.autocast)
 
 
 def _example(dataset: Any, args: PipelineDPOConfig) -> Workload | None:

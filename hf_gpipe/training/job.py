@@ -107,7 +107,7 @@ def _run(recipe: Recipe, job: Job, world: World, task: Task, cost_meter: CostMet
     corpus_text = world.from_reader(lambda: "" if prepared is None else task.size(recipe.data, prepared.corpus))
     say(summary.start_text(recipe, pipe, corpus_text, checkpoint))
     again = " with training.resume=auto" if recipe.training.resume == "never" else ""
-    output = trainer.train_from(checkpoint, how_to_go_on=f"start again{again}")
+    output = trainer.train_from(checkpoint, resume_hint=f"start again{again}")
     cost_meter.note_memory(pipe)
     if checkpoint is not None and output.global_step == first_step:
         say(f"the training in {output_dir} is finished ({first_step} steps); nothing is left to train")
