@@ -51,7 +51,8 @@ def pending_model(
     """A model that is to be written: one safetensors shard per stage, the index, configurations, digests of all these.
 
     The shards get new names. The file that makes them the checkpoint, the index or the single `model.safetensors`, is
-    written last, and then older shards are deleted. The configurations are read now, the tensors by `PendingWrite.write`.
+    written last, and then older shards are deleted. The configurations are read now, the tensors by
+    `PendingWrite.write`.
 
     Args:
         directory: where to write; created if needed, other files in it stay.

@@ -118,8 +118,8 @@ def pending_state(
 ) -> PendingWrite:
     """The state of a training, to be written into a checkpoint's directory. Every process must call it.
 
-    What is not a tensor is read now, the tensors by `PendingWrite.write`. That returns the digests of the files that all
-    processes have written; that of state.json is valid in the main process only.
+    What is not a tensor is read now, the tensors by `PendingWrite.write`. That returns the digests of the files that
+    all processes have written; that of state.json is valid in the main process only.
 
     Args:
         checkpoint: an existing directory, the same for all processes.

@@ -78,7 +78,9 @@ class ChatEncoder:
                 "assistant's text; use a fast tokenizer, or data.assistant_only_loss: false"
             )
         if _MARKER.search(self._template(row)):
-            marked = self._apply(where, row, messages, return_dict=True, return_assistant_tokens_mask=True)
+            marked = apply_template(
+                self._tokenizer, where, row, messages, return_dict=True, return_assistant_tokens_mask=True
+            )
             if 1 not in marked["assistant_masks"]:
                 raise DataError(
                     f"{where}: the chat template's {{% generation %}} markers are around none of its text; correct the "
@@ -125,18 +127,22 @@ class ChatEncoder:
         return template
 
     def _render(self, where: str, row: Mapping[str, Any], messages: Messages, **options: Any) -> str:
-        rendered: str = self._apply(where, row, messages, tokenize=False, **options)
+        rendered: str = apply_template(self._tokenizer, where, row, messages, tokenize=False, **options)
         return rendered
 
-    def _apply(self, where: str, row: Mapping[str, Any], messages: Messages, **options: Any) -> Any:
-        options |= row.get("chat_template_kwargs", {})
-        try:
-            return self._tokenizer.apply_chat_template(list(messages), tools=row.get("tools"), **options)
-        except Exception as error:  # templates raise errors of Jinja, and any of Python's
-            raise DataError(
-                f"{where}: the chat template refuses the conversation: {' '.join(str(error).split())}; correct the "
-                "row, or give another template in data.chat_template"
-            ) from error
+
+def apply_template(
+    tokenizer: PreTrainedTokenizerBase, where: str, row: Mapping[str, Any], messages: Messages, **options: Any
+) -> Any:
+    """What the tokenizer's chat template makes of some messages of a row. Raises DataError where it refuses them."""
+    options |= row.get("chat_template_kwargs", {})
+    try:
+        return tokenizer.apply_chat_template(list(messages), tools=row.get("tools"), **options)
+    except Exception as error:  # templates raise errors of Jinja, and any of Python's
+        raise DataError(
+            f"{where}: the chat template refuses the conversation: {' '.join(str(error).split())}; correct the row, or "
+            "give another template in data.chat_template"
+        ) from error
 
 
 def _end(text: str, start: int, until: str, message: Mapping[str, Any], eos: str | None) -> int | None:

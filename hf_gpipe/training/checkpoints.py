@@ -31,9 +31,9 @@ from hf_gpipe.checkpoint.run_state import DataPosition, RunState
 from hf_gpipe.checkpoint.state import (
     TRAINER_STATE_FILE,
     load_state,
+    pending_state,
     read_state,
     read_trainer_state,
-    pending_state,
 )
 from hf_gpipe.checkpoint.together import write_once
 from hf_gpipe.errors import CheckpointError

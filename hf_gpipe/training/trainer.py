@@ -201,10 +201,6 @@ class PipelineTrainer:
         """The same model: nothing is wrapped around it."""
         return self.pipe.model
 
-    def get_num_trainable_parameters(self) -> int:
-        """Trainable parameters of the whole model."""
-        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
-
     # ------------------------------------------------------------------ training
 
     @by_every_process
@@ -562,10 +558,6 @@ class PipelineTrainer:
         """The repository on the Hub; None before it is made."""
         return self.uploads.repo_id
 
-    def is_local_process_zero(self) -> bool:
-        """Whether this is the first process of its machine."""
-        return self.args.local_process_index == 0
-
     def is_world_process_zero(self) -> bool:
         """Whether this is the main process."""
         return self.world.is_reporter
@@ -595,26 +587,14 @@ class PipelineTrainer:
             raise UserError("there is no optimizer yet: train makes it, or create_optimizer")
         return self.optimizer
 
-    #: Of the arguments and a model: the class of optimizer that they ask for, and its arguments.
+    # Trainer's own, which read nothing of a trainer that is not here.
     get_optimizer_cls_and_kwargs = staticmethod(Trainer.get_optimizer_cls_and_kwargs)
-
-    def get_decay_parameter_names(self, model: PreTrainedModel) -> list[str]:
-        """The parameters of a stage's model, or of the whole one, that weight decay is for."""
-        names: list[str] = Trainer.get_decay_parameter_names(None, model)
-        return names
-
-    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Add a callback, an instance or a class."""
-        self.callback_handler.add_callback(callback)
-
-    def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
-        """Remove the first callback that is, or is of, `callback`, and return it."""
-        popped: TrainerCallback | None = self.callback_handler.pop_callback(callback)
-        return popped
-
-    def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Remove the first callback that is, or is of, `callback`."""
-        self.callback_handler.remove_callback(callback)
+    get_decay_parameter_names = Trainer.get_decay_parameter_names
+    get_num_trainable_parameters = Trainer.get_num_trainable_parameters
+    is_local_process_zero = Trainer.is_local_process_zero
+    add_callback, pop_callback = Trainer.add_callback, Trainer.pop_callback
+    remove_callback = Trainer.remove_callback
+    log_metrics, metrics_format = Trainer.log_metrics, staticmethod(trainer_pt_utils.metrics_format)
 
     # ------------------------------------------------------------------ the data
 
@@ -697,13 +677,6 @@ class PipelineTrainer:
         if self.is_world_process_zero():
             make_directory(self._output_dir)
             write_model_card(self, self._output_dir / "README.md", **{k: v for k, v in card.items() if k != "self"})
-
-    #: Makes the values of metrics readable, for `log_metrics`.
-    metrics_format = staticmethod(trainer_pt_utils.metrics_format)
-
-    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """Print metrics as a table, as transformers' Trainer does; the main process does."""
-        trainer_pt_utils.log_metrics(self, split, metrics)
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
         """Write metrics into `{split}_results.json` of `args.output_dir`; the main process does.
