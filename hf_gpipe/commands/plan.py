@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from hf_gpipe.commands.base import Parser, run_command
+from hf_gpipe.commands.base import Parser, run_with_options
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import ROW_LENGTH_KINDS
 from hf_gpipe.schedule import draw_text
@@ -32,23 +31,7 @@ fits.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    args = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser()
-    if not args:
-        parser.print_help()
-        return 2
-
-    def work() -> int:
-        try:
-            code = _plan(parser.parse_intermixed_args(args))
-            sys.stdout.flush()
-            return code
-        except BrokenPipeError:
-            # A reader such as head has seen enough. What is still buffered must not fail at the interpreter's end.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
-
-    return run_command(work)
+    return run_with_options(argv, _parser(), _plan)
 
 
 def read_request(args: Sequence[str]) -> PlanRequest:
@@ -122,9 +105,7 @@ def _longest(key: str, fits: Callable[[int], bool]) -> str:
 def _parser() -> argparse.ArgumentParser:
     from hf_gpipe.planner.devices import DEVICES, LINKS
 
-    parser = Parser(
-        prog="python -m hf_gpipe plan", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(DESCRIPTION, "plan")
     parser.add_argument("recipe", help="the recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a value of the recipe")
     parser.add_argument(

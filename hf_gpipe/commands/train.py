@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hf_gpipe.commands.base import fail
+from hf_gpipe.commands.base import fail, flushed
 from hf_gpipe.errors import EXIT_STOPPED, RecipeError, UserError
 from hf_gpipe.recipe import Recipe, load_recipe, recipe_help, section_help
 from hf_gpipe.recipe.pipeline import OF_EACH_PROCESS
@@ -103,12 +103,7 @@ def _print_help(sections: Sequence[str]) -> int:
         text = "\n\n".join(map(section_help, sections)) or USAGE.format(recipe=recipe_help()).rstrip()
     except UserError as error:
         return _fail(error)
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        # A reader such as head has seen enough. What is still buffered must not fail at the interpreter's end either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    return flushed(lambda: sys.stdout.write(f"{text}\n") and 0)
 
 
 def _work(recipe: Recipe) -> int:
