@@ -264,29 +264,21 @@ def _csv_rows(reader: Any, path: Path, start: int) -> Iterator[Row]:
 def read_parquet(path: Path, start: int = 0) -> Iterator[Row]:
     """Each row, as ("file, row 7", its values by column). Row groups before `start` are not read."""
     with _opened(path) as file:
-        first = 0
-        for group in range(file.num_row_groups):
-            end = first + file.metadata.row_group(group).num_rows
-            if end > start:
-                yield from _group_rows(path, file, group, first, start)
-            first = end
+        row, groups = 0, list(range(file.num_row_groups))
+        while groups and row + file.metadata.row_group(groups[0]).num_rows <= start:
+            row += file.metadata.row_group(groups.pop(0)).num_rows
+        batches = file.iter_batches(batch_size=_BATCH_ROWS, row_groups=groups)
+        while (batch := _guarded(path, lambda: next(batches, None))) is not None:
+            skipped = max(0, min(start - row, batch.num_rows))
+            for number, record in enumerate(_guarded(path, batch.slice(skipped).to_pylist), start=row + skipped + 1):
+                yield f"{path}, row {number}", record
+            row += batch.num_rows
 
 
 def count_parquet(path: Path) -> int:
     """The number of rows, from the file's footer."""
     with _opened(path) as file:
         return int(file.metadata.num_rows)
-
-
-def _group_rows(path: Path, file: pyarrow.parquet.ParquetFile, group: int, first: int, start: int) -> Iterator[Row]:
-    """The rows of a row group from row `start` of the file on; `first` rows of the file come before the group."""
-    batches = file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group])
-    row = first
-    while (batch := _guarded(path, lambda: next(batches, None))) is not None:
-        skipped = max(0, min(start - row, batch.num_rows))
-        for number, record in enumerate(_guarded(path, batch.slice(skipped).to_pylist), start=row + skipped + 1):
-            yield f"{path}, row {number}", record
-        row += batch.num_rows
 
 
 def _opened(path: Path) -> pyarrow.parquet.ParquetFile:

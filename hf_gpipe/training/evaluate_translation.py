@@ -10,8 +10,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import torch
 from sacrebleu.metrics import BLEU, CHRF
-from transformers import PreTrainedTokenizerBase
+from transformers import EvalPrediction, PreTrainedTokenizerBase
 
 from hf_gpipe.data.buckets import BUCKETS, resource_buckets
 from hf_gpipe.data.collate import PairCollator
@@ -349,3 +350,26 @@ def _without_tag(pair: Translated) -> str:
     for language in (pair.language, ENGLISH):
         text = text.removeprefix(language_tag(language))
     return text.strip()
+
+
+@dataclass(frozen=True)
+class PerCharacter:
+    """`compute_metrics` of a trainer: the validation loss per character, comparable between vocabularies.
+
+    The trainer's arguments have include_for_metrics=["loss"].
+
+    Attributes:
+        num_characters: of all references.
+    """
+
+    num_characters: int
+
+    def __call__(self, prediction: EvalPrediction) -> dict[str, float]:
+        """The negative log-likelihood of all references, divided by their characters; natural logarithm."""
+        num_tokens = (prediction.label_ids != IGNORE_INDEX).sum(axis=1)
+        return {"nll_per_character": float((prediction.losses * num_tokens).sum() / max(self.num_characters, 1))}
+
+
+def without_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """`preprocess_logits_for_metrics` that keeps one number of each row, for this metric needs the losses alone."""
+    return logits[:, 0, 0]

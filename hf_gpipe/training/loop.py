@@ -10,37 +10,62 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import transformers
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput
 
+from hf_gpipe.checkpoint.copies import PendingWrite
 from hf_gpipe.checkpoint.directory import step_of
 from hf_gpipe.checkpoint.run_state import DataPosition, RunState
 from hf_gpipe.errors import NonFiniteError
+from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.batches import shared_stream
 from hf_gpipe.runtime.gradient_norm import LossAndNorm
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.timing import ActionTime
+from hf_gpipe.runtime.world import World
 from hf_gpipe.training.agreeing import Agreement
+from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.checkpoints import Checkpoints
 from hf_gpipe.training.evaluator import metric_of, note_best
+from hf_gpipe.training.hub import HubUploads
 from hf_gpipe.training.loader import Batch, MiniBatches, in_groups
 from hf_gpipe.training.logs import Logs
+from hf_gpipe.training.loss_scaling import LossScaler
 from hf_gpipe.training.meter import num_tokens
 from hf_gpipe.training.optim import learning_rate, takes_metric
 from hf_gpipe.training.slow_machines import SlowMachines
 from hf_gpipe.training.steps import TrainingLength
 from hf_gpipe.training.stopping import StopRequest, TrainingStopped
-from hf_gpipe.training.trained import TrainerOfLoop
 from hf_gpipe.training.windows import StageUpdates, windows
 
 logger = transformers.logging.get_logger(__name__)
 
 #: The decisions that callbacks take.
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+
+
+class TrainerOfLoop(Protocol):
+    """The parts of a trainer that the loop uses; scripts and callbacks may set or override most of this."""
+
+    args: PipelineTrainingArguments
+    pipe: Pipeline
+    uploads: HubUploads
+    state: TrainerState
+    control: TrainerControl
+    optimizer: torch.optim.Optimizer | None
+    lr_scheduler: Any
+    scaler: LossScaler | None
+    num_trained_tokens: int
+
+    def fire(self, event: str, **kwargs: Any) -> None: ...
+    def new_state(self) -> TrainerState: ...
+    def log(self, logs: dict[str, Any]) -> None: ...
+    def evaluate(self, *, ignore_keys: list[str] | None = ...) -> dict[str, float]: ...
+    def model_to_save(self, directory: Path, world: World) -> PendingWrite | None: ...
 
 
 class TrainingLoop:
