@@ -155,7 +155,7 @@ class MemoryCheckpoints:
             read_trainer_state(path)
         except CheckpointError as error:
             problem = str(error)
-        return next((one for one in self._world.gather_objects(problem) if one), "")
+        return next((text for text in self._world.gather_objects(problem) if text), "")
 
     def _exchange(self, directory: Path, world: World, wants: Callable[[int, int, str], bool]) -> None:
         """Send files of a directory to machines that lack and want them.

@@ -272,9 +272,9 @@ def _check_like(current: Any, saved: Any, what: str) -> None:
     Without this, text in place of a learning rate would be found in the first step only, by a TypeError.
     """
     if isinstance(current, list | tuple) and isinstance(saved, list | tuple):
-        for number, one in enumerate(saved):
+        for number, entry in enumerate(saved):
             # A list may have grown; its entries are of one kind, unless it is as long as before.
-            _check_like(current[min(number, len(current) - 1)] if current else None, one, f"{what}[{number}]")
+            _check_like(current[min(number, len(current) - 1)] if current else None, entry, f"{what}[{number}]")
     else:
         expected, found = _kind(current), _kind(saved)
         # Null leaves a choice to the optimizer, such as whether kernels are fused. It never stands for a rate.

@@ -53,7 +53,7 @@ def _text(options: argparse.Namespace, args: Sequence[str]) -> str:
     else:
         changed, estimate = _planned(options, per_node)
         keys = {argument.partition("=")[0] for argument in changed}
-        arguments = [one for one in arguments if one.partition("=")[0].strip() not in keys] + changed
+        arguments = [argument for argument in arguments if argument.partition("=")[0].strip() not in keys] + changed
         comments += estimate
     return job_file(
         options.engine,

@@ -102,7 +102,7 @@ def _longest(key: str, fits: Callable[[int], bool]) -> str:
     return f"{key}={low} fits and {high} does not, all else equal"
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     from hf_gpipe.planner.devices import DEVICES, LINKS
 
     parser = Parser(DESCRIPTION, "plan")

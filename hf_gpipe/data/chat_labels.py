@@ -58,7 +58,7 @@ class ChatEncoder:
         if self._completion_only:
             # Tokens may merge across the border, and templates may end the prompt in another way without a completion.
             start = num_common(prompt, ids)
-            is_learnt = [place >= start and one for place, one in enumerate(is_learnt)]
+            is_learnt = [place >= start and is_own for place, is_own in enumerate(is_learnt)]
         return ids, is_learnt
 
     def _text(self, text: str) -> list[int]:
@@ -86,7 +86,7 @@ class ChatEncoder:
                     f"{where}: the chat template's {{% generation %}} markers are around none of its text; correct the "
                     "template, or remove the markers from it"
                 )
-            return marked["input_ids"], [bool(one) for one in marked["assistant_masks"]]
+            return marked["input_ids"], [bool(bit) for bit in marked["assistant_masks"]]
         text = self._render(where, row, messages)
         spans = self._assistant_spans(where, row, messages, text)
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

@@ -95,7 +95,7 @@ def chat_corpus(
             data,
             of_file=lambda file: of_rows(_rows(file, what)),
             of_rows=of_rows,
-            text_of=lambda one: one.text,
+            text_of=lambda conversation: conversation.text,
             what=what,
             evaluated=evaluated,
         )
@@ -220,7 +220,7 @@ def _read_tools(where: str, given: dict[str, Any]) -> None:
 def num_common(first: Sequence[Any], second: Sequence[Any]) -> int:
     """The length of the beginning that both have."""
     pairs = enumerate(zip(first, second, strict=False))
-    return next((number for number, (one, other) in pairs if one != other), min(len(first), len(second)))
+    return next((number for number, (own, other) in pairs if own != other), min(len(first), len(second)))
 
 
 def text_of_message(message: Mapping[str, Any]) -> str:
@@ -239,7 +239,7 @@ def _message(where: str, value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise DataError(f'{where} is {shorten(repr(value))}; a message is {{"role": ..., "content": ...}}')
     # Arrow gives all messages of a column the same keys.
-    message = {key: one for key, one in value.items() if one is not None}
+    message = {key: entry for key, entry in value.items() if entry is not None}
     role_key = "role" if "role" in message else "from"
     role = message.pop(role_key, None)
     if role_key == "from":

@@ -322,7 +322,7 @@ class PipelineConfig:
     def memory_bytes(self) -> int | tuple[int, ...] | None:
         """`memory` as a number, or one for each process."""
         if isinstance(self.memory, tuple):
-            return tuple(read_bytes(one, "memory") for one in self.memory)
+            return tuple(read_bytes(limit, "memory") for limit in self.memory)
         return None if self.memory is None else read_bytes(self.memory, "memory")
 
     def placed(self, schedule: str) -> Placement:
@@ -334,8 +334,8 @@ class PipelineConfig:
         num_stages, replicas = self.mesh
         if self.placement is None:
             return placement_for(schedule, num_stages, self.processes, replicas)
-        every = [[parse_number(one) for one in word.split(",")] for word in self.placement.split()]
-        workers = [[one for one in own if one is not None] for own in every]
+        every = [[parse_number(number) for number in word.split(",")] for word in self.placement.split()]
+        workers = [[worker for worker in own if worker is not None] for own in every]
         if any(None in own for own in every):
             raise UserError(
                 f"placement is {self.placement!r}; write the processes of each stage, those of replicas with commas, "

@@ -103,7 +103,7 @@ class Key:
     @property
     def keeps_null(self) -> bool:
         """Whether null is a value of its own, or an error; else it stands for the default."""
-        return self.is_required or any(one.get("type") == "null" for one in self.schema.get("anyOf", ()))
+        return self.is_required or any(option.get("type") == "null" for option in self.schema.get("anyOf", ()))
 
     def is_used_by(self, kind: object) -> bool:
         """Whether the kind of data uses it; an unknown kind uses every key."""
@@ -148,7 +148,7 @@ def section(*, kw_only: bool = True) -> Callable[[type[T]], type[T]]:
             try:
                 init(self, *args, **values)
             except ValidationError as error:
-                names = [one.name for one in fields(made)]
+                names = [section_field.name for section_field in fields(made)]
                 raise _misfit(error, made, dict(zip(names, args, strict=False)) | values) from None
 
         made.__init__ = checked
@@ -188,7 +188,7 @@ def _misfit(error: ValidationError, cls: type, values: Mapping[str, Any]) -> Mis
     found = values[str(name)]
     if all(isinstance(index, int) for index in within):  # else they name the alternatives that were tried
         for index in within:
-            of_list = next(one for one in schema.get("anyOf", [schema]) if "items" in one)
+            of_list = next(option for option in schema.get("anyOf", [schema]) if "items" in option)
             found, schema = found[index], of_list["items"]
     else:
         within = []

@@ -112,7 +112,7 @@ class TranslationReport:
     def per_bucket(self) -> dict[str, Scores]:
         """The mean over the languages of each bucket; empty where nothing is known of training pairs."""
         members = self.languages_of_bucket
-        return {name: _average([self.per_language[one] for one in languages]) for name, languages in members.items()}
+        return {name: _average([self.per_language[code] for code in codes]) for name, codes in members.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """The averages under their own names, and `per_bucket`, `per_language` and `samples`; ready for JSON."""
@@ -261,11 +261,11 @@ def evaluate_translation(
     options = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "do_sample": False, "num_return_sequences": 1}
     #: Of each pair its translation, and the number of the reference's tokens.
     outcomes: dict[int, tuple[Translated, int]] = {}
-    for number, one in enumerate(predict(pipe, work.batches, generation=Generation(pipe, options, pad_token_id))):
+    for number, predicted in enumerate(predict(pipe, work.batches, generation=Generation(pipe, options, pad_token_id))):
         if tokenizer is None or not pipe.world.is_reader:
             continue
-        texts = tokenizer.batch_decode(one.tokens, skip_special_tokens=True)
-        sums, counts = one.evaluation.row_nll.tolist(), one.evaluation.row_tokens.tolist()
+        texts = tokenizer.batch_decode(predicted.tokens, skip_special_tokens=True)
+        sums, counts = predicted.evaluation.row_nll.tolist(), predicted.evaluation.row_tokens.tolist()
         for index, text, nll, num_tokens in zip(work.groups[number], texts, sums, counts, strict=True):
             pair, count = work.pairs[index], work.num_characters[index]
             outcomes[index] = (

@@ -151,9 +151,9 @@ def _say_nothing(text: str) -> None:
 def _finite(value: Any) -> Any:
     """JSON knows no infinite number and no NaN: they become null."""
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_finite(one) for one in value]
+        return [_finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -128,4 +128,4 @@ def peak_memory_bytes(devices: Collection[torch.device]) -> int:
 
 
 def _busy_seconds(times: Sequence[ActionTime]) -> float:
-    return sum(one.end - one.start - one.waiting for one in times)
+    return sum(action.end - action.start - action.waiting for action in times)

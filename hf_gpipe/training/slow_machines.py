@@ -127,7 +127,7 @@ def ratios(
     }
     found = {}
     for process, ratio in own.items():
-        others = [one for other, one in own.items() if hosts[other] != hosts[process]]
+        others = [other_ratio for other, other_ratio in own.items() if hosts[other] != hosts[process]]
         if others:
             found[process] = ratio / median(others)
     return found

@@ -150,7 +150,7 @@ def check_class(cls: type, base: type, own: dict[str, Any]) -> None:
         names = " and ".join(found)
         raise UserError(f"{cls.__name__} overrides {names}, which {base.__name__} does not call ({notes})")
     parameters = inspect.signature(cls.save_model).parameters.values()  # type: ignore[attr-defined]  # of a trainer
-    if not any(one.name == "_internal_call" or one.kind == one.VAR_KEYWORD for one in parameters):
+    if not any(given.name == "_internal_call" or given.kind == given.VAR_KEYWORD for given in parameters):
         raise UserError(
             f"save_model of {cls.__name__} has no parameter _internal_call, which it is given for checkpoints, as in "
             "transformers; define it as save_model(self, output_dir=None, _internal_call=False)"

@@ -400,7 +400,7 @@ class PipelineTrainer:
         return TrainerState(
             is_local_process_zero=self.args.local_process_index == 0,
             is_world_process_zero=self.world.is_reporter,
-            stateful_callbacks=[one for one in callbacks if isinstance(one, ExportableState)],
+            stateful_callbacks=[callback for callback in callbacks if isinstance(callback, ExportableState)],
             train_batch_size=self.args.per_device_train_batch_size,
         )
 
@@ -435,8 +435,8 @@ class PipelineTrainer:
             return self._evaluate_one(dataset, metric_key_prefix, generation)
         metrics: dict[str, float] = {}
         for name in names:
-            one = dataset[name] if isinstance(dataset, Mapping) else None
-            metrics |= self._evaluate_one(one, f"{metric_key_prefix}_{name}", generation)
+            part = dataset[name] if isinstance(dataset, Mapping) else None
+            metrics |= self._evaluate_one(part, f"{metric_key_prefix}_{name}", generation)
         return metrics
 
     def _evaluate_one(self, dataset: Any, prefix: str, generation: Mapping[str, Any]) -> dict[str, float]:
@@ -578,7 +578,7 @@ class PipelineTrainer:
         if param is None:
             return [group["params"] for group in groups]
         for group in groups:
-            if any(one is param for one in group["params"]):
+            if any(parameter is param for parameter in group["params"]):
                 return group
         raise UserError("get_optimizer_group: no group of this process's optimizer holds this parameter")
 
