@@ -83,7 +83,7 @@ def pending_model(
             tensors = hub.in_hub_form(models[stage], files.pop(stage))
             if not tensors:
                 continue
-            file = _shard_name(stage, num_stages, str(tag))
+            file = f"model{tag}-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
             try:
                 save_file(tensors, directory / file, metadata={"format": "pt"})
             except Exception:
@@ -179,10 +179,6 @@ def replace_directory(temporary: Path, final: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
     else:
         temporary.rename(final)
-
-
-def _shard_name(stage: int, num_stages: int, tag: str) -> str:
-    return f"model{tag}-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
 
 
 def _write_configuration(model: StageModel, folder: Path) -> None:

@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     note_launcher()
     try:
         recipe = load_recipe(args[0], args[1:])
-        if _is_launched_here():
+        if "HF_GPIPE_LAUNCHER_PID" in os.environ:  # this command has started the process
             # Until there is something to save, the launcher's word ends this process without one of its own.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             return _work(recipe)
@@ -220,10 +220,6 @@ def _settings(recipe: Recipe) -> dict[str, str]:
     values = {".".join(key): value for key, value in recipe.values().items()}
     own = {f"pipeline.{name}" for name in OF_EACH_PROCESS}
     return {key: repr(value) for key, value in values.items() if key not in own}
-
-
-def _is_launched_here() -> bool:
-    return "HF_GPIPE_LAUNCHER_PID" in os.environ
 
 
 def _be_quiet() -> None:

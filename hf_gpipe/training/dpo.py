@@ -185,7 +185,10 @@ class PipelineDPOTrainer(PipelineTrainer):
         )
         self._has_other_reference = ref_model is not None
         if self._precomputes:
-            self._precompute(pipe if ref_model is None else _pipeline_like(pipe, ref_model, args))
+            reference = pipe
+            if ref_model is not None:
+                reference = Pipeline(ref_model, config=pipe.config.replaced(partition="count"), autocast=args.autocast)
+            self._precompute(reference)
 
     # ------------------------------------------------------------------ the data
 
@@ -281,11 +284,6 @@ def each(datasets: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(datasets, Mapping):
         return {name: function(dataset) for name, dataset in datasets.items()}
     return function(datasets)
-
-
-def _pipeline_like(pipe: Pipeline, model: ModelSource, args: PipelineDPOConfig) -> Pipeline:
-    """A pipeline of another model, for the reference."""
-    return Pipeline(model, config=pipe.config.replaced(partition="count"), autocast=args.autocast)
 
 
 def _example(dataset: Any, args: PipelineDPOConfig) -> Workload | None:

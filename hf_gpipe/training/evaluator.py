@@ -75,7 +75,9 @@ class Evaluator:
             keeps: whether they are kept where `compute_metrics` has seen them mini-batch by mini-batch.
         """
         start_time = time.time()
-        generation = self._generation(options) if predicts and self.args.predict_with_generate else None
+        generation = None
+        if predicts and self.args.predict_with_generate:
+            generation = Generation(self.pipe, generation_options(self.args, options), self.pad_token_id)
         metrics_of = self.compute_metrics if predicts else None
         in_parts = metrics_of is not None and self.args.batch_eval_metrics
         has_predictions = predicts and self.pipe.world.leads(self.pipe.num_stages - 1)
@@ -111,9 +113,6 @@ class Evaluator:
         metrics |= speed_metrics(prefix, start_time, num_samples=sum(num_rows), num_steps=steps)
         # Every process measured the speed for itself.
         return columns, self.pipe.world.broadcast_value(metrics, self.pipe.world.reporter)
-
-    def _generation(self, options: Mapping[str, Any]) -> Generation:
-        return Generation(self.pipe, generation_options(self.args, options), self.pad_token_id)
 
     def _computed(self, columns: _Columns, **options: bool) -> dict[str, Any]:
         """The metrics of `compute_metrics`, in the process that has the predictions."""
