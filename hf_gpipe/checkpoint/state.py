@@ -276,10 +276,10 @@ def _check_like(current: Any, saved: Any, what: str) -> None:
             # A list may have grown; its entries are of one kind, unless it is as long as before.
             _check_like(current[min(number, len(current) - 1)] if current else None, entry, f"{what}[{number}]")
     else:
-        expected, found = _kind(current), _kind(saved)
+        expected, kind = _kind(current), _kind(saved)
         # Null leaves a choice to the optimizer, such as whether kernels are fused. It never stands for a rate.
-        is_open = found is None and not isinstance(current, float)
-        if expected is not None and found != expected and not is_open:
+        is_open = kind is None and not isinstance(current, float)
+        if expected is not None and kind != expected and not is_open:
             raise CheckpointError(f"{what} is {show(saved)}, expected {expected}")
     if isinstance(saved, float) and math.isnan(saved):
         raise CheckpointError(f"{what} is {show(saved)}, expected a number")
@@ -345,8 +345,8 @@ def _read_slots(
                 for key in tensors.keys():  # noqa: SIM118  (not a mapping)
                     name, _, slot = key.rpartition("/")
                     if name in names:
-                        found = {slot: tensors.get_tensor(key)}
-                        slots.setdefault(name, {}).update(found if shards is None else shards.cut(name, found))
+                        own = {slot: tensors.get_tensor(key)}
+                        slots.setdefault(name, {}).update(own if shards is None else shards.cut(name, own))
         except Exception as error:  # safetensors raises its own class, which is not an OSError
             raise CheckpointError(f"{folder / file} cannot be read: {error}") from error
     return slots

@@ -56,14 +56,14 @@ def _plan(options: argparse.Namespace) -> int:
     # JSON and a table are data, and are alone on the standard output.
     words = sys.stderr if options.json or options.table else sys.stdout
     if options.search:
-        found = search(request.planner, request.config)
-        best = found.fastest[0] if found.fastest else found.leanest
+        outcome = search(request.planner, request.config)
+        best = outcome.fastest[0] if outcome.fastest else outcome.leanest
         best = listed_plan(best) if options.listed else best
         if options.json:
-            plans = {"fastest": [as_dict(plan) for plan in found.fastest], "leanest": as_dict(found.leanest)}
-            print(json.dumps({"num_tried": found.num_tried, **plans}, indent=2))
+            plans = {"fastest": [as_dict(plan) for plan in outcome.fastest], "leanest": as_dict(outcome.leanest)}
+            print(json.dumps({"num_tried": outcome.num_tried, **plans}, indent=2))
         else:
-            print(search_report(found), file=words)
+            print(search_report(outcome), file=words)
     else:
         best = request.best()
         best = listed_plan(best) if options.listed else best

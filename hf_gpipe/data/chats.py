@@ -45,8 +45,8 @@ class Conversation(NamedTuple):
     @property
     def row(self) -> dict[str, Any]:
         """What `read` returned."""
-        found: dict[str, Any] = json.loads(self.text)
-        return found
+        values: dict[str, Any] = json.loads(self.text)
+        return values
 
 
 @dataclass(frozen=True)

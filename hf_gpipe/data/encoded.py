@@ -119,14 +119,14 @@ def conversations_of(
     Raises:
         DataError: a row of another form, or messages and a tokenizer without a template.
     """
-    found = [
+    conversations = [
         row if isinstance(row, Conversation) else Conversation.of(f"row {number}", row, read)
         for number, row in enumerate(rows)
     ]
-    has_messages = any('"role"' in conversation.text for conversation in found)
+    has_messages = any('"role"' in conversation.text for conversation in conversations)
     if has_messages and not getattr(tokenizer, "chat_template", None):
         raise DataError(
             f"the tokenizer {tokenizer.name_or_path!r} has no chat template; give a file with one in "
             "data.chat_template, or the tokenizer of a chat model in tokenizer.path"
         )
-    return found
+    return conversations

@@ -165,15 +165,15 @@ def value_in(row: Mapping[str, Any], field: str, where: str) -> Any:
     """The value of a field, or of `a.b` the one inside of a. Raises DataError, which names the fields found."""
     if field in row:
         return row[field]
-    found: Any = row
+    value: Any = row
     for name in field.split("."):
-        if not isinstance(found, Mapping) or name not in found:
+        if not isinstance(value, Mapping) or name not in value:
             names = list(_names(row))
             raise DataError(
                 f"{where}: no field {field!r}{nearest(field, names)}; the fields found are {listed(names) or 'none'}"
             )
-        found = found[name]
-    return found
+        value = value[name]
+    return value
 
 
 def _names(row: Mapping[str, Any]) -> Iterator[str]:

@@ -76,9 +76,9 @@ class LabelledExamples(EncodedConversations):
         labels: Sequence[str],
         max_length: int = 1024,
     ) -> None:
-        found = conversations_of(rows, tokenizer, partial(labelled_of, labels=labels))
+        conversations = conversations_of(rows, tokenizer, partial(labelled_of, labels=labels))
         self._tokenizer, self._max_length = tokenizer, max_length
-        self._encode(found, tokenizer, max_length)
+        self._encode(conversations, tokenizer, max_length)
 
     def _example(self, conversation: Conversation) -> tuple[Sequence[int], ...]:
         row = conversation.row

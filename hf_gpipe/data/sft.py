@@ -88,10 +88,10 @@ class SFTExamples(ChatExamples):
         if row.get("input_ids") is not None:
             return {"input_ids": _ints(row["input_ids"]), "labels": self._labels_of(row)}
         if any(row.get(name) is not None for name in _FORMS):
-            found = conversation_of(where, row, needs_assistant=self._assistant_only)
-            if self._assistant_only and isinstance(found.get("prompt"), str):
+            conversation = conversation_of(where, row, needs_assistant=self._assistant_only)
+            if self._assistant_only and isinstance(conversation.get("prompt"), str):
                 raise DataError(f"{where} has no messages, which assistant_only_loss needs; leave it out")
-            return found
+            return conversation
         text = row.get(self._text_field)
         if not isinstance(text, str):
             raise DataError(

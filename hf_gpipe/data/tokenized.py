@@ -194,9 +194,9 @@ class _Side:
         are_cut = set(long)
         for index, (text, row) in enumerate(zip(new, rows, strict=True)):
             self._known[text] = np.array(row + self._suffix, dtype=np.int32), index in are_cut
-        found = [self._known[text] for text in texts]
-        self.num_truncated += sum(is_cut for _, is_cut in found)
-        return [ids for ids, _ in found]
+        encoded = [self._known[text] for text in texts]
+        self.num_truncated += sum(is_cut for _, is_cut in encoded)
+        return [ids for ids, _ in encoded]
 
     def _ids(self, texts: list[str], truncation: bool) -> list[list[int]]:
         if not texts:

@@ -342,11 +342,11 @@ class PipelineConfig:
                 'such as "0,2 1,3".'
             )
         placement = Placement(workers)
-        found = placement.num_stages, placement.num_processes
-        if found != (num_stages, self.processes) or placement.replicas != replicas_of(num_stages, replicas):
+        sizes = placement.num_stages, placement.num_processes
+        if sizes != (num_stages, self.processes) or placement.replicas != replicas_of(num_stages, replicas):
             raise UserError(
-                f"placement {self.placement!r} has {found[0]} stages with {list(placement.replicas)} replicas on "
-                f"{found[1]} processes, and num_stages is {num_stages}, replicas {replicas} and num_processes "
+                f"placement {self.placement!r} has {sizes[0]} stages with {list(placement.replicas)} replicas on "
+                f"{sizes[1]} processes, and num_stages is {num_stages}, replicas {replicas} and num_processes "
                 f"{self.processes}; give the same numbers."
             )
         return placement

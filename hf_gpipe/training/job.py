@@ -266,9 +266,9 @@ def _check_same_data(recipe: Recipe, hosts: Sequence[str], world: World) -> None
     """
     is_first = hosts.index(hosts[world.rank]) == world.rank
     digests = world.gather_objects(digest_of_files(recipe.data) if is_first else "")
-    found = {host: digest for host, digest in zip(hosts, digests, strict=True) if digest}
-    if len(set(found.values())) > 1:
-        copies = ", ".join(f"{digest} on {host}" for host, digest in found.items())
+    digest_of = {host: digest for host, digest in zip(hosts, digests, strict=True) if digest}
+    if len(set(digest_of.values())) > 1:
+        copies = ", ".join(f"{digest} on {host}" for host, digest in digest_of.items())
         raise DataError(
             f"data.path {recipe.data.path}: the files differ between the machines (hashes: {copies}); copy them from "
             f"{hosts[world.reader]}, or put them where all machines see them"

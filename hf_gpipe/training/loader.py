@@ -226,7 +226,7 @@ class MiniBatches:
         """Raise DataError for a row of which the model would get nothing."""
         if not isinstance(row, Mapping) or self.columns is None or any(name in self.columns for name in row):
             return
-        found = listed(list(map(str, row)))
+        columns = listed(list(map(str, row)))
         if any(name in row for name in ("messages", "conversations", "prompt", "completion", "text")):
             advice = "they are not tokenised: give the dataset to PipelineSFTTrainer with a PipelineSFTConfig"
             if "chosen" in row:
@@ -234,7 +234,7 @@ class MiniBatches:
         else:
             advice = "give rows with 'input_ids' and 'labels'"
         raise DataError(
-            f"the rows have the columns {found}, and none that the model takes; {advice}, or set "
+            f"the rows have the columns {columns}, and none that the model takes; {advice}, or set "
             "remove_unused_columns=False where the data_collator reads them"
         )
 

@@ -170,9 +170,9 @@ def row_length(row: Any) -> int:
 
 def _ids(row: Any) -> Any:
     if not isinstance(row, Mapping) or "input_ids" not in row:
-        found = f"the entries {', '.join(map(str, row))}" if isinstance(row, Mapping) else f"a {type(row).__name__}"
+        kind = f"the entries {', '.join(map(str, row))}" if isinstance(row, Mapping) else f"a {type(row).__name__}"
         raise DataError(
-            f"a training row is {found}; batch_tokens and train_sampling_strategy='group_by_length' need rows with "
+            f"a training row is {kind}; batch_tokens and train_sampling_strategy='group_by_length' need rows with "
             "'input_ids' and 'labels'"
         )
     return row["input_ids"]

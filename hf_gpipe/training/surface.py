@@ -140,14 +140,14 @@ def check_class(cls: type, base: type, own: dict[str, Any]) -> None:
             f"{cls.__name__} derives from transformers' Trainer as well, whose methods are not called; derive it from "
             f"{base.__name__} only"
         )
-    found = [
+    overridden = [
         name
         for name in sorted(refused_names(base))
         if inspect.getattr_static(cls, name, _ABSENT) is not own.get(name, _ABSENT)
     ]
-    if found:
-        notes = "; ".join(f"{name}: {refused_names(base)[name]}" for name in found)
-        names = " and ".join(found)
+    if overridden:
+        notes = "; ".join(f"{name}: {refused_names(base)[name]}" for name in overridden)
+        names = " and ".join(overridden)
         raise UserError(f"{cls.__name__} overrides {names}, which {base.__name__} does not call ({notes})")
     parameters = inspect.signature(cls.save_model).parameters.values()  # type: ignore[attr-defined]  # of a trainer
     if not any(given.name == "_internal_call" or given.kind == given.VAR_KEYWORD for given in parameters):
@@ -159,8 +159,8 @@ def check_class(cls: type, base: type, own: dict[str, Any]) -> None:
 
 def own_attributes(base: type) -> dict[str, Any]:
     """The attributes of a class under the names that may not be overridden."""
-    found = {name: inspect.getattr_static(base, name, _ABSENT) for name in refused_names(base)}
-    return {name: value for name, value in found.items() if value is not _ABSENT}
+    attributes = {name: inspect.getattr_static(base, name, _ABSENT) for name in refused_names(base)}
+    return {name: value for name, value in attributes.items() if value is not _ABSENT}
 
 
 def check_assignment(trainer: object, base: type, name: str) -> None:
