@@ -78,8 +78,8 @@ def _section(name: str, cls: type, values: object, locations: Locations) -> Any:
         raise RecipeError(f"{locations.of((name,))}: {name} must be a mapping of keys to values, found {show(values)}.")
     for key in values:
         if key not in keys_of(cls):
-            path = (name, key)
-            raise RecipeError(f"{locations.of(path)}: {name}.{key} is not a key of a recipe{_hint(path)}")
+            unknown = (name, key)
+            raise RecipeError(f"{locations.of(unknown)}: {name}.{key} is not a key of a recipe{_hint(unknown)}")
     keys = keys_of(cls)
     given = {
         key: value
