@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_gpipe.adapters import is_known_exact
 from hf_gpipe.adapters.autocast import Autocast
+from hf_gpipe.adapters.chain import is_chain
 from hf_gpipe.adapters.whole import refresh, whole_model
 from hf_gpipe.checkpoint.peft import as_config, base_of, has_adapters
 from hf_gpipe.errors import UserError
@@ -164,6 +165,9 @@ class Pipeline(PipelineSteps):
         self._plan_inputs = plan_inputs or PlanInputs(**of_inputs)
         if packing:
             self._plan_inputs = replace(self._plan_inputs, packing=True)
+        example = self._plan_inputs.example
+        if is_chain(model):  # which the planner does not know
+            self._plan_inputs = replace(self._plan_inputs, example=None)
         loss = asked_loss(loss, label_smoothing, logit_clipping, packing=packing)
         join_job()
         asked, base = given, model
@@ -201,6 +205,7 @@ class Pipeline(PipelineSteps):
             autocast=None if autocast is None else Autocast(autocast, processes.device),
             depth_scaled_feed_forward=depth_scaled_feed_forward,
             quantization_config=quantization_config,
+            example=example,
         )
         self.adapter, self.peft = self._source.adapter, self._source.peft
         if isinstance(model, str) and not os.path.isdir(model):

@@ -1,0 +1,227 @@
+"""Chains of modules: how their layers are found, what is refused with which message, files, dropout, and processes."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional as F
+
+from hf_gpipe import Pipeline
+from hf_gpipe.adapters.chain import Chain
+from hf_gpipe.errors import CheckpointError, DataError, UnsupportedModelError, UserError
+from hf_gpipe.runtime.micro_batch import split_rows
+from tests.gloo import run_gloo
+from tests.oracle import Batch, Result, assert_same, run_pipeline
+
+
+class Block(nn.Module):
+    """Attention over the tokens of a row that are not padding."""
+
+    def __init__(self, width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(width), nn.MultiheadAttention(width, 2, dropout, batch_first=True)
+
+    def forward(self, x: torch.Tensor, is_padding: torch.Tensor) -> tuple[torch.Tensor, None]:
+        normed = self.norm(x)
+        return x + self.attention(normed, normed, normed, key_padding_mask=is_padding, need_weights=False)[0], None
+
+
+class Tagger(nn.Module):
+    """Arithmetic and dropout between its layers, which are in a list, a mask that all read, and a tied head."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(20, 8), nn.ModuleList(Block(8, dropout) for _ in range(3))
+        self.dropout, self.act, self.head = nn.Dropout(dropout), nn.ReLU(), nn.Linear(8, 20)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        is_padding = mask == 0
+        x = self.dropout(self.embed(ids)) * 3
+        for block in self.blocks:
+            x, _ = block(self.act(x), is_padding)
+        return self.head(self.act(x))
+
+
+def tagged(rows: int = 5, length: int = 6) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    ids, labels = torch.randint(0, 20, (2, rows, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[-1, -2:] = 0
+    return {"ids": ids, "mask": mask, "labels": labels.masked_fill(mask == 0, -100)}
+
+
+def tagger(dropout: float = 0.0) -> Tagger:
+    torch.manual_seed(0)
+    return Tagger(dropout).double()
+
+
+def plain_step(model: nn.Module, batch: Batch, num_micro_batches: int) -> Result:
+    count, value = int((batch["labels"] != -100).sum()), 0.0
+    for rows in split_rows(batch, num_micro_batches):
+        logits = model(**{name: tensor for name, tensor in rows.items() if name != "labels"})
+        loss = F.cross_entropy(logits.flatten(0, 1), rows["labels"].flatten(), reduction="sum") / count
+        loss.backward()
+        value += loss.item()
+    return Result(value, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
+@pytest.mark.parametrize("num_stages", [2, 5])
+def test_layers_are_found_by_running_the_module(num_stages: int, schedule: str) -> None:
+    model, batch = tagger(), tagged()
+    expected = plain_step(copy.deepcopy(model), batch, 3)
+    pipe = Pipeline(model, num_stages, 3, schedule, example=batch)
+    names = [layer.name for layer in pipe.adapter.layers]
+    assert names == ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
+    assert pipe.adapter.layers[0].modules == ("embed", "dropout")
+    assert_same(run_pipeline(pipe, batch), expected)
+    longer = tagged(7, 9)
+    model.zero_grad()
+    assert_same(run_pipeline(pipe, longer), plain_step(copy.deepcopy(model), longer, 3))
+
+
+def test_dropout_does_not_depend_on_the_stages() -> None:
+    batch = tagged()
+    results = [
+        run_pipeline(Pipeline(tagger(0.5), stages, 2, seed=3, recompute=recompute, example=batch), batch)
+        for stages, recompute in ((1, "none"), (3, "stage"), (5, "none"))
+    ]
+    assert abs(results[0].loss - plain_step(tagger(), batch, 2).loss) > 1e-3, "dropout is on"
+    for other in results[1:]:
+        assert_same(other, results[0])
+
+
+def _train_and_save(directory: Path) -> None:
+    model, batch = tagger(), tagged()
+    expected = plain_step(copy.deepcopy(model), batch, 3)
+    pipe = Pipeline(model, 2, 3, "1f1b", example=batch)
+    assert_same(run_pipeline(pipe, batch), expected)
+    pipe.save_pretrained(directory)
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    run_gloo(_train_and_save, 2, tmp_path)
+    saved = {name: t for file in tmp_path.glob("*.safetensors") for name, t in load_file(file).items()}
+    model = tagger()
+    assert model.state_dict().keys() - saved.keys() == {"head.weight"}, "it is the embedding's"
+    assert all(torch.equal(saved[name], model.state_dict()[name]) for name in saved)
+
+
+def test_files(tmp_path: Path) -> None:
+    batch = tagged()
+    pipe = Pipeline(tagger(), 3, 2, example=batch)
+    before = pipe.eval_step(batch).loss
+    pipe.save_pretrained(tmp_path)
+    with torch.no_grad():
+        for parameter in pipe.parameters():
+            parameter.zero_()
+    assert pipe.eval_step(batch).loss != before
+    pipe.load_pretrained(tmp_path)
+    assert pipe.eval_step(batch).loss == before
+    with pytest.raises(CheckpointError, match=r"has no 0.weight with the shape \(2, 2\)"):
+        Pipeline(nn.Sequential(nn.Linear(2, 2)), 1).load_pretrained(tmp_path)
+
+
+class Skips(Tagger):
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        embedded = x = self.embed(ids)
+        for block in self.blocks:
+            x, _ = block(x, mask == 0)
+        return self.head(x + embedded)
+
+
+class Hides(Tagger):
+    """Its layers read what the first one has made without any operation on a tensor that depends on a weight."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x, _ = block(x, (x.detach()[..., 0] > 99) | (mask == 0))
+        return self.head(x)
+
+
+class ReadsAWeight(Tagger):
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.embed(ids), self.embed.weight)
+
+
+class Returns(Tagger):
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> Any:
+        return {"scores": super().forward(ids, mask)}
+
+
+class ReadsAValue(Tagger):
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids[:, : int(mask.sum(1).max())], mask)
+
+
+class Counts(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Bare(Tagger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Skips, r"'blocks.2' reads a tensor \(5, 6, 8\) of float32 of 'embed', which is not of the layer before it"),
+        (Hides, r"'blocks.0' reads a tensor \(5, 6\) of bool of 'embed', which is not of the layer before it"),
+        (ReadsAWeight, "after 'embed' its forward reads 'embed.weight' outside of the module that has it"),
+        (Returns, "returns a dict; it must return a tensor"),
+        (ReadsAValue, r"cannot be run on the meta device.*may read no values of tensors \(item, nonzero\)"),
+        (Bare, "the parameter 'scale' of Bare is in none of the modules"),
+        (lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), "'1' is a BatchNorm1d, whose statistics"),
+        (lambda: nn.Sequential(nn.ReLU()), "has no layers"),
+    ],
+)
+def test_what_is_no_chain(model: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Pipeline(model(), 2, example=tagged())
+
+
+def test_shapes_and_keys_of_mini_batches() -> None:
+    rows = {"x": torch.randn(3, 2), "labels": torch.tensor([0, 1, 1])}
+    pipe = Pipeline(nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2)), 2, 2)
+    with pytest.raises(DataError, match=r"needs labels and what the model reads; found \['x'\]"):
+        pipe.train_step({"x": rows["x"]})
+    with pytest.raises(DataError, match=r"the batch has .x., which Sequential.forward does not take"):
+        pipe.train_step({**rows, "y": rows["x"]})
+    with pytest.raises(DataError, match=r"cannot be run on the meta device.*\(2, 3\)"):
+        pipe.train_step({"x": torch.randn(3, 3), "labels": rows["labels"]})
+    with pytest.raises(UnsupportedModelError, match=r"Sequential changes its buffer .1.calls."):
+        Pipeline(nn.Sequential(nn.Linear(2, 2), Counts()), 2).train_step(rows)
+    with pytest.raises(UserError, match=r"give example=, a mini-batch, or make it an nn.Sequential"):
+        Pipeline(tagger(), 2)
+    with pytest.raises(UserError, match="peft_config is for Hugging Face models"):
+        Pipeline(nn.Sequential(nn.Linear(2, 2)), 1, peft_config=object())
+    with pytest.raises(UserError, match="packing=True: Sequential is no model of texts"):
+        Pipeline(nn.Sequential(nn.Linear(2, 2)), 1, packing=True)
+    for call in (lambda: pipe.model, lambda: pipe.generate(input_ids=rows["labels"])):
+        with pytest.raises(UserError, match="Sequential is no Hugging Face model"):
+            call()
+
+
+def test_shapes_are_observed_once_for_each_shape() -> None:
+    chain = Chain(nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2)))
+    for _ in range(3):
+        for rows in (2, 3):
+            inputs = {"x": torch.randn(rows, 2), "labels": torch.zeros(rows)}
+            assert chain.carry_shapes(1, inputs) == {"hidden": (rows, 4)}
+    assert chain._observe.cache_info().misses == 2
