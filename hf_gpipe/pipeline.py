@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from hf_gpipe.adapters import is_known_exact
 from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.adapters.chain import is_chain
+from hf_gpipe.adapters.text import check_reads_text
 from hf_gpipe.adapters.whole import refresh, whole_model
 from hf_gpipe.checkpoint.peft import as_config, base_of, has_adapters
 from hf_gpipe.errors import UserError
@@ -188,6 +189,11 @@ class Pipeline(PipelineSteps):
         compare(given_here, "arguments of the Pipeline")
         world = world_for(given, device)
         given = settled(given, self._plan_inputs, world)
+        if is_chain(model) and not given.is_decided:
+            raise UserError(
+                f"the planner knows Hugging Face models alone, and the model is a {type(model).__name__}; give numbers "
+                "in place of 'auto', and a partition by count or by numbers of layers"
+            )
         # Read before any weight is made: a table that cannot be run costs no time.
         accumulation = self._plan_inputs.accumulation
         table = world.from_reader(lambda: given.table(accumulation, world.num_processes))
@@ -291,6 +297,7 @@ class Pipeline(PipelineSteps):
         Raises:
             UserError: there is neither, or the size of the optimizer's state is not known.
         """
+        check_reads_text(self.adapter, "plan")
         config, inputs = self.config, self._plan_inputs
         if batch is not None:
             inputs = replace(inputs, example=batch, accumulation=1)

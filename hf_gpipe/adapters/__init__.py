@@ -80,7 +80,7 @@ def build_adapter(
     quantisation: Quantisation | None = None,
 ) -> Adapter:
     """Like `adapter_for`, but without checking the lists of families."""
-    kind: type[Adapter] = EncoderDecoder if config.is_encoder_decoder else DecoderOnly
+    kind: type[TextAdapter] = EncoderDecoder if config.is_encoder_decoder else DecoderOnly
     if model_class is not None and is_classifier(model_class):
         check_classifier(config, model_class)
         kind = Classifier

@@ -63,7 +63,6 @@ class Adapter(ABC):
         config, given_config: of a Hugging Face model its configuration, and the one that it was made from.
         stacks, routers, tables: of a Hugging Face model the stacks that its blocks form, the routers of its experts,
             and for each stack the modules of its first block that its other blocks also use.
-        num_positions: for each stack with a table of positions their number, the greatest length of a text.
     """
 
     reference: Any
@@ -77,7 +76,12 @@ class Adapter(ABC):
     stacks: tuple[Stack, ...] = ()
     routers: tuple[Router, ...] = ()
     tables: Mapping[StackName, tuple[str, ...]] = {}
-    num_positions: Mapping[StackName, int] = {}
+
+    @property
+    def num_positions(self) -> Mapping[StackName, int]:
+        """For each stack with a table of positions their number, the greatest length of a text."""
+        return {}
+
     #: Names of parameters that never get a gradient.
     _constants: frozenset[str] = frozenset()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,15 +19,10 @@ from hf_gpipe.adapters.base import Adapter, Inputs, Stage, Tensors
 from hf_gpipe.adapters.chain_layers import find_layers, parts_of_sequential
 from hf_gpipe.adapters.head import FoundProjection
 from hf_gpipe.adapters.layers import Layer
-from hf_gpipe.adapters.observed import Observed, observe
+from hf_gpipe.adapters.observations import Observations, Shapes
+from hf_gpipe.adapters.observed import Observed, observe, text_of
 from hf_gpipe.adapters.stubs import Port
 from hf_gpipe.errors import DataError, UnsupportedModelError, UserError
-
-Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
-"""Of each input of a model its name, shape and type."""
-
-#: Shapes of micro-batches of which the observation is kept.
-_MOST_SHAPES = 256
 
 
 class _EndOfStageError(Exception):
@@ -81,7 +76,7 @@ class Chain(Adapter):
         self.reference = _on_meta(module).train()
         self.dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
         self._takes = frozenset(inspect.signature(module.forward).parameters)
-        self._observe = lru_cache(_MOST_SHAPES)(self._observe_shapes)
+        self.observations = Observations(self._observe)
         if type(module).forward is nn.Sequential.forward:
             self.layers = parts_of_sequential(self.reference)
         elif example is None:
@@ -111,7 +106,7 @@ class Chain(Adapter):
         return _Stub(self, name, port)
 
     def carry_shapes(self, boundary: int, inputs: Inputs) -> dict[str, tuple[int, ...]]:
-        return {"hidden": tuple(self._observe(self._shapes_of(inputs)).given[boundary].shape)}
+        return {"hidden": tuple(self.observations(self._shapes_of(inputs)).given[boundary].shape)}
 
     def carry_dtype(self, boundary: int, name: str) -> torch.dtype:
         # The shapes of a message are asked for before its type.
@@ -121,14 +116,17 @@ class Chain(Adapter):
         return {"hidden": self.layers[:boundary]}
 
     def run(self, stage: Stage, inputs: Inputs, carry: Tensors) -> dict[str, torch.Tensor]:
-        self.observed = self._observe(self._shapes_of(inputs))
+        self.observed = self.observations(self._shapes_of(inputs))
         if stage.start == 0 and stage.port.seeds is not None:
             # What the model's own forward draws before its first layer.
             stage.port.seeds.plant(self.layers[0].modules[0])
         try:
             return {"logits": self._forward(stage.model, inputs)}
         except _EndOfStageError:
-            return {"hidden": stage.captured()}
+            hidden, expected = stage.captured(), self.observed.given[stage.stop]
+        if (hidden.shape, hidden.dtype) != (expected.shape, expected.dtype):
+            raise RuntimeError(f"{text_of(hidden)} is sent, and {text_of(expected)} was agreed on")
+        return {"hidden": hidden}
 
     def _forward(self, model: nn.Module, inputs: Inputs) -> Any:
         """The logits of inputs."""
@@ -139,7 +137,7 @@ class Chain(Adapter):
     def _shapes_of(self, inputs: Inputs) -> Shapes:
         return tuple((n, tuple(t.shape), t.dtype) for n, t in inputs.items() if n not in self.loss_keys)
 
-    def _observe_shapes(self, shapes: Shapes) -> Observed:
+    def _observe(self, shapes: Shapes) -> Observed:
         return observe(self.reference, self.layers, partial(self._forward_on_meta, shapes))
 
     def _forward_on_meta(self, shapes: Shapes) -> Any:
@@ -171,7 +169,7 @@ class Chain(Adapter):
         return torch.ones(len(batch["labels"]), dtype=torch.long)
 
     def check_inputs(self, inputs: Inputs) -> None:
-        self.observed = self._observe(self._shapes_of(inputs))
+        self.observed = self.observations(self._shapes_of(inputs))
 
     def targets(self, inputs: Tensors) -> torch.Tensor:
         labels = inputs["labels"]
@@ -199,6 +197,6 @@ def _on_meta(module: nn.Module) -> nn.Module:
     for buffer in module.buffers():
         memory[id(buffer)] = torch.empty_like(buffer, device="meta")
     try:
-        return copy.deepcopy(module, memory)  # type: ignore[arg-type]  # what deepcopy finds there it does not copy
+        return copy.deepcopy(module, memory)  # what it finds in memory it does not copy
     except Exception as error:  # whatever an attribute of the user's raises
         raise UserError(f"{type(module).__name__} cannot be copied: {type(error).__name__}: {error}") from error

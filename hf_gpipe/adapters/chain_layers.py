@@ -27,7 +27,7 @@ def parts_of_sequential(model: nn.Module) -> tuple[Layer, ...]:
 
 def _parts(module: nn.Module, prefix: str) -> Iterator[str]:
     for name, part in module._modules.items():
-        if type(part).forward is nn.Sequential.forward:
+        if part is not None and type(part).forward is nn.Sequential.forward:
             yield from _parts(part, f"{prefix}{name}.")
         elif part is not None:
             yield f"{prefix}{name}"

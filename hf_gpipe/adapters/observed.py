@@ -113,8 +113,7 @@ class _Followed(TorchDispatchMode):
             if name in self.made or index != self._layer + is_entrance:
                 what = "is called again" if name in self.made else "is called out of its order"
                 raise BrokenChainError(f"{self._is_no_chain}: {name!r} {what} after {self._where!r}")
-            where = next((key for key, value in kwargs.items() if isinstance(value, torch.Tensor)), None)
-            where = None if args else where
+            where = next((key for key, value in kwargs.items() if isinstance(value, torch.Tensor)), "")
             hidden = args[0] if args else kwargs.get(where)
             if not isinstance(hidden, torch.Tensor):
                 raise BrokenChainError(
@@ -125,7 +124,7 @@ class _Followed(TorchDispatchMode):
                 self._check_read(hidden, name)
                 if _memory(hidden) not in self._readers or not hidden.is_floating_point():
                     raise BrokenChainError(
-                        f"{self._is_no_chain}: {name!r} is given a tensor {_text(hidden)} that does not depend on "
+                        f"{self._is_no_chain}: {name!r} is given a tensor {text_of(hidden)} that does not depend on "
                         f"{self._layers[self._layer].name!r}, which is before it"
                     )
             if is_entrance:
@@ -134,7 +133,7 @@ class _Followed(TorchDispatchMode):
                 if index:
                     # Another tensor, so that all that is read from before this layer comes through its entrance.
                     hidden = self._note(torch.empty_like(self.given[-1]), before)
-                    args, kwargs = ((hidden, *args[1:]), kwargs) if where is None else (args, {**kwargs, where: hidden})
+                    args, kwargs = ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, where: hidden})
             self._inside.append(name)
             return args, kwargs
 
@@ -194,7 +193,7 @@ class _Followed(TorchDispatchMode):
             )
         if readers is not None and self._layer not in readers:
             raise BrokenChainError(
-                f"{self._is_no_chain}: {reader!r} reads a tensor {_text(tensor)} of {maker!r}, which is not of the "
+                f"{self._is_no_chain}: {reader!r} reads a tensor {text_of(tensor)} of {maker!r}, which is not of the "
                 "layer before it; put the modules from the one to the other into one module"
             )
 
@@ -214,5 +213,5 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _text(tensor: torch.Tensor) -> str:
+def text_of(tensor: torch.Tensor) -> str:
     return f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"

@@ -213,7 +213,12 @@ def test_shapes_and_keys_of_mini_batches() -> None:
         Pipeline(nn.Sequential(nn.Linear(2, 2)), 1, peft_config=object())
     with pytest.raises(UserError, match="packing=True: Sequential is no model of texts"):
         Pipeline(nn.Sequential(nn.Linear(2, 2)), 1, packing=True)
-    for call in (lambda: pipe.model, lambda: pipe.generate(input_ids=rows["labels"])):
+    with pytest.raises(UserError, match="recompute is 'block', which transformers' blocks do, and Sequential has none"):
+        Pipeline(nn.Sequential(nn.Linear(2, 2)), 1, recompute="block")
+    with pytest.raises(UserError, match="the planner knows Hugging Face models alone, and the model is a Sequential"):
+        Pipeline(nn.Sequential(nn.Linear(2, 2)), 1, "auto")
+    calls = (lambda: pipe.model, lambda: pipe.plan(rows), lambda: pipe.generate(input_ids=rows["labels"]))
+    for call in calls:
         with pytest.raises(UserError, match="Sequential is no Hugging Face model"):
             call()
 
@@ -224,4 +229,21 @@ def test_shapes_are_observed_once_for_each_shape() -> None:
         for rows in (2, 3):
             inputs = {"x": torch.randn(rows, 2), "labels": torch.zeros(rows)}
             assert chain.carry_shapes(1, inputs) == {"hidden": (rows, 4)}
-    assert chain._observe.cache_info().misses == 2
+    assert chain.observations.count == 2
+
+
+def test_sizes_on_a_line_are_read_off() -> None:
+    chain = Chain(nn.Sequential(nn.Conv1d(1, 2, 3), nn.Conv1d(2, 2, 2, padding=2), nn.Conv1d(2, 1, 2)))
+    strided = Chain(nn.Sequential(nn.Conv1d(1, 2, 3, stride=2), nn.Conv1d(2, 1, 2)))
+    for number, (rows, length) in enumerate([(2, 9), (2, 11), (3, 11), (3, 13), (7, 30), (1, 300), (5, 12)]):
+        x = torch.randn(rows, 1, length)
+        for one in (chain, strided):
+            for boundary in range(1, len(one.layers)):
+                expected = (rows, 2, *chain_length(one, boundary, length))
+                assert one.carry_shapes(boundary, {"x": x})["hidden"] == expected, (number, boundary)
+    assert chain.observations.count == 4, "rank 3, and one more"
+    assert strided.observations.count == 7, "of 12 columns a line would give half of one"
+
+
+def chain_length(chain: Chain, boundary: int, length: int) -> tuple[int, ...]:
+    return tuple(nn.Sequential(*list(chain.reference)[:boundary])(torch.empty(1, 1, length, device="meta")).shape[2:])
