@@ -33,7 +33,7 @@ def adapter_for(
     trust_remote_code: bool = False,
     autocast: Autocast | None = None,
     quantization_config: Any = None,
-) -> Adapter:
+) -> TextAdapter:
     """Return the adapter of a model.
 
     Args:
@@ -78,7 +78,7 @@ def build_adapter(
     trust_remote_code: bool = False,
     autocast: Autocast | None = None,
     quantisation: Quantisation | None = None,
-) -> Adapter:
+) -> TextAdapter:
     """Like `adapter_for`, but without checking the lists of families."""
     kind: type[TextAdapter] = EncoderDecoder if config.is_encoder_decoder else DecoderOnly
     if model_class is not None and is_classifier(model_class):

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.adapters.head import FoundProjection
@@ -23,7 +24,6 @@ from hf_gpipe.adapters.layers import Layer, Stack, StackName
 from hf_gpipe.adapters.quantised import Quantisation
 from hf_gpipe.adapters.routers import Router, RouterPort
 from hf_gpipe.adapters.stubs import Port
-from hf_gpipe.errors import UserError
 
 IGNORED_LABEL = -100
 
@@ -93,6 +93,8 @@ class Adapter(ABC):
     is_classifier = False
     #: Whether the logits are scores of the targets, whatever the loss is: a row has a likelihood.
     scores_targets = True
+    #: Whether columns of padding must stay.
+    padding_matters = False
     #: Whether a checkpoint may lack the head's weights, which are then new.
     may_lack_head = False
 
@@ -142,6 +144,11 @@ class Adapter(ABC):
     @abstractmethod
     def sources(self, boundary: int) -> dict[str, tuple[Layer, ...]]:
         """For each tensor that layer `boundary` receives, the layers that its value depends on."""
+
+    @property
+    def compared_class(self) -> type[PreTrainedModel] | None:
+        """The class whose tiny clone shows whether the split is exact; None: the one of the auto classes."""
+        return None
 
     def is_trained(self, layer: Layer, model: nn.Module) -> bool:
         """Whether a layer has a parameter that requires a gradient and can get one.
@@ -209,7 +216,7 @@ class Adapter(ABC):
         Raises:
             UserError: the model cannot keep documents apart.
         """
-        raise UserError(f"packing=True: {type(self.reference).__name__} is no model of texts; leave packing out")
+        raise NotImplementedError(f"{type(self.reference).__name__} reads no documents")
 
     @abstractmethod
     def check_inputs(self, inputs: Inputs) -> None:

@@ -144,13 +144,19 @@ class Chain(Adapter):
         """The whole model's logits. Raises DataError where it cannot be run with inputs of these shapes."""
         try:
             inputs = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in shapes}
-            return self._forward(self.reference, inputs)
+            logits = self._forward(self.reference, inputs)
         except UserError:
             raise
         except Exception as error:  # whatever a user's module raises
             raise DataError(
                 _FAILED.format(type(self.reference).__name__, shapes, type(error).__name__, error)
             ) from error
+        if changed := [name for name, tensor in inputs.items() if tensor._version]:
+            raise UnsupportedModelError(
+                f"the forward of {type(self.reference).__name__} changes {changed[0]!r} of a mini-batch in place, and "
+                "each stage would change it again"
+            )
+        return logits
 
     # ------------------------------------------------------------------ its inputs
 

@@ -50,19 +50,21 @@ def observe(model: nn.Module, layers: Sequence[Layer], forward: Callable[[], Any
 
     Raises:
         BrokenChainError: the layers form no chain.
-        UnsupportedModelError: the forward changes a buffer, so that a recomputed one would change it twice.
+        UnsupportedModelError: the forward changes a buffer or a layer's input, so that a recomputed one would do it
+            twice.
     """
     followed = _Followed(model, layers)
     versions = {name: buffer._version for name, buffer in model.named_buffers()}
     with torch.no_grad(), followed.hooks(), followed:
         logits = forward()
     followed.check_result(logits)
-    for name, buffer in model.named_buffers():
-        if buffer._version != versions[name]:
-            raise UnsupportedModelError(
-                f"the forward of {type(model).__name__} changes its buffer {name!r}, and a recomputed forward would "
-                "change it again; leave that module out"
-            )
+    changed = [f"its buffer {name!r}" for name, buffer in model.named_buffers() if buffer._version != versions[name]]
+    changed += [f"in place what {name!r} receives" for name, tensor in followed.received.items() if tensor._version]
+    if changed:
+        raise UnsupportedModelError(
+            f"the forward of {type(model).__name__} changes {changed[0]}, and a recomputed forward would change it "
+            "again; leave that out (inplace=False)"
+        )
     return Observed(tuple(followed.given), followed.made)
 
 
@@ -77,6 +79,8 @@ class _Followed(TorchDispatchMode):
         super().__init__()
         self.given: list[torch.Tensor] = []
         self.made: dict[str, Any] = {}
+        #: By the layer's first module the tensor that stands for its input.
+        self.received: dict[str, torch.Tensor] = {}
         self._model, self._layers = model, layers
         #: Of the memory of a tensor the layers during and after which it may be read, and the module that made it.
         self._readers: dict[int, tuple[set[int], str]] = {}
@@ -132,7 +136,7 @@ class _Followed(TorchDispatchMode):
                 self.given.append(torch.empty(hidden.shape, dtype=hidden.dtype, device="meta"))
                 if index:
                     # Another tensor, so that all that is read from before this layer comes through its entrance.
-                    hidden = self._note(torch.empty_like(self.given[-1]), before)
+                    hidden = self.received[name] = self._note(torch.empty_like(self.given[-1]), before)
                     args, kwargs = ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, where: hidden})
             self._inside.append(name)
             return args, kwargs
@@ -167,14 +171,12 @@ class _Followed(TorchDispatchMode):
         for tensor in tensors:
             self._check_read(tensor, self._where)
         result = func(*args, **(kwargs or {}))
-        if any(_memory(tensor) in self._readers for tensor in tensors):
+        read = {_memory(tensor) for tensor in tensors}
+        if self._inside or not read.isdisjoint(self._readers):
+            # A view of the model's inputs depends on them alone.
+            of_inputs = read if read.isdisjoint(self._readers) else ()
             for tensor in tree_leaves(result):
-                if isinstance(tensor, torch.Tensor):
-                    self._note(tensor, self._where)
-        elif self._inside:
-            known = {_memory(tensor) for tensor in tensors}
-            for tensor in tree_leaves(result):
-                if isinstance(tensor, torch.Tensor) and _memory(tensor) not in known:
+                if isinstance(tensor, torch.Tensor) and _memory(tensor) not in of_inputs:
                     self._note(tensor, self._where)
         return result
 

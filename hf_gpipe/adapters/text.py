@@ -241,10 +241,11 @@ class TextAdapter(Adapter):
                 )
 
 
-def check_reads_text(adapter: Adapter, what: str) -> None:
-    """Raise UserError where `what` is asked of another model than transformers' that reads text."""
+def check_reads_text(adapter: Adapter, what: str) -> TextAdapter:
+    """The adapter. Raises UserError where `what` is asked of another model than transformers' that reads text."""
     if not isinstance(adapter, TextAdapter):
         raise UserError(
             f"{what}: {type(adapter.reference).__name__} is no Hugging Face model that reads text; train and evaluate "
             "it by train_step and eval_step of the Pipeline, with an optimizer of pipe.parameters()"
         )
+    return adapter

@@ -102,7 +102,7 @@ class Source:
         """
         weights = _read_dtype(dtype, "dtype")
         if isinstance(model, nn.Module) and is_chain(model):
-            others = {"attn_implementation": attn_implementation, "config_overrides": config_overrides}
+            others: dict[str, Any] = {"attn_implementation": attn_implementation, "config_overrides": config_overrides}
             others |= {"peft_config": peft_config, "quantization_config": quantization_config, "autocast": autocast}
             others |= {"depth_scaled_feed_forward": depth_scaled_feed_forward, "dtype": weights}
             if asked := [name for name, value in others.items() if value]:
@@ -301,6 +301,7 @@ def _config_of(model: ModelSource, trust_remote_code: bool, overrides: Mapping[s
         return model.config
     if isinstance(model, PreTrainedConfig):
         return model
+    assert isinstance(model, str | os.PathLike)
     return read_config(model, trust_remote_code=trust_remote_code, overrides=overrides)
 
 
@@ -310,6 +311,7 @@ def _generation_config_of(model: ModelSource) -> GenerationConfig | None:
         return copy.deepcopy(getattr(model, "generation_config", None))
     if isinstance(model, PreTrainedConfig):
         return None
+    assert isinstance(model, str | os.PathLike)
     file = Path(model) / GENERATION_CONFIG_NAME
     if file.exists():
         check_sizes(strict_json.read(file, dict[str, Any], allows_nan=True), f"{file}: ")

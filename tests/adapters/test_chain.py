@@ -162,6 +162,16 @@ class ReadsAValue(Tagger):
         return super().forward(ids[:, : int(mask.sum(1).max())], mask)
 
 
+class ChangesAnInput(Tagger):
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids, mask.logical_not_())
+
+
+class InPlace(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.mul_(2))
+
+
 class Counts(nn.Linear):
     def __init__(self) -> None:
         super().__init__(2, 2)
@@ -189,6 +199,7 @@ class Bare(Tagger):
         (Bare, "the parameter 'scale' of Bare is in none of the modules"),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), "'1' is a BatchNorm1d, whose statistics"),
         (lambda: nn.Sequential(nn.ReLU()), "has no layers"),
+        (ChangesAnInput, "changes 'mask' of a mini-batch in place"),
     ],
 )
 def test_what_is_no_chain(model: Any, message: str) -> None:
@@ -207,11 +218,13 @@ def test_shapes_and_keys_of_mini_batches() -> None:
         pipe.train_step({"x": torch.randn(3, 3), "labels": rows["labels"]})
     with pytest.raises(UnsupportedModelError, match=r"Sequential changes its buffer .1.calls."):
         Pipeline(nn.Sequential(nn.Linear(2, 2), Counts()), 2).train_step(rows)
+    with pytest.raises(UnsupportedModelError, match="changes in place what '1' receives"):
+        Pipeline(nn.Sequential(nn.Linear(2, 2), InPlace(2, 2)), 2).train_step(rows)
     with pytest.raises(UserError, match=r"give example=, a mini-batch, or make it an nn.Sequential"):
         Pipeline(tagger(), 2)
     with pytest.raises(UserError, match="peft_config is for Hugging Face models"):
         Pipeline(nn.Sequential(nn.Linear(2, 2)), 1, peft_config=object())
-    with pytest.raises(UserError, match="packing=True: Sequential is no model of texts"):
+    with pytest.raises(UserError, match="packing=True: Sequential is no Hugging Face model"):
         Pipeline(nn.Sequential(nn.Linear(2, 2)), 1, packing=True)
     with pytest.raises(UserError, match="recompute is 'block', which transformers' blocks do, and Sequential has none"):
         Pipeline(nn.Sequential(nn.Linear(2, 2)), 1, recompute="block")
