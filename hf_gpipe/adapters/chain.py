@@ -1,4 +1,4 @@
-"""Any torch module as a chain of layers, such as an nn.Sequential: its layers, and inputs that are any tensors.
+"""Any torch module as a chain of layers, such as an nn.Sequential or a Vision Transformer, with tensors as its inputs.
 
 Shapes and types of what crosses a boundary are observed, once for each shape of a micro-batch (observed.py).
 """
@@ -8,12 +8,14 @@ from __future__ import annotations
 import copy
 import inspect
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
 from hf_gpipe.adapters.base import Adapter, Inputs, Stage, Tensors
 from hf_gpipe.adapters.chain_layers import find_layers, parts_of_sequential
@@ -74,6 +76,9 @@ class Chain(Adapter):
                     "numbers would depend on how many there are; use a GroupNorm or a LayerNorm"
                 )
         self.reference = _on_meta(module).train()
+        if isinstance(module, PreTrainedModel):
+            # Its loss is that of its problem_type, and its files have its configuration.
+            self.config, self.is_classifier = self.reference.config, True
         self.dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
         self._takes = frozenset(inspect.signature(module.forward).parameters)
         self.observations = Observations(self._observe)
@@ -103,7 +108,10 @@ class Chain(Adapter):
         return copy.deepcopy(self.reference)
 
     def stub(self, layer: Layer, name: str, port: Port | None) -> nn.Module:
-        return _Stub(self, name, port)
+        stub = _Stub(self, name, port)
+        # Parts of the module of which the model's own forward reads an attribute, such as a type.
+        stub.__dict__.update(self.reference.get_submodule(name).named_children())
+        return stub
 
     def carry_shapes(self, boundary: int, inputs: Inputs) -> dict[str, tuple[int, ...]]:
         return {"hidden": tuple(self.observations(self._shapes_of(inputs)).given[boundary].shape)}
@@ -190,8 +198,17 @@ _FAILED = (
 )
 
 
+_IMAGE_CLASSIFIERS = frozenset(
+    chain.from_iterable(
+        (names,) if isinstance(names, str) else names for names in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.values()
+    )
+)
+
+
 def is_chain(model: Any) -> bool:
-    """Whether a model is a torch module of its own, and not transformers'."""
+    """Whether a model in memory is a torch module that is not of transformers, or classifies images."""
+    if isinstance(model, PreTrainedModel):
+        return type(model).__name__ in _IMAGE_CLASSIFIERS
     return isinstance(model, nn.Module) and not any(isinstance(part, PreTrainedModel) for part in model.modules())
 
 

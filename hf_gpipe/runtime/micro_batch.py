@@ -11,7 +11,7 @@ from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.dropout import key, mix
 from hf_gpipe.adapters.packing import packed_parts
 from hf_gpipe.errors import DataError, UserError
-from hf_gpipe.runtime.loss import NOT_PACKED, PLAIN, Loss
+from hf_gpipe.runtime.loss import NOT_PACKED, PLAIN, Loss, Reads
 
 Batch = Mapping[str, torch.Tensor]
 LogitsCallback = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], None]
@@ -202,6 +202,11 @@ def make_micro_batches(
         raise DataError("there is no mini-batch to run on")
     for batch in batches:
         adapter.check_keys(batch)
+        if Reads.TOKENS in loss.reads and batch["labels"].is_floating_point():
+            raise DataError(
+                f"labels have the type {batch['labels'].dtype}, and the loss, a {type(loss).__name__}, needs classes "
+                "or tokens, which are integers; give loss=LogitsLoss(function), or integers"
+            )
         if "shift_labels" in batch and not loss.is_of_tokens:
             raise UserError(f"the batch has 'shift_labels', which {type(loss).__name__} does not read; give labels")
     # On the CPU, where reading a value makes nobody wait.

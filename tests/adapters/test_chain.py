@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForImageClassification
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters.chain import Chain
@@ -129,6 +130,33 @@ def test_files(tmp_path: Path) -> None:
         Pipeline(nn.Sequential(nn.Linear(2, 2)), 1).load_pretrained(tmp_path)
 
 
+IMAGES: dict[str, dict[str, Any]] = {
+    "vit": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32},
+    "convnextv2": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 2, 1], "drop_path_rate": 0.0},
+    "swin": {"embed_dim": 16, "depths": [1, 2], "num_heads": [2, 4], "window_size": 4, "drop_path_rate": 0.0},
+}
+
+
+@pytest.mark.parametrize("family", IMAGES)
+def test_image_classifiers_of_transformers(family: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(family, image_size=32, patch_size=4, num_labels=3, **IMAGES[family])
+    torch.manual_seed(0)
+    model = AutoModelForImageClassification.from_config(config).double().train()
+    batch = {"pixel_values": torch.randn(5, 3, 32, 32, dtype=torch.float64), "labels": torch.tensor([0, 2, 1, 1, 0])}
+    plain = copy.deepcopy(model)
+    (loss := plain(**batch).loss).backward()
+    expected = Result(loss.item(), {n: p.grad for n, p in plain.named_parameters() if p.grad is not None})
+    pipe = Pipeline(model, 3, 2, example=batch)
+    assert_same(run_pipeline(pipe, batch), expected)
+    pipe.save_pretrained(tmp_path)
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path, dtype=torch.float64)
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in plain.state_dict().items())
+    with torch.no_grad():
+        next(pipe.parameters()).zero_()
+    pipe.load_pretrained(tmp_path)
+    assert pipe.eval_step(batch).loss == pytest.approx(expected.loss, rel=1e-10)
+
+
 class Skips(Tagger):
     def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         embedded = x = self.embed(ids)
@@ -216,6 +244,8 @@ def test_shapes_and_keys_of_mini_batches() -> None:
         pipe.train_step({**rows, "y": rows["x"]})
     with pytest.raises(DataError, match=r"cannot be run on the meta device.*\(2, 3\)"):
         pipe.train_step({"x": torch.randn(3, 3), "labels": rows["labels"]})
+    with pytest.raises(DataError, match=r"labels have the type torch.float32, and .* a TokenLoss, needs classes"):
+        pipe.train_step({**rows, "labels": torch.randn(3, 2)})
     with pytest.raises(UnsupportedModelError, match=r"Sequential changes its buffer .1.calls."):
         Pipeline(nn.Sequential(nn.Linear(2, 2), Counts()), 2).train_step(rows)
     with pytest.raises(UnsupportedModelError, match="changes in place what '1' receives"):
