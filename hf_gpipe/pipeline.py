@@ -276,7 +276,7 @@ class Pipeline(PipelineSteps):
         self._edges = connect(
             self.world, lambda stage, name: self.adapter.carry_dtype(self.partition[stage][0], name), sent
         )
-        self._executor = Executor(self.stages, self._edges, self.world.rank, self._replicas)
+        self._executor = Executor(self.stages, self._edges, self.world.worker, self._replicas)
         self._executor.prepare(table)
         if adapters is not None:
             self.load_pretrained(adapters)

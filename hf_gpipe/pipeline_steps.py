@@ -21,7 +21,7 @@ from hf_gpipe.model.stage_parameters import StageParameters
 from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.calls import by_every_process
-from hf_gpipe.runtime.edges import Edge
+from hf_gpipe.runtime.edges import Edges
 from hf_gpipe.runtime.evaluation import Evaluation
 from hf_gpipe.runtime.executor import Executor, StepResult
 from hf_gpipe.runtime.generation import Generator
@@ -72,7 +72,7 @@ class PipelineSteps(StageParameters):
     loss_scale: float
     loss: Loss
     _trained: Trained
-    _edges: Mapping[Any, Edge]
+    _edges: Edges
     _executor: Executor
     _table: Schedule | None
     _table_recompute: Any
