@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 
 from hf_gpipe.adapters import is_known_exact
 from hf_gpipe.adapters.autocast import Autocast
+from hf_gpipe.adapters.chain import is_chain
+from hf_gpipe.adapters.text import check_reads_text
 from hf_gpipe.adapters.whole import refresh, whole_model
 from hf_gpipe.checkpoint.peft import as_config, base_of, has_adapters
 from hf_gpipe.errors import UserError
@@ -163,6 +165,9 @@ class Pipeline(PipelineSteps):
         self._plan_inputs = plan_inputs or PlanInputs(**of_inputs)
         if packing:
             self._plan_inputs = replace(self._plan_inputs, packing=True)
+        example = self._plan_inputs.example
+        if is_chain(model):  # which the planner does not know
+            self._plan_inputs = replace(self._plan_inputs, example=None)
         loss = asked_loss(loss, label_smoothing, logit_clipping, packing=packing)
         join_job()
         asked, base = given, model
@@ -184,6 +189,11 @@ class Pipeline(PipelineSteps):
         compare(given_here, "arguments of the Pipeline")
         world = world_for(given, device)
         given = settled(given, self._plan_inputs, world)
+        if is_chain(model) and not given.is_decided:
+            raise UserError(
+                f"the planner knows Hugging Face models alone, and the model is a {type(model).__name__}; give numbers "
+                "in place of 'auto', and a partition by count or by numbers of layers"
+            )
         # Read before any weight is made: a table that cannot be run costs no time.
         accumulation = self._plan_inputs.accumulation
         table = world.from_reader(lambda: given.table(accumulation, world.num_processes))
@@ -200,6 +210,7 @@ class Pipeline(PipelineSteps):
             autocast=None if autocast is None else Autocast(autocast, world.device),
             depth_scaled_feed_forward=depth_scaled_feed_forward,
             quantization_config=quantization_config,
+            example=example,
         )
         self.adapter, self.peft = self._source.adapter, self._source.peft
         if isinstance(model, str) and not os.path.isdir(model):
@@ -286,6 +297,7 @@ class Pipeline(PipelineSteps):
         Raises:
             UserError: there is neither, or the size of the optimizer's state is not known.
         """
+        check_reads_text(self.adapter, "plan")
         config, inputs = self.config, self._plan_inputs
         if batch is not None:
             inputs = replace(inputs, example=batch, accumulation=1)

@@ -21,6 +21,7 @@ from hf_gpipe.adapters.autocast import scope_of
 from hf_gpipe.adapters.base import Adapter
 from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.adapters.stage_model import StageModel
+from hf_gpipe.adapters.text import check_reads_text
 from hf_gpipe.errors import UserError
 
 _GIVE = "change the model before it is given to the Pipeline or the trainer"
@@ -122,8 +123,12 @@ def whole_model(owner: Owner, is_trainable: Mapping[str, bool]) -> PreTrainedMod
     Args:
         owner: the pipeline.
         is_trainable: whether each parameter of the whole model is trainable, by name.
+
+    Raises:
+        UserError: the pipeline's model is not transformers'.
     """
     adapter = owner.adapter
+    check_reads_text(adapter, "model")
     model = adapter.skeleton()
     if owner.peft is not None:
         owner.peft.inject(model)

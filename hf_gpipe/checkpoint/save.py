@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.checkpoint import digests, hub
-from hf_gpipe.checkpoint.copies import Files, Unwritten
+from hf_gpipe.checkpoint.copies import Files, PendingWrite
 from hf_gpipe.checkpoint.digests import Entry
 from hf_gpipe.checkpoint.together import write_once, write_together
 from hf_gpipe.errors import CheckpointError
@@ -41,17 +42,18 @@ class _Shard(NamedTuple):
     entry: Entry
 
 
-def unwritten_model(
+def pending_model(
     directory: Path,
     models: Mapping[int, StageModel],
     owner_stage: Mapping[str, int],
     world: World,
     write_more: Callable[[Path], Any] | None = None,
-) -> Unwritten:
+) -> PendingWrite:
     """A model that is to be written: one safetensors shard per stage, the index, configurations, digests of all these.
 
     The shards get new names. The file that makes them the checkpoint, the index or the single `model.safetensors`, is
-    written last, and then older shards are deleted. The configurations are read now, the tensors by `Unwritten.write`.
+    written last, and then older shards are deleted. The configurations are read now, the tensors by
+    `PendingWrite.write`.
 
     Args:
         directory: where to write; created if needed, other files in it stay.
@@ -82,7 +84,7 @@ def unwritten_model(
             tensors = hub.in_hub_form(models[stage], files.pop(stage))
             if not tensors:
                 continue
-            file = _shard_name(stage, num_stages, str(tag))
+            file = f"model{tag}-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
             try:
                 save_file(tensors, directory / file, metadata={"format": "pt"})
             except Exception:
@@ -104,7 +106,7 @@ def unwritten_model(
         write_once(directory, world, publish)
         return {}
 
-    return Unwritten(files, write)
+    return PendingWrite(files, write)
 
 
 def prepare_files(directory: Path, *writes: Callable[[Path], Any] | None) -> None:
@@ -180,13 +182,11 @@ def replace_directory(temporary: Path, final: Path) -> None:
         temporary.rename(final)
 
 
-def _shard_name(stage: int, num_stages: int, tag: str) -> str:
-    return f"model{tag}-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
-
-
 def _write_configuration(model: StageModel, folder: Path) -> None:
-    """Write the configurations of the whole model, and its code if that is not of the library."""
+    """Write the configurations of the whole Hugging Face model, and its code if that is not of the library."""
     reference = model.adapter.reference
+    if not isinstance(reference, PreTrainedModel):
+        return
     reference.config.architectures = [type(reference).__name__]
     reference.config.dtype = str(model.adapter.dtype).removeprefix("torch.")
     if reference.is_remote_code():

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from hf_gpipe import strict_json
 from hf_gpipe.adapters import Adapter, StageModel, adapter_for, is_known_exact
 from hf_gpipe.adapters.autocast import Autocast
+from hf_gpipe.adapters.chain import Chain, is_chain
 from hf_gpipe.adapters.classifiers import classifier_of
 from hf_gpipe.adapters.feed_forward import divide_by_depth, feed_forward_outputs
 from hf_gpipe.adapters.guards import check_as_configured, check_classes, check_model, check_sizes
@@ -33,7 +35,7 @@ from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.world import World
 
-ModelSource: TypeAlias = PreTrainedModel | PreTrainedConfig | str | os.PathLike[str]
+ModelSource: TypeAlias = nn.Module | PreTrainedConfig | str | os.PathLike[str]
 """A model in memory, a configuration to initialise, or a Hub id or directory to load."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -44,7 +46,7 @@ def compared_source(model: Any) -> dict[str, Any]:
 
     Raises CheckpointError where the files of a directory cannot be read.
     """
-    if isinstance(model, PreTrainedModel | PreTrainedConfig):
+    if isinstance(model, nn.Module | PreTrainedConfig):
         return model_in_memory(model)
     if isinstance(model, str | os.PathLike) and Path(model).is_dir():
         # Each machine may have it at a path of its own.
@@ -92,12 +94,23 @@ class Source:
         autocast: Autocast | None = None,
         depth_scaled_feed_forward: bool = False,
         quantization_config: Any = None,
+        example: Any = None,
     ) -> Source:
         """Read and check a model, without its weights. The arguments are those of `Pipeline`.
 
         Raises UserError for a model that cannot be split exactly, or that differs from its configuration.
         """
         weights = _read_dtype(dtype, "dtype")
+        if isinstance(model, nn.Module) and is_chain(model):
+            others: dict[str, Any] = {"attn_implementation": attn_implementation, "config_overrides": config_overrides}
+            others |= {"peft_config": peft_config, "quantization_config": quantization_config, "autocast": autocast}
+            others |= {"depth_scaled_feed_forward": depth_scaled_feed_forward, "dtype": weights}
+            if asked := [name for name, value in others.items() if value]:
+                raise UserError(
+                    f"{asked[0]} is for Hugging Face models, and the model is a {type(model).__name__}, which is taken "
+                    "as it is; leave it out"
+                )
+            return cls(model, Chain(model, example), None, has_peft_layers=False)
         model, peft_request = find_peft(model, peft_config)
         check_model(model)
         if config_overrides and not isinstance(model, str | os.PathLike):
@@ -175,7 +188,7 @@ class Source:
         """
         source = self.model
         stage_model = StageModel(self.adapter, layers[0], layers[-1] + 1)
-        if isinstance(source, PreTrainedModel):
+        if isinstance(source, nn.Module):
             if self.peft is not None and self.has_peft_layers:
                 self.peft.inject(stage_model.model)
             hub.take(stage_model, source, device)
@@ -288,6 +301,7 @@ def _config_of(model: ModelSource, trust_remote_code: bool, overrides: Mapping[s
         return model.config
     if isinstance(model, PreTrainedConfig):
         return model
+    assert isinstance(model, str | os.PathLike)
     return read_config(model, trust_remote_code=trust_remote_code, overrides=overrides)
 
 
@@ -297,6 +311,7 @@ def _generation_config_of(model: ModelSource) -> GenerationConfig | None:
         return copy.deepcopy(getattr(model, "generation_config", None))
     if isinstance(model, PreTrainedConfig):
         return None
+    assert isinstance(model, str | os.PathLike)
     file = Path(model) / GENERATION_CONFIG_NAME
     if file.exists():
         check_sizes(strict_json.read(file, dict[str, Any], allows_nan=True), f"{file}: ")

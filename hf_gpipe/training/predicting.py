@@ -17,7 +17,6 @@ from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.errors import DataError
 from hf_gpipe.pipeline import Evaluation, Pipeline
 from hf_gpipe.runtime.batches import shared_stream
-from hf_gpipe.runtime.packing import as_rows
 from hf_gpipe.runtime.world import World
 from hf_gpipe.training.generating import Generation
 from hf_gpipe.training.loader import Batch
@@ -73,7 +72,7 @@ def predict(
     source = ([_with_labels(batch)] for batch in batches) if batches is not None and pipe.world.is_reader else None
     with pipe.holding_weights():
         for (batch,), is_last in _with_end(shared_stream(source, pipe.world)):
-            batch = as_rows(batch)
+            batch = pipe.adapter.as_rows(batch)
             logits = _Logits(preprocess, pipe.adapter.autocast is not None) if with_logits else None
             evaluation = pipe.eval_on(batch, None if logits is None else logits.add)
             yield Predicted(
@@ -143,7 +142,7 @@ class _Logits:
 def _on_host(kept: Any) -> Any:
     """A tensor as an array, and a list or tuple of tensors as a tuple of arrays."""
     if isinstance(kept, list | tuple):
-        return tuple(_on_host(one) for one in kept)
+        return tuple(_on_host(part) for part in kept)
     tensor = kept.detach().cpu()
     array: np.ndarray = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
     return array
@@ -151,7 +150,7 @@ def _on_host(kept: Any) -> Any:
 
 def _as_arrays(kept: Any, columns: int, num_columns: int) -> Any:
     if isinstance(kept, tuple):
-        return tuple(_as_arrays(one, columns, num_columns) for one in kept)
+        return tuple(_as_arrays(part, columns, num_columns) for part in kept)
     has_columns = kept.ndim > 1 and kept.shape[1] == columns
     return _padded(kept, num_columns, IGNORED_LABEL) if has_columns else kept
 
