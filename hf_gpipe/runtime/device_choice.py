@@ -44,15 +44,17 @@ def world_for(config: PipelineConfig, device: DeviceChoice = None) -> World:
             f"process holds at least one stage; start at most {config.places}, or raise num_stages or replicas"
         )
     try:
-        mine: _Wish | UserError = _Wish.of(device if device is not None else config.devices or config.device)
+        mine: _DeviceRequest | UserError = _DeviceRequest.of(
+            device if device is not None else config.devices or config.device
+        )
     except UserError as error:
         mine = error
-    wishes = []
-    for wish in alone.gather_objects(mine):
-        if isinstance(wish, UserError):
-            raise wish
-        wishes.append(wish)
-    devices = tuple(torch.device(name) for name in _assign(wishes)[rank])
+    requests = []
+    for request in alone.gather_objects(mine):
+        if isinstance(request, UserError):
+            raise request
+        requests.append(request)
+    devices = tuple(torch.device(name) for name in _assign(requests)[rank])
     if devices[0].type == "cuda":
         torch.cuda.set_device(devices[0])
     return World(rank, count, devices)
@@ -60,7 +62,7 @@ def world_for(config: PipelineConfig, device: DeviceChoice = None) -> World:
 
 @sendable
 @dataclass(frozen=True)
-class _Wish:
+class _DeviceRequest:
     """The devices that a process asks for, and those that it can see.
 
     Attributes:
@@ -76,7 +78,7 @@ class _Wish:
     gpus: tuple[str, ...]
 
     @classmethod
-    def of(cls, choice: DeviceChoice) -> _Wish:
+    def of(cls, choice: DeviceChoice) -> _DeviceRequest:
         """Raises UserError for a device that does not exist."""
         is_list = isinstance(choice, Sequence) and not isinstance(choice, str)
         given: Any = choice if is_list else [choice]
@@ -106,7 +108,7 @@ def _named(device: torch.device | str | None) -> str:
     return str(chosen)
 
 
-def _assign(wishes: Sequence[_Wish]) -> list[list[str]]:
+def _assign(requests: Sequence[_DeviceRequest]) -> list[list[str]]:
     """The names of the devices of each process, in order of rank.
 
     Raises:
@@ -114,18 +116,18 @@ def _assign(wishes: Sequence[_Wish]) -> list[list[str]]:
     """
     taken: dict[tuple[str, str], int] = {}
     assigned: list[list[str]] = []
-    for rank, wish in enumerate(wishes):
+    for rank, request in enumerate(requests):
         assigned.append([])
-        for name in _own_names(rank, wishes):
+        for name in _own_names(rank, requests):
             if name.startswith("cuda"):
-                number = _free(wish, taken) if name == "cuda" else int(name.removeprefix("cuda:"))
-                other = taken.setdefault((wish.host, wish.gpus[number]), rank)
+                number = _free(request, taken) if name == "cuda" else int(name.removeprefix("cuda:"))
+                other = taken.setdefault((request.host, request.gpus[number]), rank)
                 if other != rank:
                     raise UserError(
                         f"processes {other} and {rank} would share one GPU: cuda:{number} of process {rank} on host "
-                        f"{wish.host} ({wish.gpus[number]}), where it sees {len(wish.gpus)}; set CUDA_VISIBLE_DEVICES "
-                        "for each process, start fewer processes (a process can hold several stages), or use "
-                        "device: cpu"
+                        f"{request.host} ({request.gpus[number]}), where it sees {len(request.gpus)}; set "
+                        "CUDA_VISIBLE_DEVICES for each process, start fewer processes (a process can hold several "
+                        "stages), or use device: cpu"
                     )
                 name = f"cuda:{number}"
             assigned[rank].append(name)
@@ -133,12 +135,12 @@ def _assign(wishes: Sequence[_Wish]) -> list[list[str]]:
     return assigned
 
 
-def _own_names(rank: int, wishes: Sequence[_Wish]) -> tuple[str, ...]:
+def _own_names(rank: int, requests: Sequence[_DeviceRequest]) -> tuple[str, ...]:
     """The devices that a process asks for itself: of a list for the whole machine its part."""
-    mine = wishes[rank]
+    mine = requests[rank]
     if not mine.is_list:
         return mine.names
-    neighbours = [other for other, wish in enumerate(wishes) if wish.host == mine.host]
+    neighbours = [other for other, request in enumerate(requests) if request.host == mine.host]
     share, rest = divmod(len(mine.names), len(neighbours))
     if rest or not share:
         raise UserError(
@@ -149,9 +151,9 @@ def _own_names(rank: int, wishes: Sequence[_Wish]) -> tuple[str, ...]:
     return mine.names[first : first + share]
 
 
-def _free(wish: _Wish, taken: Mapping[tuple[str, str], int]) -> int:
+def _free(request: _DeviceRequest, taken: Mapping[tuple[str, str], int]) -> int:
     """The number of the first GPU that no process has; without one, of the first."""
-    return next((number for number, gpu in enumerate(wish.gpus) if (wish.host, gpu) not in taken), 0)
+    return next((number for number, gpu in enumerate(request.gpus) if (request.host, gpu) not in taken), 0)
 
 
 def _check_kinds(assigned: Sequence[Sequence[str]]) -> None:

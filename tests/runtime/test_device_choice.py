@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import PipelineConfig
-from hf_gpipe.runtime.device_choice import DeviceChoice, _assign, _Wish, world_for
+from hf_gpipe.runtime.device_choice import DeviceChoice, _assign, _DeviceRequest, world_for
 from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule.placement import Placement
 from tests.gloo import run_gloo
@@ -68,30 +68,30 @@ def test_each_process_has_its_own(
     assert run_gloo(_choose, 2, gpus, hosts, choice) == expected
 
 
-def _wish(host: str = "n", names: tuple[str, ...] = ("cuda",), gpus: tuple[str, ...] = ("GPU-a",)) -> _Wish:
-    return _Wish(host, names, len(names) > 1, gpus)
+def _request(host: str = "n", names: tuple[str, ...] = ("cuda",), gpus: tuple[str, ...] = ("GPU-a",)) -> _DeviceRequest:
+    return _DeviceRequest(host, names, len(names) > 1, gpus)
 
 
 @pytest.mark.parametrize(
-    ("wishes", "message"),
+    ("requests", "message"),
     [
-        ([_wish(), _wish()], "processes 0 and 1 would share one GPU: cuda:0 of process 1 on host n .GPU-a., where it "
-         "sees 1; set CUDA_VISIBLE_DEVICES for each process, start fewer processes .*, or use device: cpu"),
-        ([_wish(names=("cuda:0",)), _wish(names=("cuda:1",), gpus=("GPU-b", "GPU-a"))], "cuda:1 of process 1"),
-        ([_wish(names=("cpu", "cuda:0")), _wish(names=("cpu", "cuda:0"))], "on different kinds|on one kind of device"),
-        ([_wish(names=("cuda:0", "cuda:0", "cuda:0"))] * 2, "3 cannot be shared out evenly between the 2 processes"),
+        ([_request(), _request()], "processes 0 and 1 would share one GPU: cuda:0 of process 1 on host n .GPU-a., "
+         "where it sees 1; set CUDA_VISIBLE_DEVICES for each process, start fewer processes .*, or use device: cpu"),
+        ([_request(names=("cuda:0",)), _request(names=("cuda:1",), gpus=("GPU-b", "GPU-a"))], "cuda:1 of process 1"),
+        ([_request(names=("cpu", "cuda:0"))] * 2, "on different kinds|on one kind of device"),
+        ([_request(names=("cuda:0", "cuda:0", "cuda:0"))] * 2, "3 cannot be shared out evenly between the 2 processes"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_had_is_refused(wishes: list[_Wish], message: str) -> None:
+def test_what_cannot_be_had_is_refused(requests: list[_DeviceRequest], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        _assign(wishes)
+        _assign(requests)
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=6))
 def test_processes_of_several_hosts_never_share(hosts: list[int]) -> None:
     """In any order of ranks over the hosts."""
     gpus = tuple(f"GPU-{number}" for number in range(6))
-    names = _assign([_wish(str(host), gpus=gpus) for host in hosts])
+    names = _assign([_request(str(host), gpus=gpus) for host in hosts])
     found = [(host, *own) for host, own in zip(hosts, names, strict=True)]
     assert len(set(found)) == len(hosts)
     assert max(int(own[0][5:]) for own in names) == max(map(hosts.count, hosts)) - 1
