@@ -8,10 +8,10 @@ from html import escape
 
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.recipe import DecidedConfig
-from hf_gpipe.recipe.sizes import size_text
 from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule import Costs, Schedule, simulate
 from hf_gpipe.schedule.draw import figure
+from hf_gpipe.text import size_text
 
 
 def text_of(

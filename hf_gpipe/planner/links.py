@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from hf_gpipe.partition.cluster import Cluster, Level
-from hf_gpipe.planner.devices import Link
 from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule.placement import Placement
 
@@ -82,7 +81,7 @@ class Machines:
     def _ends(self, pair: tuple[int, int]) -> frozenset[str]:
         return frozenset(self.hosts[rank] for rank in pair)
 
-    def cluster(self, inside: Link) -> Cluster | None:
+    def cluster(self, inside: Level) -> Cluster | None:
         """The machines as a cluster with the slowest link that was measured between two; None where none was.
 
         Args:
