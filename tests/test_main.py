@@ -37,4 +37,5 @@ def test_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_gets_its_arguments(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name]) == 2
-    assert f"hf_gpipe.{name}" in capsys.readouterr().out
+    module = "hf_gpipe.train" if name == "train" else f"hf_gpipe {name}"
+    assert f"python -m {module} " in capsys.readouterr().out

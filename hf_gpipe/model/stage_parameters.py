@@ -21,7 +21,7 @@ from hf_gpipe.runtime.gradient_norm import clip, gradient_norm
 from hf_gpipe.runtime.replicas import Replicas
 from hf_gpipe.runtime.shards import Shards, treats_elements_alone
 from hf_gpipe.runtime.ties import Ties
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.world import World
 
 
 class StageParameters:
@@ -32,7 +32,7 @@ class StageParameters:
     Args:
         adapter: of the model.
         models: the stages of this process, by number.
-        topology: the processes.
+        world: the processes.
         zero: 1: replicas share the updates of an optimizer.
 
     Attributes:
@@ -41,11 +41,11 @@ class StageParameters:
         trainable: what is trained.
     """
 
-    def __init__(self, adapter: Adapter, models: dict[int, StageModel], topology: Topology, zero: int) -> None:
-        self.adapter, self.models, self.topology = adapter, models, topology
-        self.ties = Ties(models, topology)
-        self.replicas = Replicas(models, self.ties, topology)
-        self.trainable = TrainableLayers.of(adapter, models, topology)
+    def __init__(self, adapter: Adapter, models: dict[int, StageModel], world: World, zero: int) -> None:
+        self.adapter, self.models, self.world = adapter, models, world
+        self.ties = Ties(models, world)
+        self.replicas = Replicas(models, self.ties, world)
+        self.trainable = TrainableLayers.of(adapter, models, world)
         self._zero = zero
         self._shards: WeakKeyDictionary[torch.optim.Optimizer, Shards] = WeakKeyDictionary()
 
@@ -78,7 +78,7 @@ class StageParameters:
         if optimizer not in self._shards:
             trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
             by_element = treats_elements_alone(optimizer)
-            self._shards[optimizer] = Shards(trained, self.ties.owner_stage, by_element, self.replicas, self.topology)
+            self._shards[optimizer] = Shards(trained, self.ties.owner_stage, by_element, self.replicas, self.world)
         return self._shards[optimizer]
 
     def zero_grad(self) -> None:
@@ -98,11 +98,11 @@ class StageParameters:
 
     def grad_norm(self) -> torch.Tensor:
         """The 2-norm of the gradient of the whole model, a float64 tensor, the same on every process."""
-        return gradient_norm(self.counted(), self.topology)
+        return gradient_norm(self.counted(), self.world)
 
     def counted(self) -> list[torch.nn.Parameter]:
         """Each parameter of the model once over all processes: those that this one owns and leads."""
-        owner_stage, leads = self.ties.owner_stage, self.topology.leads
+        owner_stage, leads = self.ties.owner_stage, self.world.leads
         return [parameter for name, parameter in self.named_parameters() if leads(owner_stage[name])]
 
     # ------------------------------------------------------------------ loading and saving
@@ -116,21 +116,19 @@ class StageParameters:
         for stage_model in self.models.values():
             hub.reload(stage_model, directory, seed)
 
-    def unwritten(
-        self, directory: Path, topology: Topology, write_more: Callable[[Path], Any] | None = None
-    ) -> Unwritten:
+    def unwritten(self, directory: Path, world: World, write_more: Callable[[Path], Any] | None = None) -> Unwritten:
         """The model, to be written in Hub format now or later. Every process must call it.
 
         Args:
             directory: where to.
-            topology: whose messages the writing uses.
+            world: whose messages the writing uses.
             write_more: that of `checkpoint.save.unwritten_model`.
         """
         self.ties.refresh_copies()
         if self.adapter.peft is not None:
-            return unwritten_adapters(directory, self.models, topology, self.adapter.peft, write_more)
+            return unwritten_adapters(directory, self.models, world, self.adapter.peft, write_more)
         self._check_not_quantised("save_pretrained")
-        return unwritten_model(directory, self.models, self.ties.owner_stage, topology, write_more)
+        return unwritten_model(directory, self.models, self.ties.owner_stage, world, write_more)
 
     def _check_not_quantised(self, what: str) -> None:
         """Raise UserError where the weights are quantised: they never change, and their files are the source's."""

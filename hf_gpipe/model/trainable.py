@@ -9,7 +9,7 @@ from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.errors import UserError
 from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.runtime.stage import Stage
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.world import World
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class TrainableLayers:
     parameters: Mapping[str, bool]
 
     @classmethod
-    def of(cls, adapter: Adapter, models: Mapping[int, StageModel], topology: Topology) -> TrainableLayers:
+    def of(cls, adapter: Adapter, models: Mapping[int, StageModel], world: World) -> TrainableLayers:
         """Every process must call it, with its own stages."""
         own = {name: p.requires_grad for model in models.values() for name, p in model.parameters.items()}
         parameters: dict[str, bool] = {}
-        for part in topology.gather_objects(own):
+        for part in world.gather_objects(own):
             parameters.update(part)
-        return cls(adapter, _trained_layers(adapter, models, topology), own, parameters)
+        return cls(adapter, _trained_layers(adapter, models, world), own, parameters)
 
     def stages(self, models: Mapping[int, StageModel], loss: Loss) -> dict[int, Stage]:
         """This process's stages, which send the gradients that a trained layer needs."""
@@ -65,7 +65,7 @@ class TrainableLayers:
             )
 
 
-def _trained_layers(adapter: Adapter, models: Mapping[int, StageModel], topology: Topology) -> list[bool]:
+def _trained_layers(adapter: Adapter, models: Mapping[int, StageModel], world: World) -> list[bool]:
     """Whether each layer of the whole model is trained, the same in every process. Every process must call it."""
     local = {
         index: adapter.is_trained(layer, stage_model.model)
@@ -73,6 +73,6 @@ def _trained_layers(adapter: Adapter, models: Mapping[int, StageModel], topology
         for index, layer in enumerate(stage_model.layers, stage_model.start)
     }
     is_trained: dict[int, bool] = {}
-    for part in topology.gather_objects(local):
+    for part in world.gather_objects(local):
         is_trained.update(part)
     return [is_trained[index] for index in range(len(adapter.layers))]

@@ -30,13 +30,13 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
 
     Raises UserError where weights cannot be made, or the stages cannot be trained as the schedule says.
     """
-    adapter, config, topology = decision.adapter, decision.config, decision.topology
+    adapter, config, world = decision.adapter, decision.config, decision.world
     sent = _boundary_dtype(config.boundary_dtype, adapter)
     seed = TrainingSection.seed if request.seed is None else request.seed
     weights = None if isinstance(request.model.model, PreTrainedConfig) else request.model.model
     models = {
         stage: assemble(adapter, decision.partition[stage], weights, device, seed)
-        for stage, device in topology.stage_devices.items()
+        for stage, device in world.stage_devices.items()
     }
     recomputed = Recompute.parse(config.recompute, config.num_stages)
     for stage, model in models.items():
@@ -44,14 +44,14 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
             model.checkpoint_blocks()
         if config.torch_compile:
             model.compile_blocks(config.torch_compile_backend)
-    parameters = StageParameters(adapter, models, topology, config.zero)
+    parameters = StageParameters(adapter, models, world, config.zero)
     if decision.tables.is_asynchronous:
         _check_no_tie(decision, parameters)
     stages = parameters.trainable.stages(models, decision.loss)
     if config.num_stages - 1 in models and (reason := whole_logits(adapter, decision.loss)):
         logger.warning(f"training makes the logits of a micro-batch whole: {reason}")
-    edges = connect(topology, lambda stage, name: adapter.carry_dtype(decision.partition[stage][0], name), sent)
-    executor = Executor(stages, edges, topology.rank, parameters.replicas)
+    edges = connect(world, lambda stage, name: adapter.carry_dtype(decision.partition[stage][0], name), sent)
+    executor = Executor(stages, edges, world.rank, parameters.replicas)
     executor.prepare(decision.tables.of(config.num_micro_batches * request.inputs.accumulation))
     if request.model.saved_adapters is not None:
         parameters.load_pretrained(request.model.saved_adapters, seed)
@@ -82,7 +82,7 @@ def _boundary_dtype(name: str | None, adapter: Adapter) -> torch.dtype | None:
 
 def _check_no_tie(decision: Decision, parameters: StageParameters) -> None:
     """Raise UserError, on every process, where stages that update by themselves would train one parameter."""
-    for name, stages in trained_by_several(parameters.models, decision.topology).items():
+    for name, stages in trained_by_several(parameters.models, decision.world).items():
         raise UserError(
             f"schedule {decision.tables.name!r}: {name} is tied, stages {stages} train it, and each of them would "
             "update it at another time; use a model whose weights are not tied (tie_word_embeddings: false), a "

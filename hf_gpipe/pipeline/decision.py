@@ -17,11 +17,11 @@ from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.preflight import compare_with_machines
 from hf_gpipe.recipe import DecidedConfig, PipelineConfig
 from hf_gpipe.runtime.custom_loss import loss_of
-from hf_gpipe.runtime.device_choice import DeviceChoice, processes_for
+from hf_gpipe.runtime.device_choice import DeviceChoice, world_for
 from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.runtime.micro_batch import Batch
 from hf_gpipe.runtime.recompute import Recompute
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule.file import recompute_under
 
 
@@ -36,7 +36,7 @@ class Decision:
         adapter: of the model.
         loss: of training.
         partition: the layers of each stage.
-        topology: where the stages are.
+        world: where the stages are.
         links: lines about the links between machines.
         tables: of the schedule.
         planning: the planner's inputs.
@@ -48,7 +48,7 @@ class Decision:
     adapter: Adapter
     loss: Loss
     partition: Sequence[range]
-    topology: Topology
+    world: World
     links: Sequence[str]
     tables: Tables
     planning: Planning
@@ -59,38 +59,38 @@ class Decision:
 
         Raises UserError, on every process, where the request cannot be met.
         """
-        # The processes, and what no configuration decides.
-        processes = processes_for(request.config, device)
+        # The processes, and what is asked of their number.
+        world = world_for(request.config, device)
         inputs = request.inputs
-        given = settled(request.config, inputs, processes)
+        given = settled(request.config, inputs, world)
         # Read before any weight is made: a table that cannot be run costs no time.
-        table = processes.from_reader(lambda: given.table(inputs.accumulation, processes.num_processes))
+        table = world.from_reader(lambda: given.table(inputs.accumulation, world.num_processes))
         if table is not None:
             given = replace(given, recompute=recompute_under(table, given.recompute))
             inputs = replace(inputs, tables={given.schedule: table})
 
         # The model without its weights.
-        adapter = open_model(request.model, processes.device)
+        adapter = open_model(request.model, world.device)
         request.compare_commit(adapter)
         loss = loss_of(adapter, request.loss)
         if inputs.packing:
             verify_packing(adapter)
 
         # What the planner decides, and whether the machines can do it.
-        planning = Planning(inputs, adapter, loss.planned, processes, Machines.of(processes))
+        planning = Planning(inputs, adapter, loss.planned, world, Machines.of(world))
         config, planned = planning.decide(given)
         config.check_micro_batches(inputs.accumulation)
         partition = cut(len(adapter.layers), config.num_stages, config.partition)
         recompute = Recompute.parse(config.recompute, config.num_stages).of_table
         placement = config.placed(config.schedule) if table is None else table.placement
-        topology = Topology.of(processes, placement)
-        links = compare_with_machines(planning, config, topology)
+        world = world.placed(placement)
+        links = compare_with_machines(planning, config, world)
         if table is not None:
-            table = replace(table, placement=topology.placement)
-        tables = Tables(config.schedule, topology.placement, recompute, table)
+            table = replace(table, placement=world.placement)
+        tables = Tables(config.schedule, world.placement, recompute, table)
         if tables.of(config.num_micro_batches * inputs.accumulation).split and not is_known_exact(adapter):
             verify(adapter, splits_backward=True)
-        return cls(given, config, planned, adapter, loss, partition, topology, links, tables, planning)
+        return cls(given, config, planned, adapter, loss, partition, world, links, tables, planning)
 
     def plan(self, batch: Batch | None = None) -> Plan:
         """The planner's prediction of a step; see `Pipeline.plan`."""

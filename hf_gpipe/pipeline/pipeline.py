@@ -201,7 +201,7 @@ class Pipeline:
         decision = self._decision = Decision.of(request, device)
         self.given, self.config, self.planned = decision.given, decision.config, decision.planned
         self.adapter, self.loss = decision.adapter, decision.loss
-        self.topology, self.links = decision.topology, decision.links
+        self.world, self.links = decision.world, decision.links
         self.partition, self.num_stages = decision.partition, self.config.num_stages
         self.schedule_name, self.recompute = self.config.schedule, self.config.recompute
 
@@ -237,7 +237,7 @@ class Pipeline:
             The mean loss per target token of the whole mini-batch, a float tensor on every process.
         """
         batches = [batch] if isinstance(batch, Mapping) else batch
-        return self.steps.train_on(share(batches, self.topology), times, update)
+        return self.steps.train_on(share(batches, self.world), times, update)
 
     def train_window(
         self, steps: Sequence[Sequence[Batch]], update: UpdateStage, times: list[ActionTime] | None = None
@@ -282,7 +282,7 @@ class Pipeline:
 
     def eval_step(self, batch: Batch | None) -> Evaluation:
         """Loss of a mini-batch without gradients, row by row. Every process calls it and gets the same result."""
-        (rows,) = share(None if batch is None else [batch], self.topology)
+        (rows,) = share(None if batch is None else [batch], self.world)
         return self.steps.eval_on(rows)
 
     def log_probs(self, rows: Batch, *, with_adapters: bool = True) -> torch.Tensor:
@@ -396,7 +396,7 @@ class Pipeline:
         Every process must call it and writes its own stages, one shard per stage. An interrupted save leaves the old
         checkpoint or none, never a part. With PEFT adapters only those are written, in PEFT's format.
         """
-        self.weights.unwritten(Path(directory), self.topology).write()
+        self.weights.unwritten(Path(directory), self.world).write()
 
     # ------------------------------------------------------------------ the whole model
 
@@ -422,7 +422,7 @@ class Pipeline:
     @property
     def is_in_one_place(self) -> bool:
         """Whether this process has all stages, on one device."""
-        return self.topology.num_processes == 1 and len(set(self.topology.stage_devices.values())) == 1
+        return self.world.num_processes == 1 and len(set(self.world.stage_devices.values())) == 1
 
     def advising_on_memory(self) -> AbstractContextManager[None]:
         """Context manager that adds the planner's advice to an out-of-memory error.
@@ -430,12 +430,12 @@ class Pipeline:
         Raises:
             StageError: in place of that error, with its message and the advice.
         """
-        return advising(self.plan, self.topology.rank)
+        return advising(self.plan, self.world.rank)
 
     # ------------------------------------------------------------------ what it shows
 
     def __repr__(self) -> str:
-        return text_of(self.adapter, self.config, self.partition, self.topology, self.models)
+        return text_of(self.adapter, self.config, self.partition, self.world, self.models)
 
     def _repr_html_(self) -> str:
         return html_of(repr(self), self.schedule(self.num_micro_batches))

@@ -80,11 +80,11 @@ class Steps:
     loss_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        self.adapter, self.topology = self.decision.adapter, self.decision.topology
+        self.adapter, self.world = self.decision.adapter, self.decision.world
         self._is_packing_verified = self.packing
         self._num_evaluations = 0
         has_one = self.decision.config.num_stages > 1 and self.decision.given.num_micro_batches == 1
-        self._may_lack_overlap = self.topology.is_reporter and has_one and not self.decision.tables.is_asynchronous
+        self._may_lack_overlap = self.world.is_reporter and has_one and not self.decision.tables.is_asynchronous
 
     # ------------------------------------------------------------------ training
 
@@ -120,7 +120,7 @@ class Steps:
         def update_stage(stage: int, step: int) -> None:
             parameters = list(self.parameters.models[stage].parameters.values())
             square = sum(sums_of_squares(parameters), torch.zeros((), dtype=torch.float64))
-            if self.topology.leads(stage):
+            if self.world.leads(stage):
                 squares[step].append(square)
             update(stage, step, square.sqrt())
             for parameter in parameters:
@@ -132,7 +132,7 @@ class Steps:
         losses: list[list[torch.Tensor]] = [[] for _ in sizes]
         for index, outputs in result.outputs.items():
             losses[table.step_of[index]].append(outputs["loss"])
-        numbers = begin_losses_and_norms(losses, squares, self.topology)()
+        numbers = begin_losses_and_norms(losses, squares, self.world)()
         self.step += len(sizes)
         self.window, self.stash_bytes = table, result.stash_bytes
         if times is not None:
@@ -203,11 +203,11 @@ class Steps:
             self.parameters.replicas.finish()
             self.parameters.ties.reduce_gradients()
             parameters = () if update is None else self.parameters.counted()
-            numbers.append(begin_loss_and_norm(result.loss, parameters, self.topology))
+            numbers.append(begin_loss_and_norm(result.loss, parameters, self.world))
             if waits:
                 numbers[0]()
                 if times is not None:  # the update after it starts in all processes at the same time
-                    self.topology.barrier()
+                    self.world.barrier()
 
         with ExitStack() as entered:
             entered.enter_context(keeping_weights(self.adapter.autocast))
@@ -256,7 +256,7 @@ class Steps:
     @contextmanager
     def _keeping_random_state(self) -> Iterator[None]:
         """Context manager after which the devices' generators are as before: dropout seeds them."""
-        generators = [default_generator(device) for device in set(self.topology.stage_devices.values())]
+        generators = [default_generator(device) for device in set(self.world.stage_devices.values())]
         states = [generator.get_state() for generator in generators]
         try:
             yield
@@ -307,7 +307,7 @@ class Steps:
         with self._in_evaluation():
             table = self.decision.tables.of(len(micro_batches), "forward_only")
             outputs = self.executor.run(table, micro_batches, options).outputs
-        return Evaluation.gathered(outputs, [one.num_rows for one in micro_batches], self.topology)
+        return Evaluation.gathered(outputs, [one.num_rows for one in micro_batches], self.world)
 
     def generate(self, inputs: Mapping[str, Any]) -> Any:
         """The result of the whole model's `generate`."""
@@ -318,7 +318,7 @@ class Steps:
     @cached_property
     def generator(self) -> Generator:
         """What generates."""
-        return Generator(self.adapter, self.decision.partition, self.parameters.models, self.edges, self.topology)
+        return Generator(self.adapter, self.decision.partition, self.parameters.models, self.edges, self.world)
 
     @contextmanager
     def _in_evaluation(self) -> Iterator[None]:
