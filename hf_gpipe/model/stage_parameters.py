@@ -27,13 +27,12 @@ from hf_gpipe.runtime.world import World
 class StageParameters:
     """The part of a pipeline that is about parameters. Every process must create it.
 
-    `Pipeline` has methods of the same names, which say what they do.
-
     Args:
         adapter: of the model.
         models: the stages of this process, by number.
         world: the processes.
         zero: 1: replicas share the updates of an optimizer.
+        seed: of dropout, and of weights that a checkpoint does not have.
 
     Attributes:
         ties: between stages.
@@ -41,12 +40,12 @@ class StageParameters:
         trainable: what is trained.
     """
 
-    def __init__(self, adapter: Adapter, models: dict[int, StageModel], world: World, zero: int) -> None:
+    def __init__(self, adapter: Adapter, models: dict[int, StageModel], world: World, zero: int, seed: int) -> None:
         self.adapter, self.models, self.world = adapter, models, world
         self.ties = Ties(models, world)
         self.replicas = Replicas(models, self.ties, world)
         self.trainable = TrainableLayers.of(adapter, models, world)
-        self._zero = zero
+        self.seed, self._zero = seed, zero
         self._shards: WeakKeyDictionary[torch.optim.Optimizer, Shards] = WeakKeyDictionary()
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -61,7 +60,22 @@ class StageParameters:
         return (parameter for _, parameter in self.named_parameters())
 
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the replicas of a stage share the steps of an optimizer, and its state."""
+        """Let the replicas of a stage share the steps of an optimizer, and its state: ZeRO-1, for `zero` 1.
+
+        Each replica then updates a shard of every parameter in `optimizer.step()`, which all replicas must call, and
+        has the other replicas' new values after it. Everything else is as before. `PipelineTrainer` does this itself.
+
+            pipe = Pipeline(model, 2, 8, replicas=2, zero=1)
+            optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-4)
+            pipe.shard_optimizer(optimizer)
+
+        Args:
+            optimizer: of `parameters()`, or of some of them; of a class whose update of a parameter is known not to
+                depend on other parameters.
+
+        Raises:
+            UserError: its class is another one, or `zero` is 0.
+        """
         shards = self.shards_of(optimizer)
         if shards is None:
             raise UserError("shard_optimizer: zero is 0; make the Pipeline with zero=1, or leave the call out")
@@ -87,13 +101,27 @@ class StageParameters:
             parameter.grad = None
 
     def clip_grad_norm_(self, max_norm: float, norm: torch.Tensor | float | None = None) -> torch.Tensor:
-        """Scale all gradients so that their norm over the whole model is at most `max_norm`; return that before."""
+        """Scale all gradients so that their norm over the whole model is at most `max_norm`.
+
+        Args:
+            max_norm: the largest norm that stays as it is.
+            norm: of the gradients, where it is known, as `update` gets it; None: every process computes it.
+
+        Returns:
+            The norm before, a float64 tensor, the same on every process; each tied parameter counts once.
+        """
         before = self.grad_norm() if norm is None else torch.as_tensor(norm, dtype=torch.float64)
         clip(self.parameters(), max_norm, float(before))
         return before
 
     def clip_stage_grad_norm_(self, stage: int, max_norm: float, norm: torch.Tensor) -> None:
-        """Scale the gradients of one stage of this process so that their norm is at most `max_norm`."""
+        """Scale the gradients of one stage of this process so that their norm is at most `max_norm`.
+
+        Args:
+            stage: its number.
+            max_norm: the largest norm that stays as it is.
+            norm: of the stage's gradient, a scalar on its device; it is not read on the host.
+        """
         torch.nn.utils.clip_grads_with_norm_(list(self.models[stage].parameters.values()), max_norm, norm)
 
     def grad_norm(self) -> torch.Tensor:
@@ -107,14 +135,26 @@ class StageParameters:
 
     # ------------------------------------------------------------------ loading and saving
 
-    def load_pretrained(self, directory: str | os.PathLike[str], seed: int) -> None:
-        """Replace the weights; those that the files do not have are initialised by the seed."""
+    def load_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Replace the weights by those of a Hub id or directory, in place, so that optimizers keep their parameters.
+
+        Every process must call it, and reads its own stages' tensors; with PEFT adapters only those, in PEFT's format.
+        Raises CheckpointError if the files are missing or do not fit the model.
+        """
         if self.adapter.peft is not None:
             load_adapters(Path(directory), self.models, self.adapter.peft)
             return
         self._check_not_quantised("load_pretrained")
         for stage_model in self.models.values():
-            hub.reload(stage_model, directory, seed)
+            hub.reload(stage_model, directory, self.seed)
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Write the model in Hub format; `from_pretrained` of plain transformers loads it.
+
+        Every process must call it and writes its own stages, one shard per stage. An interrupted save leaves the old
+        checkpoint or none, never a part. With PEFT adapters only those are written, in PEFT's format.
+        """
+        self.unwritten(Path(directory), self.world).write()
 
     def unwritten(self, directory: Path, world: World, write_more: Callable[[Path], Any] | None = None) -> Unwritten:
         """The model, to be written in Hub format now or later. Every process must call it.

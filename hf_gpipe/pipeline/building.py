@@ -19,7 +19,6 @@ from hf_gpipe.recipe import TrainingSection
 from hf_gpipe.runtime.edges import connect
 from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.loss import whole_logits
-from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.runtime.ties import trained_by_several
 
 logger = logging.getLogger(__name__)
@@ -38,30 +37,28 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
         stage: assemble(adapter, decision.partition[stage], weights, device, seed)
         for stage, device in world.stage_devices.items()
     }
-    recomputed = Recompute.parse(config.recompute, config.num_stages)
     for stage, model in models.items():
-        if stage in recomputed.block_stages:
+        if stage in decision.recompute.block_stages:
             model.checkpoint_blocks()
         if config.torch_compile:
             model.compile_blocks(config.torch_compile_backend)
-    parameters = StageParameters(adapter, models, world, config.zero)
-    if decision.tables.is_asynchronous:
+    parameters = StageParameters(adapter, models, world, config.zero, seed)
+    if decision.is_asynchronous:
         _check_no_tie(decision, parameters)
     stages = parameters.trainable.stages(models, decision.loss)
     if config.num_stages - 1 in models and (reason := whole_logits(adapter, decision.loss)):
         logger.warning(f"training makes the logits of a micro-batch whole: {reason}")
     edges = connect(world, lambda stage, name: adapter.carry_dtype(decision.partition[stage][0], name), sent)
     executor = Executor(stages, edges, world.rank, parameters.replicas)
-    executor.prepare(decision.tables.of(config.num_micro_batches * request.inputs.accumulation))
+    executor.prepare(decision.schedule(config.num_micro_batches * request.inputs.accumulation))
     if request.model.saved_adapters is not None:
-        parameters.load_pretrained(request.model.saved_adapters, seed)
+        parameters.load_pretrained(request.model.saved_adapters)
     return Steps(
         decision,
         parameters,
         stages,
         edges,
         executor,
-        seed,
         num_micro_batches=config.num_micro_batches,
         length_bucketing=request.length_bucketing,
         packing=request.inputs.packing,
@@ -84,7 +81,7 @@ def _check_no_tie(decision: Decision, parameters: StageParameters) -> None:
     """Raise UserError, on every process, where stages that update by themselves would train one parameter."""
     for name, stages in trained_by_several(parameters.models, decision.world).items():
         raise UserError(
-            f"schedule {decision.tables.name!r}: {name} is tied, stages {stages} train it, and each of them would "
+            f"schedule {decision.config.schedule!r}: {name} is tied, stages {stages} train it, and each of them would "
             "update it at another time; use a model whose weights are not tied (tie_word_embeddings: false), a "
             "partition that puts its layers into one stage, or a synchronous schedule, such as 1f1b"
         )

@@ -10,7 +10,6 @@ from hf_gpipe.model.exactness import verify, verify_packing
 from hf_gpipe.model.opening import open_model
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.pipeline.request import PipelineRequest
-from hf_gpipe.pipeline.tables import Tables
 from hf_gpipe.planner.decide import Planning, settled
 from hf_gpipe.planner.links import Machines
 from hf_gpipe.planner.plan import Plan
@@ -22,7 +21,10 @@ from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.runtime.micro_batch import Batch
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.runtime.world import World
+from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
+from hf_gpipe.schedule.builders import build
 from hf_gpipe.schedule.file import recompute_under
+from hf_gpipe.schedule.table import Schedule
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Decision:
         partition: the layers of each stage.
         world: where the stages are.
         links: lines about the links between machines.
-        tables: of the schedule.
+        table: of the schedule, where it is the file of one.
         planning: the planner's inputs.
     """
 
@@ -50,7 +52,7 @@ class Decision:
     partition: Sequence[range]
     world: World
     links: Sequence[str]
-    tables: Tables
+    table: Schedule | None
     planning: Planning
 
     @classmethod
@@ -81,20 +83,53 @@ class Decision:
         config, planned = planning.decide(given)
         config.check_micro_batches(inputs.accumulation)
         partition = cut(len(adapter.layers), config.num_stages, config.partition)
-        recompute = Recompute.parse(config.recompute, config.num_stages).of_table
         placement = config.placed(config.schedule) if table is None else table.placement
         world = world.placed(placement)
         links = compare_with_machines(planning, config, world)
         if table is not None:
             table = replace(table, placement=world.placement)
-        tables = Tables(config.schedule, world.placement, recompute, table)
-        if tables.of(config.num_micro_batches * inputs.accumulation).split and not is_known_exact(adapter):
+        decision = cls(given, config, planned, adapter, loss, partition, world, links, table, planning)
+        if decision.schedule(config.num_micro_batches * inputs.accumulation).split and not is_known_exact(adapter):
             verify(adapter, splits_backward=True)
-        return cls(given, config, planned, adapter, loss, partition, world, links, tables, planning)
+        return decision
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether each stage updates its weights by itself, so that steps run in windows."""
+        return self.config.schedule in ASYNCHRONOUS_SCHEDULES
+
+    @property
+    def recompute(self) -> Recompute:
+        """What is recomputed, by the table and inside of stages."""
+        return Recompute.parse(self.config.recompute, self.config.num_stages)
+
+    def schedule(self, num_micro_batches: int | Sequence[int], name: str | None = None) -> Schedule:
+        """The table for this many micro-batches; by default that of training.
+
+        Args:
+            num_micro_batches: of an asynchronous schedule it may be a list, with the number of each step of a window.
+            name: of another schedule.
+
+        Raises:
+            ScheduleError: the table was read from a file and has fewer.
+        """
+        steps = None if isinstance(num_micro_batches, int) else num_micro_batches
+        total = num_micro_batches if isinstance(num_micro_batches, int) else sum(num_micro_batches)
+        if self.table is not None and name is None:
+            return self.table.of_first(total)
+        name, num_stages = name or self.config.schedule, self.config.num_stages
+        return build(name, num_stages, total, self.world.placement, self.recompute.of_table, steps=steps)
 
     def plan(self, batch: Batch | None = None) -> Plan:
-        """The planner's prediction of a step; see `Pipeline.plan`."""
-        config, inputs, table = self.config, self.planning.inputs, self.tables.given
+        """Return the planner's prediction of a step of this pipeline, on the device of this process.
+
+        Args:
+            batch: the step's only mini-batch, as `train_step` takes it; None: the constructor's `example`, accumulated.
+
+        Raises:
+            UserError: there is neither, or the size of the optimizer's state is not known.
+        """
+        config, inputs, table = self.config, self.planning.inputs, self.table
         if batch is not None:
             inputs = replace(inputs, example=batch, accumulation=1)
             if table is not None:

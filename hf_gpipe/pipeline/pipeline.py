@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -16,42 +16,44 @@ from transformers import PreTrainedModel
 from hf_gpipe.adapters.whole import refresh, whole_model
 from hf_gpipe.errors import UserError
 from hf_gpipe.model.spec import ModelSource, ModelSpec
+from hf_gpipe.model.stage_parameters import StageParameters
 from hf_gpipe.pipeline.building import build
 from hf_gpipe.pipeline.decision import Decision
 from hf_gpipe.pipeline.look import html_of, text_of
 from hf_gpipe.pipeline.request import PipelineRequest
-from hf_gpipe.pipeline.steps import Update, UpdateStage
+from hf_gpipe.pipeline.steps import Steps
 from hf_gpipe.planner.advice import advising
-from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import ModelSection, PipelineConfig, TrainingSection
-from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.calls import by_every_process
 from hf_gpipe.runtime.custom_loss import asked_loss
 from hf_gpipe.runtime.device_choice import DeviceChoice
-from hf_gpipe.runtime.evaluation import Evaluation
 from hf_gpipe.runtime.joining import join_job
 from hf_gpipe.runtime.loss import Loss
-from hf_gpipe.runtime.micro_batch import Batch
-from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule.table import Schedule
 
-
-class _OfSteps:
-    """An attribute of a `Pipeline` that is its steps'."""
-
-    def __set_name__(self, owner: type[Pipeline], name: str) -> None:
-        self._name = name
-
-    def __get__(self, pipe: Pipeline | None, owner: type[Pipeline]) -> Any:
-        return self if pipe is None else getattr(pipe.steps, self._name)
-
-    def __set__(self, pipe: Pipeline, value: Any) -> None:
-        setattr(pipe.steps, self._name, value)
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
-def _of_steps() -> Any:
-    return _OfSteps()
+Method = Callable[Concatenate[Any, Arguments], Result]
+
+
+def _of(part: str, method: Method[Arguments, Result]) -> Method[Arguments, Result]:
+    """A method of `Pipeline` that one of its parts has."""
+
+    @functools.wraps(method)
+    def delegated(self: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        return method(getattr(self, part), *args, **kwargs)
+
+    return delegated
+
+
+def _attribute(part: str, name: str) -> Any:
+    """An attribute of `Pipeline` that one of its parts has."""
+    return property(
+        operator.attrgetter(f"{part}.{name}"), lambda pipe, value: setattr(getattr(pipe, part), name, value)
+    )
 
 
 class Pipeline:
@@ -104,7 +106,8 @@ class Pipeline:
 
     Attributes:
         config: the `PipelineConfig` without "auto".
-        steps: what runs its tables.
+        decision: what is the same in all processes, such as the schedule's tables.
+        steps: what runs the tables.
         weights: the parameters of this process's stages.
         loss: of training.
         has_new_adapters: whether the model has PEFT adapters that `peft_config` has added.
@@ -122,16 +125,6 @@ class Pipeline:
     Raises:
         UserError, or a subclass: an argument is not supported.
     """
-
-    step: int = _of_steps()
-    window: Schedule | None = _of_steps()
-    stash_bytes: int = _of_steps()
-    loss_scale: float = _of_steps()
-    seed: int = _of_steps()
-    num_micro_batches: int = _of_steps()
-    length_bucketing: bool = _of_steps()
-    packing: bool = _of_steps()
-    has_new_adapters: bool = _of_steps()
 
     def __init__(
         self,
@@ -198,7 +191,7 @@ class Pipeline:
         request.compare()
 
         # What is decided: nothing of this takes memory.
-        decision = self._decision = Decision.of(request, device)
+        decision = self.decision = Decision.of(request, device)
         self.given, self.config, self.planned = decision.given, decision.config, decision.planned
         self.adapter, self.loss = decision.adapter, decision.loss
         self.world, self.links = decision.world, decision.links
@@ -213,190 +206,45 @@ class Pipeline:
         makes_head = self.adapter.may_lack_head and request.model.saved_adapters is None
         self.weights_seed = self.seed if makes_head or request.model.has_new_weights else None
 
-    # ------------------------------------------------------------------ training
+    # What its parts have; their docstrings say what it means.
 
-    def train_step(
-        self,
-        batch: Batch | Sequence[Batch] | None,
-        times: list[ActionTime] | None = None,
-        update: Update | None = None,
-    ) -> torch.Tensor:
-        """Forward and backward of one mini-batch; gradients are added to `.grad`, and `update` may use them.
+    step: int = _attribute("steps", "step")
+    window: Schedule | None = _attribute("steps", "window")
+    stash_bytes: int = _attribute("steps", "stash_bytes")
+    loss_scale: float = _attribute("steps", "loss_scale")
+    num_micro_batches: int = _attribute("steps", "num_micro_batches")
+    length_bucketing: bool = _attribute("steps", "length_bucketing")
+    packing: bool = _attribute("steps", "packing")
+    has_new_adapters: bool = _attribute("steps", "has_new_adapters")
+    seed: int = _attribute("weights", "seed")
 
-        Every process calls it; the mini-batch of the main process is used and the others may pass None.
+    train_step = _of("steps", Steps.train_step)
+    train_window = _of("steps", Steps.train_window)
+    eval_step = _of("steps", Steps.eval_step)
+    log_probs = _of("steps", Steps.log_probs)
+    generate = by_every_process(_of("steps", Steps.generate))
 
-        Args:
-            batch: tensors with the same number of rows: input_ids (N, T), attention_mask (N, T), labels (N, T), -100
-                where there is no target; or a sequence of such mini-batches, accumulated in one pass.
-            times: list to which the times of this process's actions are appended.
-            update: the action U of the table, such as to clip and to step an optimizer. It is called in every process
-                with the loss and the norm of the gradient, once the gradients are complete; its errors are raised here.
-                None: the caller updates.
+    named_parameters = _of("weights", StageParameters.named_parameters)
+    parameters = _of("weights", StageParameters.parameters)
+    shard_optimizer = _of("weights", StageParameters.shard_optimizer)
+    zero_grad = _of("weights", StageParameters.zero_grad)
+    clip_grad_norm_ = _of("weights", StageParameters.clip_grad_norm_)
+    clip_stage_grad_norm_ = _of("weights", StageParameters.clip_stage_grad_norm_)
+    grad_norm = _of("weights", StageParameters.grad_norm)
+    load_pretrained = _of("weights", StageParameters.load_pretrained)
+    save_pretrained = by_every_process(_of("weights", StageParameters.save_pretrained))
 
-        Returns:
-            The mean loss per target token of the whole mini-batch, a float tensor on every process.
-        """
-        batches = [batch] if isinstance(batch, Mapping) else batch
-        return self.steps.train_on(share(batches, self.world), times, update)
-
-    def train_window(
-        self, steps: Sequence[Sequence[Batch]], update: UpdateStage, times: list[ActionTime] | None = None
-    ) -> torch.Tensor:
-        """Run steps under an asynchronous schedule, in which each stage updates its weights after each step by itself.
-
-        The pipeline is empty before it and after it, and every weight then has had the updates of all steps. Gradients
-        that are there are dropped before, and those of each step after its update.
-
-        Args:
-            steps: the mini-batches of each step, which every process has.
-            update: the action U of the table. It is called for each stage of this process and each step, on every
-                replica of the stage, whose gradients are then the same.
-            times: list to which the times of this process's actions are appended.
-
-        Returns:
-            Of each step the loss and the 2-norm of the whole gradient: (steps, 2), float64, the same on every process.
-
-        Raises:
-            UserError: the schedule is synchronous.
-        """
-        return self.steps.train_window(steps, update, times)
+    schedule = _of("decision", Decision.schedule)
+    plan = _of("decision", Decision.plan)
 
     @property
     def is_asynchronous(self) -> bool:
         """Whether each stage updates its weights by itself, so that steps run in windows."""
-        return self._decision.tables.is_asynchronous
-
-    def schedule(self, num_micro_batches: int | Sequence[int], name: str | None = None) -> Schedule:
-        """The table for this many micro-batches; by default that of training.
-
-        Args:
-            num_micro_batches: of an asynchronous schedule it may be a list, with the number of each step of a window.
-            name: of another schedule.
-
-        Raises:
-            ScheduleError: the table was read from a file and has fewer.
-        """
-        return self._decision.tables.of(num_micro_batches, name)
-
-    # ------------------------------------------------------------------ evaluation and generation
-
-    def eval_step(self, batch: Batch | None) -> Evaluation:
-        """Loss of a mini-batch without gradients, row by row. Every process calls it and gets the same result."""
-        (rows,) = share(None if batch is None else [batch], self.world)
-        return self.steps.eval_on(rows)
-
-    def log_probs(self, rows: Batch, *, with_adapters: bool = True) -> torch.Tensor:
-        """The log-probability of each row of a mini-batch that every process already has: the sum over its targets.
-
-        Every process calls it and gets the same result. There is no dropout.
-
-        Args:
-            rows: the mini-batch.
-            with_adapters: whether the PEFT adapters add to their layers; without them it is the base model's.
-
-        Returns:
-            (N,) in float64, on the CPU.
-        """
-        return self.steps.log_probs(rows, with_adapters=with_adapters)
-
-    @by_every_process
-    def generate(self, **inputs: Any) -> Any:
-        """Generate token ids like the plain model's `generate`: by search or sampling, with a cache.
-
-        Every process calls it, the arguments of the main process are used and the others may pass none, and every
-        process gets the same result. Sampling continues the main process's random numbers.
-
-        Args:
-            inputs: keyword arguments of transformers' GenerationMixin.generate: input_ids (B, T), attention_mask
-                (B, T), max_new_tokens, num_beams, do_sample, generation_config ...
-
-        Returns:
-            Token ids of (B * num_return_sequences, T'), or with return_dict_in_generate transformers' output object.
-
-        Raises:
-            UserError: an argument is unknown or not supported.
-        """
-        return self.steps.generate(inputs)
+        return self.decision.is_asynchronous
 
     def holding_weights(self) -> AbstractContextManager[None]:
         """Context manager in which no weight changes, as in an evaluation: copies of tied parameters are sent once."""
         return self.ties.holding_values()
-
-    # ------------------------------------------------------------------ the parameters of this process's stages
-
-    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """This process's parameters under their Hugging Face names; a tied one once, in the process that owns it."""
-        return self.weights.named_parameters()
-
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """This process's parameters, for an optimizer."""
-        return self.weights.parameters()
-
-    def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the replicas of a stage share the steps of an optimizer, and its state: ZeRO-1, for `zero` 1.
-
-        Each replica then updates a shard of every parameter in `optimizer.step()`, which all replicas must call, and
-        has the other replicas' new values after it. Everything else is as before. `PipelineTrainer` does this itself.
-
-            pipe = Pipeline(model, 2, 8, replicas=2, zero=1)
-            optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-4)
-            pipe.shard_optimizer(optimizer)
-
-        Args:
-            optimizer: of `parameters()`, or of some of them; of a class whose update of a parameter is known not to
-                depend on other parameters.
-
-        Raises:
-            UserError: its class is another one, or `zero` is 0.
-        """
-        self.weights.shard_optimizer(optimizer)
-
-    def zero_grad(self) -> None:
-        """Drop all gradients."""
-        self.weights.zero_grad()
-
-    def clip_grad_norm_(self, max_norm: float, norm: torch.Tensor | float | None = None) -> torch.Tensor:
-        """Scale all gradients so that their norm over the whole model is at most `max_norm`.
-
-        Args:
-            max_norm: the largest norm that stays as it is.
-            norm: of the gradients, where it is known, as `update` gets it; None: every process computes it.
-
-        Returns:
-            The norm before, a float64 tensor, the same on every process; each tied parameter counts once.
-        """
-        return self.weights.clip_grad_norm_(max_norm, norm)
-
-    def clip_stage_grad_norm_(self, stage: int, max_norm: float, norm: torch.Tensor) -> None:
-        """Scale the gradients of one stage of this process so that their norm is at most `max_norm`.
-
-        Args:
-            stage: its number.
-            max_norm: the largest norm that stays as it is.
-            norm: of the stage's gradient, a scalar on its device; it is not read on the host.
-        """
-        self.weights.clip_stage_grad_norm_(stage, max_norm, norm)
-
-    def grad_norm(self) -> torch.Tensor:
-        """The 2-norm of the gradient of the whole model, a float64 tensor, the same on every process."""
-        return self.weights.grad_norm()
-
-    def load_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Replace the weights by those of a Hub id or directory, in place, so that optimizers keep their parameters.
-
-        Every process must call it, and reads its own stages' tensors; with PEFT adapters only those, in PEFT's format.
-        Raises CheckpointError if the files are missing or do not fit the model.
-        """
-        self.weights.load_pretrained(directory, self.seed)
-
-    @by_every_process
-    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write the model in Hub format; `from_pretrained` of plain transformers loads it.
-
-        Every process must call it and writes its own stages, one shard per stage. An interrupted save leaves the old
-        checkpoint or none, never a part. With PEFT adapters only those are written, in PEFT's format.
-        """
-        self.weights.unwritten(Path(directory), self.world).write()
 
     # ------------------------------------------------------------------ the whole model
 
@@ -439,17 +287,6 @@ class Pipeline:
 
     def _repr_html_(self) -> str:
         return html_of(repr(self), self.schedule(self.num_micro_batches))
-
-    def plan(self, batch: Batch | None = None) -> Plan:
-        """Return the planner's prediction of a step of this pipeline, on the device of this process.
-
-        Args:
-            batch: the step's only mini-batch, as `train_step` takes it; None: the constructor's `example`, accumulated.
-
-        Raises:
-            UserError: there is neither, or the size of the optimizer's state is not known.
-        """
-        return self._decision.plan(batch)
 
 
 def _plan_inputs(given: PlanInputs | None, settings: dict[str, Any], *, packing: bool) -> PlanInputs:

@@ -18,6 +18,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.model.exactness import verify_packing
 from hf_gpipe.model.stage_parameters import StageParameters
 from hf_gpipe.pipeline.decision import Decision
+from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.edges import Edge
 from hf_gpipe.runtime.evaluation import Evaluation
 from hf_gpipe.runtime.executor import Executor, StepResult
@@ -49,7 +50,7 @@ in `.grad`, and no others. The norm is a float64 scalar on the stage's device.""
 
 @dataclass(eq=False)
 class Steps:
-    """The part of a pipeline that runs tables. `Pipeline` has methods of the same names, which say what they do.
+    """The part of a pipeline that runs tables.
 
     Attributes:
         decision: the model, its cut, and the tables.
@@ -57,7 +58,6 @@ class Steps:
         stages: of this process, by number.
         edges: at the ends of these stages.
         executor: of these stages.
-        seed: of dropout.
         num_micro_batches: of a mini-batch.
         length_bucketing, packing: as of `Pipeline`.
         has_new_adapters: whether the model before its training is there, as the model without its PEFT adapters.
@@ -69,7 +69,6 @@ class Steps:
     stages: dict[int, Stage]
     edges: Mapping[int, Edge]
     executor: Executor
-    seed: int
     num_micro_batches: int
     length_bucketing: bool
     packing: bool
@@ -84,14 +83,38 @@ class Steps:
         self._is_packing_verified = self.packing
         self._num_evaluations = 0
         has_one = self.decision.config.num_stages > 1 and self.decision.given.num_micro_batches == 1
-        self._may_lack_overlap = self.world.is_reporter and has_one and not self.decision.tables.is_asynchronous
+        self._may_lack_overlap = self.world.is_reporter and has_one and not self.decision.is_asynchronous
 
     # ------------------------------------------------------------------ training
+
+    def train_step(
+        self,
+        batch: Batch | Sequence[Batch] | None,
+        times: list[ActionTime] | None = None,
+        update: Update | None = None,
+    ) -> torch.Tensor:
+        """Forward and backward of one mini-batch; gradients are added to `.grad`, and `update` may use them.
+
+        Every process calls it; the mini-batch of the main process is used and the others may pass None.
+
+        Args:
+            batch: tensors with the same number of rows: input_ids (N, T), attention_mask (N, T), labels (N, T), -100
+                where there is no target; or a sequence of such mini-batches, accumulated in one pass.
+            times: list to which the times of this process's actions are appended.
+            update: the action U of the table, such as to clip and to step an optimizer. It is called in every process
+                with the loss and the norm of the gradient, once the gradients are complete; its errors are raised here.
+                None: the caller updates.
+
+        Returns:
+            The mean loss per target token of the whole mini-batch, a float tensor on every process.
+        """
+        batches = [batch] if isinstance(batch, Mapping) else batch
+        return self.train_on(share(batches, self.world), times, update)
 
     def train_on(
         self, batches: Sequence[Batch], times: list[ActionTime] | None = None, update: Update | None = None
     ) -> torch.Tensor:
-        """`Pipeline.train_step` for mini-batches that every process already has."""
+        """`train_step` for mini-batches that every process already has."""
         numbers = self._train(batches, times, _waiting(update), waits=True)
         self.step += 1
         return numbers()[0]
@@ -102,10 +125,26 @@ class Steps:
         update: UpdateStage,
         times: list[ActionTime] | None = None,
     ) -> torch.Tensor:
-        """Run steps under an asynchronous schedule, in which each stage updates its weights by itself."""
-        if not self.decision.tables.is_asynchronous:
+        """Run steps under an asynchronous schedule, in which each stage updates its weights after each step by itself.
+
+        The pipeline is empty before it and after it, and every weight then has had the updates of all steps. Gradients
+        that are there are dropped before, and those of each step after its update.
+
+        Args:
+            steps: the mini-batches of each step, which every process has.
+            update: the action U of the table. It is called for each stage of this process and each step, on every
+                replica of the stage, whose gradients are then the same.
+            times: list to which the times of this process's actions are appended.
+
+        Returns:
+            Of each step the loss and the 2-norm of the whole gradient: (steps, 2), float64, the same on every process.
+
+        Raises:
+            UserError: the schedule is synchronous.
+        """
+        if not self.decision.is_asynchronous:
             raise UserError(
-                f"train_window: the schedule {self.decision.tables.name!r} updates all stages together; call "
+                f"train_window: the schedule {self.decision.config.schedule!r} updates all stages together; call "
                 f"train_step, or use one of {', '.join(ASYNCHRONOUS_SCHEDULES)}"
             )
         self.parameters.zero_grad()
@@ -126,7 +165,7 @@ class Steps:
             for parameter in parameters:
                 parameter.grad = None
 
-        table = self.decision.tables.of(sizes)
+        table = self.decision.schedule(sizes)
         with self._keeping_random_state():
             result = self.executor.run(table, micro_batches, update_stage=update_stage, is_measured=times is not None)
         losses: list[list[torch.Tensor]] = [[] for _ in sizes]
@@ -189,9 +228,9 @@ class Steps:
         *,
         waits: bool,
     ) -> LossAndNorm:
-        if self.decision.tables.is_asynchronous:
+        if self.decision.is_asynchronous:
             raise UserError(
-                f"the schedule {self.decision.tables.name!r} updates each stage by itself, after each step of a "
+                f"the schedule {self.decision.config.schedule!r} updates each stage by itself, after each step of a "
                 "window: call train_window, or use a synchronous schedule, such as 1f1b"
             )
         self.parameters.replicas.begin()
@@ -213,7 +252,7 @@ class Steps:
             entered.enter_context(keeping_weights(self.adapter.autocast))
             entered.enter_context(self._keeping_random_state())
             result = self.executor.run(
-                self.decision.tables.of(len(micro_batches)),
+                self.decision.schedule(len(micro_batches)),
                 micro_batches,
                 StepOptions(loss_scale=self.loss_scale),
                 reduce=reduce,
@@ -232,7 +271,7 @@ class Steps:
             self.adapter,
             [self._with_reference(batch) for batch in batches],
             self.num_micro_batches,
-            self.seed,
+            self.parameters.seed,
             step,
             first=first,
             length_bucketing=self.length_bucketing,
@@ -266,8 +305,13 @@ class Steps:
 
     # ------------------------------------------------------------------ evaluation and generation
 
+    def eval_step(self, batch: Batch | None) -> Evaluation:
+        """Loss of a mini-batch without gradients, row by row. Every process calls it and gets the same result."""
+        (rows,) = share(None if batch is None else [batch], self.world)
+        return self.eval_on(rows)
+
     def eval_on(self, rows: Batch, on_logits: LogitsCallback | None = None) -> Evaluation:
-        """`Pipeline.eval_step` for a mini-batch that every process already has.
+        """`eval_step` for a mini-batch that every process already has.
 
         Args:
             rows: the mini-batch; the documents of a flattened one are its rows.
@@ -277,7 +321,17 @@ class Steps:
         return self._evaluate(self._with_reference(as_rows(rows)), StepOptions(on_logits=on_logits))
 
     def log_probs(self, rows: Batch, *, with_adapters: bool = True) -> torch.Tensor:
-        """The log-probability of each row of a mini-batch, in float64, on the CPU."""
+        """The log-probability of each row of a mini-batch that every process already has: the sum over its targets.
+
+        Every process calls it and gets the same result. There is no dropout.
+
+        Args:
+            rows: the mini-batch.
+            with_adapters: whether the PEFT adapters add to their layers; without them it is the base model's.
+
+        Returns:
+            (N,) in float64, on the CPU.
+        """
         options = StepOptions(is_likelihood_only=True)
         with ExitStack() as disabled:
             if self.adapter.peft is not None and not with_adapters:
@@ -302,15 +356,34 @@ class Steps:
         # Its number names its mini-batch in metrics; there is no dropout to seed.
         self._num_evaluations += 1
         micro_batches = make_micro_batches(
-            self.adapter, [rows], self.num_micro_batches, self.seed, self._num_evaluations, loss=self.decision.loss
+            self.adapter,
+            [rows],
+            self.num_micro_batches,
+            self.parameters.seed,
+            self._num_evaluations,
+            loss=self.decision.loss,
         )
         with self._in_evaluation():
-            table = self.decision.tables.of(len(micro_batches), "forward_only")
+            table = self.decision.schedule(len(micro_batches), "forward_only")
             outputs = self.executor.run(table, micro_batches, options).outputs
         return Evaluation.gathered(outputs, [one.num_rows for one in micro_batches], self.world)
 
-    def generate(self, inputs: Mapping[str, Any]) -> Any:
-        """The result of the whole model's `generate`."""
+    def generate(self, **inputs: Any) -> Any:
+        """Generate token ids like the plain model's `generate`: by search or sampling, with a cache.
+
+        Every process calls it, the arguments of the main process are used and the others may pass none, and every
+        process gets the same result. Sampling continues the main process's random numbers.
+
+        Args:
+            inputs: keyword arguments of transformers' GenerationMixin.generate: input_ids (B, T), attention_mask
+                (B, T), max_new_tokens, num_beams, do_sample, generation_config ...
+
+        Returns:
+            Token ids of (B * num_return_sequences, T'), or with return_dict_in_generate transformers' output object.
+
+        Raises:
+            UserError: an argument is unknown or not supported.
+        """
         self.parameters.ties.refresh_copies()
         with self._in_evaluation():
             return self.generator.generate(inputs)
