@@ -32,10 +32,17 @@ class TrainableLayers:
     def of(cls, adapter: Adapter, models: Mapping[int, StageModel], world: World) -> TrainableLayers:
         """Every process must call it, with its own stages."""
         own = {name: p.requires_grad for model in models.values() for name, p in model.parameters.items()}
+        own_layers = {
+            number: adapter.is_trained(adapter.layers[number], model.model)
+            for model in models.values()
+            for number in range(model.start, model.stop)
+        }
         parameters: dict[str, bool] = {}
-        for part in world.gather_objects(own):
-            parameters.update(part)
-        return cls(adapter, _trained_layers(adapter, models, world), own, parameters)
+        layers: dict[int, bool] = {}
+        for of_process in world.gather_objects((own, own_layers)):
+            parameters.update(of_process[0])
+            layers.update(of_process[1])
+        return cls(adapter, [layers[number] for number in range(len(adapter.layers))], own, parameters)
 
     def stages(self, models: Mapping[int, StageModel], loss: Loss) -> dict[int, Stage]:
         """This process's stages, which send the gradients that a trained layer needs."""
@@ -63,16 +70,3 @@ class TrainableLayers:
                 "no parameter that the loss depends on has requires_grad=True, so there is nothing to train; unfreeze "
                 "some of them, and make a new Pipeline (eval_step and generate need none)"
             )
-
-
-def _trained_layers(adapter: Adapter, models: Mapping[int, StageModel], world: World) -> list[bool]:
-    """Whether each layer of the whole model is trained, the same in every process. Every process must call it."""
-    local = {
-        index: adapter.is_trained(layer, stage_model.model)
-        for stage_model in models.values()
-        for index, layer in enumerate(stage_model.layers, stage_model.start)
-    }
-    is_trained: dict[int, bool] = {}
-    for part in world.gather_objects(local):
-        is_trained.update(part)
-    return [is_trained[index] for index in range(len(adapter.layers))]

@@ -1,8 +1,8 @@
-"""`Pipeline`, which connects the parts: what is asked (request.py), decided (decision.py), built and run (steps.py)."""
+"""`Pipeline`: its request and the decisions (decision.py), its stages (building.py), and its steps (steps.py)."""
 
 from hf_gpipe.model.spec import ModelSource
+from hf_gpipe.pipeline.decision import PipelineRequest
 from hf_gpipe.pipeline.pipeline import Pipeline
-from hf_gpipe.pipeline.request import PipelineRequest
 from hf_gpipe.pipeline.steps import Update, UpdateStage
 from hf_gpipe.runtime.evaluation import Evaluation
 

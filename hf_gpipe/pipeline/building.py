@@ -12,8 +12,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.model.opening import read_dtype
 from hf_gpipe.model.stage_parameters import StageParameters
-from hf_gpipe.pipeline.decision import Decision
-from hf_gpipe.pipeline.request import PipelineRequest
+from hf_gpipe.pipeline.decision import Decision, PipelineRequest
 from hf_gpipe.pipeline.steps import Steps
 from hf_gpipe.recipe import TrainingSection
 from hf_gpipe.runtime.edges import connect

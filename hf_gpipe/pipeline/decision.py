@@ -1,30 +1,69 @@
-"""What is decided for a pipeline, the same in all processes, before any weight is made."""
+"""What a pipeline is asked to be, and what is decided, the same in all processes, before any weight is made."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hf_gpipe.adapters import Adapter, is_known_exact
 from hf_gpipe.model.exactness import verify, verify_packing
 from hf_gpipe.model.opening import open_model
+from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.pipeline.request import PipelineRequest
 from hf_gpipe.planner.decide import Planning, settled
 from hf_gpipe.planner.links import Machines
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.preflight import compare_with_machines
+from hf_gpipe.planner.workload import OF_THE_READER, PlanInputs
 from hf_gpipe.recipe import DecidedConfig, PipelineConfig
+from hf_gpipe.recipe.pipeline import OF_EACH_PROCESS
+from hf_gpipe.runtime.agreement import compare
 from hf_gpipe.runtime.custom_loss import loss_of
-from hf_gpipe.runtime.device_choice import DeviceChoice, world_for
-from hf_gpipe.runtime.loss import Loss
+from hf_gpipe.runtime.loss import PLAIN, Loss
 from hf_gpipe.runtime.micro_batch import Batch
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
 from hf_gpipe.schedule.builders import build
-from hf_gpipe.schedule.file import recompute_under
+from hf_gpipe.schedule.file import TABLE_SUFFIX, is_table_file, recompute_under
 from hf_gpipe.schedule.table import Schedule
+
+
+@dataclass(frozen=True)
+class PipelineRequest:
+    """A pipeline as it is asked for. `Pipeline` says what its arguments mean.
+
+    Attributes:
+        model: the model.
+        config: how it is cut and run.
+        inputs: of the planner; its `packing` says whether training packs rows.
+        seed: None: the default of recipes.
+        loss: of training; of a model that classifies rows in another way, the plain one is replaced.
+        length_bucketing: whether training sorts rows by length.
+    """
+
+    model: ModelSpec
+    config: PipelineConfig
+    inputs: PlanInputs = field(default_factory=PlanInputs)
+    seed: int | None = None
+    loss: Loss = PLAIN
+    length_bucketing: bool = False
+
+    def compare(self) -> None:
+        """Compare it with that of the other processes. Every process calls it. Raises DisagreementError."""
+        compare(self._compared, "arguments of the Pipeline")
+
+    def _compared(self) -> dict[str, Any]:
+        same = {name: value for name, value in vars(self.config).items() if name not in OF_EACH_PROCESS}
+        if is_table_file(self.config.schedule):
+            same["schedule"] = TABLE_SUFFIX  # the main process reads it, and the others may know another path
+        same |= {name: value for name, value in vars(self.inputs).items() if name not in OF_THE_READER}
+        of_tokens = self.loss.of_tokens
+        same |= {"label_smoothing": of_tokens.label_smoothing, "logit_clipping": of_tokens.logit_clipping}
+        same |= {"seed": self.seed, "loss": self.loss, "length_bucketing": self.length_bucketing}
+        return same | self.model.compared()
 
 
 @dataclass(frozen=True)
@@ -32,14 +71,10 @@ class Decision:
     """A model, cut into stages that have their places, and the tables to run.
 
     Attributes:
-        given: the configuration that was asked for; "auto" where the planner decides what was not given.
-        config: the same without "auto".
-        planned: the planner's choice and the reason, in one line; None if it had nothing to decide.
+        given, config, planned, loss, links: as of `Pipeline`.
         adapter: of the model.
-        loss: of training.
         partition: the layers of each stage.
         world: where the stages are.
-        links: lines about the links between machines.
         table: of the schedule, where it is the file of one.
         planning: the planner's inputs.
     """
@@ -56,13 +91,8 @@ class Decision:
     planning: Planning
 
     @classmethod
-    def of(cls, request: PipelineRequest, device: DeviceChoice) -> Decision:
-        """Decide. Every process calls it, with the same request, and with its device.
-
-        Raises UserError, on every process, where the request cannot be met.
-        """
-        # The processes, and what is asked of their number.
-        world = world_for(request.config, device)
+    def of(cls, request: PipelineRequest, world: World) -> Decision:
+        """Every process calls it, with the same request. Raises UserError where the request cannot be met."""
         inputs = request.inputs
         given = settled(request.config, inputs, world)
         # Read before any weight is made: a table that cannot be run costs no time.
@@ -72,8 +102,11 @@ class Decision:
             inputs = replace(inputs, tables={given.schedule: table})
 
         # The model without its weights.
-        adapter = open_model(request.model, world.device)
-        request.compare_commit(adapter)
+        adapter, source = open_model(request.model, world.device), request.model.model
+        if isinstance(source, str) and not os.path.isdir(source):
+            # Each machine has the Hub's model in a cache of its own.
+            commit = getattr(adapter.given_config, "_commit_hash", None)
+            compare(lambda: {"the model's commit": commit}, source)
         loss = loss_of(adapter, request.loss)
         if inputs.packing:
             verify_packing(adapter)

@@ -18,18 +18,18 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.model.spec import ModelSource, ModelSpec
 from hf_gpipe.model.stage_parameters import StageParameters
 from hf_gpipe.pipeline.building import build
-from hf_gpipe.pipeline.decision import Decision
+from hf_gpipe.pipeline.decision import Decision, PipelineRequest
 from hf_gpipe.pipeline.look import html_of, text_of
-from hf_gpipe.pipeline.request import PipelineRequest
 from hf_gpipe.pipeline.steps import Steps
 from hf_gpipe.planner.advice import advising
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import ModelSection, PipelineConfig, TrainingSection
 from hf_gpipe.runtime.calls import by_every_process
 from hf_gpipe.runtime.custom_loss import asked_loss
-from hf_gpipe.runtime.device_choice import DeviceChoice
+from hf_gpipe.runtime.device_choice import DeviceChoice, world_for
 from hf_gpipe.runtime.joining import join_job
 from hf_gpipe.runtime.loss import Loss
+from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule.table import Schedule
 
 Arguments = ParamSpec("Arguments")
@@ -176,22 +176,22 @@ class Pipeline:
             **settings,
         )
         loss = asked_loss(loss, label_smoothing, logit_clipping, packing=inputs.packing)
-        self._make(PipelineRequest(spec, asked, inputs, seed, loss, length_bucketing), device)
-
-    @classmethod
-    def of(cls, request: PipelineRequest) -> Pipeline:
-        """The pipeline of a request, which a recipe or a trainer's arguments make. Raises as the constructor does."""
-        pipe = cls.__new__(cls)
-        pipe._make(request)
-        return pipe
-
-    def _make(self, request: PipelineRequest, device: DeviceChoice = None) -> None:
-        # What is asked is the same in all processes.
+        request = PipelineRequest(spec, asked, inputs, seed, loss, length_bucketing)
         join_job()
         request.compare()
+        self._make(request, world_for(asked, device))
 
+    @classmethod
+    def of(cls, request: PipelineRequest, world: World) -> Pipeline:
+        """The pipeline that a recipe or a trainer asks for, on chosen devices. Raises as the constructor does."""
+        request.compare()
+        pipe = cls.__new__(cls)
+        pipe._make(request, world)
+        return pipe
+
+    def _make(self, request: PipelineRequest, world: World) -> None:
         # What is decided: nothing of this takes memory.
-        decision = self.decision = Decision.of(request, device)
+        decision = self.decision = Decision.of(request, world)
         self.given, self.config, self.planned = decision.given, decision.config, decision.planned
         self.adapter, self.loss = decision.adapter, decision.loss
         self.world, self.links = decision.world, decision.links
@@ -283,7 +283,7 @@ class Pipeline:
     # ------------------------------------------------------------------ what it shows
 
     def __repr__(self) -> str:
-        return text_of(self.adapter, self.config, self.partition, self.world, self.models)
+        return text_of(self.decision, self.models)
 
     def _repr_html_(self) -> str:
         return html_of(repr(self), self.schedule(self.num_micro_batches))

@@ -30,6 +30,7 @@ from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import AUTO
 from hf_gpipe.runtime.agreement import compare
 from hf_gpipe.runtime.custom_loss import asked_loss
+from hf_gpipe.runtime.device_choice import world_for
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.joining import join_job
 from hf_gpipe.runtime.loss import Loss
@@ -80,6 +81,7 @@ def pipeline_of(
     args: PipelineTrainingArguments,
     example: Callable[[], Workload | None],
     loss: Loss | None = None,
+    world: World | None = None,
     **options: Any,
 ) -> Pipeline:
     """The pipeline to train.
@@ -89,12 +91,13 @@ def pipeline_of(
         args: the trainer's arguments.
         example: the shape of the longest mini-batch to come, for the planner.
         loss: in place of the cross-entropy.
+        world: of the job, where the devices are chosen.
         options: of `ModelSpec`; a value None is not given.
 
     Raises:
         UserError: the arguments ask for something else than a given pipeline is.
     """
-    pipe = _pipeline(model, args, example, loss, options)
+    pipe = _pipeline(model, args, example, loss, world, options)
     if args.neftune_noise_alpha is not None and pipe.adapter.config.is_encoder_decoder:
         raise UserError(
             f"neftune_noise_alpha={args.neftune_noise_alpha!r}: {pipe.adapter.config.model_type} has an encoder, and "
@@ -176,6 +179,7 @@ def _pipeline(
     args: PipelineTrainingArguments,
     example: Callable[[], Workload | None],
     loss: Loss | None,
+    world: World | None,
     options: Mapping[str, Any],
 ) -> Pipeline:
     """The pipeline that the arguments ask for, or the one given, if it is not another one."""
@@ -189,7 +193,8 @@ def _pipeline(
         take_seed(model, args)
         return model
     assert model is not None
-    config, world = args.config, World.of_job()
+    config = args.config
+    world = world or world_for(config)
     inputs = PlanInputs(
         optim=str(getattr(args.optim, "value", args.optim)),
         fp32_master_weights=args.fp32_master_weights,
@@ -207,7 +212,7 @@ def _pipeline(
     spec = ModelSpec.of(model, autocast=args.autocast, **options)
     loss = asked_loss(loss, args.label_smoothing_factor, args.logit_clipping, packing=inputs.packing)
     by_length = args.train_sampling_strategy == "group_by_length"
-    return Pipeline.of(PipelineRequest(spec, config, inputs, args.seed, loss, by_length))
+    return Pipeline.of(PipelineRequest(spec, config, inputs, args.seed, loss, by_length), world)
 
 
 def _num_micro_batches_before(output_dir: Path) -> int | None:

@@ -156,6 +156,7 @@ class PipelineDPOTrainer(PipelineTrainer):
             lambda: _example(datasets.get("train"), args),
             loss=None if isinstance(model, Pipeline) else args.make_loss(),
             quantization_config=quantization_config,
+            world=world,
             peft_config=peft_config,
         )
         if pipe.loss != (asked := args.make_loss()):

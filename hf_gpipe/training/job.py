@@ -96,7 +96,7 @@ def _run(recipe: Recipe, job: Job, world: World, task: Task, cost_meter: CostMet
         say(f"deleted {path}, because training.resume is never")
 
     job.note("creating the model")
-    pipe = _pipeline(recipe, config, _num_micro_batches_of(checkpoint))
+    pipe = _pipeline(recipe, config, checkpoint, world)
     if not pipe.adapter.is_classifier:
         pipe.adapter.reference.generation_config.max_new_tokens = recipe.evaluation.max_new_tokens
     trainer = _trainer(recipe, task, pipe, prepared)
@@ -270,11 +270,6 @@ def _check_same_data(recipe: Recipe, hosts: Sequence[str], world: World) -> None
         )
 
 
-def _num_micro_batches_of(checkpoint: Path | None) -> int | None:
-    """The number of micro-batches of the run so far; None if it is new or its checkpoint does not say."""
-    return None if checkpoint is None else read_state(checkpoint).run.num_micro_batches
-
-
 def _check_same_run(recipe: Recipe, earlier: Recipe, checkpoint: Path) -> None:
     """Raise RecipeError where a checkpoint belongs to another training than the recipe's."""
     before, changeable = earlier.values(), may_change()
@@ -287,15 +282,13 @@ def _check_same_run(recipe: Recipe, earlier: Recipe, checkpoint: Path) -> None:
             )
 
 
-def _pipeline(recipe: Recipe, config: PreTrainedConfig, resumed_num_micro_batches: int | None) -> Pipeline:
-    training = recipe.training
+def _pipeline(recipe: Recipe, config: PreTrainedConfig, checkpoint: Path | None, world: World) -> Pipeline:
+    spec, training = spec_of(recipe, config), recipe.training
     inputs = PlanInputs.of_recipe(recipe, is_encoder_decoder=bool(config.is_encoder_decoder))
-    inputs = replace(inputs, earlier_num_micro_batches=resumed_num_micro_batches)
-    return Pipeline.of(
-        PipelineRequest(
-            spec_of(recipe, config), recipe.pipeline, inputs, training.seed, loss_of(recipe), training.length_bucketing
-        )
-    )
+    if checkpoint is not None:
+        inputs = replace(inputs, earlier_num_micro_batches=read_state(checkpoint).run.num_micro_batches)
+    loss, by_length = loss_of(recipe), training.length_bucketing
+    return Pipeline.of(PipelineRequest(spec, recipe.pipeline, inputs, training.seed, loss, by_length), world)
 
 
 def _trainer(recipe: Recipe, task: Task, pipe: Pipeline, prepared: _Prepared | None) -> PipelineTrainer:
