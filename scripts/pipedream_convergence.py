@@ -57,11 +57,12 @@ class Data:
     def __init__(self, recipe_file: str, overrides: Sequence[str]) -> None:
         recipe = load_recipe(recipe_file, overrides)
         task = task_of(recipe)
-        corpus = task.corpus()
+        corpus = task.corpus(recipe)
         self.tokenizer = tokenizer_of(recipe, corpus, None)
         decoder_only = not model_config(recipe, self.tokenizer).is_encoder_decoder
         self.train, self.validation = (
-            task.rows(split, self.tokenizer, decoder_only=decoder_only) for split in (corpus.train, corpus.validation)
+            task.rows(recipe.data, split, self.tokenizer, decoder_only=decoder_only)
+            for split in (corpus.train, corpus.validation)
         )
 
 

@@ -1,5 +1,5 @@
-"""Writes the tables of docs/trainer.md: training arguments from supported.py, Trainer's methods and attributes from
-surface.py, those of fine-tuning from sft_config.py, all in hf_gpipe/training.
+"""Writes the tables of docs/trainer.md. What is refused is read from supported.py and surface.py, the arguments of
+fine-tuning from sft_config.py, all in hf_gpipe/training; what is honoured, and what has no effect, stands here.
 
 python scripts/trainer_arguments.py            the tables are written
 python scripts/trainer_arguments.py --check    exit code 1 where the page says something else
@@ -15,17 +15,101 @@ from transformers import TrainingArguments
 
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.sft_config import PipelineSFTConfig
-from hf_gpipe.training.supported import (
-    BITSANDBYTES_OPTIMIZERS,
-    HARMLESS_ARGUMENTS,
-    HONOURED,
-    IRRELEVANT,
-    LIMITS,
-    OPTIMIZERS,
-    REFUSED,
-)
-from hf_gpipe.training.surface import ATTRIBUTES, FIXED, METHODS, READ_ONLY
+from hf_gpipe.training.supported import BITSANDBYTES_OPTIMIZERS, HARMLESS_ARGUMENTS, OPTIMIZERS, REFUSED
+from hf_gpipe.training.surface import FIXED, READ_ONLY
 from hf_gpipe.training.surface import REFUSED as SURFACE_REFUSED
+
+#: Fields that a pipeline honours.
+HONOURED = frozenset(
+    (
+        *("output_dir", "per_device_train_batch_size", "num_train_epochs", "max_steps", "learning_rate"),
+        *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args", "weight_decay"),
+        *("adam_beta1", "adam_beta2", "adam_epsilon", "gradient_accumulation_steps", "max_grad_norm"),
+        *("label_smoothing_factor", "neftune_noise_alpha", "bf16", "fp16", "tf32", "activation_checkpointing"),
+        *("gradient_checkpointing", "torch_compile", "torch_compile_backend", "torch_empty_cache_steps"),
+        *("log_level", "log_level_replica", "log_on_each_node", "logging_strategy", "logging_steps"),
+        *("logging_first_step", "logging_nan_inf_filter", "include_num_input_tokens_seen", "disable_tqdm"),
+        *("report_to", "run_name", "project", "trackio_space_id", "trackio_bucket_id"),
+        *("trackio_static_space_id", "eval_strategy", "eval_steps", "eval_delay", "eval_on_start"),
+        *("per_device_eval_batch_size", "prediction_loss_only", "include_for_metrics", "batch_eval_metrics"),
+        *("eval_do_concat_batches", "save_strategy", "save_steps", "save_total_limit", "save_only_model"),
+        *("enable_jit_checkpoint", "push_to_hub", "hub_model_id", "hub_strategy", "hub_token"),
+        *("hub_private_repo", "hub_always_push", "hub_revision", "load_best_model_at_end"),
+        *("metric_for_best_model", "greater_is_better", "ignore_data_skip"),
+        *("restore_callback_states_from_checkpoint", "full_determinism", "seed", "data_seed", "use_cpu"),
+        *("dataloader_drop_last", "dataloader_num_workers", "dataloader_prefetch_factor"),
+        *("dataloader_multiprocessing_context", "dataloader_in_order", "remove_unused_columns"),
+        *("train_sampling_strategy", "length_column_name", "ddp_timeout"),
+    )
+)
+
+#: Of these, what is honoured only in part.
+LIMITS = {
+    "optim": "those of optimizers that treat each parameter alone: {optimizers}; with bitsandbytes {bitsandbytes}",
+    "neftune_noise_alpha": "of decoder-only models; the noise depends on the seed, the step and the row",
+    "dataloader_num_workers": "of a map-style dataset; an iterable one is read by the main process",
+}
+
+_SCRIPTS = "Trainer does not read it either; it is for scripts"
+
+#: Field -> why it has no effect that could be missed.
+IRRELEVANT = {
+    "average_tokens_across_devices": "the loss is always the mean over all target tokens of the step",
+    "eval_accumulation_steps": "predictions go to the CPU after every mini-batch",
+    "dataloader_persistent_workers": "it saves only the time to start the loader's workers in each epoch",
+    "dataloader_pin_memory": "mini-batches travel between processes and are copied to each device from there",
+    "do_train": _SCRIPTS,
+    "do_eval": _SCRIPTS,
+    "do_predict": _SCRIPTS,
+    "resume_from_checkpoint": _SCRIPTS,
+    "local_rank": "the launcher's environment says it",
+}
+
+#: Methods that are here and may be overridden: they are called where Trainer calls them. Name -> note.
+METHODS = {
+    "train": "`trial` raises an error",
+    "evaluate": "",
+    "predict": "",
+    "log": "",
+    "log_metrics": "",
+    "metrics_format": "",
+    "save_metrics": "",
+    "save_state": "",
+    "save_model": "every process calls it; also for each checkpoint, with the checkpoint's directory",
+    "push_to_hub": "every process calls it",
+    "create_model_card": "the main process writes it",
+    "init_hf_repo": "every process calls it",
+    "add_callback": "",
+    "pop_callback": "",
+    "remove_callback": "",
+    "call_model_init": "",
+    "create_optimizer": "it makes one of the parameters of this process's stages, `pipe.parameters()`",
+    "create_scheduler": "",
+    "create_optimizer_and_scheduler": "",
+    "get_optimizer_cls_and_kwargs": "",
+    "get_decay_parameter_names": "it is given the model of each stage",
+    "get_learning_rates": "",
+    "get_optimizer_group": "",
+    "end": "it leaves the job that the processes have joined",
+}
+
+#: Attributes that are here and may be set. Name -> note.
+ATTRIBUTES = {
+    "args": "",
+    "callback_handler": "",
+    "compute_metrics": "",
+    "control": "",
+    "data_collator": "",
+    "eval_dataset": "",
+    "lr_scheduler": "",
+    "model_init": "",
+    "optimizer": "of the parameters of this process's stages",
+    "optimizer_cls_and_kwargs": "",
+    "preprocess_logits_for_metrics": "",
+    "processing_class": "",
+    "state": "",
+    "train_dataset": "",
+}
 
 SURFACE = {
     "called, also an override": METHODS,

@@ -7,11 +7,10 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_gpipe.commands.base import Parser, run_command
-from hf_gpipe.commands.launch_file import ENGINES, JobFile
+from hf_gpipe.commands.launch_file import ENGINES, job_file
 from hf_gpipe.errors import UserError, nearest
 from hf_gpipe.recipe import Recipe, load_recipe
 
@@ -60,18 +59,17 @@ def _text(options: argparse.Namespace, args: Sequence[str]) -> str:
         keys = {argument.partition("=")[0] for argument in changed}
         arguments = [one for one in arguments if one.partition("=")[0].strip() not in keys] + changed
         comments += estimate
-    file = JobFile(
+    return job_file(
+        options.engine,
         load_recipe(options.recipe, arguments[1:]),
         arguments,
         options.nodes,
         per_node,
         comments,
-        options.device,
-        options.image,
-        options.claim,
-        Path.cwd(),
+        device=options.device,
+        image=options.image,
+        claim=options.claim,
     )
-    return file.text(options.engine)
 
 
 def _check_lines(values: Sequence[str]) -> None:

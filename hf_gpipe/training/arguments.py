@@ -31,11 +31,6 @@ from hf_gpipe.training.supported import (
     SAMPLING,
 )
 
-#: The help of fields that are also keys of a recipe.
-_PIPELINE = {name: {"help": key.text} for name, key in keys_of(PipelineConfig).items()}
-_TRAINING = {name: {"help": key.text} for name, key in keys_of(TrainingSection).items()}
-#: The default of all that a given Pipeline decides: what is given beside it can then be compared with it.
-_NOT_GIVEN: Any = None
 #: Where nothing can be planned.
 _CANNOT_PLAN = (
     "Nothing can be planned where the training dataset, such as a stream, does not tell how long its rows are, and "
@@ -43,12 +38,22 @@ _CANNOT_PLAN = (
 )
 
 
-def _planned(name: str) -> dict[str, str]:
-    return {"help": f"{_PIPELINE[name]['help'].replace('null:', 'None:')} {_CANNOT_PLAN}"}
+def argument(default: Any, text: str, **metadata: Any) -> Any:
+    """A field of arguments; `text` is its help."""
+    return field(default=default, metadata={"help": text, **metadata})
 
 
-def _pipeline(name: str) -> dict[str, str]:
-    return {"help": f"{_PIPELINE[name]['help']} None: {getattr(PipelineConfig, name)}."}
+def _key(section: type, name: str) -> Any:
+    """A field that is also a key of a recipe, with its default."""
+    return argument(getattr(section, name), keys_of(section)[name].text)
+
+
+def _decided(name: str, section: type = PipelineConfig, **metadata: Any) -> Any:
+    """A key that a given Pipeline decides: None is not given, and what is given beside the Pipeline is compared."""
+    text = keys_of(section)[name].text
+    if name in PLANNED:
+        return argument(None, f"{text.replace('null:', 'None:')} {_CANNOT_PLAN}")
+    return argument(None, f"{text} None: {getattr(section, name)}.", **metadata)
 
 
 @dataclass
@@ -56,81 +61,57 @@ class PipelineTrainingArguments(TrainingArguments):
     """Arguments of `PipelineTrainer`: those of transformers' Trainer, and how the model is cut into stages.
 
     `per_device_train_batch_size` is the rows of a mini-batch of the whole pipeline, `gradient_accumulation_steps` the
-    number of mini-batches in one step. hf_gpipe/training/supported.py says which of transformers' arguments are
-    honoured; any other raises an error that names it.
+    number of mini-batches in one step. hf_gpipe/training/supported.py says which of transformers' arguments raise an
+    error that names them.
 
     Raises:
         UserError: an argument, or a setting of `accelerate launch`, that a pipeline cannot honour.
     """
 
-    num_stages: int | str = field(default=PipelineConfig.num_stages, metadata=_PIPELINE["num_stages"])
-    num_micro_batches: int | str = field(default=_NOT_GIVEN, metadata=_planned("num_micro_batches"))
-    schedule: str = field(default=_NOT_GIVEN, metadata=_planned("schedule"))
-    recompute: str = field(default=_NOT_GIVEN, metadata=_planned("recompute"))
-    partition: list[int] | str = field(default=_NOT_GIVEN, metadata=_planned("partition"))
-    memory: str | None = field(default=None, metadata=_PIPELINE["memory"])
-    replicas: int | list[int] | str = field(default=_NOT_GIVEN, metadata=_pipeline("replicas"))
-    zero: int = field(default=_NOT_GIVEN, metadata=_pipeline("zero"))
-    boundary_dtype: str | None = field(default=PipelineConfig.boundary_dtype, metadata=_PIPELINE["boundary_dtype"])
-    timeline_steps: int | None = field(default=TrainingSection.timeline_steps, metadata=_TRAINING["timeline_steps"])
-    slow_machine_steps: int | None = field(
-        default=TrainingSection.slow_machine_steps, metadata=_TRAINING["slow_machine_steps"]
+    num_stages: int | str = _key(PipelineConfig, "num_stages")
+    num_micro_batches: int | str = _decided("num_micro_batches")
+    schedule: str = _decided("schedule")
+    recompute: str = _decided("recompute")
+    partition: list[int] | str = _decided("partition")
+    memory: str | None = _key(PipelineConfig, "memory")
+    replicas: int | list[int] | str = _decided("replicas")
+    zero: int = _decided("zero")
+    boundary_dtype: str | None = _key(PipelineConfig, "boundary_dtype")
+    timeline_steps: int | None = _key(TrainingSection, "timeline_steps")
+    slow_machine_steps: int | None = _key(TrainingSection, "slow_machine_steps")
+    logit_clipping: float | None = _key(TrainingSection, "logit_clipping")
+    fp32_master_weights: bool = _key(TrainingSection, "fp32_master_weights")
+    offload_optimizer: bool = _key(TrainingSection, "offload_optimizer")
+    batch_tokens: int | None = argument(
+        TrainingSection.batch_tokens,
+        "Target tokens of a training mini-batch, about, in place of per_device_train_batch_size rows; None: rows.",
     )
-    logit_clipping: float | None = field(default=TrainingSection.logit_clipping, metadata=_TRAINING["logit_clipping"])
-    fp32_master_weights: bool = field(
-        default=TrainingSection.fp32_master_weights, metadata=_TRAINING["fp32_master_weights"]
+    # On a command line `--packing` alone means True.
+    packing: bool | None = _decided("packing", TrainingSection, nargs="?", const=True)
+    sampling_temperature: float = argument(
+        DataSection.temperature,
+        "T: a language with a share s of the rows is drawn in proportion to s ** (1 / T); 1: every row "
+        "once an epoch. Other values need a dataset with `languages`, the language of each row.",
     )
-    offload_optimizer: bool = field(default=TrainingSection.offload_optimizer, metadata=_TRAINING["offload_optimizer"])
-    batch_tokens: int | None = field(
-        default=TrainingSection.batch_tokens,
-        metadata={
-            "help": "Target tokens of a training mini-batch, about, in place of per_device_train_batch_size rows; "
-            "None: rows."
-        },
+    stop_seconds: float = argument(
+        TrainingSection.stop_seconds,
+        "With enable_jit_checkpoint: how long after SIGTERM or SIGINT a training may take to end its step "
+        "and save, before it ends without.",
     )
-    packing: bool | None = field(
-        default=_NOT_GIVEN,
-        # On a command line `--packing` alone means True.
-        metadata={
-            "help": f"{_TRAINING['packing']['help']} None: {TrainingSection.packing}.",
-            "nargs": "?",
-            "const": True,
-        },
-    )
-    sampling_temperature: float = field(
-        default=DataSection.temperature,
-        metadata={
-            "help": "T: a language with a share s of the rows is drawn in proportion to s ** (1 / T); 1: every row "
-            "once an epoch. Other values need a dataset with `languages`, the language of each row."
-        },
-    )
-    stop_seconds: float = field(
-        default=TrainingSection.stop_seconds,
-        metadata={
-            "help": "With enable_jit_checkpoint: how long after SIGTERM or SIGINT a training may take to end its step "
-            "and save, before it ends without."
-        },
-    )
-    save_in_background: str = field(
-        default=TrainingSection.save_in_background, metadata=_TRAINING["save_in_background"]
-    )
-    memory_save_steps: int | None = field(
-        default=TrainingSection.memory_save_steps, metadata=_TRAINING["memory_save_steps"]
-    )
-    on_nonfinite_loss: str = field(default=TrainingSection.on_nonfinite_loss, metadata=_TRAINING["on_nonfinite_loss"])
+    save_in_background: str = _key(TrainingSection, "save_in_background")
+    memory_save_steps: int | None = _key(TrainingSection, "memory_save_steps")
+    on_nonfinite_loss: str = _key(TrainingSection, "on_nonfinite_loss")
     # The default is the library's, and one with that of recipes.
-    ddp_timeout: int = field(default=int(PipelineConfig.timeout_seconds), metadata=_PIPELINE["timeout_seconds"])
-    predict_with_generate: bool = field(
-        default=False, metadata={"help": "Whether evaluation and prediction generate, for metrics of texts."}
+    ddp_timeout: int = argument(int(PipelineConfig.timeout_seconds), keys_of(PipelineConfig)["timeout_seconds"].text)
+    predict_with_generate: bool = argument(False, "Whether evaluation and prediction generate, for metrics of texts.")
+    generation_max_length: int | None = argument(
+        None, "`max_length` of that generation; None: of the model's generation_config."
     )
-    generation_max_length: int | None = field(
-        default=None, metadata={"help": "`max_length` of that generation; None: of the model's generation_config."}
+    generation_num_beams: int | None = argument(
+        None, "`num_beams` of that generation; None: of the model's generation_config."
     )
-    generation_num_beams: int | None = field(
-        default=None, metadata={"help": "`num_beams` of that generation; None: of the model's generation_config."}
-    )
-    generation_config: str | GenerationConfig | None = field(
-        default=None, metadata={"help": "In place of the model's own: the object, or a directory or Hub id to load."}
+    generation_config: str | GenerationConfig | None = argument(
+        None, "In place of the model's own: the object, or a directory or Hub id to load."
     )
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
@@ -163,9 +144,9 @@ class PipelineTrainingArguments(TrainingArguments):
 
     def check(self) -> None:
         """Raise UserError for a value that a pipeline cannot honour, wherever it was set: a trainer asks again."""
-        for argument in fields(TrainingArguments):
-            if argument.name in REFUSED:
-                self._refuse_unless_default(argument)
+        for library_s in fields(TrainingArguments):
+            if library_s.name in REFUSED:
+                self._refuse_unless_default(library_s)
         choose("optim", str(getattr(self.optim, "value", self.optim)), (*OPTIMIZERS, *BITSANDBYTES_OPTIMIZERS))
         if self.optim in BITSANDBYTES_OPTIMIZERS and not is_bitsandbytes_available():
             raise UserError(
@@ -262,9 +243,9 @@ class PipelineTrainingArguments(TrainingArguments):
             )
         setattr(self, value, True)
 
-    def _refuse_unless_default(self, argument: Field[Any]) -> None:
-        name = argument.name
-        default = argument.default if argument.default_factory is MISSING else argument.default_factory()
+    def _refuse_unless_default(self, library_s: Field[Any]) -> None:
+        name = library_s.name
+        default = library_s.default if library_s.default_factory is MISSING else library_s.default_factory()
         value = getattr(self, name)
         accepted = (default, *HARMLESS_ARGUMENTS.get(name, ()), *([self._settled[name]] if self._settled else []))
         if value not in accepted and (default or value):

@@ -9,7 +9,7 @@ otherwise they are computed once, before the training.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.batches import shared_stream
 from hf_gpipe.runtime.device_choice import world_for
-from hf_gpipe.training.arguments import PipelineTrainingArguments
+from hf_gpipe.training.arguments import PipelineTrainingArguments, argument
 from hf_gpipe.training.base import join_with, pipeline_of
 from hf_gpipe.training.loader import Batch, MiniBatches
 from hf_gpipe.training.pools import has_index
@@ -43,30 +43,24 @@ class PipelineDPOConfig(PipelineTrainingArguments):
         UserError: an argument that a pipeline cannot honour.
     """
 
-    learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate."})
-    logging_steps: float = field(default=10, metadata={"help": "Updates between two lines of metrics."})
-    beta: float = field(
-        default=0.1, metadata={"help": "How far the model may go from the reference; larger: less far."}
+    learning_rate: float = argument(1e-6, "Peak learning rate.")
+    logging_steps: float = argument(10, "Updates between two lines of metrics.")
+    beta: float = argument(0.1, "How far the model may go from the reference; larger: less far.")
+    loss_type: str = argument("sigmoid", "sigmoid, robust, hinge, ipo or sigmoid_norm.")
+    label_smoothing: float = argument(
+        0.0, "Probability that the two answers of a pair are exchanged; sigmoid and robust."
     )
-    loss_type: str = field(default="sigmoid", metadata={"help": "sigmoid, robust, hinge, ipo or sigmoid_norm."})
-    label_smoothing: float = field(
-        default=0.0, metadata={"help": "Probability that the two answers of a pair are exchanged; sigmoid and robust."}
+    reference_free: bool = argument(False, "Whether the reference is left out.")
+    precompute_ref_log_probs: bool = argument(
+        False,
+        "Whether the reference's log-probabilities are computed once, before the training. They are in any "
+        "case, unless the model gets new PEFT adapters.",
     )
-    reference_free: bool = field(default=False, metadata={"help": "Whether the reference is left out."})
-    precompute_ref_log_probs: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether the reference's log-probabilities are computed once, before the training. They are in any "
-            "case, unless the model gets new PEFT adapters."
-        },
+    precompute_ref_batch_size: int | None = argument(
+        None, "Pairs of a mini-batch of that pass; None: those of training or evaluation."
     )
-    precompute_ref_batch_size: int | None = field(
-        default=None, metadata={"help": "Pairs of a mini-batch of that pass; None: those of training or evaluation."}
-    )
-    max_length: int | None = field(
-        default=1024, metadata={"help": "Tokens to which a prompt with its answer is cut; None: all of them."}
-    )
-    disable_dropout: bool = field(default=True, metadata={"help": "Whether the model has no dropout in training."})
+    max_length: int | None = argument(1024, "Tokens to which a prompt with its answer is cut; None: all of them.")
+    disable_dropout: bool = argument(True, "Whether the model has no dropout in training.")
 
     def check(self) -> None:
         """Raise UserError for a value that a pipeline cannot honour."""

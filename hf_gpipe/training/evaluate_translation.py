@@ -161,6 +161,19 @@ class TranslationReport:
             for row in cells
         )
 
+    def text(self, split: str) -> str:
+        """The quality of each language and some translations, for people."""
+        average = self.average
+        parts = [
+            f"Quality on held-out pairs ({split} split; `copy` is the score of the source)",
+            self.table(),
+            *(["Each row is the mean of its languages' scores; the metrics hold every language's."] * self.is_long),
+            *(["Translations", self.sample_text()] if self.samples else []),
+            f"exact match {average.exact_match:.3f}, chrF {average.chrf:.1f} (copying the source: "
+            f"{average.chrf_copy:.1f})",
+        ]
+        return "\n\n".join(parts)
+
     def sample_text(self) -> str:
         """The samples as text: source, reference and translation below each other."""
         return "\n\n".join(
@@ -245,15 +258,22 @@ def evaluate_translation(
 
     pad_token_id = pipe.world.from_reader(prepare)
     options = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "do_sample": False, "num_return_sequences": 1}
-    outcomes: dict[int, _Outcome] = {}
+    #: Of each pair its translation, and the number of the reference's tokens.
+    outcomes: dict[int, tuple[Translated, int]] = {}
     for number, one in enumerate(predict(pipe, work.batches, generation=Generation(pipe, options, pad_token_id))):
         if tokenizer is None or not pipe.world.is_reader:
             continue
         texts = tokenizer.batch_decode(one.tokens, skip_special_tokens=True)
         sums, counts = one.evaluation.row_nll.tolist(), one.evaluation.row_tokens.tolist()
         for index, text, nll, num_tokens in zip(work.groups[number], texts, sums, counts, strict=True):
-            outcomes[index] = _Outcome(text.strip(), nll, num_tokens, work.num_characters[index])
-    return pipe.world.from_reader(lambda: _report(work.pairs, outcomes, num_samples, training_pairs or {}))
+            pair, count = work.pairs[index], work.num_characters[index]
+            outcomes[index] = (
+                Translated(pair.language, pair.source, pair.target, text.strip(), nll, count),
+                num_tokens,
+            )
+    return pipe.world.from_reader(
+        lambda: _report([outcomes[i] for i in range(len(outcomes))], num_samples, training_pairs or {})
+    )
 
 
 @dataclass
@@ -265,16 +285,6 @@ class _Work:
     num_characters: Sequence[int] = ()
     groups: Sequence[Sequence[int]] = ()
     batches: Iterable[Batch] | None = None
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """Of one pair: the translation, and the reference's negative log-likelihood, its tokens and its characters."""
-
-    translation: str
-    nll: float
-    num_tokens: int
-    num_characters: int
 
 
 def _first_of_each_language(pairs: Sequence[Pair], count: int | None) -> Sequence[Pair]:
@@ -304,32 +314,26 @@ def characters_of(
 
 
 def _report(
-    pairs: Sequence[Pair], outcomes: dict[int, _Outcome], num_samples: int, training_pairs: Mapping[str, int]
+    outcomes: Sequence[tuple[Translated, int]], num_samples: int, training_pairs: Mapping[str, int]
 ) -> TranslationReport:
-    of_language: dict[str, list[int]] = {}
-    for index, pair in enumerate(pairs):
-        of_language.setdefault(pair.language, []).append(index)
+    of_language: dict[str, list[tuple[Translated, int]]] = {}
+    for outcome in outcomes:
+        of_language.setdefault(outcome[0].language, []).append(outcome)
     largest_first = sorted(of_language, key=lambda language: -len(of_language[language]))
-    per_language = {
-        language: _score([pairs[i] for i in of_language[language]], [outcomes[i] for i in of_language[language]])
-        for language in largest_first
-    }
-    translations = tuple(_translated(pair, outcomes[i]) for i, pair in enumerate(pairs))
+    per_language = {language: _score(of_language[language]) for language in largest_first}
+    translations = tuple(translated for translated, _ in outcomes)
     return TranslationReport(per_language, translations, num_samples, dict(training_pairs))
 
 
-def _translated(pair: Pair, one: _Outcome) -> Translated:
-    return Translated(pair.language, pair.source, pair.target, one.translation, one.nll, one.num_characters)
-
-
-def _score(pairs: Sequence[Pair], outcomes: Sequence[_Outcome]) -> Scores:
+def _score(outcomes: Sequence[tuple[Translated, int]]) -> Scores:
+    pairs = [translated for translated, _ in outcomes]
     targets = [pair.target.strip() for pair in pairs]
-    exact_match, bleu, chrf = _compare([outcome.translation for outcome in outcomes], targets)
-    exact_match_copy, bleu_copy, chrf_copy = _compare([_without_tag(pair) for pair in pairs], targets)
-    nll = sum(outcome.nll for outcome in outcomes)
-    per_token = nll / max(sum(outcome.num_tokens for outcome in outcomes), 1)
-    per_character = nll / max(sum(outcome.num_characters for outcome in outcomes), 1)
-    return Scores(len(pairs), per_token, per_character, exact_match, bleu, chrf, exact_match_copy, bleu_copy, chrf_copy)
+    scores = _compare([pair.translation for pair in pairs], targets)
+    scores_of_copy = _compare([_without_tag(pair) for pair in pairs], targets)
+    nll = sum(pair.nll for pair in pairs)
+    per_token = nll / max(sum(num_tokens for _, num_tokens in outcomes), 1)
+    per_character = nll / max(sum(pair.num_characters for pair in pairs), 1)
+    return Scores(len(pairs), per_token, per_character, *scores, *scores_of_copy)
 
 
 def _compare(texts: list[str], targets: list[str]) -> tuple[float, float, float]:
@@ -339,7 +343,7 @@ def _compare(texts: list[str], targets: list[str]) -> tuple[float, float, float]
     return exact, bleu, CHRF().corpus_score(texts, [targets]).score
 
 
-def _without_tag(pair: Pair) -> str:
+def _without_tag(pair: Translated) -> str:
     """The source as a reader sees it."""
     text = pair.source
     for language in (pair.language, ENGLISH):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,11 @@ from hf_gpipe.adapters.peft import need_peft
 from hf_gpipe.adapters.quantised import need_bitsandbytes
 from hf_gpipe.checkpoint.configuration import read_config
 from hf_gpipe.checkpoint.peft import has_adapters
-from hf_gpipe.data import Corpus, StreamedCorpus, build_corpus
-from hf_gpipe.data.chats import ChatCorpus, chat_corpus, preference_of
+from hf_gpipe.data import Corpus, StreamedCorpus
+from hf_gpipe.data.chats import ChatCorpus
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.files import read_template
-from hf_gpipe.data.labelled import labelled_of
-from hf_gpipe.data.text import TextCorpus, text_corpus
+from hf_gpipe.data.text import TextCorpus
 from hf_gpipe.data.tokenizer import read_tokenizer, trained_tokenizer
 from hf_gpipe.errors import CheckpointError, DataError, RecipeError, UnsupportedModelError, UserError, nearest
 from hf_gpipe.model.opening import adapter_of
@@ -106,46 +104,6 @@ def checked_adapter(recipe: Recipe, device: torch.device | None = None) -> Adapt
             "fewer, or a model with more positions"
         )
     return adapter
-
-
-def corpus_of(recipe: Recipe) -> Corpus | StreamedCorpus:
-    """The pairs, with some to evaluate on. Raises DataError."""
-    corpus = build_corpus(recipe.data, order_seed=recipe.training.seed)
-    _check_held_out(recipe, corpus, "pairs")
-    return corpus
-
-
-def text_corpus_of(recipe: Recipe) -> TextCorpus:
-    """The documents, with some to evaluate on. Raises DataError."""
-    corpus = text_corpus(recipe.data)
-    _check_held_out(recipe, corpus, "documents")
-    return corpus
-
-
-def chat_corpus_of(recipe: Recipe) -> ChatCorpus:
-    """The conversations, preferences or labelled texts, with some to evaluate on. Raises DataError."""
-    data = recipe.data
-    labelled = partial(labelled_of, labels=data.labels, text_field=data.text_field, label_field=data.label_field)
-    read, things = {
-        "chat": (None, "conversations"),
-        "preferences": (preference_of, "preferences"),
-        "classification": (labelled, "texts"),
-    }[data.kind]
-    evaluated = {recipe.evaluation.split, *(["validation"] if recipe.training.eval_steps else [])}
-    corpus = chat_corpus(data, read, things, evaluated)
-    _check_held_out(recipe, corpus, things)
-    return corpus
-
-
-def _check_held_out(recipe: Recipe, corpus: AnyCorpus, things: str) -> None:
-    """Raise DataError where a split that is evaluated on is empty."""
-    for key, split, held_out in (
-        ("data.test_fraction", "test", corpus.test),
-        ("data.validation_fraction", "validation", corpus.validation),
-    ):
-        is_needed = recipe.evaluation.split == split or (split == "validation" and recipe.training.eval_steps)
-        if is_needed and not held_out:
-            raise DataError(f"the corpus has no {split} {things} to evaluate on; raise {key}, or ask for more examples")
 
 
 def tokenizer_of(recipe: Recipe, corpus: AnyCorpus, checkpoint: Path | None) -> PreTrainedTokenizerBase:

@@ -1,12 +1,27 @@
-"""Mini-batches of held-out rows, which the main process has."""
+"""How well a model does on held-out rows: the loss of text, the accuracy of classes, and that of preferences.
+
+Every process calls the functions here, with the same arguments, and gets the same report. The rows are made in the main
+process alone. Logits are not clipped and labels not smoothed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
+import numpy as np
+import torch
+from transformers import EvalPrediction
+
+from hf_gpipe.data.collate import PairCollator
+from hf_gpipe.data.labelled import LabelCollator
+from hf_gpipe.data.preferences import PreferenceCollator
 from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.runtime.batches import shared_stream
 from hf_gpipe.training.loader import Batch
+from hf_gpipe.training.predicting import predict
 
 
 class Dataset(Protocol):
@@ -17,25 +32,118 @@ class Dataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-def held_out(
+@dataclass(frozen=True)
+class HeldOutReport:
+    """What was measured on held-out rows.
+
+    Attributes:
+        task: its name in metrics.json.
+        values: the metrics, by name.
+        rows: what the rows are, and how many of them, or of their tokens.
+        words: the metrics, on one line for people.
+    """
+
+    task: str
+    values: Mapping[str, float]
+    rows: tuple[str, str]
+    words: str
+    #: Only a translation has some.
+    translations: ClassVar[tuple[()]] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The metrics with the name of the task, ready for JSON."""
+        return {"task": self.task, **self.values}
+
+    def text(self, split: str) -> str:
+        """The report for people."""
+        what, count = self.rows
+        return f"Quality on held-out {what} ({split} split, {count})\n\n{self.words}"
+
+
+Evaluate = Callable[[Pipeline, Callable[[], Dataset], int, int | None], HeldOutReport]
+"""(the model; what makes the rows in the main process; rows at a time; how many rows to take, the first ones, or None:
+all) -> the report. On every process it raises the DataError of the rows."""
+
+
+def evaluate_text(
+    pipe: Pipeline, make_rows: Callable[[], Dataset], batch_size: int, max_rows: int | None = None
+) -> HeldOutReport:
+    """The loss per target token, each counting alike, and its exponential; rows are {"input_ids", "labels"}.
+
+    Of a block of text all tokens but the first are targets, of a conversation those that are learnt.
+    """
+    # The mask leaves padding out, so any token serves as padding.
+    num_rows, batches = _mini_batches(pipe, make_rows, PairCollator(0), batch_size, max_rows)
+    nll, num_tokens = 0.0, 0
+    for predicted in predict(pipe, batches):
+        nll += float(predicted.evaluation.row_nll.sum())
+        num_tokens += int(predicted.evaluation.row_tokens.sum())
+    return text_report(num_rows, num_tokens, nll / max(num_tokens, 1))
+
+
+def text_report(num_rows: int, num_tokens: int, loss: float) -> HeldOutReport:
+    """The report of a loss per token, natural logarithm; the perplexity is infinite beyond float."""
+    perplexity = math.inf if loss > 700 else math.exp(loss)
+    values = {"num_rows": num_rows, "num_tokens": num_tokens, "loss": loss, "perplexity": perplexity}
+    words = f"loss {loss:.4f}, perplexity {perplexity:.2f}"
+    return HeldOutReport("language modelling", values, ("text", f"{num_tokens} tokens"), words)
+
+
+def evaluate_classes(
+    pipe: Pipeline, make_rows: Callable[[], Dataset], batch_size: int, max_rows: int | None = None
+) -> HeldOutReport:
+    """The negative log-likelihood of the right class per text, and how often the most likely class is the right one.
+
+    The rows are those of `LabelledExamples`.
+    """
+    collate = LabelCollator.for_config(pipe.adapter.config)
+    num_rows, batches = _mini_batches(pipe, make_rows, collate, batch_size, max_rows)
+    nll, num_right = 0.0, 0
+    for predicted in predict(pipe, batches, with_logits=True):
+        nll += float(predicted.evaluation.row_nll.sum())
+        if predicted.logits is not None:  # in the last stage's leader
+            num_right += int((predicted.logits.argmax(-1) == predicted.batch["labels"].numpy()).sum())
+    num_right = pipe.world.broadcast_value(num_right, pipe.world.leader_of(pipe.num_stages - 1))
+    share, loss = num_right / num_rows, nll / num_rows
+    values = {"num_rows": num_rows, "accuracy": share, "loss": loss}
+    words = f"accuracy {share:.1%}, loss {loss:.4f}"
+    return HeldOutReport("classification", values, ("texts", f"{num_rows} texts"), words)
+
+
+def accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    """`compute_metrics` of a trainer, for logits (N, C) and labels (N,)."""
+    return {"accuracy": float(np.mean(prediction.predictions.argmax(-1) == prediction.label_ids))}
+
+
+def evaluate_preferences(
+    pipe: Pipeline, make_rows: Callable[[], Dataset], batch_size: int, max_rows: int | None = None
+) -> HeldOutReport:
+    """How often the chosen answer is more likely than the rejected one, without a reference; and the mean
+    log-probabilities of both. The rows are the pairs of `PreferenceExamples`."""
+    # The mask leaves padding out, so any token serves as padding.
+    _, batches = _mini_batches(pipe, make_rows, PreferenceCollator(0), batch_size, max_rows)
+    with pipe.holding_weights():
+        stream = shared_stream(None if batches is None else ([batch] for batch in batches), pipe.world)
+        log_probs = torch.cat([pipe.log_probs(batch) for (batch,) in stream]).view(-1, 2)
+    chosen, rejected = log_probs.unbind(dim=1)
+    share = float((chosen > rejected).double().mean())
+    means = float(chosen.mean()), float(rejected.mean())
+    values = {"num_pairs": len(chosen), "accuracy": share, "logps_chosen": means[0], "logps_rejected": means[1]}
+    words = (
+        f"the chosen answer is the more likely one in {share:.1%}; log-probabilities: chosen {means[0]:.2f}, rejected "
+        f"{means[1]:.2f}"
+    )
+    return HeldOutReport("preferences", values, ("preferences", f"{len(chosen)} pairs"), words)
+
+
+def _mini_batches(
     pipe: Pipeline,
     make_rows: Callable[[], Dataset],
     collate: Callable[[list[Any]], Batch],
     batch_size: int,
-    max_rows: int | None = None,
+    max_rows: int | None,
 ) -> tuple[int, Iterator[Batch] | None]:
-    """The number of rows to evaluate, and in the main process their mini-batches. Every process calls it.
-
-    Args:
-        pipe: what evaluates them.
-        make_rows: returns a dataset; called in the main process only.
-        collate: makes a mini-batch of some of its rows.
-        batch_size: rows of a mini-batch.
-        max_rows: how many to take, the first ones; None: all.
-
-    Raises:
-        DataError: on every process, what `make_rows` raises in the main one.
-    """
+    """The number of rows to evaluate, and in the main process their mini-batches."""
     made: list[Dataset] = []
 
     def prepare() -> int:

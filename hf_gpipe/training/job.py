@@ -33,7 +33,6 @@ from hf_gpipe.schedule import Schedule, Timeline, breakdown, draw_png, write_tra
 from hf_gpipe.training import summary
 from hf_gpipe.training.cost import CostMeter
 from hf_gpipe.training.dpo import PipelineDPOConfig, PipelineDPOTrainer
-from hf_gpipe.training.evaluate_classes import accuracy
 from hf_gpipe.training.from_recipe import (
     AnyCorpus,
     arguments_of,
@@ -43,6 +42,7 @@ from hf_gpipe.training.from_recipe import (
     spec_of,
     tokenizer_of,
 )
+from hf_gpipe.training.held_out import accuracy
 from hf_gpipe.training.per_character import PerCharacter, without_logits
 from hf_gpipe.training.tasks import Task, task_of
 from hf_gpipe.training.timeline import measure_step
@@ -100,7 +100,7 @@ def _run(recipe: Recipe, job: Job, world: World, task: Task, cost_meter: CostMet
     if not pipe.adapter.is_classifier:
         pipe.adapter.reference.generation_config.max_new_tokens = recipe.evaluation.max_new_tokens
     trainer = _trainer(recipe, task, pipe, prepared)
-    corpus_text = world.from_reader(lambda: "" if prepared is None else task.corpus_text(prepared.corpus))
+    corpus_text = world.from_reader(lambda: "" if prepared is None else task.size(recipe.data, prepared.corpus))
     say(summary.start_text(recipe, pipe, corpus_text, checkpoint))
     again = " with training.resume=auto" if recipe.training.resume == "never" else ""
     output = trainer.train_from(checkpoint, how_to_go_on=f"start again{again}")
@@ -113,9 +113,11 @@ def _run(recipe: Recipe, job: Job, world: World, task: Task, cost_meter: CostMet
     job.note("saving the model")
     trainer.save_model()
 
-    job.note(task.evaluating)
-    say(task.evaluating)
-    report = task.evaluate(pipe, *(prepared.tokenizer, prepared.corpus) if prepared is not None else (None, None))
+    evaluating = f"{task.evaluating} of the {recipe.evaluation.split} split"
+    job.note(evaluating)
+    say(evaluating)
+    tokenizer, corpus = (None, None) if prepared is None else (prepared.tokenizer, prepared.corpus)
+    report = task.evaluate(recipe, pipe, tokenizer, corpus)
     job.note("measuring a step")
     batches = trainer.train_batches()
     batch = share([next(batches.epoch(0))] if batches is not None else None, world)
@@ -124,17 +126,17 @@ def _run(recipe: Recipe, job: Job, world: World, task: Task, cost_meter: CostMet
         cost = cost_meter.cost(pipe, trainer.state.log_history, measured, batch, first_step)
         metrics = json.dumps(_finite(report.to_dict() | {"cost": cost}), indent=2, ensure_ascii=False)
         with writing(output_dir):
-            if translations := task.translations(report):
-                lines = [json.dumps(_finite(asdict(one)), ensure_ascii=False) for one in translations]
+            if report.translations:
+                lines = [json.dumps(_finite(asdict(pair)), ensure_ascii=False) for pair in report.translations]
                 (output_dir / TRANSLATIONS_FILE).write_text("\n".join([*lines, ""]), encoding="utf-8")
             (output_dir / METRICS_FILE).write_text(f"{metrics}\n")
             _write_timelines(output_dir, measured, predicted)
     if world.is_reporter:
         summary.say(summary.step_text(breakdown(measured), output_dir / TRACE_FILE))
         files = {"one step's timeline": TIMELINE_FILE, "metrics": METRICS_FILE}
-        if task.translations(report):
+        if report.translations:
             files["all translations"] = TRANSLATIONS_FILE
-        summary.say(summary.end_text(task.report_text(report), output_dir, files))
+        summary.say(summary.end_text(report.text(recipe.evaluation.split), output_dir, files))
 
 
 def _say_nothing(text: str) -> None:
@@ -205,7 +207,7 @@ def _prepared(
 def _prepare(recipe: Recipe, task: Task, output_dir: Path, checkpoint: Path | None) -> _Prepared:
     if checkpoint is not None and (output_dir / RECIPE_FILE).exists():
         _check_same_run(recipe, load_saved(output_dir / RECIPE_FILE), checkpoint)
-    corpus = task.corpus()
+    corpus = task.corpus(recipe)
     tokenizer = tokenizer_of(recipe, corpus, checkpoint)
     return _Prepared(corpus, tokenizer, model_config(recipe, tokenizer))
 
@@ -301,11 +303,13 @@ def _trainer(recipe: Recipe, task: Task, pipe: Pipeline, prepared: _Prepared | N
         """Make the datasets in the reader; the number of characters of the validation's references, if any."""
         assert prepared is not None, "the reader has prepared the data"
         corpus, tokenizer = prepared.corpus, prepared.tokenizer
-        datasets["train_dataset"] = task.rows(corpus.train, tokenizer, decoder_only=decoder_only)
+        datasets["train_dataset"] = task.rows(recipe.data, corpus.train, tokenizer, decoder_only=decoder_only)
         if not recipe.training.eval_steps:
             return None
-        datasets["eval_dataset"] = task.rows(corpus.validation, tokenizer, decoder_only=decoder_only)
-        return task.num_characters(corpus.validation, tokenizer, decoder_only=decoder_only)
+        datasets["eval_dataset"] = task.rows(recipe.data, corpus.validation, tokenizer, decoder_only=decoder_only)
+        if task.num_characters is None:
+            return None
+        return task.num_characters(recipe.data, corpus.validation, tokenizer, decoder_only=decoder_only)
 
     # The process of the last stage computes the metric.
     characters = pipe.world.from_reader(tokenize, takes_long=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hf_gpipe.data.packed_rows import STRATEGIES
 from hf_gpipe.errors import UserError
 from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.token_metrics import TokenMetrics
-from hf_gpipe.training.arguments import PipelineTrainingArguments, choose
+from hf_gpipe.training.arguments import PipelineTrainingArguments, argument, choose
 
 
 @dataclass
@@ -26,86 +26,50 @@ class PipelineSFTConfig(PipelineTrainingArguments):
         "dataset_kwargs",
     ]
 
-    learning_rate: float = field(default=2e-5, metadata={"help": "Peak learning rate."})
-    logging_steps: float = field(default=10, metadata={"help": "Updates between two lines of metrics."})
-    bf16: bool | None = field(
-        default=None, metadata={"help": "Whether forwards compute in bfloat16; None: unless fp16 is set."}
+    learning_rate: float = argument(2e-5, "Peak learning rate.")
+    logging_steps: float = argument(10, "Updates between two lines of metrics.")
+    bf16: bool | None = argument(None, "Whether forwards compute in bfloat16; None: unless fp16 is set.")
+    model_init_kwargs: dict[str, Any] | str | None = argument(
+        None,
+        "Of a model that is a Hub id or directory: dtype (default: float32), attn_implementation, "
+        "trust_remote_code, quantization_config, and values of its configuration.",
     )
-    model_init_kwargs: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Of a model that is a Hub id or directory: dtype (default: float32), attn_implementation, "
-            "trust_remote_code, quantization_config, and values of its configuration."
-        },
+    trust_remote_code: bool = argument(False, "Whether a Hub model and its tokenizer may run Python code of their own.")
+    router_aux_loss_coef: float | None = argument(
+        None, "Weight of a mixture of experts' auxiliary loss; 0: none; None: the one in its configuration."
     )
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Whether a Hub model and its tokenizer may run Python code of their own."}
+    chat_template_path: str | None = argument(None, "A file with the chat template, that ends in .jinja or .j2.")
+    dataset_text_field: str = argument("text", "The column of texts.")
+    dataset_kwargs: dict[str, Any] | str | None = argument(
+        None, "skip_prepare_dataset: whether the data_collator gets the rows as they are."
     )
-    router_aux_loss_coef: float | None = field(
-        default=None,
-        metadata={
-            "help": "Weight of a mixture of experts' auxiliary loss; 0: none; None: the one in its configuration."
-        },
+    dataset_num_proc: int | None = argument(
+        None, "No effect on the rows: they are tokenised in the main process, and packed as by one process."
     )
-    chat_template_path: str | None = field(
-        default=None, metadata={"help": "A file with the chat template, that ends in .jinja or .j2."}
+    eos_token: str | None = argument(None, "The token that ends a text; None: the tokenizer's.")
+    pad_token: str | None = argument(None, "The token that fills rows; None: the tokenizer's, or the one that ends.")
+    max_length: int | None = argument(
+        1024, "Tokens to which a row is cut, or with packing of a packed row; None: all of them."
     )
-    dataset_text_field: str = field(default="text", metadata={"help": "The column of texts."})
-    dataset_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "skip_prepare_dataset: whether the data_collator gets the rows as they are."}
+    truncation_mode: str = argument("keep_start", "Which end of a row is kept: keep_start or keep_end.")
+    shuffle_dataset: bool = argument(False, "Whether the rows are shuffled once, before the training.")
+    packing: bool = argument(
+        False, "Whether rows are packed to rows of up to max_length tokens; each counts as one row of the batch."
     )
-    dataset_num_proc: int | None = field(
-        default=None,
-        metadata={
-            "help": "No effect on the rows: they are tokenised in the main process, and packed as by one process."
-        },
+    packing_strategy: str = argument("bfd", "bfd, bfd_split or wrapped.")
+    eval_packing: bool | None = argument(None, "Whether rows to evaluate are packed; None: as packing says.")
+    padding_free: bool = argument(False, "Whether micro-batches have no padding; with max_length=None or packing.")
+    pad_to_multiple_of: int | str | None = argument(
+        "auto", "None or auto: each micro-batch is as wide as its longest row; other values are not supported."
     )
-    eos_token: str | None = field(default=None, metadata={"help": "The token that ends a text; None: the tokenizer's."})
-    pad_token: str | None = field(
-        default=None, metadata={"help": "The token that fills rows; None: the tokenizer's, or the one that ends."}
+    completion_only_loss: bool | None = argument(
+        None, "Whether of a prompt and its completion the completion alone is learnt; None: where rows have them."
     )
-    max_length: int | None = field(
-        default=1024,
-        metadata={"help": "Tokens to which a row is cut, or with packing of a packed row; None: all of them."},
+    assistant_only_loss: bool = argument(
+        False, "Whether assistant turns alone are learnt, for which rows need messages."
     )
-    truncation_mode: str = field(
-        default="keep_start", metadata={"help": "Which end of a row is kept: keep_start or keep_end."}
-    )
-    shuffle_dataset: bool = field(
-        default=False, metadata={"help": "Whether the rows are shuffled once, before the training."}
-    )
-    packing: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether rows are packed to rows of up to max_length tokens; each counts as one row of the batch."
-        },
-    )
-    packing_strategy: str = field(default="bfd", metadata={"help": "bfd, bfd_split or wrapped."})
-    eval_packing: bool | None = field(
-        default=None, metadata={"help": "Whether rows to evaluate are packed; None: as packing says."}
-    )
-    padding_free: bool = field(
-        default=False, metadata={"help": "Whether micro-batches have no padding; with max_length=None or packing."}
-    )
-    pad_to_multiple_of: int | str | None = field(
-        default="auto",
-        metadata={
-            "help": "None or auto: each micro-batch is as wide as its longest row; other values are not supported."
-        },
-    )
-    completion_only_loss: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Whether of a prompt and its completion the completion alone is learnt; None: where rows have them."
-        },
-    )
-    assistant_only_loss: bool = field(
-        default=False, metadata={"help": "Whether assistant turns alone are learnt, for which rows need messages."}
-    )
-    loss_type: str = field(default="nll", metadata={"help": "nll, or dft (Dynamic Fine-Tuning)."})
-    activation_offloading: bool = field(
-        default=False, metadata={"help": "Not supported: recompute='stage' keeps the fewest activations."}
-    )
+    loss_type: str = argument("nll", "nll, or dft (Dynamic Fine-Tuning).")
+    activation_offloading: bool = argument(False, "Not supported: recompute='stage' keeps the fewest activations.")
 
     def __post_init__(self) -> None:
         self.bf16 = not self.fp16 if self.bf16 is None else self.bf16

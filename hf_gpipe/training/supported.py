@@ -1,102 +1,10 @@
-"""Which of transformers' training arguments a pipeline honours: each field is in one of three tables.
+"""Which of transformers' training arguments a pipeline cannot honour, and what it honours in part.
 
-A field that is refused may keep its default; anything else is an error that names it. A field that is irrelevant has
-no effect here that its reader could miss, for the reason given.
+A field that is refused may keep its default; anything else is an error that names it. scripts/trainer_arguments.py has
+the other fields.
 """
 
 from __future__ import annotations
-
-HONOURED = frozenset(
-    {
-        "output_dir",
-        "per_device_train_batch_size",
-        "num_train_epochs",
-        "max_steps",
-        "learning_rate",
-        "lr_scheduler_type",
-        "lr_scheduler_kwargs",
-        "warmup_steps",
-        "optim",
-        "optim_args",
-        "weight_decay",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-        "gradient_accumulation_steps",
-        "max_grad_norm",
-        "label_smoothing_factor",
-        "neftune_noise_alpha",
-        "bf16",
-        "fp16",
-        "tf32",
-        "activation_checkpointing",
-        "gradient_checkpointing",
-        "torch_compile",
-        "torch_compile_backend",
-        "torch_empty_cache_steps",
-        "log_level",
-        "log_level_replica",
-        "log_on_each_node",
-        "logging_strategy",
-        "logging_steps",
-        "logging_first_step",
-        "logging_nan_inf_filter",
-        "include_num_input_tokens_seen",
-        "disable_tqdm",
-        "report_to",
-        "run_name",
-        "project",
-        "trackio_space_id",
-        "trackio_bucket_id",
-        "trackio_static_space_id",
-        "eval_strategy",
-        "eval_steps",
-        "eval_delay",
-        "eval_on_start",
-        "per_device_eval_batch_size",
-        "prediction_loss_only",
-        "include_for_metrics",
-        "batch_eval_metrics",
-        "eval_do_concat_batches",
-        "save_strategy",
-        "save_steps",
-        "save_total_limit",
-        "save_only_model",
-        "enable_jit_checkpoint",
-        "push_to_hub",
-        "hub_model_id",
-        "hub_strategy",
-        "hub_token",
-        "hub_private_repo",
-        "hub_always_push",
-        "hub_revision",
-        "load_best_model_at_end",
-        "metric_for_best_model",
-        "greater_is_better",
-        "ignore_data_skip",
-        "restore_callback_states_from_checkpoint",
-        "full_determinism",
-        "seed",
-        "data_seed",
-        "use_cpu",
-        "dataloader_drop_last",
-        "dataloader_num_workers",
-        "dataloader_prefetch_factor",
-        "dataloader_multiprocessing_context",
-        "dataloader_in_order",
-        "remove_unused_columns",
-        "train_sampling_strategy",
-        "length_column_name",
-        "ddp_timeout",
-    }
-)
-
-#: Of these, what is honoured only in part.
-LIMITS = {
-    "optim": "those of optimizers that treat each parameter alone: {optimizers}; with bitsandbytes {bitsandbytes}",
-    "neftune_noise_alpha": "of decoder-only models; the noise depends on the seed, the step and the row",
-    "dataloader_num_workers": "of a map-style dataset; an iterable one is read by the main process",
-}
 
 _FULL_EVAL = "evaluation computes in the precision of training: use bf16 or fp16, or a model in bfloat16"
 _BLOCKS = "recompute='block' checkpoints each block in the one way there is, without reentrance"
@@ -169,26 +77,11 @@ MISSING_ARGUMENTS = {
     "activation_offloading": "recompute='stage' keeps the fewest activations; leave it out",
 }
 
-_SCRIPTS = "Trainer does not read it either; it is for scripts"
-
 #: Values of the above that ask for what a pipeline does anyway.
 HARMLESS_ARGUMENTS: dict[str, tuple[object, ...]] = {
     "activation_checkpointing_kwargs": ({"use_reentrant": False},),
     "gradient_checkpointing_kwargs": ({"use_reentrant": False},),
     "label_names": (["labels"],),
-}
-
-#: Field -> why it has no effect that could be missed.
-IRRELEVANT = {
-    "average_tokens_across_devices": "the loss is always the mean over all target tokens of the step",
-    "eval_accumulation_steps": "predictions go to the CPU after every mini-batch",
-    "dataloader_persistent_workers": "it saves only the time to start the loader's workers in each epoch",
-    "dataloader_pin_memory": "mini-batches travel between processes and are copied to each device from there",
-    "do_train": _SCRIPTS,
-    "do_eval": _SCRIPTS,
-    "do_predict": _SCRIPTS,
-    "resume_from_checkpoint": _SCRIPTS,
-    "local_rank": "the launcher's environment says it",
 }
 
 #: Optimizers that treat each parameter alone, so that a stage's update is the whole model's.

@@ -1,7 +1,8 @@
 """Which methods and attributes of transformers' Trainer and Seq2SeqTrainer `PipelineTrainer` has.
 
-Each public one is in one of the tables below. Overriding a method that is never called would train with something
-else than its author expects, so it raises an error; so does overriding a private method.
+Each public one is a method or attribute of `PipelineTrainer`, or in a table below with what to do instead. Overriding a
+method that is never called would train with something else than its author expects, so it raises an error; so does
+overriding a private method.
 """
 
 from __future__ import annotations
@@ -14,34 +15,6 @@ from transformers import Seq2SeqTrainer, Trainer
 
 from hf_gpipe.errors import MissingAttributeError, UserError
 
-#: Methods that are here and may be overridden: they are called where Trainer calls them. Name -> note.
-METHODS = {
-    "train": "`trial` raises an error",
-    "evaluate": "",
-    "predict": "",
-    "log": "",
-    "log_metrics": "",
-    "metrics_format": "",
-    "save_metrics": "",
-    "save_state": "",
-    "save_model": "every process calls it; also for each checkpoint, with the checkpoint's directory",
-    "push_to_hub": "every process calls it",
-    "create_model_card": "the main process writes it",
-    "init_hf_repo": "every process calls it",
-    "add_callback": "",
-    "pop_callback": "",
-    "remove_callback": "",
-    "call_model_init": "",
-    "create_optimizer": "it makes one of the parameters of this process's stages, `pipe.parameters()`",
-    "create_scheduler": "",
-    "create_optimizer_and_scheduler": "",
-    "get_optimizer_cls_and_kwargs": "",
-    "get_decay_parameter_names": "it is given the model of each stage",
-    "get_learning_rates": "",
-    "get_optimizer_group": "",
-    "end": "it leaves the job that the processes have joined",
-}
-
 _ROWS = "give the trainer the dataset and a data_collator; train_sampling_strategy sets the order"
 #: Methods that are here and may not be overridden, since the trainer would not ask them. Name -> note.
 FIXED = {
@@ -53,24 +26,6 @@ FIXED = {
     "get_total_train_batch_size": "rows of an update; set per_device_train_batch_size",
     "is_local_process_zero": "the processes are the launcher's",
     "is_world_process_zero": "the processes are the launcher's",
-}
-
-#: Attributes that are here and may be set. Name -> note.
-ATTRIBUTES = {
-    "args": "",
-    "callback_handler": "",
-    "compute_metrics": "",
-    "control": "",
-    "data_collator": "",
-    "eval_dataset": "",
-    "lr_scheduler": "",
-    "model_init": "",
-    "optimizer": "of the parameters of this process's stages",
-    "optimizer_cls_and_kwargs": "",
-    "preprocess_logits_for_metrics": "",
-    "processing_class": "",
-    "state": "",
-    "train_dataset": "",
 }
 
 #: Attributes that are here and may not be set. Name -> note.
@@ -188,10 +143,14 @@ _ABSENT = object()
 
 
 @cache
-def refused_names() -> dict[str, str]:
-    """Every name of the installed Trainer that may not be overridden or set, and what to do instead."""
+def refused_names(base: type) -> dict[str, str]:
+    """Every name of the installed Trainer that may not be overridden or set, and what to do instead.
+
+    Args:
+        base: the trainer here, whose own public names may be, unless a table says otherwise.
+    """
     library = {n for cls in (Trainer, Seq2SeqTrainer) for n in vars(cls) if not n.startswith("__")}
-    unknown = library - METHODS.keys() - ATTRIBUTES.keys()
+    unknown = library - {name for name in dir(base) if not name.startswith("_")}
     notes = {name: _PRIVATE if name.startswith("_") else _NEW for name in unknown}
     return notes | FIXED | READ_ONLY | REFUSED
 
@@ -211,11 +170,11 @@ def check_class(cls: type, base: type, own: dict[str, Any]) -> None:
         )
     found = [
         name
-        for name in sorted(refused_names())
+        for name in sorted(refused_names(base))
         if inspect.getattr_static(cls, name, _ABSENT) is not own.get(name, _ABSENT)
     ]
     if found:
-        notes = "; ".join(f"{name}: {refused_names()[name]}" for name in found)
+        notes = "; ".join(f"{name}: {refused_names(base)[name]}" for name in found)
         names = " and ".join(found)
         raise UserError(f"{cls.__name__} overrides {names}, which {base.__name__} does not call ({notes})")
     parameters = inspect.signature(cls.save_model).parameters.values()  # type: ignore[attr-defined]  # of a trainer
@@ -228,19 +187,19 @@ def check_class(cls: type, base: type, own: dict[str, Any]) -> None:
 
 def own_attributes(base: type) -> dict[str, Any]:
     """The attributes of a class under the names that may not be overridden."""
-    found = {name: inspect.getattr_static(base, name, _ABSENT) for name in refused_names()}
+    found = {name: inspect.getattr_static(base, name, _ABSENT) for name in refused_names(base)}
     return {name: value for name, value in found.items() if value is not _ABSENT}
 
 
-def check_assignment(trainer: object, name: str) -> None:
+def check_assignment(trainer: object, base: type, name: str) -> None:
     """Raise UserError where somebody sets an attribute of a trainer that it would not read."""
-    if (note := refused_names().get(name)) is not None:
+    if (note := refused_names(base).get(name)) is not None:
         raise UserError(f"{type(trainer).__name__}.{name} cannot be set, for it would not be used: {note}")
 
 
-def missing(trainer: object, name: str) -> AttributeError:
+def missing(trainer: object, base: type, name: str) -> AttributeError:
     """The error for an attribute that a trainer does not have."""
     cls = type(trainer).__name__
-    if (note := refused_names().get(name)) is not None:
+    if (note := refused_names(base).get(name)) is not None:
         return MissingAttributeError(f"{cls} has no {name}: {note}")
     return AttributeError(f"{cls!r} object has no attribute {name!r}")

@@ -11,19 +11,22 @@ import inspect
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from transformers import (
     EvalPrediction,
     PreTrainedModel,
+    Trainer,
     TrainerCallback,
     TrainerControl,
     TrainerState,
     enable_full_determinism,
     set_seed,
+    trainer_pt_utils,
 )
 from transformers.trainer_callback import CallbackHandler, ExportableState
 from transformers.trainer_utils import PredictionOutput, TrainOutput, speed_metrics
@@ -31,11 +34,12 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput, speed_metr
 from hf_gpipe.checkpoint.copies import Unwritten
 from hf_gpipe.checkpoint.lock import owned
 from hf_gpipe.checkpoint.run_state import Position, RunState
+from hf_gpipe.checkpoint.save import make_directory
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.runtime.calls import by_every_process
 from hf_gpipe.runtime.custom_loss import loss_of_function
-from hf_gpipe.runtime.loss import Loss
+from hf_gpipe.runtime.loss import Loss, Reads
 from hf_gpipe.runtime.world import World
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.base import (
@@ -54,18 +58,18 @@ from hf_gpipe.training.base import (
 from hf_gpipe.training.checkpoints import Checkpoints, model_to_save
 from hf_gpipe.training.evaluator import Evaluator
 from hf_gpipe.training.hub import HubUploads
-from hf_gpipe.training.inspection import InspectedTrainer
 from hf_gpipe.training.loader import Batch, MiniBatches
 from hf_gpipe.training.logs import Logs
 from hf_gpipe.training.loop import TrainingLoop
+from hf_gpipe.training.model_card import write_model_card
 from hf_gpipe.training.optim import check_optimizer, make_optimizer, make_scheduler, shard_optimizer, updated_parameters
 from hf_gpipe.training.predicting import Preprocess
-from hf_gpipe.training.steps import Plan, data_facts
-from hf_gpipe.training.surface import check_class, own_attributes
+from hf_gpipe.training.steps import Plan, data_facts, data_seed
+from hf_gpipe.training.surface import check_assignment, check_class, missing, own_attributes
 from hf_gpipe.training.windows import check_asynchronous
 
 
-class PipelineTrainer(InspectedTrainer):
+class PipelineTrainer:
     """Trains a model by pipeline parallelism, with the interface of transformers' Trainer.
 
     Under torchrun, `accelerate launch` or `python -m hf_gpipe.train` every process makes the same trainer and calls the
@@ -94,6 +98,16 @@ class PipelineTrainer(InspectedTrainer):
     Raises:
         UserError: what cannot be honoured, by name.
     """
+
+    args: PipelineTrainingArguments
+
+    #: Columns of rows that the collator reads beside those of the model.
+    _collated_columns: tuple[str, ...] = ()
+
+    #: No other engine is used, which scripts ask for.
+    deepspeed = None
+    is_deepspeed_enabled = is_fsdp_enabled = False
+    is_fsdp_xla_enabled = is_fsdp_xla_v1_enabled = is_fsdp_xla_v2_enabled = False
 
     def __init__(
         self,
@@ -165,6 +179,31 @@ class PipelineTrainer(InspectedTrainer):
         #: Tokens that earlier trainings had seen.
         self._first_num_tokens = 0
         self.fire("on_init_end")
+
+    if not TYPE_CHECKING:  # a type checker goes on finding what is misspelt
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing(self, PipelineTrainer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        check_assignment(self, PipelineTrainer, name)
+        super().__setattr__(name, value)
+
+    # ------------------------------------------------------------------ the model
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The Hugging Face model over the tensors that are trained: `Pipeline.model`."""
+        return self.pipe.model
+
+    @property
+    def model_wrapped(self) -> PreTrainedModel:
+        """The same model: nothing is wrapped around it."""
+        return self.pipe.model
+
+    def get_num_trainable_parameters(self) -> int:
+        """Trainable parameters of the whole model."""
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
 
     # ------------------------------------------------------------------ training
 
@@ -499,6 +538,249 @@ class PipelineTrainer(InspectedTrainer):
     def _own_model_to_save(self, directory: Path, world: World) -> Unwritten:
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         return model_to_save(directory, self.pipe, tokenizer, world)
+
+    # ------------------------------------------------------------------ attributes and small methods, as of Trainer
+
+    @property
+    def _output_dir(self) -> Path:
+        return Path(self.args.output_dir)
+
+    @property
+    def label_names(self) -> list[str]:
+        """The entries of a mini-batch that the loss is computed against."""
+        return ["labels"]
+
+    @property
+    def compute_loss_func(self) -> Callable[..., Any] | None:
+        """The function of logits that is the loss; None: the loss reads something else."""
+        return getattr(self.pipe.loss, "function", None) if Reads.LOGITS in self.pipe.loss.reads else None
+
+    @property
+    def hub_model_id(self) -> str | None:
+        """The repository on the Hub; None before it is made."""
+        return self.uploads.repo_id
+
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.args.local_process_index == 0
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is the main process."""
+        return self.world.is_reporter
+
+    def get_total_train_batch_size(self, args: PipelineTrainingArguments) -> int:
+        """Rows of one update. Raises UserError with `batch_tokens`, where it varies."""
+        if args.batch_tokens is not None:
+            raise UserError("get_total_train_batch_size: with batch_tokens the rows of an update vary")
+        return args.per_device_train_batch_size * args.gradient_accumulation_steps
+
+    def get_learning_rates(self) -> list[float]:
+        """The learning rate of each group of parameters. Raises UserError before there is an optimizer."""
+        return [group["lr"] for group in self._made_optimizer().param_groups]
+
+    def get_optimizer_group(self, param: torch.nn.Parameter | None = None) -> Any:
+        """The optimizer's group that holds a parameter; without one, the parameters of each group."""
+        groups = self._made_optimizer().param_groups
+        if param is None:
+            return [group["params"] for group in groups]
+        for group in groups:
+            if any(one is param for one in group["params"]):
+                return group
+        raise UserError("get_optimizer_group: no group of this process's optimizer holds this parameter")
+
+    def _made_optimizer(self) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            raise UserError("there is no optimizer yet: train makes it, or create_optimizer")
+        return self.optimizer
+
+    #: Of the arguments and a model: the class of optimizer that they ask for, and its arguments.
+    get_optimizer_cls_and_kwargs = staticmethod(Trainer.get_optimizer_cls_and_kwargs)
+
+    def get_decay_parameter_names(self, model: PreTrainedModel) -> list[str]:
+        """The parameters of a stage's model, or of the whole one, that weight decay is for."""
+        names: list[str] = Trainer.get_decay_parameter_names(None, model)
+        return names
+
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Add a callback, an instance or a class."""
+        self.callback_handler.add_callback(callback)
+
+    def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
+        """Remove the first callback that is, or is of, `callback`, and return it."""
+        popped: TrainerCallback | None = self.callback_handler.pop_callback(callback)
+        return popped
+
+    def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Remove the first callback that is, or is of, `callback`."""
+        self.callback_handler.remove_callback(callback)
+
+    # ------------------------------------------------------------------ the data
+
+    def num_examples(self, dataloader: Any) -> int:
+        """Rows of a loader's dataset; where it has no length, about as many as the mini-batches have."""
+        dataset: Any = getattr(dataloader, "dataset", None)
+        if hasattr(dataset, "__len__"):
+            return len(dataset)
+        return len(dataloader) * self.args.per_device_train_batch_size
+
+    def get_train_dataloader(self) -> MiniBatches:
+        """The mini-batches of the training; iterated over, those of the first epoch.
+
+        Raises UserError in a process that has no training dataset.
+        """
+        return self._train_batches(_given(self.train_dataset, "training requires a train_dataset"))
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> MiniBatches:
+        """The mini-batches of an evaluation; `eval_dataset` may be a name of the trainer's dict of datasets.
+
+        Raises UserError in a process that has no such dataset.
+        """
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]
+        return self._eval_batches(_given(dataset, "evaluation requires an eval_dataset"))
+
+    def get_test_dataloader(self, test_dataset: Any) -> MiniBatches:
+        """The mini-batches of a prediction."""
+        return self._eval_batches(_given(test_dataset, "prediction requires a test_dataset"))
+
+    def _train_batches(self, dataset: Any) -> MiniBatches:
+        args = self.args
+        return replace(
+            self._batches(dataset, args.per_device_train_batch_size, args.train_sampling_strategy),
+            drop_last=args.dataloader_drop_last,
+            batch_tokens=args.batch_tokens,
+            temperature=args.sampling_temperature,
+        )
+
+    def _eval_batches(self, dataset: Any) -> MiniBatches:
+        return self._batches(dataset, self.args.per_device_eval_batch_size)
+
+    def _batches(self, dataset: Any, batch_size: int, order: str = "sequential") -> MiniBatches:
+        columns = None
+        if self.args.remove_unused_columns:
+            columns = {
+                *inspect.signature(self.pipe.adapter.reference.forward).parameters,
+                "label",
+                "label_ids",
+                "labels",
+                *self._collated_columns,
+            }
+            if getattr(self.data_collator, "padding_free", False):
+                # TRL's collator reads the lengths of packed documents from it.
+                columns.add("seq_lengths")
+        names = ("num_workers", "prefetch_factor", "multiprocessing_context", "in_order")
+        options = {name: getattr(self.args, f"dataloader_{name}") for name in names}
+        return MiniBatches(
+            dataset,
+            self.data_collator,
+            batch_size,
+            order,
+            seed=data_seed(self.args),
+            columns=columns,
+            length_column=self.args.length_column_name,
+            workers=options if options["num_workers"] else None,
+        )
+
+    # ------------------------------------------------------------------ files about the training
+
+    def create_model_card(self, *entries: Any, **named_entries: Any) -> None:
+        """Draft the model card, README.md in `args.output_dir`; the main process does.
+
+        The arguments, such as `language`, `tags` and `dataset`, are those of transformers' `Trainer.create_model_card`.
+
+        Raises UserError where the directory cannot be made.
+        """
+        card = inspect.signature(Trainer.create_model_card).bind(self, *entries, **named_entries).arguments
+        if self.is_world_process_zero():
+            make_directory(self._output_dir)
+            write_model_card(self, self._output_dir / "README.md", **{k: v for k, v in card.items() if k != "self"})
+
+    #: Makes the values of metrics readable, for `log_metrics`.
+    metrics_format = staticmethod(trainer_pt_utils.metrics_format)
+
+    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+        """Print metrics as a table, as transformers' Trainer does; the main process does."""
+        trainer_pt_utils.log_metrics(self, split, metrics)
+
+    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+        """Write metrics into `{split}_results.json` of `args.output_dir`; the main process does.
+
+        Args:
+            split: "train", "eval", "test" or "all".
+            metrics: what `train`, `evaluate` or `predict` gave.
+            combined: whether they are also added to all_results.json.
+
+        Raises:
+            UserError: the directory cannot be made.
+        """
+        if self.is_world_process_zero():
+            make_directory(self._output_dir)
+        trainer_pt_utils.save_metrics(self, split, metrics, combined)
+
+    def save_state(self) -> None:
+        """Write the state of the training, with its log, into `args.output_dir`; the main process does.
+
+        Raises UserError where the directory cannot be made.
+        """
+        if self.is_world_process_zero():
+            make_directory(self._output_dir)
+        trainer_pt_utils.save_state(self)
+
+    # ------------------------------------------------------------------ the Hub
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Make the repository on the Hub, unless it exists. Every process calls it.
+
+        Raises UserError, in every process, if the Hub does not accept it.
+        """
+        self.uploads.create(token, private)
+
+    @by_every_process
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **card: Any,
+    ) -> Any:
+        """Save the model into `args.output_dir` and upload it to `args.hub_model_id`. Every process calls it.
+
+        Args:
+            commit_message: of the commit.
+            blocking: whether to wait until all is uploaded.
+            token: in place of `hub_token`.
+            revision: branch, in place of `hub_revision`.
+            private: whether a new repository is private, in place of `hub_private_repo`.
+            card: arguments of `create_model_card`.
+
+        Returns:
+            In the main process what `huggingface_hub.HfApi.upload_folder` returns: the commit, or its future.
+
+        Raises:
+            UserError: in every process, where the Hub does not accept the model.
+        """
+        if self.hub_model_id is None:
+            self.init_hf_repo(token, private)
+        self.save_model(_internal_call=True)
+        options = {"blocking": blocking, "token": token, "revision": revision}
+        return self._push(self._output_dir, commit_message or "End of training", card, **options)
+
+    def _push(self, directory: Path, message: str, card: dict[str, Any], **options: Any) -> Any:
+        """Upload a saved model; `options` are those of `HubUploads.push`."""
+        self.fire("on_push_begin")
+        if directory == self._output_dir:
+            name = (self.args.hub_model_id or directory.absolute().name).rpartition("/")[2]
+            self.world.from_writer(lambda: self.create_model_card(**{"model_name": name, **card}))
+        return self.uploads.push(directory, message, **options)
+
+
+def _given(dataset: Any, required: str) -> Any:
+    if dataset is None:
+        raise UserError(required)
+    return dataset
 
 
 #: What the class itself has under the names that a subclass may not override.

@@ -19,8 +19,8 @@ from hf_gpipe.errors import DataError, RecipeError, UnsupportedModelError
 from hf_gpipe.recipe import Recipe, parse_recipe
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.training import job
-from hf_gpipe.training.from_recipe import chat_corpus_of, check_model, model_config, spec_of
-from hf_gpipe.training.tasks import Classification
+from hf_gpipe.training.from_recipe import check_model, model_config, spec_of
+from hf_gpipe.training.tasks import task_of
 from scripts.families import default_config
 from tests.oracle import tiny_config
 
@@ -66,7 +66,7 @@ def test_a_recipe_trains_a_new_head_with_the_loss_of_plain_transformers(folder: 
     plain = AutoModelForSequenceClassification.from_pretrained(out)
     assert plain.config.id2label == {0: "bad", 1: "good"}
     tokenizer = AutoTokenizer.from_pretrained(out)
-    rows = LabelledExamples(Classification(given).corpus().test, tokenizer, labels=WORDS, max_length=12)
+    rows = LabelledExamples(task_of(given).corpus(given).test, tokenizer, labels=WORDS, max_length=12)
     assert 0 < max(rows.lengths) <= 12
     assert rows.num_truncated > 0
     batch = LabelCollator.for_config(plain.config)([rows[number] for number in range(len(rows))])
@@ -130,10 +130,11 @@ def test_a_split_without_labels_is_not_read(folder: Path) -> None:
         pyarrow.parquet.write_table(pyarrow.table(columns), rows / f"{name}-00000-of-00001.parquet")
     words = [f"data.path={rows}", "data.text_field=text", "data.kind=classification", "data.validation_fraction=0.0"]
     evaluated = recipe(folder, *words, "data.test_fraction=0.0", "evaluation.split=validation")
-    corpus = chat_corpus_of(evaluated)
+    corpus = task_of(evaluated).corpus(evaluated)
     assert [len(corpus.train), len(corpus.validation), len(corpus.test)] == [20, 5, 0]
+    unlabelled = recipe(folder, *words, "data.test_fraction=0.0")
     with pytest.raises(DataError, match=r"split test: field 'label' is -1, as of a text without a label"):
-        chat_corpus_of(recipe(folder, *words, "data.test_fraction=0.0"))
+        task_of(unlabelled).corpus(unlabelled)
 
 
 def test_a_text_model_inside_of_a_composite_one_knows_its_padding(folder: Path, tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from transformers import HfArgumentParser, TrainingArguments
 from hf_gpipe import PipelineTrainer, PipelineTrainingArguments
 from hf_gpipe.errors import UserError
 from hf_gpipe.training import arguments as arguments_module
-from hf_gpipe.training.supported import HONOURED, IRRELEVANT, REFUSED
+from hf_gpipe.training.supported import REFUSED
+from scripts.trainer_arguments import HONOURED, IRRELEVANT
 from tests.gloo import run_gloo
 from tests.oracle import tiny_config
 from tests.training.toy import arguments

@@ -16,8 +16,8 @@ from hf_gpipe.data.tokenizer import train_tokenizer
 from hf_gpipe.errors import RecipeError
 from hf_gpipe.recipe import parse_recipe
 from hf_gpipe.training import job
-from hf_gpipe.training.evaluate_text import TextReport, evaluate_text
 from hf_gpipe.training.from_recipe import check_model
+from hf_gpipe.training.held_out import evaluate_text, text_report
 from tests.oracle import plain_model, tiny_config
 
 DOCUMENTS = ["a bad cab", "a dab", "bad", "cab dab abc"]
@@ -47,19 +47,19 @@ def test_it_is_the_plain_model_s(num_stages: int, batch_size: int, tokenizer: An
                 count += ids.shape[1] - 1
     pipe = Pipeline(model, num_stages, 2)
     blocks = TokenBlocks(DOCUMENTS, tokenizer, BLOCK)
-    report = evaluate_text(pipe, lambda: blocks, batch_size)
-    assert report.num_tokens == count
-    assert report.loss == pytest.approx(nll / count, rel=1e-5)
-    assert report.perplexity == pytest.approx(math.exp(nll / count), rel=1e-5)
-    first = evaluate_text(pipe, lambda: blocks, batch_size, max_rows=2)
-    assert (first.num_rows, first.num_tokens) == (2, 2 * (BLOCK - 1))
+    report = evaluate_text(pipe, lambda: blocks, batch_size).to_dict()
+    assert (report["task"], report["num_tokens"]) == ("language modelling", count)
+    assert report["loss"] == pytest.approx(nll / count, rel=1e-5)
+    assert report["perplexity"] == pytest.approx(math.exp(nll / count), rel=1e-5)
+    first = evaluate_text(pipe, lambda: blocks, batch_size, max_rows=2).to_dict()
+    assert (first["num_rows"], first["num_tokens"]) == (2, 2 * (BLOCK - 1))
 
 
 def test_a_report_where_the_model_is_sure_of_the_wrong_token() -> None:
-    assert TextReport(1, 4, 800.0).perplexity == math.inf
-    assert TextReport(1, 4, 0.0).perplexity == 1.0
-    assert "perplexity inf" in TextReport(1, 4, 800.0).text()
-    assert TextReport(1, 4, math.nan).text() == "loss nan, perplexity nan"
+    assert text_report(1, 4, 800.0).to_dict()["perplexity"] == math.inf
+    assert text_report(1, 4, 0.0).to_dict()["perplexity"] == 1.0
+    assert "perplexity inf" in text_report(1, 4, 800.0).text("test")
+    assert text_report(1, 4, math.nan).text("test").endswith("(test split, 4 tokens)\n\nloss nan, perplexity nan")
 
 
 def test_blocks_longer_than_the_model_has_positions_for_are_refused() -> None:

@@ -15,7 +15,7 @@ from hf_gpipe import Pipeline, PipelineTrainer, PipelineTrainingArguments
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.training.given import COMPARED, check_given, take_seed
-from hf_gpipe.training.supported import HONOURED
+from scripts.trainer_arguments import HONOURED
 from tests.oracle import padded_batch, plain_model, tiny_config
 
 #: Arguments that a given Pipeline does not decide: they are the trainer's own. (`seed` is both's: `take_seed`.)

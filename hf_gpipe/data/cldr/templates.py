@@ -2,7 +2,7 @@
 
 A template is a function `(rng, max_number) -> phrase`: it draws what the phrase is about (a day, a number, a country)
 and returns a function that says it in a given locale, or says None where CLDR has no words for it. One draw said in
-two locales is a pair of translations. Add a template by writing one decorated function.
+two locales is a pair of translations. Add a template as one more entry of `TEMPLATES`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,10 @@ Phrase = Callable[[Locale], str | None]
 Template = Callable[[Random, int], Phrase]
 
 
-TEMPLATES: dict[str, Template] = {}
-
 YEARS = (1950, 2049)
 # Currencies that English writes with a symbol of their own.
 SYMBOL_CURRENCIES = ("EUR", "USD", "GBP", "JPY", "INR", "KRW", "ILS", "VND", "BRL", "CAD", "AUD", "MXN", "CNY")
 NAMED_CURRENCIES = (*SYMBOL_CURRENCIES, "CHF", "SEK", "NOK", "DKK", "PLN", "CZK", "HUF", "TRY", "RUB", "UAH", "ZAR")
-
-
-def template(function: Template) -> Template:
-    """Registers a template under its function's name."""
-    TEMPLATES[function.__name__] = function
-    return function
 
 
 # ---- dates
@@ -76,48 +68,6 @@ def _calendar_name(kind: str, key: int) -> Phrase:
     return phrase
 
 
-@template
-def month(rng: Random, max_number: int) -> Phrase:
-    """March"""
-    return _calendar_name("months", rng.randint(1, 12))
-
-
-@template
-def weekday(rng: Random, max_number: int) -> Phrase:
-    """Tuesday"""
-    return _calendar_name("days", rng.randrange(7))
-
-
-@template
-def quarter(rng: Random, max_number: int) -> Phrase:
-    """2nd quarter"""
-    return _calendar_name("quarters", rng.randint(1, 4))
-
-
-@template
-def month_day(rng: Random, max_number: int) -> Phrase:
-    """March 5"""
-    return _skeleton(_draw_date(rng), "MMMMd")
-
-
-@template
-def month_year(rng: Random, max_number: int) -> Phrase:
-    """March 2024"""
-    return _skeleton(_draw_date(rng), "yMMMM")
-
-
-@template
-def date_long(rng: Random, max_number: int) -> Phrase:
-    """March 5, 2024"""
-    return _date(_draw_date(rng), "long")
-
-
-@template
-def date_full(rng: Random, max_number: int) -> Phrase:
-    """Tuesday, March 5, 2024"""
-    return _date(_draw_date(rng), "full")
-
-
 # ---- numbers with a unit
 
 
@@ -141,67 +91,18 @@ def _measure(number: int, unit: str) -> Phrase:
     return phrase
 
 
-def _drawn_measure(rng: Random, max_number: int, kind: str, names: str) -> Phrase:
-    return _measure(draw_number(rng, max_number), f"{kind}-{rng.choice(names.split())}")
+def _drawn_measure(kind: str, names: str) -> Template:
+    """A number of one of the units of a kind."""
+    return lambda rng, max_number: _measure(draw_number(rng, max_number), f"{kind}-{rng.choice(names.split())}")
 
 
-@template
-def duration(rng: Random, max_number: int) -> Phrase:
-    """3 days"""
-    return _drawn_measure(rng, max_number, "duration", "second minute hour day week month year")
-
-
-@template
-def length(rng: Random, max_number: int) -> Phrase:
-    """3 kilometers"""
-    return _drawn_measure(rng, max_number, "length", "millimeter centimeter meter kilometer inch foot mile")
-
-
-@template
-def mass(rng: Random, max_number: int) -> Phrase:
-    """3 kilograms"""
-    return _drawn_measure(rng, max_number, "mass", "milligram gram kilogram tonne ounce pound")
-
-
-@template
-def volume(rng: Random, max_number: int) -> Phrase:
-    """3 liters"""
-    return _drawn_measure(rng, max_number, "volume", "milliliter liter cubic-meter cup gallon")
-
-
-@template
-def area(rng: Random, max_number: int) -> Phrase:
-    """3 square meters"""
-    return _drawn_measure(rng, max_number, "area", "square-meter square-kilometer hectare square-mile acre")
-
-
-@template
-def speed(rng: Random, max_number: int) -> Phrase:
-    """3 kilometers per hour"""
-    return _drawn_measure(rng, max_number, "speed", "kilometer-per-hour meter-per-second mile-per-hour")
-
-
-@template
-def temperature(rng: Random, max_number: int) -> Phrase:
-    """3 degrees Celsius"""
-    return _drawn_measure(rng, max_number, "temperature", "celsius fahrenheit")
-
-
-@template
-def data_size(rng: Random, max_number: int) -> Phrase:
-    """3 megabytes"""
-    return _drawn_measure(rng, max_number, "digital", "byte kilobyte megabyte gigabyte terabyte")
-
-
-@template
-def hours_and_minutes(rng: Random, max_number: int) -> Phrase:
+def _hours_and_minutes(rng: Random, max_number: int) -> Phrase:
     """3 hours and 20 minutes"""
     parts = (_measure(rng.randint(1, 23), "duration-hour"), _measure(rng.randint(1, 59), "duration-minute"))
     return lambda locale: _listed(locale, [part(locale) for part in parts])
 
 
-@template
-def relative_time(rng: Random, max_number: int) -> Phrase:
+def _relative_time(rng: Random, max_number: int) -> Phrase:
     """in 3 days; 3 days ago"""
     # A time difference of Python's ends at about 2.7 million years.
     number, past = draw_number(rng, min(max_number, 99_999)), rng.random() < 0.5
@@ -222,15 +123,13 @@ def relative_time(rng: Random, max_number: int) -> Phrase:
 # ---- money
 
 
-@template
-def price(rng: Random, max_number: int) -> Phrase:
+def _price(rng: Random, max_number: int) -> Phrase:
     """€12.50"""
     amount, currency = draw_number(rng, max_number) + rng.randrange(100) / 100, rng.choice(SYMBOL_CURRENCIES)
     return lambda locale: numbers.format_currency(amount, currency, locale=locale)
 
 
-@template
-def amount_of_money(rng: Random, max_number: int) -> Phrase:
+def _amount_of_money(rng: Random, max_number: int) -> Phrase:
     """3 US dollars"""
     number, currency = draw_number(rng, max_number), rng.choice(NAMED_CURRENCIES)
 
@@ -273,42 +172,41 @@ def _listed(locale: Locale, items: list[str | None]) -> str | None:
     return lists.format_list(present, "standard", locale)
 
 
+def _drawn_name(kind: str) -> Template:
+    return lambda rng, max_number: _name(kind, rng.choice(_codes(kind)))
+
+
 def _name_list(rng: Random, kind: str) -> Phrase:
     names = [_name(kind, code) for code in rng.sample(_codes(kind), rng.randint(2, 3))]
     return lambda locale: _listed(locale, [name(locale) for name in names])
 
 
-@template
-def territory(rng: Random, max_number: int) -> Phrase:
-    """France"""
-    return _name("territories", rng.choice(_codes("territories")))
+# ---- the templates, each with what English says
 
-
-@template
-def language(rng: Random, max_number: int) -> Phrase:
-    """French"""
-    return _name("languages", rng.choice(_codes("languages")))
-
-
-@template
-def script(rng: Random, max_number: int) -> Phrase:
-    """Cyrillic"""
-    return _name("scripts", rng.choice(_codes("scripts")))
-
-
-@template
-def currency(rng: Random, max_number: int) -> Phrase:
-    """Swiss Franc"""
-    return _name("currencies", rng.choice(_codes("currencies")))
-
-
-@template
-def territory_list(rng: Random, max_number: int) -> Phrase:
-    """France, Japan, and Peru"""
-    return _name_list(rng, "territories")
-
-
-@template
-def language_list(rng: Random, max_number: int) -> Phrase:
-    """French and Japanese"""
-    return _name_list(rng, "languages")
+TEMPLATES: dict[str, Template] = {
+    "month": lambda rng, _: _calendar_name("months", rng.randint(1, 12)),  # March
+    "weekday": lambda rng, _: _calendar_name("days", rng.randrange(7)),  # Tuesday
+    "quarter": lambda rng, _: _calendar_name("quarters", rng.randint(1, 4)),  # 2nd quarter
+    "month_day": lambda rng, _: _skeleton(_draw_date(rng), "MMMMd"),  # March 5
+    "month_year": lambda rng, _: _skeleton(_draw_date(rng), "yMMMM"),  # March 2024
+    "date_long": lambda rng, _: _date(_draw_date(rng), "long"),  # March 5, 2024
+    "date_full": lambda rng, _: _date(_draw_date(rng), "full"),  # Tuesday, March 5, 2024
+    "duration": _drawn_measure("duration", "second minute hour day week month year"),  # 3 days
+    "length": _drawn_measure("length", "millimeter centimeter meter kilometer inch foot mile"),  # 3 kilometers
+    "mass": _drawn_measure("mass", "milligram gram kilogram tonne ounce pound"),  # 3 kilograms
+    "volume": _drawn_measure("volume", "milliliter liter cubic-meter cup gallon"),  # 3 liters
+    "area": _drawn_measure("area", "square-meter square-kilometer hectare square-mile acre"),  # 3 square meters
+    "speed": _drawn_measure("speed", "kilometer-per-hour meter-per-second mile-per-hour"),  # 3 kilometers per hour
+    "temperature": _drawn_measure("temperature", "celsius fahrenheit"),  # 3 degrees Celsius
+    "data_size": _drawn_measure("digital", "byte kilobyte megabyte gigabyte terabyte"),  # 3 megabytes
+    "hours_and_minutes": _hours_and_minutes,  # 3 hours and 20 minutes
+    "relative_time": _relative_time,  # in 3 days; 3 days ago
+    "price": _price,  # 12.50 euros, with the sign of the currency
+    "amount_of_money": _amount_of_money,  # 3 US dollars
+    "territory": _drawn_name("territories"),  # France
+    "language": _drawn_name("languages"),  # French
+    "script": _drawn_name("scripts"),  # Cyrillic
+    "currency": _drawn_name("currencies"),  # Swiss Franc
+    "territory_list": lambda rng, _: _name_list(rng, "territories"),  # France, Japan, and Peru
+    "language_list": lambda rng, _: _name_list(rng, "languages"),  # French and Japanese
+}
