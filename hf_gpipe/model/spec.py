@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.peft import find_peft
 from hf_gpipe.checkpoint.peft import as_config, base_of, has_adapters
 from hf_gpipe.checkpoint.source_digest import digest_of_model
@@ -71,10 +72,10 @@ class ModelSpec:
         """Whether the values of a PEFT adapter are initialised, so that without it the model is the one before."""
         return self.peft_config is not None and not self.has_peft_layers and self.saved_adapters is None
 
-    @property
-    def has_new_weights(self) -> bool:
-        """Whether weights are initialised: the whole model's, or those of a PEFT adapter."""
-        return isinstance(self.model, PreTrainedConfig) or self.has_new_adapters
+    def makes_weights(self, adapter: Adapter) -> bool:
+        """Whether weights are initialised: the whole model's, those of a PEFT adapter, or a classifier's head."""
+        makes_head = adapter.may_lack_head and self.saved_adapters is None
+        return isinstance(self.model, PreTrainedConfig) or self.has_new_adapters or makes_head
 
     def compared(self) -> dict[str, Any]:
         """What must be the same of it in all processes (runtime/agreement.py).

@@ -48,6 +48,11 @@ class StageParameters:
         self.seed, self._zero = seed, zero
         self._shards: WeakKeyDictionary[torch.optim.Optimizer, Shards] = WeakKeyDictionary()
 
+    @property
+    def are_in_one_place(self) -> bool:
+        """Whether this process has all stages, on one device."""
+        return self.world.num_processes == 1 and len(set(self.world.stage_devices.values())) == 1
+
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """This process's parameters under their Hugging Face names; a tied one once, in the process that owns it."""
         for stage, stage_model in self.models.items():

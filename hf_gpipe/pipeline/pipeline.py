@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from functools import cached_property
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -13,7 +12,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from hf_gpipe.adapters.whole import refresh, whole_model
 from hf_gpipe.errors import UserError
 from hf_gpipe.model.spec import ModelSource, ModelSpec
 from hf_gpipe.model.stage_parameters import StageParameters
@@ -21,7 +19,7 @@ from hf_gpipe.pipeline.building import build
 from hf_gpipe.pipeline.decision import Decision, PipelineRequest
 from hf_gpipe.pipeline.look import html_of, text_of
 from hf_gpipe.pipeline.steps import Steps
-from hf_gpipe.planner.advice import advising
+from hf_gpipe.pipeline.whole import refresh, whole_model
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import ModelSection, PipelineConfig, TrainingSection
 from hf_gpipe.runtime.calls import by_every_process
@@ -203,8 +201,7 @@ class Pipeline:
         self.weights, self.stages = self.steps.parameters, self.steps.stages
         self.models, self.ties = self.weights.models, self.weights.ties
         self.has_given_seed = request.seed is not None
-        makes_head = self.adapter.may_lack_head and request.model.saved_adapters is None
-        self.weights_seed = self.seed if makes_head or request.model.has_new_weights else None
+        self.weights_seed = self.seed if request.model.makes_weights(self.adapter) else None
 
     # What its parts have; their docstrings say what it means.
 
@@ -242,10 +239,6 @@ class Pipeline:
         """Whether each stage updates its weights by itself, so that steps run in windows."""
         return self.decision.is_asynchronous
 
-    def holding_weights(self) -> AbstractContextManager[None]:
-        """Context manager in which no weight changes, as in an evaluation: copies of tied parameters are sent once."""
-        return self.ties.holding_values()
-
     # ------------------------------------------------------------------ the whole model
 
     @property
@@ -265,20 +258,7 @@ class Pipeline:
 
     @cached_property
     def _whole(self) -> PreTrainedModel:
-        return whole_model(self, self.weights.trainable.parameters)
-
-    @property
-    def is_in_one_place(self) -> bool:
-        """Whether this process has all stages, on one device."""
-        return self.world.num_processes == 1 and len(set(self.world.stage_devices.values())) == 1
-
-    def advising_on_memory(self) -> AbstractContextManager[None]:
-        """Context manager that adds the planner's advice to an out-of-memory error.
-
-        Raises:
-            StageError: in place of that error, with its message and the advice.
-        """
-        return advising(self.plan, self.world.rank)
+        return whole_model(self.weights, generate=self.generate, save_pretrained=self.save_pretrained)
 
     # ------------------------------------------------------------------ what it shows
 

@@ -228,7 +228,7 @@ class PipelineDPOTrainer(PipelineTrainer):
             num_batches = len(batches)
             source = ([batch] for batch in batches)
         found, has_new_adapters = [], reference is self.pipe and reference.has_new_adapters
-        with self.job.during("computing the reference's log-probabilities"), reference.holding_weights():
+        with self.job.during("computing the reference's log-probabilities"), reference.ties.holding_values():
             stream: Iterable[Sequence[Batch]] = shared_stream(source, self.world)
             if self.world.is_reader:
                 stream = progress(stream, "reference log-probabilities", "mini-batches", num_batches)

@@ -20,6 +20,7 @@ from transformers.trainer_utils import TrainOutput
 from hf_gpipe.checkpoint.directory import step_of
 from hf_gpipe.checkpoint.run_state import Position, RunState
 from hf_gpipe.errors import NonFiniteError
+from hf_gpipe.planner.advice import advising
 from hf_gpipe.runtime.batches import shared_stream
 from hf_gpipe.runtime.gradient_norm import LossAndNorm
 from hf_gpipe.runtime.job import Job
@@ -93,7 +94,7 @@ class TrainingLoop:
             TrainingStopped: a signal came, and the last step is saved.
         """
         try:
-            with self._stop_request or nullcontext(), self._pipe.advising_on_memory():
+            with self._stop_request or nullcontext(), advising(self._pipe.plan, self._pipe.world.rank):
                 self._run_epochs()
                 self._end_save()
             return self._finish()
