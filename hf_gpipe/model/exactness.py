@@ -30,9 +30,9 @@ from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.micro_batch import make_micro_batches, split_rows
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.ties import share_within_process
-from hf_gpipe.schedule.actions import Placement
 from hf_gpipe.schedule.builders import build as build_schedule
 from hf_gpipe.schedule.kinds import BACKWARD, INPUT, UPDATE, WEIGHT
+from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.table import Schedule
 
 #: Largest difference between stages and plain model: of the global gradient norm, for the loss relative.
@@ -449,7 +449,7 @@ def split_step(
     stages = {
         n: Stage(one, lambda boundary: dict.fromkeys(adapter.sources(boundary), True)) for n, one in models.items()
     }
-    edges = {number: Edge(LocalChannel(cpu), LocalChannel(cpu)) for number in range(num_stages - 1)}
+    edges = {(number, 0, 0): Edge(LocalChannel(cpu), LocalChannel(cpu)) for number in range(num_stages - 1)}
     micro_batches = make_micro_batches(adapter, [batch], MICRO_BATCHES, 0, 0)
     table = build_schedule("gpipe", num_stages, MICRO_BATCHES, Placement.spread(num_stages, 1), recompute="stage")
     if splits_backward:

@@ -19,7 +19,7 @@ from hf_gpipe.model.exactness import verify_packing
 from hf_gpipe.model.stage_parameters import StageParameters
 from hf_gpipe.pipeline.decision import Decision
 from hf_gpipe.runtime.batches import share
-from hf_gpipe.runtime.edges import Edge
+from hf_gpipe.runtime.edges import Edges
 from hf_gpipe.runtime.evaluation import Evaluation
 from hf_gpipe.runtime.executor import Executor, StepResult
 from hf_gpipe.runtime.generation import Generator
@@ -67,7 +67,7 @@ class Steps:
     decision: Decision
     parameters: StageParameters
     stages: dict[int, Stage]
-    edges: Mapping[int, Edge]
+    edges: Edges
     executor: Executor
     num_micro_batches: int
     length_bucketing: bool

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hf_gpipe.partition.cluster import Cluster, Level
 from hf_gpipe.planner.devices import Link
 from hf_gpipe.runtime.world import World
-from hf_gpipe.schedule.actions import Placement
+from hf_gpipe.schedule.placement import Placement
 
 #: Messages grow until one takes so long and so many round trips, or has the last size. TCP begins slowly: on a link
 #: with a delay, the first round trips of a message carry little.

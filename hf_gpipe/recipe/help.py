@@ -46,7 +46,7 @@ def section_help(name: str) -> str:
         raise UserError(f"{name!r} is not a section of a recipe{nearest(name, SECTIONS)}; {', '.join(SECTIONS)} are")
     lines = [f"{name}: {inspect.cleandoc(SECTIONS[name].__doc__ or '')}"]
     for key in keys_of(SECTIONS[name]).values():
-        lines.append(_wrap(f"{name}.{key.name}: {describe(key.schema)}; {_default(key)}{_kinds(key)}", "  "))
+        lines.append(_wrap(f"{name}.{key.name}: {describe(key.schema)}; {default_text(key)}{kinds_text(key)}", "  "))
         lines.append(_wrap(key.text, _INDENT))
     return "\n".join(lines)
 
@@ -58,15 +58,16 @@ def _title(cls: type) -> str:
 def _shortened(key: Key, width: int) -> str:
     """The default of a key and the beginning of its text."""
     first = re.split(r"; |\. ", key.text)[0].rstrip(".")
-    return textwrap.shorten(f"({_default(key).removeprefix('default: ')}) {first}", width, placeholder=" ...")
+    return textwrap.shorten(f"({default_text(key).removeprefix('default: ')}) {first}", width, placeholder=" ...")
 
 
-def _default(key: Key) -> str:
+def default_text(key: Key) -> str:
+    """The default of a key as YAML, or that it is required."""
     return "required" if key.is_required else write({"default": key.default}).strip()
 
 
-def _kinds(key: Key) -> str:
-    """The kinds of data that use a key."""
+def kinds_text(key: Key) -> str:
+    """The kinds of data that use a key; empty: all."""
     if key.kinds is None:
         return ""
     others = [kind for kind in keys_of(DataSection)["kind"].schema["enum"] if kind not in key.kinds]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -237,44 +237,6 @@ class NarrowChannel(WrappedChannel):
     def receive(self, micro_batch: int) -> dict[str, torch.Tensor]:
         received = self._channel.receive(micro_batch)
         return {name: tensor.to(self._dtype_of(name)) for name, tensor in received.items()}
-
-
-class RoutedChannel(Channel):
-    """Between stages with replicas: each micro-batch has its own channel.
-
-    Args:
-        routes: the channel of micro-batch m at m % len(routes); None for micro-batches of other processes.
-    """
-
-    def __init__(self, routes: Sequence[Channel | None]) -> None:
-        self._routes = routes
-        self._channels = list(dict.fromkeys(one for one in routes if one is not None))
-
-    def send(self, micro_batch: int, tensors: Tensors, shapes: Shapes) -> None:
-        self._of(micro_batch).send(micro_batch, tensors, shapes)
-
-    def expect(self, micro_batch: int, shapes: Shapes) -> None:
-        self._of(micro_batch).expect(micro_batch, shapes)
-
-    def receive(self, micro_batch: int) -> dict[str, torch.Tensor]:
-        return self._of(micro_batch).receive(micro_batch)
-
-    def flush(self) -> None:
-        for channel in self._channels:
-            channel.flush()
-
-    def reset(self) -> None:
-        for channel in self._channels:
-            channel.reset()
-
-    def check(self) -> None:
-        for channel in self._channels:
-            channel.check()
-
-    def _of(self, micro_batch: int) -> Channel:
-        channel = self._routes[micro_batch % len(self._routes)]
-        assert channel is not None, f"micro-batch {micro_batch} does not pass through this process here"
-        return channel
 
 
 def narrowed(dtype: torch.dtype, sent: torch.dtype | None) -> torch.dtype:

@@ -17,7 +17,8 @@ from functools import partial
 import torch
 
 from hf_gpipe.errors import StageError
-from hf_gpipe.runtime.edges import Edge
+from hf_gpipe.runtime.channel import Channel
+from hf_gpipe.runtime.edges import Edges
 from hf_gpipe.runtime.micro_batch import PLAIN_STEP, MicroBatch, StepOptions, on_devices
 from hf_gpipe.runtime.performing import Message, Planned, Step, StepResult, UpdateStage, performed, reading
 from hf_gpipe.runtime.replicas import Replicas
@@ -37,18 +38,18 @@ class Executor:
 
     Args:
         stages: the stages of this process, by number.
-        edges: the edges at the ends of these stages; `edges[s]` lies between stage s and s + 1.
-        rank: number of this process.
+        edges: the edges at the ends of these stages, by stage, its worker and that of the next stage.
+        worker: whose row of a table this process runs.
         replicas: those that these stages have in other processes, if any.
     """
 
     def __init__(
-        self, stages: Mapping[int, Stage], edges: Mapping[int, Edge], rank: int, replicas: Replicas | None = None
+        self, stages: Mapping[int, Stage], edges: Edges, worker: int, replicas: Replicas | None = None
     ) -> None:
         self._stages = stages
         self._edges = edges
         self._replicas = replicas
-        self._rank = rank
+        self._worker = worker
         self._devices = {stage.device for stage in stages.values()}
         self._table: Schedule | None = None
         self._planned: list[Planned] = []
@@ -91,9 +92,9 @@ class Executor:
             edge.check()
         result = StepResult()
         # Those of other replicas stay on the host.
-        own = [micro_batches[index] for index in schedule.micro_batches_of(self._rank)]
+        own = [micro_batches[index] for index in schedule.micro_batches_of(self._worker)]
         shares = on_devices(own, self._devices)
-        actions = schedule.actions[self._rank]
+        actions = schedule.actions[self._worker]
         self.prepare(schedule)
         for versions in self._versions.values():
             versions.begin()
@@ -143,7 +144,7 @@ class Executor:
             self._reset()
             where = f"stage {action.stage}, action {action}" if action is not None else "before the first action"
             row = row_around(actions, action) if action is not None else ""
-            raise StageError(f"process {self._rank}, {where}: {type(error).__name__}: {error}{row}") from error
+            raise StageError(f"process {self._worker}, {where}: {type(error).__name__}: {error}{row}") from error
         for versions in self._versions.values():
             versions.end()
         result.stash_bytes = sum(versions.most_bytes for versions in self._versions.values())
@@ -176,17 +177,17 @@ class Executor:
             return
         expected = defaultdict(list)
         for message in messages(schedule):
-            if message.receiver == self._rank and self._reads_message(message.consumer):
-                expected[message.before].append(self._arriving(message.consumer))
+            if message.receiver == self._worker and self._reads_message(message.consumer):
+                expected[message.before].append(self._arriving(schedule, message.consumer))
         for number in {number for number, _ in schedule.split} & self._stages.keys():
             self._stages[number].model.defer_weight_gradients()
         self._planned = []
         self._versions = {}
-        read: Sequence[Use | None] = [None] * len(schedule.actions[self._rank])
+        read: Sequence[Use | None] = [None] * len(schedule.actions[self._worker])
         if schedule.is_asynchronous:
-            read = uses(schedule, self._rank)
+            read = uses(schedule, self._worker)
             self._versions = {n: Versions(stage.model.parameters.values()) for n, stage in self._stages.items()}
-        actions = schedule.actions[self._rank]
+        actions = schedule.actions[self._worker]
         last = last_backwards(actions)
         if not schedule.is_asynchronous:
             last |= {*[one for one in actions if one.kind.changes_weights][-1:]}
@@ -200,29 +201,35 @@ class Executor:
                 run=run if use is None or not action.kind.reads_weights else reading(run),
                 wait=wait,
                 expected=tuple(expected[place]),
-                received=self._arriving(action).channel if self._reads_message(action) else None,
-                sent=self._leaving(action),
+                received=self._arriving(schedule, action).channel if self._reads_message(action) else None,
+                sent=self._leaving(schedule, action),
                 use=use,
                 is_last=action in last,
             )
             self._planned.append(planned)
         self._table = schedule
 
-    def _arriving(self, action: Action) -> Message:
+    def _arriving(self, schedule: Schedule, action: Action) -> Message:
         """The message that an action reads."""
-        stage = self._stages[action.stage]
-        if action.kind.takes_gradient:
-            return Message(self._edges[action.stage].up, _index(action), stage.output_gradient_shapes)
-        return Message(self._edges[action.stage - 1].down, _index(action), stage.input_shapes)
+        stage, source = self._stages[action.stage], schedule.source(action)
+        assert source is not None, f"{action} reads no message"
+        shapes = stage.output_gradient_shapes if action.kind.takes_gradient else stage.input_shapes
+        return Message(self._channel(schedule, source, action), _index(action), shapes)
 
-    def _leaving(self, action: Action) -> Message | None:
+    def _leaving(self, schedule: Schedule, action: Action) -> Message | None:
         """The message that an action may send; None for those that never do."""
-        stage = self._stages[action.stage]
-        if action.kind.takes_gradient and not stage.is_first:
-            return Message(self._edges[action.stage - 1].up, _index(action), stage.input_gradient_shapes)
-        if action.kind.sends and action.kind.way > 0 and not stage.is_last:
-            return Message(self._edges[action.stage].down, _index(action), stage.output_shapes)
-        return None
+        stage, consumer = self._stages[action.stage], schedule.consumer(action)
+        if consumer is None:
+            return None
+        shapes = stage.input_gradient_shapes if action.kind.takes_gradient else stage.output_shapes
+        return Message(self._channel(schedule, action, consumer), _index(action), shapes)
+
+    def _channel(self, schedule: Schedule, source: Action, consumer: Action) -> Channel:
+        """Between the workers in whose rows the two actions stand."""
+        sender, receiver = schedule.worker_of(source), schedule.worker_of(consumer)
+        if source.kind.takes_gradient:
+            return self._edges[consumer.stage, receiver, sender].up
+        return self._edges[source.stage, sender, receiver].down
 
     def _flush(self) -> None:
         """Wait until all messages have been sent."""

@@ -30,7 +30,8 @@ from hf_gpipe.adapters.layers import StackName
 from hf_gpipe.errors import StageError, UserError, nearest
 from hf_gpipe.runtime import wire
 from hf_gpipe.runtime.agreement import compare
-from hf_gpipe.runtime.edges import Edge
+from hf_gpipe.runtime.channel import Channel
+from hf_gpipe.runtime.edges import Edges
 from hf_gpipe.runtime.spread_rows import joined, number_of_parts, part_of, pipelines
 from hf_gpipe.runtime.world import World
 
@@ -95,7 +96,7 @@ class Generator:
         adapter: the whole model; its `reference.generation_config` gives the defaults.
         partition: the layers of every stage.
         stages: the stages of this process, by number.
-        edges: the edges at the ends of these stages; `edges[s]` lies between stage s and s + 1.
+        edges: the edges at the ends of these stages, by stage, its worker and that of the next stage.
         world: the processes.
     """
 
@@ -104,7 +105,7 @@ class Generator:
         adapter: Adapter,
         partition: Sequence[range],
         stages: Mapping[int, StageModel],
-        edges: Mapping[int, Edge],
+        edges: Edges,
         world: World,
     ) -> None:
         check_generates(adapter)
@@ -117,7 +118,7 @@ class Generator:
         self._model = _in_lock_step(self)
         self._pipelines = pipelines(world.placement)
         several = self._pipelines if len(self._pipelines) > 1 else ()
-        self._groups = [world.new_group(workers, world.device) for workers in several]
+        self._groups = [world.new_group(tuple(map(world.peer, workers)), world.device) for workers in several]
         #: The pipeline that this process is in during a call, and the group of its processes; None: of all.
         self._number = 0
         self._group: dist.ProcessGroup | None = None
@@ -145,15 +146,15 @@ class Generator:
         if num_parts == 1:
             self._number, self._group = 0, None
             return self._generated(shared, streamer)
-        rank, tokens = self._world.rank, None
-        own = next((i for i, workers in enumerate(self._pipelines[:num_parts]) if rank in workers), None)
+        tokens, parts = None, self._pipelines[:num_parts]
+        own = next((i for i, workers in enumerate(parts) if self._world.worker in workers), None)
         if own is not None:
             self._number, self._group = own, self._groups[own]
             tokens = self._generated(part_of(shared, own, num_parts)).cpu()
         everyone = self._world.gather_objects(tokens)
-        firsts = [workers[0] for workers in self._pipelines[:num_parts]]
-        parts = [part for rank in firsts if (part := everyone[rank]) is not None]
-        return joined(parts, lambda name: self._setting(shared, name)).to(self.device)
+        firsts = [self._world.peer(workers[0]) for workers in parts]
+        found = [part for rank in firsts if (part := everyone[rank]) is not None]
+        return joined(found, lambda name: self._setting(shared, name)).to(self.device)
 
     def _generated(self, shared: Mapping[str, Any], streamer: Any = None) -> Any:
         """The result of `generate` for some rows, in every process of their pipeline."""
@@ -212,7 +213,7 @@ class Generator:
             edge.check()
         outputs: dict[str, torch.Tensor] = {}
         for number, stage in self._stages.items():
-            if not stage.runs(stack) or self._worker_of(number) != self._world.rank:
+            if not stage.runs(stack) or self._worker_of(number) != self._world.worker:
                 continue
             given = {n: v.to(stage.device) if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
             if cache is not None:
@@ -220,12 +221,12 @@ class Generator:
             try:
                 carry = {}
                 if not self._begins(stage, stack):
-                    channel = self._edges[number - 1].down
+                    channel = self._channel(number - 1)
                     channel.expect(self._number, self._shapes(stage.start, inputs))
                     carry = channel.receive(self._number)
                 outputs = stage(given, carry)
                 if number < self._last[stack]:
-                    self._edges[number].down.send(self._number, outputs, self._shapes(stage.stop, inputs))
+                    self._channel(number).send(self._number, outputs, self._shapes(stage.stop, inputs))
                     outputs = {}
             except Exception as error:
                 for edge in self._edges.values():
@@ -254,15 +255,19 @@ class Generator:
 
     def _from_last(self, stack: StackName, value: torch.Tensor) -> torch.Tensor:
         """Broadcast the value of the process with the stack's last stage, to the first device of all in lock-step."""
-        value, source = value.to(self.device), self._worker_of(self._last[stack])
+        value, source = value.to(self.device), self._world.peer(self._worker_of(self._last[stack]))
         if self._group is None:
             self._world.broadcast(value, source)
         else:
             dist.broadcast(value, group_src=dist.get_group_rank(self._group, source), group=self._group)
         return value
 
+    def _channel(self, stage: int) -> Channel:
+        """From a stage to the next one, in this process's pipeline."""
+        return self._edges[stage, self._worker_of(stage), self._worker_of(stage + 1)].down
+
     def _worker_of(self, stage: int) -> int:
-        """The process that runs a stage in this process's pipeline."""
+        """The worker that runs a stage in this process's pipeline."""
         return self._world.placement.workers[stage][self._number]
 
     # ------------------------------------------------------------------ arguments

@@ -131,9 +131,10 @@ class Replicas:
         self._sums: dict[int, _Sum] = {}
         groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
         for workers in world.placement.groups:
-            on_cpu = world.new_group(workers, torch.device("cpu"))
+            ranks = tuple(map(world.peer, workers))
+            on_cpu = world.new_group(ranks, torch.device("cpu"))
             on_cuda = world.device.type == "cuda"
-            groups[workers] = world.new_group(workers, world.device) if on_cuda else on_cpu, on_cpu
+            groups[workers] = world.new_group(ranks, world.device) if on_cuda else on_cpu, on_cpu
         for stage, workers in enumerate(world.placement.workers):
             if stage not in models or len(workers) == 1:
                 continue

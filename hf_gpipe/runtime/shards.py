@@ -91,13 +91,13 @@ class Shards:
         self._ends: dict[str, list[int]] = {}
         self._index: dict[str, int] = {}
         for stage, names in self._names.items():
-            workers = world.placement.workers[stage]
+            ranks = world.replicas_of(stage)
             # A run of elements must be a view, so that its new values are those of the parameter.
             cut = [name for name in names if by_element and parameters[name].is_contiguous()]
             sizes = {name: parameters[name].numel() for name in names}
-            self._ends |= _runs({name: sizes[name] for name in cut}, len(workers))
-            self._ends |= _wholes({name: sizes[name] for name in names if name not in cut}, len(workers))
-            self._index |= dict.fromkeys(names, workers.index(world.rank))
+            self._ends |= _runs({name: sizes[name] for name in cut}, len(ranks))
+            self._ends |= _wholes({name: sizes[name] for name in names if name not in cut}, len(ranks))
+            self._index |= dict.fromkeys(names, ranks.index(world.rank))
         self._serves = False
         self._narrowed: list[tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor]] = []
 
@@ -131,9 +131,9 @@ class Shards:
         return tensor if stop - start == tensor.numel() else tensor.reshape(-1)[start:stop]
 
     def _replicated(self) -> Iterator[tuple[list[str], tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]]]:
-        """Of each stage with replicas: its parameters, its workers, and their groups for tensors and for the CPU."""
+        """Of each stage with replicas: its parameters, the replicas' ranks and groups, for tensors and on the CPU."""
         for stage, names in self._names.items():
-            yield names, self._world.placement.workers[stage], self._replicas.groups_of(stage)
+            yield names, self._world.replicas_of(stage), self._replicas.groups_of(stage)
 
     # ------------------------------------------------------------------ a step
 
@@ -176,8 +176,8 @@ class Shards:
     @torch.no_grad()
     def share_values(self) -> None:
         """Give every replica the values of all shards. All replicas of these stages must call it."""
-        for names, workers, (group, _) in self._replicated():
-            for index, rank in enumerate(workers):
+        for names, ranks, (group, _) in self._replicated():
+            for index, rank in enumerate(ranks):
                 parts = [self._part(name, self._parameters[name].data, index) for name in names]
                 for bucket in in_buckets(part for part in parts if part is not None):
                     flat = torch.cat([part.flatten() for part in bucket])
@@ -227,25 +227,25 @@ class Shards:
             The state of whole parameters in their leader; for the other replicas of its stage there is none.
         """
         whole = {name: slots for name, slots in states.items() if name not in self._ends}
-        for names, workers, (_, group) in self._replicated():
+        for names, ranks, (_, group) in self._replicated():
             mine = {name: {slot: _kind(value) for slot, value in states.get(name, {}).items()} for name in names}
-            kinds = wire.by_rank(wire.gather(mine, group), group, workers)
+            kinds = wire.by_rank(wire.gather(mine, group), group, ranks)
             for name in names:
                 holders = self._holders(name)
                 for slot, kind in kinds[holders[0]][name].items():
-                    value = self._gather(name, states.get(name, {}).get(slot), kind, workers, group)
+                    value = self._gather(name, states.get(name, {}).get(slot), kind, ranks, group)
                     if self._index[name] == 0:
                         whole.setdefault(name, {})[slot] = value
         return whole
 
-    def _gather(self, name: str, own: Any, kind: Any, workers: Sequence[int], group: dist.ProcessGroup) -> Any:
-        """One slot of the state of a whole parameter, in the first of the workers.
+    def _gather(self, name: str, own: Any, kind: Any, ranks: Sequence[int], group: dist.ProcessGroup) -> Any:
+        """One slot of the state of a whole parameter, in the first of the ranks.
 
         Args:
             name: of the parameter.
             own: the value of this replica's shard, if it has one.
             kind: of the first shard's value, as `_kind` gives it.
-            workers: the replicas.
+            ranks: of the replicas.
             group: of them.
         """
         if not isinstance(kind, _TensorKind):
@@ -257,7 +257,7 @@ class Shards:
         result = torch.empty(self._shapes[name] if is_cut else kind.shape, dtype=kind.dtype)
         for holder in holders if is_cut else holders[:1]:
             if holder == index != 0:
-                dist.send(own.detach().to("cpu").contiguous(), dst=workers[0], group=group)
+                dist.send(own.detach().to("cpu").contiguous(), dst=ranks[0], group=group)
             if index != 0:
                 continue
             part = self._part(name, result, holder) if is_cut else result
@@ -265,7 +265,7 @@ class Shards:
             if holder == 0:
                 part.copy_(own)
             else:
-                dist.recv(part, src=workers[holder], group=group)
+                dist.recv(part, src=ranks[holder], group=group)
         return result
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hf_gpipe.schedule.actions import Placement
+from hf_gpipe.schedule.placement import Placement
 
 #: The arguments of `generate` that have a row for each text.
 _OF_ROWS = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask", "token_type_ids")

@@ -51,9 +51,9 @@ class Ties:
         self._holds_values = self._copies_are_fresh = False
         mine = {stage: (str(model.device), tuple(model.parameters)) for stage, model in models.items()}
         found = world.gather_objects(mine)
-        workers = world.placement.workers
+        replicas = [world.replicas_of(stage) for stage in range(world.placement.num_stages)]
         holders: dict[str, list[int]] = {}
-        for stage, own in enumerate(workers):
+        for stage, own in enumerate(replicas):
             for name in found[own[0]][stage][1]:
                 holders.setdefault(name, []).append(stage)
         #: Stage that owns each parameter of the whole model.
@@ -63,7 +63,7 @@ class Ties:
         self._ties: list[_Tie] = []
         groups: dict[tuple[tuple[int, str], ...], dist.ProcessGroup] = {}
         for name in sorted(holders):
-            lowest = {process: stage for stage in reversed(holders[name]) for process in workers[stage]}
+            lowest = {process: stage for stage in reversed(holders[name]) for process in replicas[stage]}
             if len(holders[name]) == 1 or len(lowest) == 1:
                 continue
             self.names.add(name)
@@ -74,7 +74,7 @@ class Ties:
                 ranks = [rank for rank, _ in places]
                 groups[places] = world.new_group(ranks, torch.device(places[0][1]))
             if world.rank in lowest:
-                owners = workers[self.owner_stage[name]]
+                owners = replicas[self.owner_stage[name]]
                 self._ties.append(_Tie(models[lowest[world.rank]].parameters[name], owners, groups[places]))
 
     def reduce_gradients(self) -> None:

@@ -22,7 +22,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.runtime import wire
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.waiting import working
-from hf_gpipe.schedule.actions import Placement
+from hf_gpipe.schedule.placement import Placement
 
 Value = TypeVar("Value")
 
@@ -100,19 +100,32 @@ class World:
         return self.stages_placed
 
     @cached_property
+    def worker(self) -> int:
+        """The worker that this process belongs to: it runs the worker's row of a table."""
+        return self.placement.worker_with(self.rank)
+
+    def peer(self, worker: int) -> int:
+        """The rank that stands for this one in another worker: their messages go there."""
+        return self.placement.ranks_of(worker)[self.placement.ranks_of(self.worker).index(self.rank)]
+
+    def replicas_of(self, stage: int) -> tuple[int, ...]:
+        """The ranks that stand for this one in the replicas of a stage."""
+        return tuple(map(self.peer, self.placement.workers[stage]))
+
+    @cached_property
     def local_stages(self) -> tuple[int, ...]:
         """The stages of this process, ascending."""
-        return tuple(self.placement.stages_of(self.rank))
+        return tuple(self.placement.stages_of(self.worker))
 
     @cached_property
     def stage_devices(self) -> Mapping[int, torch.device]:
         """The device of each of this process's stages."""
-        names = {stage: self.placement.device_of(stage, self.rank) for stage in self.local_stages}
+        names = {stage: self.placement.device_of(stage, self.worker) for stage in self.local_stages}
         return {stage: self.device if name is None else torch.device(name) for stage, name in names.items()}
 
     def leader_of(self, stage: int) -> int:
         """The process of the stage's first replica: it writes the stage's files, and its parameters count once."""
-        return self.placement.workers[stage][0]
+        return self.replicas_of(stage)[0]
 
     def leads(self, stage: int) -> bool:
         """Whether this process is the leader of a stage."""

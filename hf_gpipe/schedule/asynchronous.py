@@ -38,8 +38,9 @@ from dataclasses import replace
 from itertools import accumulate
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule.actions import Action, Placement
+from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, UPDATE
+from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations
 from hf_gpipe.schedule.table import Schedule
 

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from typing import Any
 
-from hf_gpipe.schedule.actions import Placement
 from hf_gpipe.schedule.kinds import KINDS, Resource, awaited_by
+from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.simulate import Seconds, Span, Timeline
 
 
@@ -108,7 +108,7 @@ def breakdown(timeline: Timeline) -> Breakdown:
         of_devices: dict[tuple[int, str | None], list[Span]] = {}
         for span in timeline.spans:
             if span.process == process and span.action.kind.resource is Resource.COMPUTE:
-                of_devices.setdefault(placement.place_of(process, span.action), []).append(span)
+                of_devices.setdefault(placement.place_of(process, span.action.stage), []).append(span)
         parts = [] if of_devices else [Parts(wait=total)]
         waited: list[tuple[Span, Seconds]] = []
         for spans in of_devices.values():

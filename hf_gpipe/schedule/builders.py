@@ -18,11 +18,12 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 
 from hf_gpipe.errors import ScheduleError, nearest
-from hf_gpipe.schedule.actions import Action, Placement, replicas_of
+from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES, asynchronous
 from hf_gpipe.schedule.file import TABLE_SUFFIX
 from hf_gpipe.schedule.interleaved import interleaved_orders
 from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, REDUCE, UPDATE
+from hf_gpipe.schedule.placement import Placement, replicas_of
 from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations, with_recomputations
 from hf_gpipe.schedule.table import MOST_ACTIONS, Schedule
 from hf_gpipe.schedule.validate import check_table

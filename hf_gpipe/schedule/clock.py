@@ -24,8 +24,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule.actions import Action, Placement, gradient_action
+from hf_gpipe.schedule.actions import Action, gradient_action
 from hf_gpipe.schedule.kinds import INPUT
+from hf_gpipe.schedule.placement import Placement
 
 
 def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> list[list[Action]]:
@@ -40,7 +41,7 @@ def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> lis
     process_orders: list[list[Action]] = [[] for _ in range(placement.num_processes)]
     if len(placement.places) == placement.num_processes:
         for queue in queues:
-            process_orders[placement.process_of(queue[0])] = queue
+            process_orders[_worker_of(queue[0], placement)] = queue
         return process_orders
 
     num_stages = placement.num_stages
@@ -48,7 +49,7 @@ def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> lis
     next_index = [0] * len(queues)
     of_process: dict[int, list[int]] = {}
     for number, queue in enumerate(queues):
-        of_process.setdefault(placement.process_of(queue[0]), []).append(number)
+        of_process.setdefault(_worker_of(queue[0], placement), []).append(number)
     free_at: dict[tuple[int, str | None], int] = {}
     finished_at: dict[Action, int] = {}
     #: By queue, its next action where that can start: (start, fills idle time, rank, action, queue).
@@ -66,7 +67,7 @@ def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> lis
         if source is not None and source not in finished_at:
             watching.setdefault(source, []).append(number)
             return
-        place = placement.place_of(placement.process_of(action), action)
+        place = placement.place_of(_worker_of(action, placement), action.stage)
         start = max(free_at.get(place, 0), finished_at[source] if source else 0)
         fills, rank = False, -way(action, num_stages)
         if action.kind.fills_idle:
@@ -86,8 +87,8 @@ def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> lis
                 f"deadlock: {waiting} waits for {waiting.source(num_stages, split)}, and no stage can go on."
             )
         start, _, _, action, number = min(choices.values())
-        process = placement.process_of(action)
-        free_at[placement.place_of(process, action)] = finished_at[action] = start + action.kind.ticks
+        process = _worker_of(action, placement)
+        free_at[placement.place_of(process, action.stage)] = finished_at[action] = start + action.kind.ticks
         next_index[number] += 1
         process_orders[process].append(action)
         # Nothing else has changed for the other queues.
@@ -100,8 +101,12 @@ def by_worker(order: Sequence[Action], placement: Placement) -> list[list[Action
     """The order of a stage apart for each of its workers that has a micro-batch."""
     queues: dict[int, list[Action]] = {}
     for action in order:
-        queues.setdefault(placement.process_of(action), []).append(action)
+        queues.setdefault(_worker_of(action, placement), []).append(action)
     return list(queues.values())
+
+
+def _worker_of(action: Action, placement: Placement) -> int:
+    return placement.worker_of(action.stage, action.micro_batch)
 
 
 def way(action: Action, num_stages: int) -> int:

@@ -14,8 +14,8 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule.actions import Placement
 from hf_gpipe.schedule.kinds import KINDS, Resource
+from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.simulate import Seconds, Span, Timeline
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule.actions import replicas_of
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
 from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.occupancy import most_of_equal_stages
+from hf_gpipe.schedule.placement import replicas_of
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.validate import check_table
 

@@ -20,8 +20,9 @@ Each replica of the pipeline does this with its own micro-batches, on its own P 
 from __future__ import annotations
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule.actions import Action, Placement
+from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import BACKWARD, FORWARD
+from hf_gpipe.schedule.placement import Placement
 
 
 def interleaved_orders(num_stages: int, num_micro_batches: int, placement: Placement) -> list[list[Action]]:

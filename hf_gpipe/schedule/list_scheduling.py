@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule.actions import Action, Placement
+from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import FORWARD, INPUT, WEIGHT, ActionKind
+from hf_gpipe.schedule.placement import Placement
 
 F, I, W = FORWARD, INPUT, WEIGHT  # noqa: E741
 _KINDS = (F, I, W)

@@ -25,9 +25,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule.actions import Action, Placement
+from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.clock import way
 from hf_gpipe.schedule.kinds import awaited_by
+from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.table import Schedule
 
 #: Fine ticks per tick of a kind. A process starts its actions one after another, at least one fine tick apart.
@@ -64,7 +65,7 @@ def messages(schedule: Schedule) -> tuple[Message, ...]:
         consumer = schedule.consumer(action)
         if consumer is None:
             continue
-        receiver = schedule.placement.process_of(consumer)
+        receiver = schedule.worker_of(consumer)
         if receiver != process:
             found.append(Message(action, consumer, process, receiver, passed[receiver]))
     return tuple(found)
@@ -167,7 +168,7 @@ def _clock_order(schedule: Schedule) -> list[tuple[int, Action]]:
     reached_at: dict[Action, int] = {}
     order: list[tuple[int, int, int, Action]] = []
     for process, action in executable_order(schedule):
-        place = schedule.placement.place_of(process, action)
+        place = schedule.placement.place_of(process, action.stage)
         source = schedule.source(action)
         start = max(started[process] + 1, free_at.get(place, 0), ends[source] if source else 0)
         for other in schedule.concerned(process, action, awaited_by(action.kind)):

@@ -23,7 +23,7 @@ from hf_gpipe.schedule.table import Schedule
 def holdings(timeline: Timeline, stage: int, process: int) -> Iterator[tuple[Held, Seconds, Seconds]]:
     """Yield the things that a stage holds in one of its workers for each micro-batch: (what, from, until)."""
     schedule, ran = timeline.schedule, timeline.spans_of
-    own = schedule.placement.micro_batches_of(stage, process, schedule.num_micro_batches)
+    own = schedule.micro_batches_of(process, stage)
     completed = [span for m in own for span in ran[stage][m] if span.action.kind.completes_micro_batch]
     first_completed = min(completed, key=lambda span: span.end, default=None)
     for micro_batch in own:

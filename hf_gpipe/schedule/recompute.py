@@ -16,9 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from hf_gpipe.schedule.actions import Action, Placement
+from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.clock import by_worker, merge
 from hf_gpipe.schedule.kinds import FORWARD, RECOMPUTE
+from hf_gpipe.schedule.placement import Placement
 
 Limits: TypeAlias = tuple[int | None, ...]
 """For each stage the most graphs alive at once. None: no limit, so no R; 0: R before every B or I, needed or not."""

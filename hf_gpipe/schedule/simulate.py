@@ -31,9 +31,10 @@ from functools import cached_property
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule.actions import Action, Placement
+from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import KINDS, ActionKind, Resource, awaited_by, needs_of
 from hf_gpipe.schedule.messages import executable_order
+from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.table import Schedule
 
 Seconds: TypeAlias = float | Fraction
@@ -248,7 +249,7 @@ class _Clock:
             if kind.resource is not Resource.COMPUTE and any(
                 one.resource is Resource.COMPUTE for one in needs_of(kind)
             ):
-                start = free_at.get((*placement.place_of(process, action), Resource.COMPUTE), 0)
+                start = free_at.get((*placement.place_of(process, action.stage), Resource.COMPUTE), 0)
             if kind.is_collective:
                 reached_at[action].append(start)
                 continue
@@ -267,8 +268,8 @@ class _Clock:
                 ends_at[process, action] = end
             if consumer := schedule.consumer(action):
                 arrives_at[action] = end
-                if not placement.is_local(action, consumer):
-                    target = placement.process_of(consumer)
+                target = schedule.worker_of(consumer)
+                if placement.place_of(process, action.stage) != placement.place_of(target, consumer.stage):
                     edge = (action.kind.takes_gradient, action.stage, process, target)
                     lower, upper = (process, target) if action.stage < consumer.stage else (target, process)
                     travels_from = max(end, edge_free_at.get(edge, 0))

@@ -33,8 +33,9 @@ from functools import cached_property
 from typing import NoReturn
 
 from hf_gpipe.errors import ScheduleError, nearest
-from hf_gpipe.schedule.actions import TEXT_VERSION, Action, Placement, parse_number
+from hf_gpipe.schedule.actions import TEXT_VERSION, Action, parse_number
 from hf_gpipe.schedule.kinds import FORWARD, INPUT, RECOMPUTE, ActionKind, Held
+from hf_gpipe.schedule.placement import Placement
 
 MOST_ACTIONS = 600_000
 """The most actions of a table: of more, the checks alone would take minutes."""
@@ -145,7 +146,7 @@ class Schedule:
             elif micro_batch is not None:
                 yield Action(kind, stage, micro_batch)
             else:
-                own = self.placement.micro_batches_of(stage, process, self.num_micro_batches)
+                own = self.micro_batches_of(process, stage)
                 yield from (Action(kind, stage, one) for one in own if self.step_of[one] == action.step)
 
     def keeps_graph(self, stage: int, micro_batch: int) -> bool:
@@ -170,9 +171,27 @@ class Schedule:
         rows = (self.actions[process] for process in self.placement.workers[stage])
         return sum(a.stage == stage and a.kind == RECOMPUTE for actions in rows for a in actions)
 
-    def micro_batches_of(self, process: int) -> tuple[int, ...]:
-        """The micro-batches that a worker runs on any of its stages, ascending: only their rows are needed there."""
-        return tuple(sorted({a.micro_batch for a in self.actions[process] if a.micro_batch is not None}))
+    def worker_of(self, action: Action) -> int:
+        """The worker in whose row the action of a micro-batch stands: it sends and receives the action's messages."""
+        return self._worker_of[action]
+
+    @cached_property
+    def _worker_of(self) -> Mapping[Action, int]:
+        rows = enumerate(self.actions)
+        return {action: worker for worker, row in rows for action in row if action.micro_batch is not None}
+
+    def micro_batches_of(self, process: int, stage: int | None = None) -> tuple[int, ...]:
+        """The micro-batches that a worker runs on a stage, or on any of its stages, ascending."""
+        return self._micro_batches_of.get((process, stage), ())
+
+    @cached_property
+    def _micro_batches_of(self) -> Mapping[tuple[int, int | None], tuple[int, ...]]:
+        found: dict[tuple[int, int | None], set[int]] = {}
+        for action, worker in self._worker_of.items():
+            if action.micro_batch is not None:
+                for stage in (action.stage, None):
+                    found.setdefault((worker, stage), set()).add(action.micro_batch)
+        return {where: tuple(sorted(own)) for where, own in found.items()}
 
     def of_first(self, num_micro_batches: int) -> Schedule:
         """The same table for its first n micro-batches: the actions of the others are left out.

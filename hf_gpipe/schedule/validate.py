@@ -104,16 +104,7 @@ def _check_places(schedule: Schedule) -> list[dict[Action, int]]:
                 )
             if action.step >= schedule.num_steps:
                 _fail(schedule, f"{action} on process {process}: the steps are 0 to {schedule.num_steps - 1}.", process)
-            if process not in _homes(schedule, action):
-                own = schedule.placement.workers[action.stage]
-                if process in own:
-                    problem = (
-                        f"micro-batch {action.micro_batch} belongs to replica {action.micro_batch} % {len(own)} of "
-                        f"stage {action.stage}, on {_homes(schedule, action)[0]}"
-                    )
-                else:
-                    problem = f"stage {action.stage} is placed on {' and '.join(map(str, own))}"
-                _fail(schedule, f"{action} is on process {process}, but {problem}; move it there.", process)
+            _check_home(schedule, process, action)
             if action in positions:
                 _fail(schedule, f"{action} occurs twice on process {process}; keep one of them.", process)
             if action.kind.is_collective and len(schedule.placement.workers[action.stage]) == 1:
@@ -126,6 +117,24 @@ def _check_places(schedule: Schedule) -> list[dict[Action, int]]:
             positions[action] = index
         every.append(positions)
     return every
+
+
+def _check_home(schedule: Schedule, process: int, action: Action) -> None:
+    """An action stands where the weights of its stage are, and with the other actions of its micro-batch.
+
+    Everything else takes the worker of an action from its row.
+    """
+    own = schedule.placement.workers[action.stage]
+    if process not in own:
+        problem = f"stage {action.stage} is placed on {' and '.join(map(str, own))}"
+    elif process not in _homes(schedule, action):
+        problem = (
+            f"micro-batch {action.micro_batch} belongs to replica {action.micro_batch} % {len(own)} of stage "
+            f"{action.stage}, on {_homes(schedule, action)[0]}"
+        )
+    else:
+        return
+    _fail(schedule, f"{action} is on process {process}, but {problem}; move it there.", process)
 
 
 def _homes(schedule: Schedule, action: Action) -> tuple[int, ...]:
@@ -249,17 +258,14 @@ def _check_order_of_reductions(schedule: Schedule) -> None:
 
 def _check_order_on_edges(schedule: Schedule) -> None:
     """Messages of one kind from a stage on one process to a stage on another are received in the order of sending."""
-    placement = schedule.placement
     sent: dict[tuple[bool, int, int, int], list[Action]] = {}
     received: dict[tuple[bool, int, int, int], list[Action]] = {}
     for process, actions in enumerate(schedule.actions):
         for action in actions:
-            if (consumer := schedule.consumer(action)) and placement.process_of(consumer) != process:
-                edge = action.kind.takes_gradient, action.stage, process, placement.process_of(consumer)
-                sent.setdefault(edge, []).append(action)
-            if (source := schedule.source(action)) and placement.process_of(source) != process:
-                edge = source.kind.takes_gradient, source.stage, placement.process_of(source), process
-                received.setdefault(edge, []).append(action)
+            if (consumer := schedule.consumer(action)) and (other := schedule.worker_of(consumer)) != process:
+                sent.setdefault((action.kind.takes_gradient, action.stage, process, other), []).append(action)
+            if (source := schedule.source(action)) and (other := schedule.worker_of(source)) != process:
+                received.setdefault((source.kind.takes_gradient, source.stage, other, process), []).append(action)
     for edge, messages in sent.items():
         for sender, receiver in zip(messages, received[edge], strict=True):
             if schedule.source(receiver) != sender:
@@ -267,5 +273,5 @@ def _check_order_on_edges(schedule: Schedule) -> None:
                     schedule,
                     f"{receiver} takes the message of {sender}: stage {receiver.stage} must receive in the order in "
                     f"which stage {sender.stage} sends; change one of the two orders.",
-                    placement.process_of(receiver),
+                    schedule.worker_of(receiver),
                 )

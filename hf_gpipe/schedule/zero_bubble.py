@@ -16,9 +16,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule.actions import Action, Placement
+from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, INPUT, WEIGHT
 from hf_gpipe.schedule.list_scheduling import Work, best_listed
+from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations, with_recomputations
 
 _F, _I, _W = FORWARD, INPUT, WEIGHT
@@ -118,7 +119,8 @@ def whole_backwards(order: Sequence[Action], process: int, placement: Placement)
         before = result[place] if place >= 0 else None
         if before == Action(_I, action.stage, action.micro_batch) and action.kind == _W:
             consumer = before.consumer(placement.num_stages)
-            if consumer is None or placement.is_local(before, consumer):
+            other = consumer and placement.worker_of(consumer.stage, consumer.micro_batch)
+            if consumer is None or (other, device) == (process, placement.device_of(consumer.stage, process)):
                 result[place] = Action(BACKWARD, action.stage, action.micro_batch)
                 continue
         last_on[device] = len(result)

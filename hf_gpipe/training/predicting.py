@@ -132,7 +132,7 @@ class _Logits:
 
         Those that have the labels' columns get back the ones cut off as padding.
         """
-        of_replicas = world.gather_at_first(self._parts, world.placement.workers[-1])
+        of_replicas = world.gather_at_first(self._parts, world.replicas_of(world.placement.num_stages - 1))
         if of_replicas is None:
             return None
         # Of r replicas number m % r has run micro-batch m.

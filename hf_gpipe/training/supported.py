@@ -1,6 +1,6 @@
 """Which of transformers' training arguments a pipeline cannot honour, and what it honours in part.
 
-A field that is refused may keep its default; anything else is an error that names it. scripts/trainer_arguments.py has
+A field that is refused may keep its default; anything else is an error that names it. scripts/trainer_tables.py has
 the other fields.
 """
 

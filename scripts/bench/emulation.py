@@ -304,7 +304,7 @@ class _Pipeline:
         stages = {number: cast(Stage, stage) for number, stage in waiting.items()}
         edges = connect(world, lambda stage, name: boundary.dtype)
         if setting.transfer_seconds is not None:
-            edges = {number: slow(edge, setting.transfer_seconds[number]) for number, edge in edges.items()}
+            edges = {where: slow(edge, setting.transfer_seconds[where[0]]) for where, edge in edges.items()}
         self.replicas = None
         if setting.has_replicas:
             names = {name: number for number, stage in waiting.items() for name in stage.parameters}

@@ -17,7 +17,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime.device_choice import DeviceChoice, _assign, _Wish, world_for
 from hf_gpipe.runtime.world import World
-from hf_gpipe.schedule.actions import Placement
+from hf_gpipe.schedule.placement import Placement
 from tests.gloo import run_gloo
 
 

@@ -23,7 +23,7 @@ from hf_gpipe import Pipeline
 from hf_gpipe.errors import StageError, UnsupportedModelError, UserError
 from hf_gpipe.runtime.generation import REFUSED
 from hf_gpipe.runtime.spread_rows import pipelines
-from hf_gpipe.schedule.actions import Placement
+from hf_gpipe.schedule.placement import Placement
 from tests.gloo import run_gloo
 from tests.oracle import VOCABULARY, padded_batch, plain_model, run_plain, tiny_config
 

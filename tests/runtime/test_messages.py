@@ -112,13 +112,13 @@ def run_processes(table: Schedule) -> list[float]:
     outcomes: dict[int, Any] = {}
 
     def work(rank: int) -> None:
-        own: dict[int, Edge] = {}
+        own: dict[tuple[int, int, int], Edge] = {}
         for s in range(num_stages - 1):
             one, other = home[s], home[s + 1]
             if one == other:
-                own[s] = Edge(LocalChannel(CPU), LocalChannel(CPU))
+                own[s, one, other] = Edge(LocalChannel(CPU), LocalChannel(CPU))
             else:
-                own[s] = Edge(BlockingChannel(lines[one, other]), BlockingChannel(lines[other, one]))
+                own[s, one, other] = Edge(BlockingChannel(lines[one, other]), BlockingChannel(lines[other, one]))
         stages: Any = {s: Stage(s, num_stages) for s in table.placement.stages_of(rank)}
         try:
             outputs = Executor(stages, own, rank).run(table, micro_batches(table.num_micro_batches)).outputs
@@ -193,7 +193,9 @@ def test_communicators_are_shared_and_set_up_one_after_another(
         own = tuple(dict.fromkeys(torch.device(names[stage]) for stage in placement.stages_of(rank)))
         world = Stub(rank, placement.num_processes, own, stages_placed=placement)
         found = connect(world, lambda stage, name: torch.float32)
-        assert set(found) == {s for s in range(placement.num_stages - 1) if {s, s + 1} & set(world.local_stages)}
+        assert {stage for stage, _, _ in found} == {
+            s for s in range(placement.num_stages - 1) if {s, s + 1} & set(world.local_stages)
+        }
         for place, entry in enumerate(log):
             if entry == "first message":
                 assert log[place + 1] == "ready"
@@ -243,7 +245,7 @@ def test_a_tensor_is_kept_until_it_was_sent(monkeypatch: pytest.MonkeyPatch) -> 
 def test_after_a_failed_step_a_pipeline_of_several_processes_does_not_go_on() -> None:
     table = build("gpipe", 2, 2)
     stages: Any = {0: Stage(0, 2, fails=True)}
-    executor = Executor(stages, {0: Edge(remote(), remote())}, rank=0)
+    executor = Executor(stages, {(0, 0, 1): Edge(remote(), remote())}, worker=0)
     with pytest.raises(StageError, match="stage 0, action 0F0: RuntimeError: out of luck"):
         executor.run(table, micro_batches(2))
     stages[0].fails = False
@@ -254,7 +256,7 @@ def test_after_a_failed_step_a_pipeline_of_several_processes_does_not_go_on() ->
 def test_after_a_failed_step_a_pipeline_of_one_process_goes_on() -> None:
     table = build("gpipe", 2, 2, Placement.spread(2, 1))
     stages: Any = {0: Stage(0, 2), 1: Stage(1, 2, fails=True)}
-    executor = Executor(stages, {0: Edge(LocalChannel(CPU), LocalChannel(CPU))}, rank=0)
+    executor = Executor(stages, {(0, 0, 0): Edge(LocalChannel(CPU), LocalChannel(CPU))}, worker=0)
     with pytest.raises(StageError, match="stage 1, action 1F0: RuntimeError: out of luck"):
         executor.run(table, micro_batches(2))
     stages[1].fails = False

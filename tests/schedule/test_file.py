@@ -56,7 +56,7 @@ def any_valid_tables(draw: st.DrawFn) -> Schedule:
     while todo - done:
         can_run = sorted(a for a in todo - done if _can_run(a, num_stages, todo, done, forwards, backwards))
         action = choose.choice(can_run)
-        processes[placement.process_of(action)].append(action)
+        processes[placement.worker_of(action.stage, action.micro_batch)].append(action)
         done.add(action)
     for process, actions in enumerate(processes):
         actions += [Action(U, stage) for stage in placement.stages_of(process)]

@@ -5,10 +5,12 @@ from collections import Counter, defaultdict
 import pytest
 from hypothesis import given, settings
 
-from hf_gpipe.schedule import Action, Costs, Placement, Schedule, build, placement_for, simulate
+from hf_gpipe.errors import ScheduleError
+from hf_gpipe.schedule import Action, Costs, Placement, Schedule, build, check_table, placement_for, simulate
 from hf_gpipe.schedule.kinds import UPDATE
 from hf_gpipe.schedule.messages import executable_order, messages
 from tests.schedule.cases import Recompute, schedules
+from tests.schedule.test_replicas import tables as replicated_tables
 
 Operations = list[list[tuple[str, Action]]]
 """For each process: ("run", action), ("send", source of a message), ("receive", source of a message)."""
@@ -141,7 +143,7 @@ def test_two_receives_ahead_of_use_do_wait_for_each_other(name: str) -> None:
     table = build(name, num_stages, 8, placement_for(name, num_stages, 4))
     ahead = operations(table)
     for process, actions in enumerate(table.actions):
-        consumers = [a for a in actions if (s := table.source(a)) and table.placement.process_of(s) != process]
+        consumers = [a for a in actions if (s := table.source(a)) and table.worker_of(s) != process]
         kept = [operation for operation in ahead[process] if operation[0] != "receive"]
         for place, consumer in enumerate(consumers):
             use = 0 if place < 2 else kept.index(("run", consumers[place - 2])) + 1
@@ -164,6 +166,39 @@ def test_the_receives_of_a_small_table() -> None:
         "0F2 before 1F2",
         "1B2 before 0B2",
     ]
+
+
+@given(replicated_tables() | schedules())
+@settings(deadline=None, max_examples=100)
+def test_messages_go_where_the_stages_are(case: tuple[Schedule, Recompute]) -> None:
+    """What the rows of a builder's table say is what the placement says."""
+    table, _ = case
+
+    def home(action: Action) -> int:
+        return table.placement.worker_of(action.stage, action.micro_batch)
+
+    every = [action for row in table.actions for action in row]
+    pairs = [(action, consumer) for action in every if (consumer := table.consumer(action))]
+    expected = {(*pair, *map(home, pair)) for pair in pairs if home(pair[0]) != home(pair[1])}
+    found = [message[:4] for message in messages(table)]
+    assert set(found) == expected
+    assert len(found) == len(expected)
+
+
+def test_messages_follow_the_rows() -> None:
+    """Both micro-batches of stage 0 stand on its second replica, to which the placement would give the second alone."""
+    rows = ["0G 0U", "0F0 0F1 0B0 0B1 0G 0U", "1F0 1F1 1B0 1B1 1U"]
+    actions = tuple(tuple(map(Action.parse, row.split())) for row in rows)
+    table = Schedule("dealt", 2, 2, Placement([[0, 1], [2]]), actions)
+    assert [(str(m.source), m.sender, m.receiver) for m in messages(table)] == [
+        ("0F0", 1, 2),
+        ("0F1", 1, 2),
+        ("1B0", 2, 1),
+        ("1B1", 2, 1),
+    ]
+    assert [table.micro_batches_of(process, 0) for process in (0, 1)] == [(), (0, 1)]
+    with pytest.raises(ScheduleError, match="0F0 is on process 1, but micro-batch 0 belongs to replica 0 % 2"):
+        check_table(table)
 
 
 def test_one_process_has_no_messages() -> None:

@@ -210,7 +210,7 @@ def test_every_message_has_an_edge(case: tuple[Schedule, Recompute]) -> None:
     crossed = set()
     for stage in range(table.num_stages - 1):
         for micro_batch in range(table.num_micro_batches):
-            ends = (placement.process_of(Action(F, s, micro_batch)) for s in (stage, stage + 1))
+            ends = (table.worker_of(Action(F, s, micro_batch)) for s in (stage, stage + 1))
             crossed.add((stage, *ends))
     assert crossed <= set(placement.edges)
     if table.num_micro_batches >= math.lcm(*placement.replicas):
@@ -242,9 +242,9 @@ def test_where_replicas_are() -> None:
     assert place.replicas == (2, 2, 1)
     assert place.places == ((0, 0), (0, 1), (1, 2), (1, 3), (2, 4))
     assert place.stages_of(3) == (1,)
-    assert [place.process_of(Action.parse(text)) for text in ("0F2", "1B3", "2F3", "2U")] == [0, 3, 4, 4]
-    with pytest.raises(ScheduleError, match=r"0U stands on each of the processes \[0, 1\]"):
-        place.process_of(Action(U, 0))
+    assert [place.worker_of(*where) for where in ((0, 2), (1, 3), (2, 3), (2, None))] == [0, 3, 4, 4]
+    with pytest.raises(ScheduleError, match=r"a whole step of stage 0 stands on each of the processes \[0, 1\]"):
+        place.worker_of(0, None)
 
 
 def test_a_copy_of_a_placement_keeps_its_devices() -> None:

@@ -87,11 +87,10 @@ def test_placements() -> None:
     assert (looped.num_stages, looped.num_processes) == (4, 2)
     assert looped.stages_of(0) == (0, 2)
     assert looped.stages_of(1) == (1, 3)
-    assert [looped.process_of(Action.parse(text)) for text in ("0F0", "1B2", "2U")] == [0, 1, 0]
-    forward, others = Action(F, 0, 0), (Action(F, 1, 0), Action(F, 2, 0))
-    assert [looped.is_local(forward, other) for other in others] == [False, True]
+    assert [looped.worker_of(*where) for where in ((0, 0), (1, 2), (2, None))] == [0, 1, 0]
+    assert [looped.place_of(looped.workers[stage][0], stage) for stage in range(3)] == [(0, None), (1, None), (0, None)]
     spread = Placement((0, 1, 0, 1), ("a", "a", "b", "b"))
-    assert [spread.is_local(forward, other) for other in others] == [False, False]
+    assert [spread.place_of(spread.workers[stage][0], stage) for stage in (0, 2)] == [(0, "a"), (0, "b")]
 
 
 @given(st.integers(1, 30), st.data())

@@ -23,7 +23,7 @@ from hf_gpipe.adapters.dropout import mix
 from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.runtime.world import World
-from hf_gpipe.schedule.actions import Placement
+from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.training.generating import left_padded_prompts
 from hf_gpipe.training.predicting import _Logits
 from tests.gloo import run_gloo

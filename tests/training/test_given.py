@@ -15,7 +15,7 @@ from hf_gpipe import Pipeline, PipelineTrainer, PipelineTrainingArguments
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.training.given import COMPARED, check_given, take_seed
-from scripts.trainer_arguments import HONOURED
+from scripts.trainer_tables import SUPPORTED
 from tests.oracle import padded_batch, plain_model, tiny_config
 
 #: Arguments that a given Pipeline does not decide: they are the trainer's own. (`seed` is both's: `take_seed`.)
@@ -93,7 +93,7 @@ def test_every_argument_is_compared_or_the_trainer_s_own() -> None:
     """A new argument must be in COMPARED or above, so none can pass beside a Pipeline without anybody's decision."""
     known = {one.name for one in fields(PipelineTrainingArguments)}
     own = known - {one.name for one in fields(PipelineTrainingArguments.__mro__[1])}
-    assert own | (HONOURED & known) == (set(COMPARED) | OF_THE_TRAINER) & known
+    assert own | (SUPPORTED & known) == (set(COMPARED) | OF_THE_TRAINER) & known
     assert not set(COMPARED) & OF_THE_TRAINER
     assert set(CASES) == set(COMPARED)
 

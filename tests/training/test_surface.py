@@ -15,7 +15,7 @@ from hf_gpipe import PipelineTrainer
 from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import MissingAttributeError, UserError
 from hf_gpipe.training.surface import FIXED, READ_ONLY, REFUSED
-from scripts.trainer_arguments import ATTRIBUTES, METHODS
+from scripts.trainer_tables import ATTRIBUTES, METHODS
 from tests.gloo import run_gloo
 from tests.oracle import tiny_config
 from tests.training.toy import Rows, arguments, trainer, weights

@@ -1,0 +1,272 @@
+"""Plans models of 1.5 to 70 billion parameters on 1 to 8 cards of 12 to 80 GB, and writes docs/your_model.md.
+
+python scripts/your_model.py            plans every cell into docs/your_model/cells.csv, and writes the page
+python scripts/your_model.py --draw     writes the page from cells.csv, and plans nothing
+python scripts/your_model.py --check    exit code 1 where the page is not that of cells.csv
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from hf_gpipe.commands.plan import read_request
+from hf_gpipe.errors import UserError
+from hf_gpipe.planner.choose import best_plan, rank
+from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.recipe import PipelineConfig
+
+DOCS = Path(__file__).parents[1] / "docs"
+CELLS, PAGE = DOCS / "your_model" / "cells.csv", DOCS / "your_model.md"
+SIZES = ("1.5b", "3b", "7b", "14b", "32b", "70b")
+#: What each method adds to the command.
+METHODS = {
+    "full": ("training.fp32_master_weights=true",),
+    "lora": ("lora.r=16",),
+    "qlora": ("lora.r=16", "model.quantization=nf4", "model.double_quantization=true"),
+}
+COUNTS = (1, 2, 4, 8)
+CARDS_GB = (12, 16, 24, 48, 80)
+#: One row a micro-batch, so no larger number is possible.
+MICRO_BATCHES = 16
+BASE = (
+    "model.dtype=bfloat16",
+    "training.bf16=false",
+    "data.max_length=2048",
+    f"training.batch_size={MICRO_BATCHES}",
+    f"pipeline.num_micro_batches={MICRO_BATCHES}",
+    "pipeline.schedule=1f1b",
+)
+#: Of the published models: the configuration is in docs/your_model, under the size.
+PUBLISHED = {
+    "1.5b": "Qwen2.5-1.5B",
+    "3b": "Qwen2.5-3B",
+    "7b": "Qwen2.5-7B",
+    "14b": "Qwen2.5-14B",
+    "32b": "Qwen2.5-32B",
+    "70b": "Llama-3-70B",
+}
+WORDS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
+#: The driver reports less than a card's name says, and a CUDA context takes a part (hf_gpipe/planner/devices.py).
+USABLE_SHARE, CONTEXT_GIB = 0.98, 0.5
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The plan of a model by a method on some cards; the fields after `fits` are empty where none fits."""
+
+    size: str
+    method: str
+    cards: int
+    gb: int
+    fits: bool
+    stages: int | None = None
+    replicas: int | None = None
+    recompute: str | None = None
+    step_seconds: float | None = None
+    peak_gib: float | None = None
+
+
+def memory_gib(gb: int) -> float:
+    """What a process may use of a card."""
+    return round(USABLE_SHARE * gb - CONTEXT_GIB, 1)
+
+
+def device(gb: int) -> str:
+    """The card whose rates are taken: a GeForce on PCIe 4, or an A100 with NVLink."""
+    return "a100-80" if gb == 80 else "rtx3090"
+
+
+def command(size: str, method: str) -> list[str]:
+    """The arguments of `hf-gpipe plan`, without the devices."""
+    return ["recipes/causal/chat.yaml", f"model.path=docs/your_model/{size}", *BASE, *METHODS[method]]
+
+
+def cells_of(size: str, method: str, counts: Iterable[int] = COUNTS, cards: Iterable[int] = CARDS_GB) -> Iterator[Cell]:
+    """Plan a model by a method.
+
+    A plan for less memory also fits more, and the fastest within some memory is also the fastest within less where it
+    still fits. So the cards are tried from the largest to the smallest, and each gets the fastest plan that was found.
+    """
+    cards = sorted(cards, reverse=True)
+    requests = {name: read_request([*command(size, method), "--device", name]) for name in {*map(device, cards)}}
+    for count in counts:
+        plans: dict[str, list[Plan]] = {name: [] for name in requests}
+        for gb in cards:
+            found, limit = plans[device(gb)], _limit(gb)
+            if not found or found[-1].peak_bytes > limit:
+                request = requests[device(gb)]
+                found += filter(None, [_best(request.planner.within(limit), request.config, count)])
+        for gb in cards:
+            fit = [plan for plan in plans[device(gb)] if plan.peak_bytes <= _limit(gb)]
+            yield Cell(size, method, count, gb, **_described(min(fit, key=rank, default=None), count))
+
+
+def _limit(gb: int) -> int:
+    return round(memory_gib(gb) * 2**30)
+
+
+def _described(plan: Plan | None, count: int) -> dict[str, Any]:
+    if plan is None:
+        return {"fits": False}
+    modes = {str(stage.recompute) for stage in plan.stages}
+    return {
+        "fits": True,
+        "stages": plan.settings.num_stages,
+        "replicas": count // plan.settings.num_stages,
+        "recompute": modes.pop() if len(modes) == 1 else "mixed",
+        "step_seconds": round(plan.step_seconds, 2),
+        "peak_gib": round(plan.peak_bytes / 2**30, 1),
+    }
+
+
+def _best(planner: Planner, config: PipelineConfig, count: int) -> Plan | None:
+    """The fastest plan that fits: K stages with count / K replicas, and what is recomputed; None where none fits."""
+    plans = []
+    for num_stages in (k for k in range(1, count + 1) if count % k == 0):
+        for recompute in ("auto", "block"):
+            mesh = {"num_stages": num_stages, "replicas": count // num_stages, "num_processes": count}
+            try:
+                plans.append(best_plan(planner, replace(config, **mesh, recompute=recompute, partition="auto")))
+            except UserError:
+                continue
+    return min((plan for plan in plans if plan.fits), key=rank, default=None)
+
+
+def write_cells(cells: Iterable[Cell]) -> None:
+    with CELLS.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Cell)], lineterminator="\n")
+        writer.writeheader()
+        for cell in cells:
+            writer.writerow(asdict(cell))
+            file.flush()
+
+
+def read_cells() -> list[dict[str, str]]:
+    with CELLS.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def page(cells: list[dict[str, str]]) -> str:
+    """The page of these cells."""
+    found = {(cell["size"], cell["method"], int(cell["cards"]), int(cell["gb"])): cell for cell in cells}
+    sections = []
+    for size in SIZES:
+        lines = [
+            f"## {size.upper().replace('B', ' billion')}",
+            "",
+            f"[{PUBLISHED[size]}](your_model/{size}/config.json).",
+            "",
+        ]
+        lines += [f"| | cards | {' | '.join(f'{gb} GB' for gb in CARDS_GB)} |", "|---|--:|" + "---|" * len(CARDS_GB)]
+        for method in METHODS:
+            for count in COUNTS:
+                texts = [_text(found[size, method, count, gb]) for gb in CARDS_GB]
+                lines.append(f"| {WORDS[method] if count == 1 else ''} | {count} | {' | '.join(texts)} |")
+        sections.append("\n".join(lines))
+    example = found["7b", "lora", 4, 24]
+    return PAGE_TEXT.format(
+        batch=MICRO_BATCHES,
+        memory="\n".join(f"| {gb} GB | {memory_gib(gb)} GiB | `{device(gb)}` |" for gb in CARDS_GB),
+        base=" \\\n    ".join(BASE),
+        methods="\n".join(f"| {WORDS[name]} | `{' '.join(keys)}` |" for name, keys in METHODS.items()),
+        limit=memory_gib(24),
+        sections="\n\n".join(sections),
+        **example,
+    )
+
+
+def _text(cell: dict[str, str]) -> str:
+    """A cell of the table: stages x replicas, what is recomputed, and the step."""
+    if cell["fits"] != "True":
+        return "no"
+    recompute = "" if cell["recompute"] == "none" else f", {cell['recompute']}"
+    return f"{cell['stages']}x{cell['replicas']}{recompute}, {float(cell['step_seconds']):.3g} s"
+
+
+PAGE_TEXT = """\
+# Your model on your cards
+
+Does a model of your size fit your cards, and how long is a step? The tables below are plans for six
+published dense models. **They are predictions; no GPU has run them.** Look up your row, and then make
+the plan of your own model and data with `hf-gpipe plan`.
+
+Written by `python scripts/your_model.py`, from [cells.csv](your_model/cells.csv).
+
+## How to read a cell
+
+`2x4, block, 4.9 s` means 2 stages with 4 replicas each on 8 cards, blocks recomputed in the backward,
+and 4.9 seconds for a step. A cell without a word recomputes nothing, `stage` recomputes stages, and
+`mixed` recomputes as much on each stage as its memory demands. `no` means that no plan of those tried
+fits. Every step has {batch} rows of 2,048 tokens in {batch} micro-batches (M = {batch}) under `1f1b`.
+
+| card | a process has | computes and sends like |
+|---|--:|---|
+{memory}
+
+A process has 98 % of the card's nominal memory, less half a GiB for the CUDA context. The rates are
+those of one card for all sizes up to 48 GB, so between columns only memory differs; the 80 GB column
+is of an A100 with NVLink. Another card changes the seconds, and hardly what fits.
+
+| method | keys |
+|---|---|
+{methods}
+
+Weights are bfloat16 in all three. Full fine-tuning with float32 master weights takes 20 bytes for each
+parameter. Leave the key out, and it takes 8: AdamW's state is then bfloat16 too, which rounds small
+updates away. QLoRA's seconds are LoRA's: the plan does not count the time in which a card turns 4 bits
+back into bfloat16.
+
+## One row by hand
+
+The row LoRA on 4 cards of 24 GB of the 7 billion model is this plan:
+
+```bash
+hf-gpipe plan recipes/causal/chat.yaml model.path=docs/your_model/7b lora.r=16 \\
+    {base} \\
+    pipeline.num_stages={stages} pipeline.replicas={replicas} pipeline.recompute={recompute} pipeline.partition=auto \\
+    --devices 4 --device rtx3090 --memory {limit}GiB
+```
+
+![Memory of the four processes, and the predicted step](images/plan.png)
+
+* **Weights.** 7.6 billion parameters of 2 bytes are 14.2 GiB, so a quarter is about 3.6 GiB; the stage
+  with the embedding has 4.1 GiB.
+* **What is trained.** LoRA of rank 16 trains 40 million float32 numbers. With gradients and AdamW's
+  state they take 0.15 GiB on a stage.
+* **Stored activations.** Under `1f1b` stage s of K keeps K - s micro-batches: four on the first stage,
+  one on the last. That is why process 0 is the fullest, with {peak_gib} of {limit} GiB.
+* **Time.** Each of the 16 micro-batches passes 4 stages, so the bubble is 3 / (16 + 3) = 16 % for equal
+  stages. The planner's stages are not quite equal, and it says 19 %: {step_seconds} s in all.
+* **Less memory?** With blocks recomputed the same training fits cards of 12 GB.
+
+## What was left out
+
+The grid tries `1f1b` alone, K stages times as many replicas as divide the cards, and recomputation
+by memory or of blocks. `--search` also tries other schedules, other numbers of micro-batches and uneven
+replicas, which is often faster, in particular for few cards. ZeRO-1 and offloaded optimizer state are
+not in the grid either; both make full fine-tuning fit more cards. `--longest` finds the longest rows.
+
+{sections}
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draw", action="store_true", help="write the page from cells.csv")
+    parser.add_argument("--check", action="store_true", help="compare the page with cells.csv")
+    options = parser.parse_args()
+    if options.check:
+        return int(PAGE.read_text(encoding="utf-8") != page(read_cells()))
+    if not options.draw:
+        write_cells(cell for size in SIZES for method in METHODS for cell in cells_of(size, method))
+    PAGE.write_text(page(read_cells()), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
