@@ -140,6 +140,13 @@ class Adapter(ABC):
             self.quantisation.convert(model)
         return model
 
+    def lay_out(self, model: PreTrainedModel) -> None:
+        """Give a model on the meta device the parameters that quantisation and PEFT make in place of its own."""
+        if self.quantisation is not None:
+            self.quantisation.lay_out(model, "meta")
+        if self.peft is not None:
+            self.peft.inject(model)
+
     @property
     def compared_class(self) -> type[PreTrainedModel] | None:
         """The class whose tiny clone shows whether the split is exact: of a classifier its family's language model."""

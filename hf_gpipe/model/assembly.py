@@ -30,7 +30,7 @@ def assemble(adapter: Adapter, layers: range, weights: Weights, device: torch.de
     """
     stage = StageModel(adapter, layers.start, layers.stop)
     if isinstance(weights, FakeTensorMode):
-        _lay_out(stage)
+        adapter.lay_out(stage.model)
         with weights, torch.device(device):
             _materialise(stage, device)
             stage.seal(device)
@@ -49,14 +49,6 @@ def assemble(adapter: Adapter, layers: range, weights: Weights, device: torch.de
         hub.add_peft(stage, peft, device, seed)
     stage.seal(device)
     return stage
-
-
-def _lay_out(stage: StageModel) -> None:
-    """Give a stage, on the meta device, the parameters that quantisation and PEFT make in place of the model's own."""
-    if stage.adapter.quantisation is not None:
-        stage.adapter.quantisation.lay_out(stage.model, "meta")
-    if stage.adapter.peft is not None:
-        stage.adapter.peft.inject(stage.model)
 
 
 def _materialise(stage: StageModel, device: torch.device) -> None:

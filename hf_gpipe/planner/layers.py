@@ -62,10 +62,7 @@ class ModelLayers:
         model = adapter.reference
         if adapter.quantisation is not None or adapter.peft is not None:
             model = adapter.skeleton()
-        if adapter.quantisation is not None:
-            adapter.quantisation.lay_out(model, "meta")
-        if adapter.peft is not None:
-            adapter.peft.inject(model)
+            adapter.lay_out(model)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         used = _used_parameters(adapter, parameters, model.all_tied_weights_keys)
         users: dict[str, int] = {}

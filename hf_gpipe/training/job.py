@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -157,27 +158,25 @@ def _update_of(trainer: PipelineTrainer) -> Update | UpdateStage:
     optimizer = trainer.optimizer
     assert optimizer is not None, "the trainer has trained"
 
-    def update_stage(stage: int, step: int, norm: torch.Tensor) -> None:
+    @contextmanager
+    def without_learning() -> Iterator[None]:
         rates = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["lr"] = 0.0
-        StageUpdates(trainer.pipe, optimizer, None, trainer.args.max_grad_norm)(stage, 0, norm)
+        yield
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
-    if trainer.pipe.is_asynchronous:
-        return update_stage
+    def update_stage(stage: int, step: int, norm: torch.Tensor) -> None:
+        with without_learning():
+            StageUpdates(trainer.pipe, optimizer, None, trainer.args.max_grad_norm)(stage, 0, norm)
 
     def update(loss: torch.Tensor, norm: torch.Tensor) -> None:
-        rates = [group["lr"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0
-        trainer.pipe.clip_grad_norm_(trainer.args.max_grad_norm, norm)
-        optimizer.step()
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        with without_learning():
+            trainer.pipe.clip_grad_norm_(trainer.args.max_grad_norm, norm)
+            optimizer.step()
 
-    return update
+    return update_stage if trainer.pipe.is_asynchronous else update
 
 
 def _write_timelines(output_dir: Path, measured: Timeline, predicted: Timeline) -> None:
