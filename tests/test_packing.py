@@ -15,12 +15,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_gpipe import Pipeline, PipelineTrainer
 from hf_gpipe.adapters import adapter_for
+from hf_gpipe.adapters.packing import as_rows, balanced, packed_parts
 from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.model.exactness import Batch, Step, exact_clone, padded_batch, plain_step
 from hf_gpipe.planner.tracing import StageTracer
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.runtime.packing import as_rows, balanced, packed_parts
 from scripts.families import default_config
 from scripts.random_cases.in_float64 import InFloat64
 from tests.gloo import run_gloo

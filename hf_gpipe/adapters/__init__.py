@@ -18,6 +18,7 @@ from hf_gpipe.adapters.families import EXACT, REFUSED, VERIFIED_VERSIONS
 from hf_gpipe.adapters.quantised import Quantisation, find_quantisation, quantised_layers
 from hf_gpipe.adapters.stage_model import StageModel
 from hf_gpipe.adapters.structure import unlike_default
+from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UnsupportedModelError, UserError
 
 _WELL_KNOWN = ("llama", "mistral", "qwen3", "gemma3", "gpt2", "mixtral", "t5", "mt5", "bart", "m2m_100", "marian")
@@ -32,7 +33,7 @@ def adapter_for(
     trust_remote_code: bool = False,
     autocast: Autocast | None = None,
     quantization_config: Any = None,
-) -> Adapter:
+) -> TextAdapter:
     """Return the adapter of a model.
 
     Args:
@@ -77,9 +78,9 @@ def build_adapter(
     trust_remote_code: bool = False,
     autocast: Autocast | None = None,
     quantisation: Quantisation | None = None,
-) -> Adapter:
+) -> TextAdapter:
     """Like `adapter_for`, but without checking the lists of families."""
-    kind: type[Adapter] = EncoderDecoder if config.is_encoder_decoder else DecoderOnly
+    kind: type[TextAdapter] = EncoderDecoder if config.is_encoder_decoder else DecoderOnly
     if model_class is not None and is_classifier(model_class):
         check_classifier(config, model_class)
         kind = Classifier
@@ -102,8 +103,11 @@ def is_listed(config: PreTrainedConfig) -> bool:
 def is_known_exact(adapter: Adapter) -> bool:
     """Whether the model's code is transformers' own, and its split was verified for this code and version.
 
-    Another configuration of a family may run code that the default one, which was verified, does not.
+    Another configuration of a family may run code that the default one, which was verified, does not. Of a chain every
+    tensor was followed.
     """
+    if not isinstance(adapter, TextAdapter):
+        return True
     is_own_code = type(adapter.reference).__module__.startswith("transformers.")
     is_verified = ".".join(transformers.__version__.split(".")[:2]) in VERIFIED_VERSIONS
     config = adapter.given_config

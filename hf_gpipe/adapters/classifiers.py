@@ -28,9 +28,10 @@ class Classifier(DecoderOnly):
 
     is_classifier = True
 
-    def _prepared(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def prepare(self, micro_batch: Tensors) -> dict[str, torch.Tensor]:
+        inputs = dict(micro_batch)
         labels = {name: inputs.pop(name) for name in ("labels",) if name in inputs}
-        return super()._prepared(inputs) | labels
+        return super().prepare(inputs) | labels
 
     def packed(self, documents: Sequence[Tensors], *, is_compiled: bool = False) -> dict[str, torch.Tensor]:
         raise UserError(

@@ -9,18 +9,20 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, Inputs, Stage, Tensors
+from hf_gpipe.adapters.base import IGNORED_LABEL, Inputs, Stage, Tensors
 from hf_gpipe.adapters.documents import Documents, is_flash
 from hf_gpipe.adapters.known_mask import KnownMask
 from hf_gpipe.adapters.layers import Layer
 from hf_gpipe.adapters.routers import Router, auxiliary_loss
+from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import DataError
 
 
-class DecoderOnly(Adapter):
+class DecoderOnly(TextAdapter):
     """Llama and similar models: embedding, blocks, norm, head."""
 
-    def _prepared(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def prepare(self, micro_batch: Tensors) -> dict[str, torch.Tensor]:
+        inputs = dict(micro_batch)
         if "labels" in inputs and inputs["labels"].shape != inputs["input_ids"].shape:
             shapes = tuple(inputs["labels"].shape), tuple(inputs["input_ids"].shape)
             raise DataError(f"labels have the shape {shapes[0]} and input_ids {shapes[1]}; a decoder's are the same")

@@ -8,22 +8,24 @@ from collections.abc import Container, Sequence
 
 import torch
 
-from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, Inputs, Stage, Tensors
+from hf_gpipe.adapters.base import IGNORED_LABEL, Inputs, Stage, Tensors
 from hf_gpipe.adapters.documents import Documents, is_flash
 from hf_gpipe.adapters.known_mask import KnownMask
 from hf_gpipe.adapters.layers import Layer, StackName
+from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UnsupportedModelError, UserError
 
 #: The mask of a packed row for the decoder, which attends to the source of each document from its target.
 _CROSS_MASK = "cross_attention_mask"
 
 
-class EncoderDecoder(Adapter):
+class EncoderDecoder(TextAdapter):
     """Marian, BART and M2M100: a stack of encoder blocks, a stack of decoder blocks with cross-attention, a head."""
 
     target_keys = ("labels", "decoder_input_ids", "decoder_attention_mask")
 
-    def _prepared(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def prepare(self, micro_batch: Tensors) -> dict[str, torch.Tensor]:
+        inputs = dict(micro_batch)
         if (mask := inputs.get("attention_mask")) is not None and mask.dim() == 2:
             source = {name: inputs[name] for name in ("input_ids", "attention_mask")}
             inputs |= self._trimmed(source, mask.bool())

@@ -229,7 +229,14 @@ class StageModel:
         """Turn on transformers' gradient checkpointing, which recomputes each block's forward in backward.
 
         The model's own method is not called, because it looks for the input embeddings, which may be on another stage.
+
+        Raises UserError for a chain of other modules than transformers'.
         """
+        if not self.adapter.stacks:
+            raise UserError(
+                f"recompute is 'block', which transformers' blocks do, and {type(self.model).__name__} has none; use "
+                "'stage'"
+            )
         function = partial(checkpoint, use_reentrant=False)
         for module in self.model.modules():
             if hasattr(module, "gradient_checkpointing"):

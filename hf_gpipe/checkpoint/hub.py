@@ -8,14 +8,14 @@ conversions of keys apply unchanged.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -92,7 +92,7 @@ def initialise(stage: StageModel, device: torch.device, seed: int) -> None:
             quantisation.quantise(model)
 
 
-def take(stage: StageModel, source: PreTrainedModel, device: torch.device) -> None:
+def take(stage: StageModel, source: torch.nn.Module, device: torch.device) -> None:
     """Give a stage the weights of a model in memory, and its functions. On the same device weights are shared."""
     model = stage.model
     if stage.adapter.quantisation is not None:
@@ -101,7 +101,8 @@ def take(stage: StageModel, source: PreTrainedModel, device: torch.device) -> No
     tensors = {**dict(source.named_parameters(remove_duplicate=False)), **dict(source.named_buffers())}
     # By the source's parameter, so that tied parameters stay tied on another device.
     parameters: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-    for name in [*model.state_dict(), *(name for name, _ in model.named_non_persistent_buffers())]:
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    for name in [name for name, _ in named]:
         if name not in tensors:
             raise CheckpointError(f"the given model has no {name!r}, which its configuration asks for")
         parent, _, leaf = name.rpartition(".")
@@ -148,13 +149,32 @@ def reload(stage: StageModel, path: str | os.PathLike[str], seed: int) -> None:
     The files are mapped and copied tensor by tensor, so there is no second copy of the stage in memory. Only tensors
     that the library converts, to another type or to fused experts, need memory of their own.
     """
-    mapped = StageModel(stage.adapter, stage.start, stage.stop)
-    _read(mapped, path, torch.device("cpu"), seed)
-    mapped.seal(torch.device("cpu"))
     current = {**stage.parameters, **stage.buffers}
+    if isinstance(stage.model, PreTrainedModel):
+        mapped = StageModel(stage.adapter, stage.start, stage.stop)
+        _read(mapped, path, torch.device("cpu"), seed)
+        mapped.seal(torch.device("cpu"))
+        tensors: Mapping[str, torch.Tensor] = {**mapped.parameters, **mapped.buffers}
+    else:
+        tensors = _mapped(path, current)
     with torch.no_grad():
-        for name, tensor in {**mapped.parameters, **mapped.buffers}.items():
+        for name, tensor in tensors.items():
             current[name].copy_(tensor)
+
+
+def _mapped(path: str | os.PathLike[str], current: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint under the names that it has, on the CPU, in place of `current`."""
+    files = _fetch(path, current.__contains__)
+    _check(Path(path), files, current.__contains__)
+    found: dict[str, torch.Tensor] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in current.keys() & set(opened.keys())}
+    for name, tensor in current.items():
+        if name not in found or found[name].shape != tensor.shape:
+            shape = f"{name} with the shape {tuple(tensor.shape)}"
+            raise CheckpointError(f"the checkpoint {str(path)!r} does not fit the model: it has no {shape}")
+    return found
 
 
 def _read(stage: StageModel, path: str | os.PathLike[str], device: torch.device, seed: int) -> None:
@@ -264,14 +284,15 @@ def _own_keys(model: PreTrainedModel, quantizer: Any = None) -> Callable[[str], 
 
 def saved_tensors(stage: StageModel, owned: Sequence[str]) -> dict[str, torch.Tensor]:
     """The tensors that a stage writes, those it owns, under the model's own names."""
-    ignored = set(stage.model._keys_to_ignore_on_save or ())
+    ignored = set(getattr(stage.model, "_keys_to_ignore_on_save", None) or ())
     tensors = {**stage.parameters, **stage.buffers}
     return {name: tensors[name].detach() for name in owned if name not in ignored}
 
 
 def in_hub_form(stage: StageModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors of a stage, or copies of them, with the names and in the form of the Hub format, on the CPU."""
-    return on_cpu(revert_weight_conversion(stage.model, tensors))
+    is_converted = isinstance(stage.model, PreTrainedModel)
+    return on_cpu(revert_weight_conversion(stage.model, tensors) if is_converted else tensors)
 
 
 def _forget_initialisation(model: PreTrainedModel) -> None:

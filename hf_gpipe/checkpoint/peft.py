@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from safetensors import SafetensorError
@@ -26,7 +26,7 @@ from hf_gpipe.runtime.world import World
 WEIGHTS_NAME, CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
 
 
-def has_adapters(model: Any) -> bool:
+def has_adapters(model: Any) -> TypeGuard[str | os.PathLike[str]]:
     """Whether this is a directory with saved adapters, in place of a model."""
     # os.path says no to a name that is none, where pathlib raises an error.
     return isinstance(model, str | os.PathLike) and os.path.isfile(os.path.join(model, CONFIG_NAME))

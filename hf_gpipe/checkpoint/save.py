@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -185,8 +186,10 @@ def _shard_name(stage: int, num_stages: int, tag: str) -> str:
 
 
 def _write_configuration(model: StageModel, folder: Path) -> None:
-    """Write the configurations of the whole model, and its code if that is not of the library."""
+    """Write the configurations of the whole Hugging Face model, and its code if that is not of the library."""
     reference = model.adapter.reference
+    if not isinstance(reference, PreTrainedModel):
+        return
     reference.config.architectures = [type(reference).__name__]
     reference.config.dtype = str(model.adapter.dtype).removeprefix("torch.")
     if reference.is_remote_code():

@@ -8,12 +8,11 @@ from typing import TypeAlias
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import PreTrainedModel
 
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.checkpoint import hub
 
-Weights: TypeAlias = PreTrainedModel | str | os.PathLike[str] | FakeTensorMode | None
+Weights: TypeAlias = nn.Module | str | os.PathLike[str] | FakeTensorMode | None
 """A model in memory, which shares its weights; a Hub id or directory to read; None: they are initialised. With a mode
 of fake tensors there are none: PyTorch passes shapes and types along and computes nothing."""
 
@@ -37,7 +36,7 @@ def assemble(adapter: Adapter, layers: range, weights: Weights, device: torch.de
         return stage
     peft = adapter.peft
     has_peft_layers = bool(getattr(weights, "peft_config", None))
-    if isinstance(weights, PreTrainedModel):
+    if isinstance(weights, nn.Module):
         if peft is not None and has_peft_layers:
             peft.inject(stage.model)
         hub.take(stage, weights, device)

@@ -20,6 +20,7 @@ from hf_gpipe.adapters.document_positions import is_position_table
 from hf_gpipe.adapters.routers import auxiliary_loss
 from hf_gpipe.adapters.skeleton import build
 from hf_gpipe.adapters.structure import unlike_default
+from hf_gpipe.adapters.text import TextAdapter, check_reads_text
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.errors import StageError, UnsupportedModelError, listed
 from hf_gpipe.model.assembly import assemble
@@ -159,7 +160,7 @@ class CloneError(UnsupportedModelError):
 _verified: dict[str, Comparison | UnsupportedModelError] = {}
 
 
-def verify(adapter: Adapter, *, splits_backward: bool = False) -> None:
+def verify(adapter: TextAdapter, *, splits_backward: bool = False) -> None:
     """Raise UnsupportedModelError unless a tiny clone of a model in stages is exact.
 
     Equal clones of listed families are compared once in a process.
@@ -296,6 +297,7 @@ def verify_packing(adapter: Adapter) -> None:
         UnsupportedModelError: the logits differ, or the clone does not run.
         UserError: the model has attention that cannot keep documents apart.
     """
+    adapter = check_reads_text(adapter, "packing=True")
     token = torch.zeros(1, dtype=torch.long)
     adapter.packed([{"input_ids": token, "labels": token}])
     family, whole = adapter.given_config.model_type, adapter.reference

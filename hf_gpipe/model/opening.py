@@ -8,17 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from hf_gpipe import strict_json
 from hf_gpipe.adapters import Adapter, Autocast, adapter_for, is_known_exact
+from hf_gpipe.adapters.chain import Chain, is_chain
 from hf_gpipe.adapters.classifiers import classifier_of
 from hf_gpipe.adapters.feed_forward import feed_forward_outputs
 from hf_gpipe.adapters.guards import check_as_configured, check_classes, check_model, check_sizes
 from hf_gpipe.adapters.head import FoundProjection
 from hf_gpipe.adapters.patches import find_patches
 from hf_gpipe.adapters.peft_resolve import resolve_peft
+from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.checkpoint.configuration import read_config
 from hf_gpipe.errors import CheckpointError, UserError
 from hf_gpipe.model.exactness import verify
@@ -27,17 +30,21 @@ from hf_gpipe.model.spec import ModelSource, ModelSpec
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def open_model(spec: ModelSpec, device: torch.device) -> Adapter:
+def open_model(spec: ModelSpec, device: torch.device, example: Any = None) -> Adapter:
     """Read and check a model, without its weights.
 
     Args:
         spec: of the model.
         device: where this process computes.
+        example: of a mini-batch, by which the layers of a chain are followed.
 
     Raises:
         UserError: the model cannot be split exactly, differs from its configuration, or does not fit the options.
     """
     model = spec.model
+    if isinstance(model, nn.Module) and is_chain(model):
+        _check_chain(spec, model)
+        return Chain(model, example)
     check_model(model)
     _check_options(spec)
     adapter = adapter_of(spec, device)
@@ -59,7 +66,7 @@ def open_model(spec: ModelSpec, device: torch.device) -> Adapter:
     return adapter
 
 
-def adapter_of(spec: ModelSpec, device: torch.device | None = None) -> Adapter:
+def adapter_of(spec: ModelSpec, device: torch.device | None = None) -> TextAdapter:
     """The adapter of a model by its configuration alone, with nothing checked that needs more.
 
     Args:
@@ -79,6 +86,7 @@ def adapter_of(spec: ModelSpec, device: torch.device | None = None) -> Adapter:
     elif isinstance(model, PreTrainedConfig):
         config = model
     else:
+        assert isinstance(model, str | os.PathLike)
         config = read_config(model, trust_remote_code=spec.trust_remote_code, overrides=spec.config_overrides)
     weights = weights or read_dtype(getattr(config, "dtype", None), "the configuration's dtype") or torch.float32
     adapter = adapter_for(
@@ -130,12 +138,25 @@ def _check_options(spec: ModelSpec) -> None:
         )
 
 
+def _check_chain(spec: ModelSpec, model: nn.Module) -> None:
+    """Raise UserError where an option is for Hugging Face models."""
+    names = ("attn_implementation", "config_overrides", "peft_config", "quantization_config", "autocast")
+    others = {name: getattr(spec, name) for name in (*names, "depth_scaled_feed_forward")}
+    others["dtype"] = read_dtype(spec.dtype, "dtype")
+    if asked := [name for name, value in others.items() if value]:
+        raise UserError(
+            f"{asked[0]} is for Hugging Face models, and the model is a {type(model).__name__}, which is taken as it "
+            "is; leave it out"
+        )
+
+
 def _generation_config_of(model: ModelSource) -> GenerationConfig | None:
     """The generation configuration that comes with the model; None: transformers derives it."""
     if isinstance(model, PreTrainedModel):
         return copy.deepcopy(getattr(model, "generation_config", None))
     if isinstance(model, PreTrainedConfig):
         return None
+    assert isinstance(model, str | os.PathLike)
     file = Path(model) / GENERATION_CONFIG_NAME
     if file.exists():
         check_sizes(strict_json.read(file, dict[str, Any], allows_nan=True), f"{file}: ")

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import PreTrainedConfig
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.peft import find_peft
@@ -18,7 +19,7 @@ from hf_gpipe.checkpoint.source_digest import digest_of_model
 from hf_gpipe.recipe import ModelSection
 from hf_gpipe.runtime.agreement import Noted, model_in_memory
 
-ModelSource: TypeAlias = PreTrainedModel | PreTrainedConfig | str | os.PathLike[str]
+ModelSource: TypeAlias = nn.Module | PreTrainedConfig | str | os.PathLike[str]
 """A model in memory, a configuration to initialise, or a Hub id or directory to load."""
 
 
@@ -90,7 +91,7 @@ class ModelSpec:
 
 
 def _compared_source(model: Any) -> dict[str, Any]:
-    if isinstance(model, PreTrainedModel | PreTrainedConfig):
+    if isinstance(model, nn.Module | PreTrainedConfig):
         return model_in_memory(model)
     if isinstance(model, str | os.PathLike) and Path(model).is_dir():
         # Each machine may have it at a path of its own.

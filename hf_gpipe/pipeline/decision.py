@@ -8,6 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_gpipe.adapters import Adapter, is_known_exact
+from hf_gpipe.adapters.chain import is_chain
+from hf_gpipe.adapters.text import TextAdapter, check_reads_text
+from hf_gpipe.errors import UserError
 from hf_gpipe.model.exactness import verify, verify_packing
 from hf_gpipe.model.opening import open_model
 from hf_gpipe.model.spec import ModelSpec
@@ -93,8 +96,16 @@ class Decision:
     @classmethod
     def of(cls, request: PipelineRequest, world: World) -> Decision:
         """Every process calls it, with the same request. Raises UserError where the request cannot be met."""
-        inputs = request.inputs
+        inputs, source = request.inputs, request.model.model
+        example = inputs.example
+        if is_chain(source):  # which the planner does not know
+            inputs = replace(inputs, example=None)
         given = settled(request.config, inputs, world)
+        if is_chain(source) and not given.is_decided:
+            raise UserError(
+                f"the planner knows Hugging Face models alone, and the model is a {type(source).__name__}; give "
+                "numbers in place of 'auto', and a partition by count or by numbers of layers"
+            )
         # Read before any weight is made: a table that cannot be run costs no time.
         table = world.from_reader(lambda: given.table(inputs.accumulation, world.num_processes))
         if table is not None:
@@ -102,7 +113,7 @@ class Decision:
             inputs = replace(inputs, tables={given.schedule: table})
 
         # The model without its weights.
-        adapter, source = open_model(request.model, world.device), request.model.model
+        adapter = open_model(request.model, world.device, example)
         if isinstance(source, str) and not os.path.isdir(source):
             # Each machine has the Hub's model in a cache of its own.
             commit = getattr(adapter.given_config, "_commit_hash", None)
@@ -122,7 +133,8 @@ class Decision:
         if table is not None:
             table = replace(table, placement=world.placement)
         decision = cls(given, config, planned, adapter, loss, partition, world, links, table, planning)
-        if decision.schedule(config.num_micro_batches * inputs.accumulation).split and not is_known_exact(adapter):
+        splits_backward = decision.schedule(config.num_micro_batches * inputs.accumulation).split
+        if splits_backward and isinstance(adapter, TextAdapter) and not is_known_exact(adapter):
             verify(adapter, splits_backward=True)
         return decision
 
@@ -162,6 +174,7 @@ class Decision:
         Raises:
             UserError: there is neither, or the size of the optimizer's state is not known.
         """
+        check_reads_text(self.adapter, "plan")
         config, inputs, table = self.config, self.planning.inputs, self.table
         if batch is not None:
             inputs = replace(inputs, example=batch, accumulation=1)

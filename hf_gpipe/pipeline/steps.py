@@ -30,7 +30,6 @@ from hf_gpipe.runtime.gradient_norm import (
     sums_of_squares,
 )
 from hf_gpipe.runtime.micro_batch import Batch, LogitsCallback, MicroBatch, StepOptions, make_micro_batches
-from hf_gpipe.runtime.packing import as_rows
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
@@ -318,7 +317,7 @@ class Steps:
             on_logits: called in the process that has the micro-batch on the last stage, in order, with its logits
                 (B, T, V) and its inputs; columns of padding are cut off from both.
         """
-        return self._evaluate(self._with_reference(as_rows(rows)), StepOptions(on_logits=on_logits))
+        return self._evaluate(self._with_reference(self.adapter.as_rows(rows)), StepOptions(on_logits=on_logits))
 
     def log_probs(self, rows: Batch, *, with_adapters: bool = True) -> torch.Tensor:
         """The log-probability of each row of a mini-batch that every process already has: the sum over its targets.
@@ -337,7 +336,7 @@ class Steps:
             if self.adapter.peft is not None and not with_adapters:
                 for stage in self.parameters.models.values():
                     disabled.enter_context(without_adapters(stage.model))
-            return self._evaluate(as_rows(rows), options).row_nll.neg()
+            return self._evaluate(self.adapter.as_rows(rows), options).row_nll.neg()
 
     def _with_reference(self, batch: Batch) -> Batch:
         """The mini-batch with the entry "ref_logps", if the loss needs it."""

@@ -19,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_gpipe.adapters.autocast import scope_of
 from hf_gpipe.adapters.stage_model import StageModel
+from hf_gpipe.adapters.text import check_reads_text
 from hf_gpipe.errors import UserError
 from hf_gpipe.model.stage_parameters import StageParameters
 
@@ -106,8 +107,12 @@ def whole_model(weights: StageParameters, **calls: Callable[..., Any]) -> PreTra
     Args:
         weights: of the pipeline.
         calls: its `generate` and `save_pretrained`.
+
+    Raises:
+        UserError: the pipeline's model is not transformers'.
     """
     adapter = weights.adapter
+    check_reads_text(adapter, "model")
     model = adapter.skeleton()
     if adapter.peft is not None:
         adapter.peft.inject(model)

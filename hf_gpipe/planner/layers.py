@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig
 
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.quantised import size_of_quantised
+from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.planner.by_rows import ByRows, Numbers
 from hf_gpipe.planner.costs import GraphCost, LayerCost, ModelCosts, Parameters, SharedParameter
 from hf_gpipe.planner.tracing import StageTracer, Trace
@@ -374,6 +375,8 @@ def _block_lists(config: PreTrainedConfig, num_blocks: int) -> dict[str, list[An
 
 def _short_adapter(adapter: Adapter) -> Adapter | None:
     """The adapter of the same model with fewer blocks; None where it has few, or where its blocks depend on more."""
+    if not isinstance(adapter, TextAdapter):
+        return None
     config = adapter.given_config
     is_deep = max(len(stack.blocks) for stack in adapter.stacks) > FEW_BLOCKS
     is_nested = any(isinstance(value, PreTrainedConfig) for value in vars(config).values())

@@ -12,10 +12,10 @@ from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.base import IGNORED_LABEL, Tensors
 from hf_gpipe.adapters.documents import attends_by_document
 from hf_gpipe.adapters.layers import StackName
+from hf_gpipe.adapters.packing import is_flattened, packed_parts
 from hf_gpipe.errors import UserError, nearest
 from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, Recipe, TrainingSection
 from hf_gpipe.runtime.batches import tensors_of
-from hf_gpipe.runtime.packing import is_flattened, packed_parts
 from hf_gpipe.runtime.wire import sendable
 from hf_gpipe.schedule import Schedule
 

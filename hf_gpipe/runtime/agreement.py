@@ -83,12 +83,15 @@ def text_of(value: Any) -> str:
     return text
 
 
-def model_in_memory(model: PreTrainedModel | PreTrainedConfig) -> dict[str, Any]:
+def model_in_memory(model: torch.nn.Module | PreTrainedConfig) -> dict[str, Any]:
     """What is compared of a model or a configuration in memory: each value of its configuration, and its weights."""
-    config = model if isinstance(model, PreTrainedConfig) else model.config
+    config = model.config if isinstance(model, PreTrainedModel) else model
     found: dict[str, Any] = {"the model's class": type(model)}
-    # A name with an underscore says where the configuration comes from.
-    found |= {f"the model's config.{n}": value for n, value in config.to_dict().items() if not n.startswith("_")}
+    if isinstance(config, PreTrainedConfig):
+        # A name with an underscore says where the configuration comes from.
+        found |= {f"the model's config.{n}": value for n, value in config.to_dict().items() if not n.startswith("_")}
+    else:
+        found["the model's modules"] = model
     if isinstance(model, torch.nn.Module):
         tensors = dict(model.named_parameters())
         shapes = {name: (tuple(one.shape), one.dtype, one.requires_grad) for name, one in tensors.items()}

@@ -27,6 +27,7 @@ from hf_gpipe.adapters.cache import PipelineCache
 from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.adapters.intercept import extend_class
 from hf_gpipe.adapters.layers import StackName
+from hf_gpipe.adapters.text import check_reads_text
 from hf_gpipe.errors import StageError, UserError, nearest
 from hf_gpipe.runtime import wire
 from hf_gpipe.runtime.agreement import compare
@@ -82,6 +83,7 @@ _HARMLESS: dict[str, tuple[object, ...]] = {
 
 def check_generates(adapter: Adapter) -> None:
     """Raise UserError where a model has no head for tokens."""
+    check_reads_text(adapter, "generate")
     if adapter.is_classifier:
         raise UserError(
             f"{type(adapter.reference).__name__} gives classes or scores, and cannot generate; leave "

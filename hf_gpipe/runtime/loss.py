@@ -127,7 +127,7 @@ class Loss:
     def _checked(self, read: LossInputs) -> torch.Tensor:
         """The loss of each unit. Raises UserError where it is something else, or mixes units."""
         losses, name = self.of_units(read), type(self).__name__
-        shape = (len(read.inputs["input_ids"]) // self.rows_per_unit,)
+        shape = (len(read.inputs["labels"]) // self.rows_per_unit,)
         if not isinstance(losses, torch.Tensor) or losses.shape != shape:
             found = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
             raise UserError(f"the function of a {name} gave {found}; it must give a tensor {shape}, one loss per unit")
@@ -308,4 +308,4 @@ class _CrossEntropy(torch.autograd.Function):
 def whole_logits(adapter: Adapter, loss: Loss) -> str:
     """The reason why training makes the logits of all positions; empty where it does not."""
     reason = "the loss is a function of them" if Reads.LOGITS in loss.reads else adapter.projection.reason
-    return "" if adapter.is_classifier else reason
+    return "" if adapter.is_classifier or not adapter.scores_targets else reason

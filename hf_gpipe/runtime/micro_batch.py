@@ -9,9 +9,9 @@ import torch
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.dropout import key, mix
+from hf_gpipe.adapters.packing import packed_parts
 from hf_gpipe.errors import DataError, UserError
-from hf_gpipe.runtime.loss import NOT_PACKED, PLAIN, Loss
-from hf_gpipe.runtime.packing import is_flattened, packed_parts
+from hf_gpipe.runtime.loss import NOT_PACKED, PLAIN, Loss, Reads
 
 Batch = Mapping[str, torch.Tensor]
 LogitsCallback = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], None]
@@ -49,7 +49,7 @@ class MicroBatch:
 
     @property
     def num_rows(self) -> int:
-        return self.inputs["input_ids"].shape[0]
+        return len(self.inputs["labels"])
 
     @property
     def is_packed(self) -> bool:
@@ -201,9 +201,12 @@ def make_micro_batches(
     if not batches:
         raise DataError("there is no mini-batch to run on")
     for batch in batches:
-        if missing := [name for name in ("input_ids", "labels") if name not in batch]:
-            raise DataError(f"a mini-batch needs input_ids and labels; {missing[0]!r} is missing, found {list(batch)}")
         adapter.check_keys(batch)
+        if Reads.TOKENS in loss.reads and batch["labels"].is_floating_point():
+            raise DataError(
+                f"labels have the type {batch['labels'].dtype}, and the loss, a {type(loss).__name__}, needs classes "
+                "or tokens, which are integers; give loss=LogitsLoss(function), or integers"
+            )
         if "shift_labels" in batch and not loss.is_of_tokens:
             raise UserError(f"the batch has 'shift_labels', which {type(loss).__name__} does not read; give labels")
     # On the CPU, where reading a value makes nobody wait.
@@ -213,14 +216,14 @@ def make_micro_batches(
     row_seeds: list[tuple[int, ...]] = []
     num_rows = 0
     for number, batch in enumerate(on_cpu):
-        if packing or is_flattened(batch):
+        if packing or adapter.is_flattened(batch):
             if not loss.is_of_tokens:
                 raise UserError(NOT_PACKED.format(type(loss).__name__))
             parts = packed_parts(batch, num_micro_batches, adapter.target_keys)
             inputs += [adapter.packed(documents, is_compiled=is_compiled) for documents in parts]
             row_seeds += [()] * len(parts)
         else:
-            numbered = batch | {_NUMBER: num_rows + torch.arange(len(batch["input_ids"]))}
+            numbered = batch | {_NUMBER: num_rows + torch.arange(len(batch["labels"]))}
             rows = (
                 split_tokens(numbered, num_micro_batches, adapter, loss.rows_per_unit)
                 if length_bucketing
@@ -228,11 +231,10 @@ def make_micro_batches(
             )
             row_seeds += [tuple(mix(seed, step, key("row"), row) for row in one.pop(_NUMBER).tolist()) for one in rows]
             inputs += [adapter.with_known_masks(adapter.prepare(one)) for one in rows]
-        num_rows += len(batch["input_ids"])
+        num_rows += len(batch["labels"])
         owners += [number] * (len(inputs) - len(owners))
     for one in inputs:
-        adapter.check_lengths(one)
-        adapter.check_ids(one)
+        adapter.check_inputs(one)
     count = sum(int(loss.row_units(adapter.targets(one)).sum()) for one in inputs)
     return [
         MicroBatch(first + i, one, mix(seed, step, i), max(count, 1), len(inputs), (step, owner), of_rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -180,10 +181,12 @@ class Stage:
             wanted = dict.fromkeys((loss.of_tokens, PLAIN))
             if deferred is not None:
                 losses = deferred_token_losses(deferred, targets, wanted)
-            else:
+            elif Reads.TOKENS in loss.reads or self.model.adapter.scores_targets:
                 losses = [one(read.logits, targets).view(targets.shape) for one in wanted]
-                if options.on_logits is not None:
-                    options.on_logits(read.logits, read.inputs)
+            else:
+                losses = [torch.full(targets.shape, math.nan, device=targets.device)]
+            if deferred is None and options.on_logits is not None:
+                options.on_logits(read.logits, read.inputs)
             outputs |= {"nll": losses[-1].sum(dim=1), "num_units": loss.row_units(targets)}
             return {**outputs, "loss": loss.of_each_row(replace(read, token_losses=losses[0]))}
 

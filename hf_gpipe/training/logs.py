@@ -56,7 +56,7 @@ class Logs:
 
     def count(self, group: Sequence[Batch]) -> int:
         """Note what a step has trained on; returns its tokens without padding."""
-        self._num_rows += sum(len(batch["input_ids"]) for batch in group)
+        self._num_rows += sum(len(batch["labels"]) for batch in group)
         return self.meter.count(group)
 
     def read(self, state: TrainerState, norm: float | None, rate: float | None) -> dict[str, Any] | None:

@@ -17,7 +17,6 @@ from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.errors import DataError
 from hf_gpipe.pipeline import Evaluation, Pipeline
 from hf_gpipe.runtime.batches import shared_stream
-from hf_gpipe.runtime.packing import as_rows
 from hf_gpipe.runtime.world import World
 from hf_gpipe.training.generating import Generation
 from hf_gpipe.training.loader import Batch
@@ -73,7 +72,7 @@ def predict(
     source = ([_with_labels(batch)] for batch in batches) if batches is not None and pipe.world.is_reader else None
     with pipe.ties.holding_values():
         for (batch,), is_last in _with_end(shared_stream(source, pipe.world)):
-            batch = as_rows(batch)
+            batch = pipe.adapter.as_rows(batch)
             logits = _Logits(preprocess, pipe.adapter.autocast is not None) if with_logits else None
             evaluation = pipe.steps.eval_on(batch, None if logits is None else logits.add)
             yield Predicted(

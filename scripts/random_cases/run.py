@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import IGNORED_LABEL, Adapter, adapter_for
+from hf_gpipe.adapters.packing import documents_of
 from hf_gpipe.adapters.skeleton import build
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.errors import UserError
@@ -29,7 +30,6 @@ from hf_gpipe.model.exactness import (
     turn_randomness_off,
 )
 from hf_gpipe.runtime.micro_batch import split_rows, split_tokens
-from hf_gpipe.runtime.packing import documents_of
 from scripts.families import default_config
 from scripts.random_cases.draw import Case, draw, random_table
 from scripts.random_cases.fields import apply, changes

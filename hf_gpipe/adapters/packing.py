@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from hf_gpipe.adapters import IGNORED_LABEL
+from hf_gpipe.adapters.base import IGNORED_LABEL
 from hf_gpipe.errors import DataError
 
 Batch = Mapping[str, torch.Tensor]

@@ -1,0 +1,225 @@
+"""Any torch module as a chain of layers, such as an nn.Sequential or a Vision Transformer, with tensors as its inputs.
+
+Shapes and types of what crosses a boundary are observed, once for each shape of a micro-batch (observed.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+
+from hf_gpipe.adapters.base import Adapter, Inputs, Stage, Tensors
+from hf_gpipe.adapters.chain_layers import find_layers, parts_of_sequential
+from hf_gpipe.adapters.head import FoundProjection
+from hf_gpipe.adapters.layers import Layer
+from hf_gpipe.adapters.observations import Observations, Shapes
+from hf_gpipe.adapters.observed import Observed, observe, text_of
+from hf_gpipe.adapters.stubs import Port
+from hf_gpipe.errors import DataError, UnsupportedModelError, UserError
+
+
+class _EndOfStageError(Exception):
+    """Ends the model's forward where the next stage's first layer would run."""
+
+
+class _Stub(nn.Module):
+    """Replaces a module of another stage: at the end of the stage it ends the forward, before it it returns zeros.
+
+    The zeros have the right shape and no memory. They never reach a layer.
+    """
+
+    def __init__(self, chain: Chain, name: str, port: Port | None) -> None:
+        super().__init__()
+        self._chain, self._name, self.port = chain, name, port
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        if self.port is not None:
+            self.port.captured = first
+            raise _EndOfStageError
+        made = self._chain.observed.made[self._name]
+        return tree_map_only(torch.Tensor, lambda t: first.new_zeros((), dtype=t.dtype).expand(t.shape), made)
+
+
+class Chain(Adapter):
+    """The layers of a torch module in memory.
+
+    Args:
+        module: the model. Its forward takes the entries of a mini-batch but `labels` by their names, or the only one,
+            and returns the logits, or an object whose attribute `logits` they are.
+        example: a mini-batch, by whose shapes the layers are found. An nn.Sequential needs none.
+
+    Raises:
+        UserError: an example is needed, or the forward cannot run on the meta device.
+        UnsupportedModelError: the module is no chain, or its numbers depend on how a mini-batch is cut.
+    """
+
+    projection = FoundProjection((), "the last layer of a chain is not known to be a projection")
+    scores_targets = False
+    #: Of the micro-batch whose forward runs now.
+    observed: Observed
+
+    def __init__(self, module: nn.Module, example: Tensors | None = None) -> None:
+        for name, part in module.named_modules():
+            if isinstance(part, nn.modules.batchnorm._BatchNorm):
+                raise UnsupportedModelError(
+                    f"{name!r} is a {type(part).__name__}, whose statistics are those of a micro-batch's rows, so the "
+                    "numbers would depend on how many there are; use a GroupNorm or a LayerNorm"
+                )
+        self.reference = _on_meta(module).train()
+        if isinstance(module, PreTrainedModel):
+            # Its loss is that of its problem_type, and its files have its configuration.
+            self.config, self.is_classifier = self.reference.config, True
+        self.dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+        self._takes = frozenset(inspect.signature(module.forward).parameters)
+        self.observations = Observations(self._observe)
+        if type(module).forward is nn.Sequential.forward:
+            self.layers = parts_of_sequential(self.reference)
+        elif example is None:
+            raise UserError(
+                f"the layers of {type(module).__name__} are found by running it: give example=, a mini-batch, or make "
+                "it an nn.Sequential"
+            )
+        else:
+            self.check_keys(example)
+            self.layers = find_layers(self.reference, partial(self._forward_on_meta, self._shapes_of(example)))
+        names = {p: name for name, p in reversed(list(self.reference.named_parameters(remove_duplicate=False)))}
+        covered = tuple(f"{name}." for layer in self.layers for name in layer.modules)
+        if outside := [name for name in names.values() if not name.startswith(covered)]:
+            raise UnsupportedModelError(
+                f"the parameter {outside[0]!r} of {type(module).__name__} is in none of the modules that its forward "
+                "calls one after the other; put it into the module that reads it"
+            )
+        every = self.reference.named_parameters(remove_duplicate=False)
+        self.reference.all_tied_weights_keys = {name: names[p] for name, p in every if names[p] != name}
+
+    # ------------------------------------------------------------------ the chain
+
+    def skeleton(self) -> Any:
+        return copy.deepcopy(self.reference)
+
+    def stub(self, layer: Layer, name: str, port: Port | None) -> nn.Module:
+        stub = _Stub(self, name, port)
+        # Parts of the module of which the model's own forward reads an attribute, such as a type.
+        stub.__dict__.update(self.reference.get_submodule(name).named_children())
+        return stub
+
+    def carry_shapes(self, boundary: int, inputs: Inputs) -> dict[str, tuple[int, ...]]:
+        return {"hidden": tuple(self.observations(self._shapes_of(inputs)).given[boundary].shape)}
+
+    def carry_dtype(self, boundary: int, name: str) -> torch.dtype:
+        # The shapes of a message are asked for before its type.
+        return self.observed.given[boundary].dtype
+
+    def sources(self, boundary: int) -> dict[str, tuple[Layer, ...]]:
+        return {"hidden": self.layers[:boundary]}
+
+    def run(self, stage: Stage, inputs: Inputs, carry: Tensors) -> dict[str, torch.Tensor]:
+        self.observed = self.observations(self._shapes_of(inputs))
+        if stage.start == 0 and stage.port.seeds is not None:
+            # What the model's own forward draws before its first layer.
+            stage.port.seeds.plant(self.layers[0].modules[0])
+        try:
+            return {"logits": self._forward(stage.model, inputs)}
+        except _EndOfStageError:
+            hidden, expected = stage.captured(), self.observed.given[stage.stop]
+        if (hidden.shape, hidden.dtype) != (expected.shape, expected.dtype):
+            raise RuntimeError(f"{text_of(hidden)} is sent, and {text_of(expected)} was agreed on")
+        return {"hidden": hidden}
+
+    def _forward(self, model: nn.Module, inputs: Inputs) -> Any:
+        """The logits of inputs."""
+        given = {name: tensor for name, tensor in inputs.items() if name not in self.loss_keys}
+        output = model(**given) if given.keys() <= self._takes else model(*given.values())
+        return getattr(output, "logits", output)
+
+    def _shapes_of(self, inputs: Inputs) -> Shapes:
+        return tuple((n, tuple(t.shape), t.dtype) for n, t in inputs.items() if n not in self.loss_keys)
+
+    def _observe(self, shapes: Shapes) -> Observed:
+        return observe(self.reference, self.layers, partial(self._forward_on_meta, shapes))
+
+    def _forward_on_meta(self, shapes: Shapes) -> Any:
+        """The whole model's logits. Raises DataError where it cannot be run with inputs of these shapes."""
+        try:
+            inputs = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in shapes}
+            logits = self._forward(self.reference, inputs)
+        except UserError:
+            raise
+        except Exception as error:  # whatever a user's module raises
+            raise DataError(
+                _FAILED.format(type(self.reference).__name__, shapes, type(error).__name__, error)
+            ) from error
+        if changed := [name for name, tensor in inputs.items() if tensor._version]:
+            raise UnsupportedModelError(
+                f"the forward of {type(self.reference).__name__} changes {changed[0]!r} of a mini-batch in place, and "
+                "each stage would change it again"
+            )
+        return logits
+
+    # ------------------------------------------------------------------ its inputs
+
+    def check_keys(self, batch: Tensors) -> None:
+        given = [name for name in batch if name not in self.loss_keys]
+        if "labels" not in batch or not given:
+            raise DataError(f"a mini-batch needs labels and what the model reads; found {list(batch)}")
+        if len(given) > 1 and (unknown := [name for name in given if name not in self._takes]):
+            raise DataError(
+                f"the batch has {unknown[0]!r}, which {type(self.reference).__name__}.forward does not take; leave it "
+                "out"
+            )
+
+    def row_lengths(self, batch: Tensors) -> torch.Tensor:
+        """All rows have the same."""
+        return torch.ones(len(batch["labels"]), dtype=torch.long)
+
+    def check_inputs(self, inputs: Inputs) -> None:
+        self.observed = self.observations(self._shapes_of(inputs))
+
+    def targets(self, inputs: Tensors) -> torch.Tensor:
+        labels = inputs["labels"]
+        if labels.is_floating_point():
+            return torch.zeros(len(labels), 1, dtype=torch.long, device=labels.device)
+        return labels.reshape(len(labels), -1)
+
+
+_FAILED = (
+    "the forward of {} cannot be run on the meta device, on which shapes are observed, with inputs {}: {}: {}; a "
+    "forward may read no values of tensors (item, nonzero), and only tensors that are inputs, parameters or buffers"
+)
+
+
+_IMAGE_CLASSIFIERS = frozenset(
+    chain.from_iterable(
+        (names,) if isinstance(names, str) else names for names in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.values()
+    )
+)
+
+
+def is_chain(model: Any) -> bool:
+    """Whether a model in memory is a torch module that is not of transformers, or classifies images."""
+    if isinstance(model, PreTrainedModel):
+        return type(model).__name__ in _IMAGE_CLASSIFIERS
+    return isinstance(model, nn.Module) and not any(isinstance(part, PreTrainedModel) for part in model.modules())
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    """A copy of a module on the meta device, made without a copy of its weights."""
+    memory: dict[int, torch.Tensor] = {}
+    for parameter in module.parameters():
+        memory[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    for buffer in module.buffers():
+        memory[id(buffer)] = torch.empty_like(buffer, device="meta")
+    try:
+        return copy.deepcopy(module, memory)  # what it finds in memory it does not copy
+    except Exception as error:  # whatever an attribute of the user's raises
+        raise UserError(f"{type(module).__name__} cannot be copied: {type(error).__name__}: {error}") from error

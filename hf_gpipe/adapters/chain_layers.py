@@ -1,0 +1,105 @@
+"""The layers of a torch module: the outermost modules that its forward calls one after the other.
+
+A module without parameters belongs to the layer before it; if it is called several times, it is on every stage.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from hf_gpipe.adapters.layers import Layer
+from hf_gpipe.adapters.observed import observe
+from hf_gpipe.errors import UnsupportedModelError
+
+
+def parts_of_sequential(model: nn.Module) -> tuple[Layer, ...]:
+    """The layers of an nn.Sequential: its parts, and in place of an nn.Sequential among them its own."""
+    names = list(_parts(model, ""))
+    counts = Counter(id(model.get_submodule(name)) for name in names)
+    return _grouped(model, names, {name for name in names if counts[id(model.get_submodule(name))] > 1})
+
+
+def _parts(module: nn.Module, prefix: str) -> Iterator[str]:
+    for name, part in module._modules.items():
+        if part is not None and type(part).forward is nn.Sequential.forward:
+            yield from _parts(part, f"{prefix}{name}.")
+        elif part is not None:
+            yield f"{prefix}{name}"
+
+
+def find_layers(model: nn.Module, forward: Callable[[], Any]) -> tuple[Layer, ...]:
+    """The layers of any module, as many as form a chain.
+
+    The modules that the model's own forward calls must form one. In place of a module that has lists of others, those
+    that it calls are layers, if they form a chain too.
+
+    Args:
+        model: on the meta device.
+        forward: calls it on inputs on the meta device, and returns its logits.
+
+    Raises:
+        UnsupportedModelError: they form no chain.
+    """
+    order = _calls(model, forward)
+    repeated = {name for name, count in Counter(order).items() if count > 1}
+
+    def called_by(name: str) -> list[str]:
+        inner = [other for other in dict.fromkeys(order) if other.startswith(f"{name}." if name else "") and other]
+        return [other for other in inner if not any(other.startswith(f"{outer}.") for outer in inner)]
+
+    done: list[str] = []
+    ahead = called_by("")
+    layers = _grouped(model, ahead, repeated)
+    observe(model, layers, forward)
+    while ahead:
+        name = ahead.pop(0)
+        inner = called_by(name)
+        if inner and (not (done or ahead) or _has_lists(model.get_submodule(name))):
+            with suppress(UnsupportedModelError):
+                finer = _grouped(model, [*done, *inner, *ahead], repeated)
+                observe(model, finer, forward)
+                layers, ahead = finer, [*inner, *ahead]
+                continue
+        done.append(name)
+    return layers
+
+
+def _calls(model: nn.Module, forward: Callable[[], Any]) -> list[str]:
+    """The names of all modules that a forward calls, in order."""
+    order: list[str] = []
+
+    def note(name: str, *_: Any) -> None:
+        order.append(name)
+
+    handles = [part.register_forward_pre_hook(partial(note, name)) for name, part in model.named_modules()]
+    try:
+        forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return order
+
+
+def _has_lists(module: nn.Module) -> bool:
+    return any(isinstance(part, nn.ModuleList | nn.ModuleDict | nn.Sequential) for part in module.modules())
+
+
+def _grouped(model: nn.Module, names: Sequence[str], repeated: set[str]) -> tuple[Layer, ...]:
+    """Layers of modules that are called in this order."""
+    groups: list[tuple[str, list[str]]] = []
+    first: list[str] = []
+    for name in names:
+        if any(True for _ in model.get_submodule(name).parameters()):
+            groups.append((name, [*first, name]))
+            first = []
+        elif name not in repeated:
+            (groups[-1][1] if groups else first).append(name)
+    if not groups:
+        raise UnsupportedModelError(f"{type(model).__name__} calls no module that has parameters, so it has no layers")
+    return tuple(Layer(name, "block", "decoder", tuple(modules)) for name, modules in groups)

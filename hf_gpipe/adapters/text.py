@@ -1,0 +1,251 @@
+"""Models that read text: their layers from the observation of a tiny clone, and token ids, masks and documents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_gpipe.adapters import packing
+from hf_gpipe.adapters.autocast import Autocast
+from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, Inputs, Tensors
+from hf_gpipe.adapters.batch_keys import check_keys
+from hf_gpipe.adapters.document_positions import is_position_table
+from hf_gpipe.adapters.known_mask import with_known_masks
+from hf_gpipe.adapters.layers import Layer, StackName, stacks_of
+from hf_gpipe.adapters.position_tables import shared_tables
+from hf_gpipe.adapters.probe import observe_family
+from hf_gpipe.adapters.quantised import Quantisation
+from hf_gpipe.adapters.routers import find_routers
+from hf_gpipe.adapters.skeleton import build_skeleton
+from hf_gpipe.adapters.stubs import EmbeddingStub, PassThrough, Port
+from hf_gpipe.errors import DataError, UserError
+
+
+class TextAdapter(Adapter):
+    """A Hugging Face model that reads token ids.
+
+    Args:
+        config: the model's configuration; the model is built from it on the meta device, which takes no memory.
+        dtype: the type of the weights.
+        attn_implementation: "eager", "sdpa" ...; None: transformers chooses.
+        model_class: class of the model; None: the one that transformers' auto classes choose for the configuration.
+        trust_remote_code: whether a configuration may name Python code outside of transformers.
+        autocast: mixed precision of every forward; None: everything computes in the type of the weights.
+        quantisation: of linear layers; the configuration then has no `quantization_config`.
+    """
+
+    loss_keys = ("labels", "shift_labels", "ref_logps")
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        dtype: torch.dtype,
+        attn_implementation: str | None = None,
+        model_class: type[PreTrainedModel] | None = None,
+        *,
+        trust_remote_code: bool = False,
+        autocast: Autocast | None = None,
+        quantisation: Quantisation | None = None,
+    ) -> None:
+        self.given_config = config
+        self.autocast = autocast
+        self.quantisation = quantisation
+        self.model_class = model_class
+        self.dtype = dtype
+        self.attn_implementation = attn_implementation
+        self.trust_remote_code = trust_remote_code
+        self.reference = self.skeleton()
+        #: The text part, where the given one is of a model of images and text.
+        self.config = self.reference.config
+        #: Whether columns of padding must stay: top-k may break ties in another way without them, padding takes the
+        #: places of an expert, a length must be a multiple, or the plain model's numbers were seen to depend on them.
+        self.padding_matters = any(
+            getattr(self.config, name, 0) for name in ("index_topk", "expert_capacity", "chunk_size_feed_forward")
+        )
+        observation = observe_family(config, dtype, model_class, trust_remote_code=trust_remote_code, autocast=autocast)
+        self.stacks = stacks_of(self.reference, observation)
+        stack_layers = [layer for stack in self.stacks for layer in stack.layers()]
+        head = observation.head
+        self.layers: tuple[Layer, ...] = (*stack_layers, Layer(head, "head", "decoder", (head,)))
+        self.projection = observation.projection
+        #: Hidden states that each layer receives, by its first module; the sizes are the tiny clone's.
+        self._given = {block: stack.form.hidden for stack in self.stacks for block in stack.blocks} | observation.inputs
+        blocks = [block for stack in self.stacks for block in stack.blocks]
+        self.routers = find_routers(self.reference, blocks, observation)
+        self._num_block_outputs = {block: stack.form.num_outputs for stack in self.stacks for block in stack.blocks}
+        self._embeddings = observation.embeddings
+        self._embedding_tables = observation.embedding_tables
+        self._constants = observation.constants
+        self._encoder_dtype = observation.encoder_dtype
+        self.tables = {stack.name: shared_tables(self.reference, stack.blocks) for stack in self.stacks}
+
+    def skeleton(self) -> PreTrainedModel:
+        model = build_skeleton(
+            self.given_config,
+            self.dtype,
+            self.attn_implementation,
+            self.model_class,
+            trust_remote_code=self.trust_remote_code,
+        )
+        if self.quantisation is not None:
+            self.quantisation.convert(model)
+        return model
+
+    @property
+    def compared_class(self) -> type[PreTrainedModel] | None:
+        """The class whose tiny clone shows whether the split is exact: of a classifier its family's language model."""
+        return None if self.is_classifier else self.model_class
+
+    # ------------------------------------------------------------------ the chain
+
+    def stub(self, layer: Layer, name: str, port: Port | None) -> nn.Module:
+        if layer.kind == "block":
+            return PassThrough(port, self._num_block_outputs[name])
+        if name not in self._embeddings:
+            return PassThrough(port)
+        module = self.reference.get_submodule(name)
+        own_width = getattr(module, "embedding_dim", None) or getattr(module, "out_features", None)
+        return EmbeddingStub(own_width or self.stack_width(layer.stack), self.dtype)
+
+    def hidden_shape(self, boundary: int, ids: torch.Tensor) -> tuple[int, ...]:
+        """Shape of the hidden states that layer `boundary` receives for ids (B, T); (B, T, D) in most models."""
+        return (*ids.shape, *self._given[self.layers[boundary].modules[0]].streams, self._widths[boundary])
+
+    def carry_dtype(self, boundary: int, name: str) -> torch.dtype:
+        # Observed on the tiny clone: some models keep hidden states in float32, and under autocast their type differs
+        # from model to model.
+        if name == "hidden":
+            return self._given[self.layers[boundary].modules[0]].dtype
+        if name == "encoder_hidden":
+            return self._encoder_dtype or self.dtype
+        return next((router.dtype for router in self.routers if router.name == name), self.dtype)
+
+    @cached_property
+    def _widths(self) -> list[int]:
+        """Width of the hidden states before each layer. Cached, since it is needed for every message."""
+        return [self._width(layer) for layer in self.layers]
+
+    def _width(self, layer: Layer) -> int:
+        head = self.reference.get_submodule(layer.modules[0])
+        if layer.kind == "head" and isinstance(
+            head, nn.Linear
+        ):  # OPT's `project_out` makes it narrower than the blocks
+            return head.in_features
+        return self.stack_width(layer.stack)
+
+    def stack_width(self, stack: StackName) -> int:
+        """Width of the hidden states between a stack's blocks."""
+        return self._stack_widths[stack]
+
+    @cached_property
+    def _stack_widths(self) -> dict[StackName, int]:
+        parts = {layer.stack: getattr(self.config, layer.stack, None) for layer in self.layers}
+        configs = {stack: part if isinstance(part, PreTrainedConfig) else self.config for stack, part in parts.items()}
+        return {stack: config.get_text_config().hidden_size for stack, config in configs.items()}
+
+    # ------------------------------------------------------------------ its inputs
+
+    @cached_property
+    def num_positions(self) -> dict[StackName, int]:
+        found: dict[StackName, int] = {}
+        for layer in self.layers:
+            for name in layer.modules if layer.kind == "embedding" else ():
+                for path, table in self.reference.get_submodule(name).named_modules(prefix=name):
+                    if path in self._embedding_tables and is_position_table(path):
+                        # In some tables the first rows are not positions.
+                        first = getattr(table, "offset", 0) if table.padding_idx is None else table.padding_idx + 1
+                        found[layer.stack] = table.num_embeddings - first
+        return found
+
+    def ids_of(self, stack: StackName) -> str:
+        """Name of the token ids that a stack reads."""
+        return "input_ids"
+
+    def mask_of(self, stack: StackName) -> str:
+        """Name of the mask of the tokens that a stack reads."""
+        return "attention_mask"
+
+    def check_keys(self, batch: Tensors) -> None:
+        if missing := [name for name in ("input_ids", "labels") if name not in batch]:
+            raise DataError(f"a mini-batch needs input_ids and labels; {missing[0]!r} is missing, found {list(batch)}")
+        check_keys(batch, self.reference, self.target_keys)
+        if (shifted := batch.get("shift_labels")) is None:
+            return
+        if self.is_classifier or self.target_keys:
+            raise DataError(
+                f"the batch has 'shift_labels', which {type(self.reference).__name__} does not read; give labels"
+            )
+        if shifted.shape != (shape := batch["input_ids"].shape):
+            raise DataError(f"shift_labels have the shape {tuple(shifted.shape)} and input_ids {tuple(shape)}")
+
+    def with_known_masks(self, inputs: Tensors) -> dict[str, torch.Tensor]:
+        return with_known_masks(inputs)
+
+    def is_flattened(self, batch: Tensors) -> bool:
+        return packing.is_flattened(batch)
+
+    def as_rows(self, batch: Tensors) -> Tensors:
+        return packing.as_rows(batch)
+
+    def document_lengths(self, inputs: Inputs) -> dict[StackName, tuple[int, ...]]:
+        masks = {stack.name: inputs.get(self.mask_of(stack.name)) for stack in self.stacks}
+        documents = {stack: getattr(mask, "documents", None) for stack, mask in masks.items()}
+        return {stack: found.lengths for stack, found in documents.items() if found is not None}
+
+    @staticmethod
+    def _used_columns(is_used: torch.Tensor) -> torch.Tensor:
+        """For each row of (N, T), the number of columns up to the last used one."""
+        return (is_used * torch.arange(1, is_used.shape[1] + 1, device=is_used.device)).amax(dim=1)
+
+    def _trimmed(self, group: Mapping[str, torch.Tensor], is_used: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Cut the columns at the end that no row of a micro-batch uses; `group` has the shape of `is_used` (B, T)."""
+        if self.padding_matters:
+            return dict(group)
+        used = is_used.any(dim=0).nonzero()
+        length = int(used[-1]) + 1 if len(used) else 1
+        return {name: tensor[:, :length] for name, tensor in group.items()}
+
+    def check_inputs(self, inputs: Inputs) -> None:
+        self.check_lengths(inputs)
+        self.check_ids(inputs)
+
+    def check_lengths(self, inputs: Inputs) -> None:
+        """Raise DataError where inputs, as returned by `prepare`, are longer than the model's table of positions."""
+        documents = self.document_lengths(inputs)
+        for stack, most in self.num_positions.items():
+            name = self.ids_of(stack)
+            length = max(documents.get(stack, (inputs[name].shape[1],)))
+            if length > most:
+                raise DataError(
+                    f"a row of {name} is {length} tokens long, and the {stack} has positions for {most}; cut the rows "
+                    "(max_source_tokens and max_target_tokens of a recipe's data), or use a model with more positions"
+                )
+
+    def check_ids(self, inputs: Inputs) -> None:
+        """Raise DataError where an input id or a label is not in the model's vocabulary; a GPU fails late."""
+        tables = {"input_ids": self.reference.get_input_embeddings(), "labels": self.reference.get_output_embeddings()}
+        tables["shift_labels"] = tables["labels"]
+        for name, table in tables.items():
+            if not isinstance(weight := getattr(table, "weight", None), torch.Tensor) or name not in inputs:
+                continue
+            ids, size = inputs[name], weight.shape[0]
+            wrong = ids[((ids < 0) & (ids != IGNORED_LABEL) if name != "input_ids" else ids < 0) | (ids >= size)]
+            if wrong.numel():
+                raise DataError(
+                    f"{name} has {int(wrong[0])}, and the model's vocabulary has {size} tokens; use the model's own "
+                    "tokenizer, or resize its embeddings"
+                )
+
+
+def check_reads_text(adapter: Adapter, what: str) -> TextAdapter:
+    """The adapter. Raises UserError where `what` is asked of another model than transformers' that reads text."""
+    if not isinstance(adapter, TextAdapter):
+        raise UserError(
+            f"{what}: {type(adapter.reference).__name__} is no Hugging Face model that reads text; train and evaluate "
+            "it by train_step and eval_step of the Pipeline, with an optimizer of pipe.parameters()"
+        )
+    return adapter
