@@ -216,8 +216,11 @@ class Pipeline:
     seed: int = _attribute("weights", "seed")
 
     train_step = _of("steps", Steps.train_step)
+    train_on = _of("steps", Steps.train_on)
+    train_ahead = _of("steps", Steps.train_ahead)
     train_window = _of("steps", Steps.train_window)
     eval_step = _of("steps", Steps.eval_step)
+    eval_on = _of("steps", Steps.eval_on)
     log_probs = _of("steps", Steps.log_probs)
     generate = by_every_process(_of("steps", Steps.generate))
 
