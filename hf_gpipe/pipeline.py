@@ -27,7 +27,6 @@ from hf_gpipe.partition import partition as cut
 from hf_gpipe.pipeline_steps import Evaluation, PipelineSteps, Update, UpdateStage
 from hf_gpipe.planner.advice import advising
 from hf_gpipe.planner.decide import Planning, settled
-from hf_gpipe.planner.links import Machines
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.preflight import compare_with_machines
 from hf_gpipe.planner.workload import OF_THE_READER, PlanInputs
@@ -222,9 +221,7 @@ class Pipeline(PipelineSteps):
         if packing:
             verify_packing(self.adapter)
         self._is_packing_verified = packing
-        self._planning = Planning(
-            self._plan_inputs, self.adapter, self.peft, self.loss.planned, world, Machines.of(world)
-        )
+        self._planning = Planning(self._plan_inputs, self.adapter, self.peft, self.loss.planned, world)
         self.given = given
         self.config, self.planned = self._planning.decide(given)
         config = self.config
@@ -341,7 +338,7 @@ class Pipeline(PipelineSteps):
         Raises:
             StageError: in place of that error, with its message and the advice.
         """
-        return advising(self.plan, self.world.rank)
+        return advising(self.plan, self.world.worker)
 
     def _check_no_tie(self) -> None:
         """Raise UserError, on every process, where stages that update by themselves would train one parameter."""

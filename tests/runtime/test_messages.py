@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,16 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_gpipe.errors import HfGpipeError, StageError, UserError
+from hf_gpipe.errors import HfGpipeError, StageError
 from hf_gpipe.runtime import edges as edges_module
 from hf_gpipe.runtime.channel import Channel, LocalChannel, RemoteChannel
 from hf_gpipe.runtime.edges import Edge, connect
 from hf_gpipe.runtime.executor import Executor
+from hf_gpipe.runtime.facts import DeviceFacts, RankFacts
 from hf_gpipe.runtime.micro_batch import MicroBatch
 from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule import Placement, Schedule, build, placement_for
 from hf_gpipe.schedule.messages import num_communicators
-from tests.gloo import run_gloo
 
 CPU = torch.device("cpu")
 SECONDS = 5.0
@@ -188,8 +189,9 @@ def test_communicators_are_shared_and_set_up_one_after_another(
     for rank in range(placement.num_processes):
         log.clear()
         names = placement.devices or ("cuda:0",) * placement.num_stages
-        own = tuple(dict.fromkeys(torch.device(names[stage]) for stage in placement.stages_of(rank)))
-        world = Stub(rank, placement.num_processes, own, stages_placed=placement)
+        own = dict.fromkeys(names[stage] for stage in placement.stages_of(rank))
+        facts = replace(RankFacts.of_this_process(), devices=tuple(DeviceFacts(name, 1, 1) for name in own))
+        world = Stub(rank, (facts,) * placement.num_processes, stages_placed=placement)
         found = connect(world, lambda stage, name: torch.float32)
         assert {stage for stage, _, _ in found} == {
             s for s in range(placement.num_stages - 1) if {s, s + 1} & set(world.local_stages)
@@ -202,19 +204,6 @@ def test_communicators_are_shared_and_set_up_one_after_another(
         groups = {id(c._group): c for edge in found.values() for c in (edge.down, edge.up)}  # type: ignore[attr-defined]
         assert len(groups) == count[rank]
     assert all(own == created[0] for own in created)
-
-
-def on_two_kinds() -> str:
-    alone = World.of_job()
-    world = World(alone.rank, 2, (torch.device("cpu" if alone.rank == 0 else "meta"),))
-    with pytest.raises(UserError) as caught:
-        world.placed(Placement.one_stage_each(2))
-    return str(caught.value)
-
-
-def test_devices_of_several_kinds_in_several_processes_are_refused() -> None:
-    for message in run_gloo(on_two_kinds, 2):
-        assert message.startswith("devices of several kinds (process 0: cpu; process 1: meta): with several processes ")
 
 
 # ---------------------------------------------------------------------- what is kept, and what a failed step leaves
