@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hf_gpipe.adapters import Adapter
-from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.choose import best_plan, micro_batch_counts
 from hf_gpipe.planner.costs import ModelCosts, mean_costs
@@ -52,14 +51,12 @@ class Planning:
     Attributes:
         inputs: the mini-batch and the optimizer.
         adapter: the model's.
-        peft: PEFT layers that alone are trained.
         loss: of the micro-batch.
         world: the processes, their devices, and what was measured of their links.
     """
 
     inputs: PlanInputs
     adapter: Adapter
-    peft: PeftAdapter | None
     loss: Loss
     world: World
 
@@ -125,7 +122,6 @@ class Planning:
             self.adapter,
             self.inputs,
             this,
-            peft=self.peft,
             loss=self.loss,
             as_on_gpu=device.type == "cuda",
             measured=measured,
@@ -151,7 +147,6 @@ class Planning:
                 self.adapter,
                 mini_batch.of_rows(rows),
                 world.device,
-                peft=self.peft,
                 loss=self.loss,
                 barrier=world.barrier,
             )

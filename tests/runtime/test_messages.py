@@ -13,9 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_gpipe.errors import HfGpipeError, StageError
+from hf_gpipe.errors import HfGpipeError, StageError, UserError
+from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime import edges as edges_module
 from hf_gpipe.runtime.channel import Channel, LocalChannel, RemoteChannel
+from hf_gpipe.runtime.device_choice import world_for
 from hf_gpipe.runtime.edges import Edge, connect
 from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.facts import DeviceFacts, RankFacts
@@ -23,6 +25,7 @@ from hf_gpipe.runtime.micro_batch import MicroBatch
 from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule import Placement, Schedule, build, placement_for
 from hf_gpipe.schedule.messages import num_communicators
+from tests.gloo import run_gloo
 
 CPU = torch.device("cpu")
 SECONDS = 5.0
@@ -204,6 +207,19 @@ def test_communicators_are_shared_and_set_up_one_after_another(
         groups = {id(c._group): c for edge in found.values() for c in (edge.down, edge.up)}  # type: ignore[attr-defined]
         assert len(groups) == count[rank]
     assert all(own == created[0] for own in created)
+
+
+def on_two_kinds() -> str:
+    with pytest.raises(UserError) as caught:
+        world_for(PipelineConfig(2), "cpu" if World.of_job().rank == 0 else "meta")
+    return str(caught.value)
+
+
+def test_devices_of_several_kinds_in_several_processes_are_refused() -> None:
+    for message in run_gloo(on_two_kinds, 2):
+        assert message.startswith(
+            "process 0 on cpu and process 1 on meta: the processes of a pipeline exchange tensors "
+        )
 
 
 # ---------------------------------------------------------------------- what is kept, and what a failed step leaves
