@@ -23,6 +23,11 @@ An asynchronous table has several steps, and each stage updates its weights afte
 says that micro-batch 7 reads version 3 of stage 2's weights, in its forward, recomputation and backward: those after
 three updates of this table. Without it a forward reads the newest version. A line `stashes: no` after the steps says
 that no old version is kept: recomputations and backwards then read the newest version too.
+
+A line `chunks: 4` after the placement says that rows are cut into 4 chunks of tokens, and each chunk is a micro-batch of
+the table: number m is chunk m % 4 of the rows m // 4. A stage runs a chunk's forward after that of the chunk before it,
+and its backward after that of the chunk after it. All chunks of a row run on one replica of a stage, so where a stage
+has r of them the rows m // 4 run on replica (m // 4) % r.
 """
 
 from __future__ import annotations
@@ -33,14 +38,14 @@ from functools import cached_property
 from typing import NoReturn
 
 from hf_gpipe.errors import ScheduleError, nearest
-from hf_gpipe.schedule.actions import TEXT_VERSION, Action, Placement, parse_number
+from hf_gpipe.schedule.actions import TEXT_VERSION, Action, Placement, gradient_action, parse_number
 from hf_gpipe.schedule.kinds import FORWARD, INPUT, RECOMPUTE, ActionKind, Held
 
 MOST_ACTIONS = 600_000
 """The most actions of a table: of more, the checks alone would take minutes."""
 
 _HEADER_KEYS = ("table", "schedule", "num_stages", "num_micro_batches", "placement")
-_OPTIONAL_KEYS = ("steps", "stashes", "devices")
+_OPTIONAL_KEYS = ("chunks", "steps", "stashes", "devices")
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,23 @@ class Schedule:
         return frozenset(
             (action.stage, action.micro_batch) for actions in self.actions for action in actions if action.kind == INPUT
         )
+
+    @property
+    def chunks(self) -> int:
+        """Into how many chunks of tokens each row is cut; each chunk counts as a micro-batch."""
+        return self.placement.chunks
+
+    def chunk_before(self, action: Action) -> Action | None:
+        """The action on another chunk of the same row that comes before this one on the same stage; None: there is
+        none."""
+        if not action.kind.chunk_before or action.micro_batch is None:
+            return None
+        other = action.micro_batch + action.kind.chunk_before
+        if other < 0 or other // self.chunks != action.micro_batch // self.chunks:
+            return None
+        if action.kind.takes_gradient:
+            return gradient_action(action.stage, other, self.split)
+        return Action(action.kind, action.stage, other)
 
     @property
     def is_asynchronous(self) -> bool:
@@ -182,7 +204,8 @@ class Schedule:
         micro-batch keeps its G and U, for the others reduce with it.
 
         Raises:
-            ScheduleError: the table has fewer micro-batches, or none is asked for, or it is asynchronous.
+            ScheduleError: the table has fewer micro-batches, or none is asked for, or half a row, or it is
+                asynchronous.
         """
         if self.is_asynchronous:
             raise ScheduleError(
@@ -210,6 +233,8 @@ class Schedule:
             f"num_micro_batches: {self.num_micro_batches}",
             f"placement: {self.placement}",
         ]
+        if self.chunks > 1:
+            lines.append(f"chunks: {self.chunks}")
         if self.steps is not None:
             lines.append(f"steps: {' '.join(map(str, self.steps))}")
         if not self.stashes:
@@ -300,7 +325,7 @@ class Schedule:
             fail("stashes", "no, or no such line")
         devices = tuple(header["devices"].split()) if "devices" in header else None
         try:
-            placement = Placement(read_workers(), devices)
+            placement = Placement(read_workers(), devices, read("chunks") if "chunks" in header else 1)
         except ScheduleError as error:
             raise error if error.line else ScheduleError(f"line {places['placement']}: {error}", "placement") from None
         try:
