@@ -9,7 +9,7 @@ from html import escape
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.recipe.sizes import size_text
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule import Costs, Schedule, simulate
 from hf_gpipe.schedule.draw import figure
 
@@ -18,7 +18,7 @@ def text_of(
     adapter: Adapter,
     config: DecidedConfig,
     partition: Sequence[Sequence[int]],
-    topology: Topology,
+    world: World,
     models: Mapping[int, StageModel],
 ) -> str:
     """The model and the schedule on one line, and a line for each stage; of this process's own stages also the size."""
@@ -27,7 +27,7 @@ def text_of(
         f"num_micro_batches={config.num_micro_batches}, schedule={config.schedule!r}, recompute={config.recompute!r})"
     ]
     for stage, layers in enumerate(partition):
-        workers = topology.placement.workers[stage]
+        workers = world.placement.workers[stage]
         where = f"process{'es' * (len(workers) > 1)} {', '.join(map(str, workers))}"
         ends = dict.fromkeys(adapter.layers[number].name for number in (layers[0], layers[-1]))
         words = [f"  stage {stage}", where, f"{len(layers)} layers, {' to '.join(ends)}"]
@@ -35,7 +35,7 @@ def text_of(
             parameters = models[stage].parameters.values()
             size = size_text(sum(one.numel() * one.element_size() for one in parameters))
             count = sum(one.numel() for one in parameters)
-            words.append(f"{count:,} parameters, {size} on {topology.stage_devices[stage]}")
+            words.append(f"{count:,} parameters, {size} on {world.stage_devices[stage]}")
         lines.append("; ".join(words))
     return "\n".join(lines)
 

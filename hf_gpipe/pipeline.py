@@ -33,7 +33,7 @@ from hf_gpipe.recipe import ModelSection, PipelineConfig, TrainingSection
 from hf_gpipe.recipe.pipeline import OF_EACH_PROCESS
 from hf_gpipe.runtime.agreement import compare
 from hf_gpipe.runtime.custom_loss import asked_loss, loss_of
-from hf_gpipe.runtime.device_choice import DeviceChoice, processes_for
+from hf_gpipe.runtime.device_choice import DeviceChoice, world_for
 from hf_gpipe.runtime.edges import connect
 from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.joining import join_job
@@ -41,7 +41,6 @@ from hf_gpipe.runtime.loss import Loss, whole_logits
 from hf_gpipe.runtime.micro_batch import Batch
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.runtime.ties import trained_by_several
-from hf_gpipe.runtime.topology import Topology
 from hf_gpipe.schedule.file import TABLE_SUFFIX, is_table_file, recompute_under
 from hf_gpipe.schedule.table import Schedule
 
@@ -183,11 +182,11 @@ class Pipeline(PipelineSteps):
             return {**same, **compared_source(base)}
 
         compare(given_here, "arguments of the Pipeline")
-        processes = processes_for(given, device)
-        given = settled(given, self._plan_inputs, processes)
+        world = world_for(given, device)
+        given = settled(given, self._plan_inputs, world)
         # Read before any weight is made: a table that cannot be run costs no time.
         accumulation = self._plan_inputs.accumulation
-        table = processes.from_reader(lambda: given.table(accumulation, processes.num_processes))
+        table = world.from_reader(lambda: given.table(accumulation, world.num_processes))
         if table is not None:
             given = replace(given, recompute=recompute_under(table, given.recompute))
             self._plan_inputs = replace(self._plan_inputs, tables={given.schedule: table})
@@ -198,7 +197,7 @@ class Pipeline(PipelineSteps):
             trust_remote_code=trust_remote_code,
             config_overrides=config_overrides,
             peft_config=peft_config,
-            autocast=None if autocast is None else Autocast(autocast, processes.device),
+            autocast=None if autocast is None else Autocast(autocast, world.device),
             depth_scaled_feed_forward=depth_scaled_feed_forward,
             quantization_config=quantization_config,
         )
@@ -213,7 +212,7 @@ class Pipeline(PipelineSteps):
             verify_packing(self.adapter)
         self._is_packing_verified = packing
         self._planning = Planning(
-            self._plan_inputs, self.adapter, self.peft, self.loss.planned, processes, Machines.of(processes)
+            self._plan_inputs, self.adapter, self.peft, self.loss.planned, world, Machines.of(world)
         )
         self.given = given
         self.config, self.planned = self._planning.decide(given)
@@ -227,14 +226,14 @@ class Pipeline(PipelineSteps):
         self.partition = cut(len(self.adapter.layers), config.num_stages, config.partition)
         recomputed = Recompute.parse(config.recompute, config.num_stages)
         placement = config.placed(config.schedule) if table is None else table.placement
-        self.topology = Topology.of(processes, placement)
-        self.links = compare_with_machines(self._planning, config, self.topology)
-        self._table = None if table is None else replace(table, placement=self.topology.placement)
+        self.world = world.placed(placement)
+        self.links = compare_with_machines(self._planning, config, self.world)
+        self._table = None if table is None else replace(table, placement=self.world.placement)
         self._table_recompute = recomputed.of_table
         self.length_bucketing = length_bucketing
         self.packing = packing
         self.step = self.stash_bytes = 0
-        self._may_lack_overlap = processes.is_reporter and self.num_stages > 1 and given.num_micro_batches == 1
+        self._may_lack_overlap = world.is_reporter and self.num_stages > 1 and given.num_micro_batches == 1
         self.window: Schedule | None = None
         self.loss_scale = 1.0
 
@@ -248,7 +247,7 @@ class Pipeline(PipelineSteps):
             verify(given_config, compared, trust_remote_code=trust_remote_code, splits_backward=True)
         models = {
             stage: self._source.stage_model(self.partition[stage], where, seed)
-            for stage, where in self.topology.stage_devices.items()
+            for stage, where in self.world.stage_devices.items()
         }
         self._source = replace(self._source, model=None)
         for stage, stage_model in models.items():
@@ -256,24 +255,24 @@ class Pipeline(PipelineSteps):
                 stage_model.checkpoint_blocks()
             if config.torch_compile:
                 stage_model.compile_blocks(config.torch_compile_backend)
-        super().__init__(models, self.topology, config.zero, seed, self.peft)
+        super().__init__(models, self.world, config.zero, seed, self.peft)
         if self.is_asynchronous:
             self._check_no_tie()
-        self._trained = Trained.of(self.models, self.adapter, self.topology)
+        self._trained = Trained.of(self.models, self.adapter, self.world)
         self.stages = make_stages(self.models, self.adapter, self._trained.layers, self.loss)
         if self.num_stages - 1 in self.models and (reason := whole_logits(self.adapter, self.loss)):
             logger.warning(f"training makes the logits of a micro-batch whole: {reason}")
         self._edges = connect(
-            self.topology, lambda stage, name: self.adapter.carry_dtype(self.partition[stage][0], name), sent
+            self.world, lambda stage, name: self.adapter.carry_dtype(self.partition[stage][0], name), sent
         )
-        self._executor = Executor(self.stages, self._edges, self.topology.rank, self._replicas)
+        self._executor = Executor(self.stages, self._edges, self.world.rank, self._replicas)
         self._executor.prepare(table)
         if adapters is not None:
             self.load_pretrained(adapters)
             self.has_new_adapters, self.weights_seed = False, None
 
     def __repr__(self) -> str:
-        return text_of(self.adapter, self.config, self.partition, self.topology, self.models)
+        return text_of(self.adapter, self.config, self.partition, self.world, self.models)
 
     def _repr_html_(self) -> str:
         return html_of(repr(self), self.schedule(self.num_micro_batches))
@@ -322,7 +321,7 @@ class Pipeline(PipelineSteps):
     @property
     def is_in_one_place(self) -> bool:
         """Whether this process has all stages, on one device."""
-        return self.topology.num_processes == 1 and len(set(self.topology.stage_devices.values())) == 1
+        return self.world.num_processes == 1 and len(set(self.world.stage_devices.values())) == 1
 
     def advising_on_memory(self) -> AbstractContextManager[None]:
         """Context manager that adds the planner's advice to an out-of-memory error.
@@ -330,11 +329,11 @@ class Pipeline(PipelineSteps):
         Raises:
             StageError: in place of that error, with its message and the advice.
         """
-        return advising(self.plan, self.topology.rank)
+        return advising(self.plan, self.world.rank)
 
     def _check_no_tie(self) -> None:
         """Raise UserError, on every process, where stages that update by themselves would train one parameter."""
-        for name, stages in trained_by_several(self.models, self.topology).items():
+        for name, stages in trained_by_several(self.models, self.world).items():
             raise UserError(
                 f"schedule {self.schedule_name!r}: {name} is tied, stages {stages} train it, and each of them would "
                 "update it at another time; use a model whose weights are not tied (tie_word_embeddings: false), a "

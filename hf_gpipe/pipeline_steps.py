@@ -105,7 +105,7 @@ class PipelineSteps(StageParameters):
             The mean loss per target token of the whole mini-batch, a float tensor on every process.
         """
         batches = [batch] if isinstance(batch, Mapping) else batch
-        return self.train_on(share(batches, self.topology), times, update)
+        return self.train_on(share(batches, self.world), times, update)
 
     def train_on(
         self, batches: Sequence[Batch], times: list[ActionTime] | None = None, update: Update | None = None
@@ -155,7 +155,7 @@ class PipelineSteps(StageParameters):
         def update_stage(stage: int, step: int) -> None:
             parameters = list(self.models[stage].parameters.values())
             square = sum(sums_of_squares(parameters), torch.zeros((), dtype=torch.float64))
-            if self.topology.leads(stage):
+            if self.world.leads(stage):
                 squares[step].append(square)
             update(stage, step, square.sqrt())
             for parameter in parameters:
@@ -167,7 +167,7 @@ class PipelineSteps(StageParameters):
         losses: list[list[torch.Tensor]] = [[] for _ in sizes]
         for index, outputs in result.outputs.items():
             losses[table.step_of[index]].append(outputs["loss"])
-        numbers = begin_losses_and_norms(losses, squares, self.topology)()
+        numbers = begin_losses_and_norms(losses, squares, self.world)()
         self.step += len(sizes)
         self.window, self.stash_bytes = table, result.stash_bytes
         if times is not None:
@@ -243,11 +243,11 @@ class PipelineSteps(StageParameters):
             self._replicas.finish()
             self.ties.reduce_gradients()
             parameters = () if update is None else self._counted_parameters()
-            numbers.append(begin_loss_and_norm(result.loss, parameters, self.topology))
+            numbers.append(begin_loss_and_norm(result.loss, parameters, self.world))
             if waits:
                 numbers[0]()
                 if times is not None:  # the update after it starts in all processes at the same time
-                    self.topology.barrier()
+                    self.world.barrier()
 
         with ExitStack() as entered:
             entered.enter_context(keeping_weights(self.adapter.autocast))
@@ -296,7 +296,7 @@ class PipelineSteps(StageParameters):
     @contextmanager
     def _keeping_random_state(self) -> Iterator[None]:
         """Context manager after which the devices' generators are as before: dropout seeds them."""
-        generators = [default_generator(device) for device in set(self.topology.stage_devices.values())]
+        generators = [default_generator(device) for device in set(self.world.stage_devices.values())]
         states = [generator.get_state() for generator in generators]
         try:
             yield
@@ -308,7 +308,7 @@ class PipelineSteps(StageParameters):
 
     def eval_step(self, batch: Batch | None) -> Evaluation:
         """Loss of a mini-batch without gradients, row by row. Every process calls it and gets the same result."""
-        (rows,) = share(None if batch is None else [batch], self.topology)
+        (rows,) = share(None if batch is None else [batch], self.world)
         return self.eval_on(rows)
 
     def eval_on(self, rows: Batch, on_logits: LogitsCallback | None = None) -> Evaluation:
@@ -362,7 +362,7 @@ class PipelineSteps(StageParameters):
         with self._in_evaluation():
             table = self.schedule(len(micro_batches), "forward_only")
             outputs = self._executor.run(table, micro_batches, options).outputs
-        return Evaluation.gathered(outputs, [one.num_rows for one in micro_batches], self.topology)
+        return Evaluation.gathered(outputs, [one.num_rows for one in micro_batches], self.world)
 
     @by_every_process
     def generate(self, **inputs: Any) -> Any:
@@ -387,7 +387,7 @@ class PipelineSteps(StageParameters):
 
     @cached_property
     def _generator(self) -> Generator:
-        return Generator(self.adapter, self.partition, self.models, self._edges, self.topology)
+        return Generator(self.adapter, self.partition, self.models, self._edges, self.world)
 
     def schedule(self, num_micro_batches: int | Sequence[int], name: str | None = None) -> Schedule:
         """The table for this many micro-batches; by default that of training.
@@ -407,7 +407,7 @@ class PipelineSteps(StageParameters):
             name or self.schedule_name,
             self.num_stages,
             total,
-            self.topology.placement,
+            self.world.placement,
             self._table_recompute,
             steps=steps,
         )

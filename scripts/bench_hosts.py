@@ -39,7 +39,7 @@ from hf_gpipe.planner.measure import this_machine
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.traffic import traffic
 from hf_gpipe.planner.workload import PlanInputs, Workload
-from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.runtime.world import World
 from scripts.emulated_hosts import Hosts, why_not
 
 PORT = 29500
@@ -80,7 +80,7 @@ def sent_bytes() -> int:
 
 def measure(case: Case, num_steps: int) -> dict[str, Any]:
     """Predict a case and run it. Every machine calls it; the result is that of all."""
-    everyone = Processes.of_job()
+    everyone = World.of_job()
     machines = Machines.of(everyone)
     machines.measure_neighbours(everyone)
     costs = mean_costs(everyone.gather_objects(profile(case)))

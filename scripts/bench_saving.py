@@ -71,7 +71,7 @@ def measure(given: argparse.Namespace, how: str, output: str) -> dict[str, Any] 
         return None
     without, around = median(windows.seconds()[::2]), median(windows.seconds()[1::2])
     return {
-        **{"parameters": trainer.pipe.adapter.reference.num_parameters(), "processes": trainer.topology.num_processes},
+        **{"parameters": trainer.pipe.adapter.reference.num_parameters(), "processes": trainer.world.num_processes},
         **{"save_in_background": how, "steps": given.steps, "seconds_without": round(without, 3)},
         **{"seconds_around_a_save": round(around, 3), "ratio": round(around / without, 4)},
         "written_after": windows.written_after,

@@ -100,7 +100,7 @@ def main() -> None:
     for name, part in (("overhead", "rest"), ("overhead_with_clipping", "with_clipping")):
         figures[name] = round(parts[part] / parts["step"], 4)
     if trainer.is_world_process_zero():
-        counts = {"processes": trainer.topology.num_processes, "measured_steps": len(steps)}
+        counts = {"processes": trainer.world.num_processes, "measured_steps": len(steps)}
         print(json.dumps({**vars(given), **counts, **figures}))
 
 

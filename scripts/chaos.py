@@ -48,7 +48,7 @@ from hf_gpipe.data import train_tokenizer
 from hf_gpipe.errors import EXIT_STOPPED
 from hf_gpipe.planner.measure import this_machine
 from hf_gpipe.runtime import batches, generation, launch, stage
-from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.runtime.world import World
 from hf_gpipe.train import main as train
 from hf_gpipe.training import loader, loop
 
@@ -459,7 +459,7 @@ def _what_was_lost(
     before: int, words: list[str], folder: Path, output: Path, expected: dict[str, torch.Tensor]
 ) -> list[str]:
     """Problems with the checkpoints, of which one was saved after `before` steps, and with the run that resumes."""
-    newest = last_checkpoint(output, Processes.of_job())
+    newest = last_checkpoint(output, World.of_job())
     steps = [step_of(path) for path in checkpoints(output)]
     if max(steps, default=0) < before:
         return [f"there are the checkpoints {steps}, and {before} had been saved"]

@@ -214,16 +214,16 @@ MUTANTS = (
     Mutant(
         "one communicator for both directions",
         EDGES,
-        "links = {link: _communicator(topology, link) for link in communicators(topology.placement)}",
-        "shared = {frozenset(link[:2]): link for link in communicators(topology.placement)}\n"
-        "    made = {link: _communicator(topology, link) for link in shared.values()}\n"
-        "    links = {link: made[shared[frozenset(link[:2])]] for link in communicators(topology.placement)}",
+        "links = {link: _communicator(world, link) for link in communicators(world.placement)}",
+        "shared = {frozenset(link[:2]): link for link in communicators(world.placement)}\n"
+        "    made = {link: _communicator(world, link) for link in shared.values()}\n"
+        "    links = {link: made[shared[frozenset(link[:2])]] for link in communicators(world.placement)}",
         "a message waits for one in the other direction",
     ),
     Mutant(
         "communicators are not set up",
         EDGES,
-        "if topology.rank in (link.sender, link.receiver):",
+        "if world.rank in (link.sender, link.receiver):",
         "if False:",
         "two processes wait for each other in the first step",
     ),
@@ -450,8 +450,8 @@ MUTANTS = (
     Mutant(
         "random state of one device is kept",
         "pipeline_steps.py",
-        "for device in set(self.topology.stage_devices.values())]",
-        "for device in {self.topology.device}]",
+        "for device in set(self.world.stage_devices.values())]",
+        "for device in {self.world.device}]",
         "a step changes the random numbers of the script around it",
     ),
 )

@@ -130,13 +130,13 @@ def gathered_gradients(pipe: Pipeline) -> dict[str, torch.Tensor]:
     mine = {name: None if p.grad is None else p.grad.clone() for name, p in pipe.named_parameters()}
     gradients: dict[str, torch.Tensor | None] = {}
     copies: dict[str, int] = {}
-    for part in pipe.topology.gather_objects(mine):
+    for part in pipe.world.gather_objects(mine):
         for name, gradient in part.items():
             first = gradients.setdefault(name, gradient)
             same = first is gradient if first is None or gradient is None else torch.equal(first, gradient)
             assert same, f"{name}: its replicas have different gradients"
             copies[name] = copies.get(name, 0) + 1
-    replicas = {name: pipe.topology.placement.replicas[pipe.ties.owner_stage[name]] for name in copies}
+    replicas = {name: pipe.world.placement.replicas[pipe.ties.owner_stage[name]] for name in copies}
     assert copies == replicas, "a parameter has another number of owners than its stage has replicas"
     return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 

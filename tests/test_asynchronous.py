@@ -137,7 +137,7 @@ def run(pipe: Pipeline, windows: Sequence[Sequence[Batch]], make: Optimizer) -> 
         numbers += pipe.train_window([[batch] for batch in batches], update).flatten().tolist()
     mine = {name: p.detach().clone() for name, p in pipe.named_parameters()}
     whole: Weights = {}
-    for name, parameter in (one for part in pipe.topology.gather_objects(mine) for one in part.items()):
+    for name, parameter in (one for part in pipe.world.gather_objects(mine) for one in part.items()):
         assert torch.equal(whole.setdefault(name, parameter), parameter), f"{name} differs between replicas"
     return numbers, whole
 
@@ -183,7 +183,7 @@ def check(
     assert pipe.window is not None
     assert pipe.window.steps == (size,) * num_steps
     sizes = {stage: sum(p.nbytes for p in model.parameters.values()) for stage, model in pipe.models.items()}
-    rank = pipe.topology.rank
+    rank = pipe.world.rank
     assert pipe.stash_bytes == sum(num_stashes(pipe.window, stage, rank) * size for stage, size in sizes.items())
     model = plain_model(config)
     if schedule == "pipedream_naive" and recompute == "block":

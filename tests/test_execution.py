@@ -67,8 +67,8 @@ def test_several_stages_in_each_of_two_processes(schedule: str, recompute: str |
 def result_of_four_stages(schedule: str, recompute: str | Sequence[str | int]) -> Result:
     config = tiny_config("marian")
     pipe = Pipeline(plain_model(config), 4, 4, schedule, recompute)
-    assert pipe.topology.placement == placement_for(schedule, 4, 2)
-    return run_pipeline(pipe, padded_batch(config) if pipe.topology.is_reader else None)
+    assert pipe.world.placement == placement_for(schedule, 4, 2)
+    return run_pipeline(pipe, padded_batch(config) if pipe.world.is_reader else None)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_stages_of_one_process_on_several_devices(family: str) -> None:
     batch, plain = padded_batch(config), plain_model(config)
     expected = run_plain(plain, batch, 3)
     pipe = Pipeline(plain, 4, 3, schedule="1f1b", device=["cpu", "cpu:1"])
-    assert pipe.topology.placement.devices == ("cpu", "cpu", "cpu:1", "cpu:1")
+    assert pipe.world.placement.devices == ("cpu", "cpu", "cpu:1", "cpu:1")
     assert_same(run_pipeline(pipe, batch), expected)
     assert float(pipe.grad_norm()) == pytest.approx(expected.norm, rel=1e-10)
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
@@ -226,8 +226,8 @@ def measured() -> tuple[list[ActionTime], list[object]]:
     config = tiny_config("llama")
     pipe = Pipeline(plain_model(config), 2, 3)
     times: list[ActionTime] = []
-    pipe.train_step(padded_batch(config) if pipe.topology.is_reader else None, times)
-    return times, list(pipe.schedule(3).actions[pipe.topology.rank])
+    pipe.train_step(padded_batch(config) if pipe.world.is_reader else None, times)
+    return times, list(pipe.schedule(3).actions[pipe.world.rank])
 
 
 def test_the_update_runs_in_the_last_u_of_a_process() -> None:
@@ -240,7 +240,7 @@ def test_the_update_runs_in_the_last_u_of_a_process() -> None:
 def updated() -> tuple[dict[str, float], dict[str, float], float, float, bool]:
     config = tiny_config("m2m_100")  # its embedding is tied over both processes
     pipe = Pipeline(plain_model(config), 4, 2, "interleaved_1f1b")
-    batch = padded_batch(config) if pipe.topology.is_reader else None
+    batch = padded_batch(config) if pipe.world.is_reader else None
     times: list[ActionTime] = []
     seen: list[tuple[float, float, dict[str, float]]] = []
     returned = float(

@@ -71,7 +71,7 @@ def in_stages(pipe: Pipeline, batch: Batch | None) -> Step:
 
 def made_anew(pipe: Pipeline) -> Pipeline:
     """A pipeline whose model was frozen since: as if it had been made now, in a tenth of the time."""
-    pipe._trained = Trained.of(pipe.models, pipe.adapter, pipe.topology)
+    pipe._trained = Trained.of(pipe.models, pipe.adapter, pipe.world)
     pipe.stages.update(make_stages(pipe.models, pipe.adapter, pipe._trained.layers, PLAIN))
     return pipe
 

@@ -37,7 +37,7 @@ def test_what_is_chosen_for_three_processes_is_exact() -> None:
 def _placed() -> Result:
     batch = padded_batch(CONFIG)
     pipe = Pipeline(plain_model(CONFIG), 2, 6, "1f1b", replicas=[2, 1], placement="2,0 1")
-    assert pipe.topology.placement.workers == ((2, 0), (1,))
+    assert pipe.world.placement.workers == ((2, 0), (1,))
     loss = float(pipe.train_step(batch))
     return Result(loss, gathered_gradients(pipe))
 

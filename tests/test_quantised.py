@@ -97,7 +97,7 @@ def expected_step(model: Any, adapters: dict[str, torch.Tensor], num_micro_batch
 
 def adapters_of(pipe: Pipeline) -> dict[str, torch.Tensor]:
     mine = {name: p.detach().clone() for name, p in pipe.named_parameters() if p.requires_grad}
-    return {name: tensor for part in pipe.topology.gather_objects(mine) for name, tensor in part.items()}
+    return {name: tensor for part in pipe.world.gather_objects(mine) for name, tensor in part.items()}
 
 
 def make(directory: Path, kind: str | None, num_stages: int, **options: Any) -> Pipeline:

@@ -98,7 +98,7 @@ def model_of(kind: str) -> Any:
 
 def starting_from(pipe: Pipeline) -> Weights:
     mine = {name: p.detach().clone() for name, p in pipe.named_parameters()}
-    return {name: value for part in pipe.topology.gather_objects(mine) for name, value in part.items()}
+    return {name: value for part in pipe.world.gather_objects(mine) for name, value in part.items()}
 
 
 #: Model, stages, replicas, optimizers.
@@ -124,11 +124,11 @@ def _train_all(runs: tuple[Run, ...]) -> list[dict[str, Weights]]:
                 plain, plain_state = train(pipe, name, 0, start)
                 for path, values in plain.items():
                     torch.testing.assert_close(shared[path], values, rtol=0, atol=1e-12, msg=f"{name}: {path}")
-                least = min(len(pipe.topology.placement.workers[stage]) for stage in pipe.topology.local_stages)
+                least = min(len(pipe.world.placement.workers[stage]) for stage in pipe.world.local_stages)
                 is_cut = name != "adafactor" and least > 1
                 # Runs of elements: of each parameter a part, or one element more.
                 assert state <= (plain_state / least + 4 * len(plain) if is_cut else plain_state), name
-            everyone = pipe.topology.gather_objects((shared, state))
+            everyone = pipe.world.gather_objects((shared, state))
             own[name] = {}
             for part, _ in everyone:
                 for parameter, values in part.items():

@@ -24,7 +24,7 @@ from hf_gpipe.checkpoint.save import make_directory, replace_directory
 from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE, has_state, read_state, read_trainer_state
 from hf_gpipe.checkpoint.together import write_once, write_together
 from hf_gpipe.errors import CheckpointError
-from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.runtime.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def checkpoints(output_dir: Path) -> list[Path]:
     return [path for _, path in sorted(found) if path.is_dir()]
 
 
-def last_checkpoint(output_dir: Path, processes: Processes) -> Path | None:
+def last_checkpoint(output_dir: Path, world: World) -> Path | None:
     """Return the newest undamaged checkpoint, every byte of it checked. Every process must call it.
 
     A newer one that is damaged is named in a warning and stays. A directory that has only a model is skipped.
@@ -67,14 +67,14 @@ def last_checkpoint(output_dir: Path, processes: Processes) -> Path | None:
         CheckpointError: on every process, if there are checkpoints and all of them are damaged.
     """
     problems: list[str] = []
-    for path in processes.from_writer(lambda: list(reversed(checkpoints(output_dir)))):
-        if processes.from_writer(partial(_is_model_alone, path)):
+    for path in world.from_writer(lambda: list(reversed(checkpoints(output_dir)))):
+        if world.from_writer(partial(_is_model_alone, path)):
             continue
-        problem = _find_damage(path, processes)
+        problem = _find_damage(path, world)
         if problem:
             problems.append(problem)
             continue
-        for problem in problems if processes.is_reporter else []:
+        for problem in problems if world.is_reporter else []:
             logger.warning("%s; the older %s is used", problem, path.name)
         return path
     if problems:
@@ -85,25 +85,25 @@ def last_checkpoint(output_dir: Path, processes: Processes) -> Path | None:
     return None
 
 
-def check_whole(checkpoint: Path, processes: Processes) -> None:
+def check_whole(checkpoint: Path, world: World) -> None:
     """Check every byte of a checkpoint. Every process must call it, and checks its share.
 
     Raises:
         CheckpointError: on every process, if the checkpoint is damaged or no training can resume from it.
     """
-    problem = _find_damage(checkpoint, processes)
+    problem = _find_damage(checkpoint, world)
     if problem:
         raise CheckpointError(f"{problem}; resume from another checkpoint")
 
 
-def _find_damage(checkpoint: Path, processes: Processes) -> str:
+def _find_damage(checkpoint: Path, world: World) -> str:
     """Why no training can resume from a checkpoint, the same in every process; empty if one can."""
     problem, is_checked = "", True
     try:
         digests = _digests_of(checkpoint)
         is_checked = digests is not None
         if digests is not None:
-            digests.check_share(processes.rank, processes.num_processes)
+            digests.check_share(world.rank, world.num_processes)
         else:
             _check_files(checkpoint)
         # Digests are of accidents: whoever changes a file on purpose, or with a faulty program, changes them too.
@@ -112,8 +112,8 @@ def _find_damage(checkpoint: Path, processes: Processes) -> str:
         _weights(checkpoint)
     except CheckpointError as error:
         problem = str(error)
-    found = next((problem for problem in processes.gather_objects(problem) if problem), "")
-    if not found and not is_checked and processes.is_reporter:
+    found = next((problem for problem in world.gather_objects(problem) if problem), "")
+    if not found and not is_checked and world.is_reporter:
         logger.warning("%s was written by an older version, without digests: its content is not checked", checkpoint)
     return found
 
@@ -145,7 +145,7 @@ def _is_model_alone(path: Path) -> bool:
 
 
 @contextmanager
-def written_whole(final: Path, processes: Processes) -> Iterator[Path]:
+def written_whole(final: Path, world: World) -> Iterator[Path]:
     """Context manager for a new directory that all processes write into; it is renamed to `final` at the end.
 
     If a process is killed before that, `final` is as it was.
@@ -164,13 +164,13 @@ def written_whole(final: Path, processes: Processes) -> Iterator[Path]:
         replace_directory(temporary, final)
         _sync(final.parent)
 
-    processes.from_writer(prepare, takes_long=True)
+    world.from_writer(prepare, takes_long=True)
     try:
         yield temporary
-        write_once(final, processes, publish)
+        write_once(final, world, publish)
     except BaseException:
         # Frees the space on a full disk.
-        if processes.is_writer:
+        if world.is_writer:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
 
@@ -223,26 +223,26 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def check_shared(output_dir: Path, processes: Processes) -> None:
+def check_shared(output_dir: Path, world: World) -> None:
     """Check that all processes write into the same directory. Every process must call it.
 
     Raises:
         CheckpointError: on every process, if one of them cannot write, or does not see a file of another one.
     """
-    token = processes.broadcast_value(uuid4().hex, processes.writer)
-    files = [output_dir / f".seen-by-all-{token}-{rank}" for rank in range(processes.num_processes)]
+    token = world.broadcast_value(uuid4().hex, world.writer)
+    files = [output_dir / f".seen-by-all-{token}-{rank}" for rank in range(world.num_processes)]
 
     def write() -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
-        files[processes.rank].touch()
+        files[world.rank].touch()
 
     try:
-        write_together(output_dir, processes, write)
+        write_together(output_dir, world, write)
         deadline = time.monotonic() + _APPEARS_SECONDS
         unseen = [rank for rank, file in enumerate(files) if not _appears(file, deadline)]
-        places = processes.gather_objects((socket.gethostname(), str(output_dir.resolve()), unseen))
+        places = world.gather_objects((socket.gethostname(), str(output_dir.resolve()), unseen))
     finally:
-        files[processes.rank].unlink(missing_ok=True)
+        files[world.rank].unlink(missing_ok=True)
     for rank, (host, path, others) in enumerate(places):
         if others:
             raise CheckpointError(

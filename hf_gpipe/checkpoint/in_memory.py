@@ -27,7 +27,7 @@ from hf_gpipe.checkpoint.save import replace_directory
 from hf_gpipe.checkpoint.state import read_state, read_trainer_state
 from hf_gpipe.checkpoint.together import write_together
 from hf_gpipe.errors import CheckpointError, MessageError
-from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.runtime.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class MemoryCheckpoints:
 
     Args:
         output_dir: of the run.
-        processes: of the run.
+        world: of the run.
 
     Attributes:
         folder: of the checkpoints on this machine, `checkpoint-N` as in the output directory.
@@ -53,18 +53,18 @@ class MemoryCheckpoints:
         CheckpointError: on every process, if a machine has no /dev/shm.
     """
 
-    def __init__(self, output_dir: Path, processes: Processes) -> None:
-        self._processes = processes
-        lacking = [host for host, has in processes.gather_objects((socket.gethostname(), ROOT.is_dir())) if not has]
+    def __init__(self, output_dir: Path, world: World) -> None:
+        self._world = world
+        lacking = [host for host, has in world.gather_objects((socket.gethostname(), ROOT.is_dir())) if not has]
         if lacking:
             raise CheckpointError(f"machine {lacking[0]} has no {ROOT}; leave memory_save_steps out")
-        hosts = processes.gather_objects(socket.gethostname())
-        self._own = [rank for rank, host in enumerate(hosts) if host == hosts[processes.rank]]
+        hosts = world.gather_objects(socket.gethostname())
+        self._own = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
         #: The first process of each machine, which does what is done once on it.
         self._firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
-        self._is_first = processes.rank == self._own[0]
-        self._writer = self._firsts.index(hosts.index(hosts[processes.writer]))
-        self.folder = ROOT / processes.from_writer(lambda: _name_of(output_dir))
+        self._is_first = world.rank == self._own[0]
+        self._writer = self._firsts.index(hosts.index(hosts[world.writer]))
+        self.folder = ROOT / world.from_writer(lambda: _name_of(output_dir))
 
     def find(self, after: int) -> Path | None:
         """The newest checkpoint after more updates than these that the machines have together, completed and checked.
@@ -72,13 +72,13 @@ class MemoryCheckpoints:
         Every process calls it. Each machine has all files of it then.
         """
         mine = list(map(step_of, checkpoints(self.folder))) if self._is_first and _is_own(self.folder) else []
-        for step in sorted({step for own in self._processes.gather_objects(mine) for step in own}, reverse=True):
+        for step in sorted({step for own in self._world.gather_objects(mine) for step in own}, reverse=True):
             path = checkpoint_path(self.folder, step)
             if step > after and self._is_complete(path):
                 problem = self._completed(path)
                 if not problem:
                     return path
-                if self._processes.is_reporter:
+                if self._world.is_reporter:
                     logger.warning("%s; an older checkpoint is used", problem)
         return None
 
@@ -91,30 +91,30 @@ class MemoryCheckpoints:
                 remove(left)
             temporary_path(final).mkdir()
 
-        write_together(self.folder, self._processes, make, is_writing=self._is_first)
+        write_together(self.folder, self._world, make, is_writing=self._is_first)
 
-    def spread(self, directory: Path, processes: Processes) -> None:
+    def spread(self, directory: Path, world: World) -> None:
         """Copy what a machine has written to the next machine, and the small files to all.
 
         Args:
             directory: with all files of a checkpoint, the digests included.
-            processes: whose messages are used.
+            world: whose messages are used.
         """
         count = len(self._firsts)
 
         def wants(machine: int, owner: int, name: str) -> bool:
             return machine == (owner + 1) % count or (owner == self._writer and not name.endswith(".safetensors"))
 
-        self._exchange(directory, processes, wants)
+        self._exchange(directory, world, wants)
 
-    def publish(self, directory: Path, final: Path, processes: Processes) -> None:
+    def publish(self, directory: Path, final: Path, world: World) -> None:
         """Give the checkpoint its name on each machine, and then delete all others."""
 
         def rename() -> None:
             if directory.exists():  # the writer has done it
                 replace_directory(directory, final)
 
-        write_together(final, processes, rename, is_writing=self._is_first)
+        write_together(final, world, rename, is_writing=self._is_first)
         if self._is_first:
             for path in checkpoints(self.folder):
                 if path != final:
@@ -138,7 +138,7 @@ class MemoryCheckpoints:
                 named = {DIGESTS_FILE, *found.files}
         except CheckpointError as error:
             problem = str(error)
-        everyone = self._processes.gather_objects((named, set(_files(path)) if self._is_first else set(), problem))
+        everyone = self._world.gather_objects((named, set(_files(path)) if self._is_first else set(), problem))
         wanted = next((named for named, _, _ in everyone if named is not None), None)
         return wanted is not None and wanted <= set().union(*(files for _, files, _ in everyone))
 
@@ -146,33 +146,33 @@ class MemoryCheckpoints:
         """Copy the files of a checkpoint that a machine lacks from the others, and check all; a problem, or empty."""
         problem = ""
         try:
-            write_together(self.folder, self._processes, self._make_folder, is_writing=self._is_first)
-            self._exchange(path, self._processes, lambda machine, owner, name: True)
+            write_together(self.folder, self._world, self._make_folder, is_writing=self._is_first)
+            self._exchange(path, self._world, lambda machine, owner, name: True)
             found = Digests.read(path)
             assert found is not None, "it was read before"
-            found.check_share(self._own.index(self._processes.rank), len(self._own))
+            found.check_share(self._own.index(self._world.rank), len(self._own))
             read_state(path)
             read_trainer_state(path)
         except CheckpointError as error:
             problem = str(error)
-        return next((one for one in self._processes.gather_objects(problem) if one), "")
+        return next((one for one in self._world.gather_objects(problem) if one), "")
 
-    def _exchange(self, directory: Path, processes: Processes, wants: Callable[[int, int, str], bool]) -> None:
+    def _exchange(self, directory: Path, world: World, wants: Callable[[int, int, str], bool]) -> None:
         """Send files of a directory to machines that lack and want them.
 
         Args:
             directory: on each machine.
-            processes: whose messages are used.
+            world: whose messages are used.
             wants: whether a machine, by its number, wants a file of another machine.
 
         Raises:
             CheckpointError: on every process, if one of them cannot read or write.
         """
-        everyone = processes.gather_objects(_files(directory) if self._is_first else {})
+        everyone = world.gather_objects(_files(directory) if self._is_first else {})
         for name in (name for files in everyone for name in files):
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise MessageError(f"another process has a file {name[:200]!r} of a checkpoint, which is outside of it")
-        group = processes.group_on(torch.device("cpu")) if len(self._firsts) > 1 else None
+        group = world.group_on(torch.device("cpu")) if len(self._firsts) > 1 else None
         lacking = [
             (self._firsts[owner], self._firsts[machine], name)
             for owner, machine, name in _lacking([everyone[rank] for rank in self._firsts], wants)
@@ -182,30 +182,30 @@ class MemoryCheckpoints:
             problem: OSError | None = None
             for sender, receiver, name in lacking:  # in the same order everywhere, so that nobody waits in a circle
                 try:
-                    if processes.rank == sender:
+                    if world.rank == sender:
                         _send(directory / name, everyone[sender][name], receiver, group)
-                    elif processes.rank == receiver:
+                    elif world.rank == receiver:
                         _receive(directory / name, everyone[sender][name], sender, group)
                 except OSError as error:
                     problem = error
             if problem is not None:
                 raise problem
 
-        write_together(directory, processes, transfer)
+        write_together(directory, world, transfer)
 
 
-def newest_checkpoint(output_dir: Path, processes: Processes, memory: MemoryCheckpoints | None) -> Path | None:
+def newest_checkpoint(output_dir: Path, world: World, memory: MemoryCheckpoints | None) -> Path | None:
     """The newest checkpoint that is whole, in memory or on disk. Every process must call it.
 
     Raises:
         CheckpointError: as `last_checkpoint`.
     """
     if memory is not None:
-        on_disk = processes.from_writer(lambda: list(map(step_of, checkpoints(output_dir))))
+        on_disk = world.from_writer(lambda: list(map(step_of, checkpoints(output_dir))))
         found = memory.find(after=max(on_disk, default=0))
         if found is not None:
             return found
-    return last_checkpoint(output_dir, processes)
+    return last_checkpoint(output_dir, world)
 
 
 def _lacking(files: list[dict[str, int]], wants: Callable[[int, int, str], bool]) -> Iterator[tuple[int, int, str]]:

@@ -26,7 +26,7 @@ from hf_gpipe.errors import EXIT_USER_ERROR, CheckpointError, UserError
 from hf_gpipe.runtime import failures
 from hf_gpipe.runtime.failures import Failure
 from hf_gpipe.runtime.preflight import boot_id
-from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.runtime.world import World
 
 LOCK_FILE = ".hf_gpipe.lock"
 #: How often the owner touches its file, and after how long without that an owner on another machine is gone.
@@ -67,7 +67,7 @@ _held: dict[Path, _Lock] = {}
 
 
 @contextmanager
-def owned(output_dir: Path, processes: Processes) -> Iterator[None]:
+def owned(output_dir: Path, world: World) -> Iterator[None]:
     """Context manager in which no other run writes into `output_dir`. Every process enters it.
 
     In a process that has the directory already, such as a trainer's inside of the command's run, it does nothing.
@@ -89,7 +89,7 @@ def owned(output_dir: Path, processes: Processes) -> Iterator[None]:
 
     try:
         # It takes long where the writer waits for an owner that is about to end.
-        processes.from_writer(take, takes_long=True)
+        world.from_writer(take, takes_long=True)
         yield
     finally:
         for lock in taken:

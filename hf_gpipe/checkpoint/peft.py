@@ -21,7 +21,7 @@ from hf_gpipe.checkpoint.digests import Digests, Entry
 from hf_gpipe.checkpoint.save import make_directory, prepare_files, publish_files
 from hf_gpipe.checkpoint.together import write_once
 from hf_gpipe.errors import CheckpointError, UserError
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.world import World
 
 WEIGHTS_NAME, CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
 
@@ -79,7 +79,7 @@ def as_config(given: Any) -> Any:
 def unwritten_adapters(
     directory: Path,
     models: Mapping[int, StageModel],
-    topology: Topology,
+    world: World,
     peft: PeftAdapter,
     write_more: Callable[[Path], Any] | None = None,
 ) -> Unwritten:
@@ -90,7 +90,7 @@ def unwritten_adapters(
 
     Raises CheckpointError, on every process, if the main one cannot write into the directory.
     """
-    topology.from_writer(lambda: make_directory(directory))
+    world.from_writer(lambda: make_directory(directory))
 
     def write_configuration(folder: Path) -> None:
         config = copy.deepcopy(peft.config)
@@ -98,11 +98,11 @@ def unwritten_adapters(
         config.base_model_name_or_path = next(iter(models.values())).adapter.config.name_or_path or None
         config.save_pretrained(folder)
 
-    write_once(directory, topology, lambda: prepare_files(directory, write_configuration, write_more))
-    files: Files = {stage: peft.tensors(model.model) for stage, model in models.items() if topology.leads(stage)}
+    write_once(directory, world, lambda: prepare_files(directory, write_configuration, write_more))
+    files: Files = {stage: peft.tensors(model.model) for stage, model in models.items() if world.leads(stage)}
 
     def write(files: Files) -> dict[str, Entry]:
-        parts = topology.gather_objects({name: t for own in files.values() for name, t in on_cpu(own).items()})
+        parts = world.gather_objects({name: t for own in files.values() for name, t in on_cpu(own).items()})
 
         def write_file() -> None:
             tensors: dict[str, torch.Tensor] = {}
@@ -117,7 +117,7 @@ def unwritten_adapters(
                 entries |= publish_files(directory)
                 temporary.replace(directory / WEIGHTS_NAME)
 
-        write_once(directory, topology, write_file)
+        write_once(directory, world, write_file)
         return {}
 
     return Unwritten(files, write)

@@ -23,8 +23,8 @@ from hf_gpipe.checkpoint.copies import Files, Unwritten
 from hf_gpipe.checkpoint.digests import Entry
 from hf_gpipe.checkpoint.together import write_once, write_together
 from hf_gpipe.errors import CheckpointError
-from hf_gpipe.runtime.topology import Topology
 from hf_gpipe.runtime.wire import sendable
+from hf_gpipe.runtime.world import World
 
 #: File names of shards, written by transformers or by this module. Other files named model-... belong to the user.
 _SHARD = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
@@ -45,7 +45,7 @@ def unwritten_model(
     directory: Path,
     models: Mapping[int, StageModel],
     owner_stage: Mapping[str, int],
-    topology: Topology,
+    world: World,
     write_more: Callable[[Path], Any] | None = None,
 ) -> Unwritten:
     """A model that is to be written: one safetensors shard per stage, the index, configurations, digests of all these.
@@ -57,22 +57,22 @@ def unwritten_model(
         directory: where to write; created if needed, other files in it stay.
         models: the stages of this process, by number.
         owner_stage: for each parameter of the whole model, the stage that writes it.
-        topology: the processes; every one must call this function.
+        world: the processes; every one must call this function.
         write_more: writes other small files that belong to the model, such as the tokenizer's, into the directory that
             it gets; called in the writer.
 
     Raises:
         CheckpointError: on every process, if one of them cannot write into the directory.
     """
-    num_stages = topology.placement.num_stages
-    topology.from_writer(lambda: make_directory(directory))
-    taken = topology.is_writer and any(_SHARD.fullmatch(path.name) for path in directory.iterdir())
-    tag = topology.gather_objects(f"-{uuid4().hex[:8]}" if taken else "")[topology.writer]
+    num_stages = world.placement.num_stages
+    world.from_writer(lambda: make_directory(directory))
+    taken = world.is_writer and any(_SHARD.fullmatch(path.name) for path in directory.iterdir())
+    tag = world.gather_objects(f"-{uuid4().hex[:8]}" if taken else "")[world.writer]
     write_configuration = partial(_write_configuration, next(iter(models.values())))
-    write_once(directory, topology, lambda: prepare_files(directory, write_configuration, write_more))
+    write_once(directory, world, lambda: prepare_files(directory, write_configuration, write_more))
     files: Files = {}
     for stage, model in models.items():
-        if topology.leads(stage):  # each file is written once
+        if world.leads(stage):  # each file is written once
             names = [n for n in (*model.parameters, *model.buffers) if owner_stage.get(n, stage) == stage]
             files[stage] = hub.saved_tensors(model, names)
 
@@ -94,14 +94,14 @@ def unwritten_model(
 
     def write(files: Files) -> dict[str, Entry]:
         shards: dict[str, _Shard] = {}
-        for part in write_together(directory, topology, lambda: write_shards(files)):
+        for part in write_together(directory, world, lambda: write_shards(files)):
             shards.update(part)
 
         def publish() -> None:
             with digests.updated(directory) as entries:
                 _publish(directory, shards, entries)
 
-        write_once(directory, topology, publish)
+        write_once(directory, world, publish)
         return {}
 
     return Unwritten(files, write)

@@ -34,7 +34,7 @@ from hf_gpipe.checkpoint.together import write_once, write_together
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.recipe.words import show
 from hf_gpipe.runtime.shards import Shards
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.world import World
 
 FOLDER, STATE_FILE = "training_state", "state.json"
 #: Of transformers' trainer.
@@ -113,7 +113,7 @@ def unwritten_state(
     optimizer: torch.optim.Optimizer,
     scheduler: Scheduler | None,
     run: RunState,
-    topology: Topology,
+    world: World,
     shards: Shards | None = None,
 ) -> Unwritten:
     """The state of a training, to be written into a checkpoint's directory. Every process must call it.
@@ -128,7 +128,7 @@ def unwritten_state(
         optimizer: of these parameters.
         scheduler: of this optimizer, if any.
         run: how far the training has come. The main process's is kept.
-        topology: the processes.
+        world: the processes.
         shards: whose state the optimizer of each replica has; the file has that of whole parameters. None: it has all.
 
     Raises:
@@ -137,11 +137,11 @@ def unwritten_state(
     """
     folder = checkpoint / FOLDER
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
-    tensors: Files = {stage: {} for stage in topology.local_stages}
+    tensors: Files = {stage: {} for stage in world.local_stages}
     values: dict[str, dict[str, Any]] = {}
     states = {names[parameter]: slots for parameter, slots in optimizer.state.items()}
     for name, slots in (states if shards is None else shards.gathered(states)).items():
-        if not topology.leads(stage_of[name]):  # replicas have the same state
+        if not world.leads(stage_of[name]):  # replicas have the same state
             continue
         for slot, value in slots.items():
             if isinstance(value, torch.Tensor):
@@ -158,13 +158,13 @@ def unwritten_state(
         files = {}
         for stage in sorted(tensors):
             if shard := on_cpu(tensors.pop(stage)):
-                file = f"optimizer-{stage + 1:05d}-of-{topology.placement.num_stages:05d}.safetensors"
+                file = f"optimizer-{stage + 1:05d}-of-{world.placement.num_stages:05d}.safetensors"
                 save_file(shard, folder / file)
                 files[file] = digests.entry_of_tensors(folder / file, shard)
         return files, values
 
     def write(tensors: Files) -> dict[str, Entry]:
-        parts = write_together(checkpoint, topology, lambda: write_slots(tensors))
+        parts = write_together(checkpoint, world, lambda: write_slots(tensors))
         files = {file: entry for part_files, _ in parts for file, entry in part_files.items()}
         saved = {
             "class": _class_name(optimizer),
@@ -181,7 +181,7 @@ def unwritten_state(
             temporary.replace(folder / STATE_FILE)
 
         # Written last: a directory with this file is complete.
-        write_once(checkpoint, topology, publish)
+        write_once(checkpoint, world, publish)
         files[STATE_FILE] = digests.digest(text.encode())
         return {f"{FOLDER}/{file}": entry for file, entry in files.items()}
 

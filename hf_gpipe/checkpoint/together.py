@@ -9,7 +9,7 @@ from typing import TypeVar
 from safetensors import SafetensorError
 
 from hf_gpipe.errors import CheckpointError
-from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.runtime.world import World
 
 Value = TypeVar("Value")
 
@@ -18,13 +18,13 @@ PATIENCE = 6
 
 
 def write_together(
-    directory: Path, processes: Processes, write: Callable[[], Value], *, is_writing: bool = True
+    directory: Path, world: World, write: Callable[[], Value], *, is_writing: bool = True
 ) -> list[Value]:
     """Call `write` in this process and wait for the others. Every process must call it.
 
     Args:
         directory: where `write` writes to, for the error message.
-        processes: the processes.
+        world: the processes.
         write: returns a small value.
         is_writing: whether this process calls it; otherwise it waits alone, and its value is None.
 
@@ -35,12 +35,12 @@ def write_together(
         CheckpointError: on every process, if one of them cannot write.
     """
     value, problem = None, ""
-    with processes.working(PATIENCE):
+    with world.working(PATIENCE):
         try:
             value = write() if is_writing else None
         except (OSError, SafetensorError) as error:
             problem = " ".join(str(error).split())
-    outcomes = processes.gather_objects((value, problem))
+    outcomes = world.gather_objects((value, problem))
     for rank, (_, found) in enumerate(outcomes):
         if found:
             raise CheckpointError(
@@ -50,10 +50,10 @@ def write_together(
     return [value for value, _ in outcomes]  # type: ignore[misc]  # without a problem, there is a value
 
 
-def write_once(directory: Path, processes: Processes, write: Callable[[], None]) -> None:
+def write_once(directory: Path, world: World, write: Callable[[], None]) -> None:
     """Call `write` in the writer only, once every process has called this function.
 
     Raises CheckpointError, on every process, if the writer cannot write into `directory`.
     """
-    processes.barrier()
-    write_together(directory, processes, write, is_writing=processes.is_writer)
+    world.barrier()
+    write_together(directory, world, write, is_writing=world.is_writer)

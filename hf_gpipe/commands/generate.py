@@ -79,11 +79,11 @@ def _generate(args: argparse.Namespace) -> int:
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
     is_decoder_only = not pipe.adapter.config.is_encoder_decoder
     lines = _lines(args)
-    while texts := pipe.topology.from_reader(lambda: next(lines, []), takes_long=True):
+    while texts := pipe.world.from_reader(lambda: next(lines, []), takes_long=True):
         inputs = _encoded(tokenizer, texts, args, is_decoder_only=is_decoder_only)
         ids = pipe.generate(**inputs, **options)
         added = ids[:, inputs["input_ids"].shape[1] :] if is_decoder_only else ids
-        if pipe.topology.is_reporter:
+        if pipe.world.is_reporter:
             for text in tokenizer.batch_decode(added, skip_special_tokens=True):
                 print(text, flush=True)
     job.leave()

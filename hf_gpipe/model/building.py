@@ -31,7 +31,7 @@ from hf_gpipe.model.exactness import verify
 from hf_gpipe.runtime.agreement import Noted, model_in_memory
 from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.runtime.stage import Stage
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.world import World
 
 ModelSource: TypeAlias = PreTrainedModel | PreTrainedConfig | str | os.PathLike[str]
 """A model in memory, a configuration to initialise, or a Hub id or directory to load."""
@@ -230,13 +230,13 @@ class Trained:
     parameters: Mapping[str, bool]
 
     @classmethod
-    def of(cls, models: Mapping[int, StageModel], adapter: Adapter, topology: Topology) -> Trained:
+    def of(cls, models: Mapping[int, StageModel], adapter: Adapter, world: World) -> Trained:
         """Every process must call it, with its own stages."""
         own = {name: p.requires_grad for model in models.values() for name, p in model.parameters.items()}
         parameters: dict[str, bool] = {}
-        for part in topology.gather_objects(own):
+        for part in world.gather_objects(own):
             parameters.update(part)
-        return cls(trained_layers(models, adapter, topology), own, parameters)
+        return cls(trained_layers(models, adapter, world), own, parameters)
 
     def check(self, models: Mapping[int, StageModel], peft: PeftAdapter | None) -> None:
         """Raise UserError if a `requires_grad` has changed since, or nothing or a quantised model is trained."""
@@ -259,7 +259,7 @@ class Trained:
             )
 
 
-def trained_layers(models: Mapping[int, StageModel], adapter: Adapter, topology: Topology) -> list[bool]:
+def trained_layers(models: Mapping[int, StageModel], adapter: Adapter, world: World) -> list[bool]:
     """Whether each layer of the whole model is trained, the same in every process. Every process must call it."""
     local = {
         index: adapter.is_trained(layer, stage_model.model)
@@ -267,7 +267,7 @@ def trained_layers(models: Mapping[int, StageModel], adapter: Adapter, topology:
         for index, layer in enumerate(stage_model.layers, stage_model.start)
     }
     is_trained: dict[int, bool] = {}
-    for part in topology.gather_objects(local):
+    for part in world.gather_objects(local):
         is_trained.update(part)
     return [is_trained[index] for index in range(len(adapter.layers))]
 

@@ -22,7 +22,7 @@ from hf_gpipe.runtime.gradient_norm import clip, gradient_norm
 from hf_gpipe.runtime.replicas import Replicas
 from hf_gpipe.runtime.shards import Shards, treats_elements_alone
 from hf_gpipe.runtime.ties import Ties
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.world import World
 
 
 class StageParameters:
@@ -30,18 +30,18 @@ class StageParameters:
 
     Args:
         models: the stages of this process, by number.
-        topology: the processes.
+        world: the processes.
         zero: 1: replicas share the updates of an optimizer.
         seed: of weights that a checkpoint does not have.
         peft: the PEFT adapters that are trained, if any.
     """
 
     def __init__(
-        self, models: dict[int, StageModel], topology: Topology, zero: int, seed: int, peft: PeftAdapter | None
+        self, models: dict[int, StageModel], world: World, zero: int, seed: int, peft: PeftAdapter | None
     ) -> None:
-        self.models, self.topology, self.seed, self.peft = models, topology, seed, peft
-        self.ties = Ties(models, topology)
-        self._replicas = Replicas(models, self.ties, topology)
+        self.models, self.world, self.seed, self.peft = models, world, seed, peft
+        self.ties = Ties(models, world)
+        self._replicas = Replicas(models, self.ties, world)
         self._zero = zero
         self._shards: WeakKeyDictionary[torch.optim.Optimizer, Shards] = WeakKeyDictionary()
 
@@ -89,7 +89,7 @@ class StageParameters:
         if optimizer not in self._shards:
             trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
             by_element = treats_elements_alone(optimizer)
-            self._shards[optimizer] = Shards(trained, self.ties.owner_stage, by_element, self._replicas, self.topology)
+            self._shards[optimizer] = Shards(trained, self.ties.owner_stage, by_element, self._replicas, self.world)
         return self._shards[optimizer]
 
     def zero_grad(self) -> None:
@@ -123,11 +123,11 @@ class StageParameters:
 
     def grad_norm(self) -> torch.Tensor:
         """The 2-norm of the gradient of the whole model, a float64 tensor, the same on every process."""
-        return gradient_norm(self._counted_parameters(), self.topology)
+        return gradient_norm(self._counted_parameters(), self.world)
 
     def _counted_parameters(self) -> list[torch.nn.Parameter]:
         """Each parameter of the model once over all processes: those that this one owns and leads."""
-        owner_stage, leads = self.ties.owner_stage, self.topology.leads
+        owner_stage, leads = self.ties.owner_stage, self.world.leads
         return [parameter for name, parameter in self.named_parameters() if leads(owner_stage[name])]
 
     # ------------------------------------------------------------------ loading and saving
@@ -152,23 +152,21 @@ class StageParameters:
         Every process must call it and writes its own stages, one shard per stage. An interrupted save leaves the old
         checkpoint or none, never a part. With PEFT adapters only those are written, in PEFT's format.
         """
-        self.unwritten(Path(directory), self.topology).write()
+        self.unwritten(Path(directory), self.world).write()
 
-    def unwritten(
-        self, directory: Path, topology: Topology, write_more: Callable[[Path], Any] | None = None
-    ) -> Unwritten:
+    def unwritten(self, directory: Path, world: World, write_more: Callable[[Path], Any] | None = None) -> Unwritten:
         """The model, to be written by `save_pretrained`, or later. Every process must call it.
 
         Args:
             directory: where to.
-            topology: whose messages the writing uses.
+            world: whose messages the writing uses.
             write_more: that of `checkpoint.save.unwritten_model`.
         """
         self.ties.refresh_copies()
         if self.peft is not None:
-            return unwritten_adapters(directory, self.models, topology, self.peft, write_more)
+            return unwritten_adapters(directory, self.models, world, self.peft, write_more)
         self._check_not_quantised("save_pretrained")
-        return unwritten_model(directory, self.models, self.ties.owner_stage, topology, write_more)
+        return unwritten_model(directory, self.models, self.ties.owner_stage, world, write_more)
 
     def _check_not_quantised(self, what: str) -> None:
         """Raise UserError where the weights are quantised: they never change, and their files are the source's."""

@@ -21,12 +21,12 @@ from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.recipe.sizes import size_text
 from hf_gpipe.runtime.loss import Loss
-from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.runtime.world import World
 
 logger = logging.getLogger(__name__)
 
 
-def settled(config: PipelineConfig, inputs: PlanInputs, processes: Processes) -> PipelineConfig:
+def settled(config: PipelineConfig, inputs: PlanInputs, world: World) -> PipelineConfig:
     """The configuration with what is not given left to the planner, or at its plain value where that cannot plan.
 
     Every process calls it. A run that goes on keeps its number of micro-batches, if none is given.
@@ -35,11 +35,11 @@ def settled(config: PipelineConfig, inputs: PlanInputs, processes: Processes) ->
         config = replace(config, num_micro_batches=inputs.earlier_num_micro_batches)
     if not config.not_given:
         return config
-    has_example = processes.from_reader(lambda: inputs.example is not None)
+    has_example = world.from_reader(lambda: inputs.example is not None)
     decided = config.settled(can_plan=has_example and inputs.has_known_optimizer)
     # With an asynchronous schedule they are the same.
     is_lacking = not inputs.has_known_optimizer and decided != config.settled(can_plan=True)
-    if is_lacking and processes.is_reporter:
+    if is_lacking and world.is_reporter:
         values = ", ".join(f"{name} is {getattr(decided, name)}" for name in config.not_given)
         logger.warning(f"the planner does not know the memory of optim={inputs.optim}, so {values}; give what you want")
     return decided
@@ -54,7 +54,7 @@ class Planning:
         adapter: the model's.
         peft: PEFT layers that alone are trained.
         loss: of the micro-batch.
-        processes: the processes, and their devices.
+        world: the processes, and their devices.
         machines: of the processes.
     """
 
@@ -62,7 +62,7 @@ class Planning:
     adapter: Adapter
     peft: PeftAdapter | None
     loss: Loss
-    processes: Processes
+    world: World
     machines: Machines
 
     def decide(self, config: PipelineConfig) -> tuple[DecidedConfig, str | None]:
@@ -74,7 +74,7 @@ class Planning:
         Raises:
             UserError: on every process: there is no example, or nothing that could be run.
         """
-        config = replace(config, num_processes=self.processes.num_processes)
+        config = replace(config, num_processes=self.world.num_processes)
         if self.inputs.earlier_num_micro_batches is not None and config.num_micro_batches == AUTO:
             config = replace(config, num_micro_batches=self.inputs.earlier_num_micro_batches)
         if config.is_decided:
@@ -82,7 +82,7 @@ class Planning:
             stages = cut(len(self.adapter.layers), num_stages, config.partition)
             return config.decided(partition=tuple(map(len, stages))), None
         if self.machines.are_several:
-            self.machines.measure_neighbours(self.processes)
+            self.machines.measure_neighbours(self.world)
         measured = self._measure(config) if config.partition == "profile" else {}
         memory = self._memory_bytes() if config.memory is None else config.memory_bytes
 
@@ -90,8 +90,8 @@ class Planning:
             plan = best_plan(self.planner(config, measured, decides=True).within(memory), config)
             return plan.settings, _why(plan, config)
 
-        settings, why = self.processes.from_reader(best, takes_long=True)
-        if self.processes.is_reporter:
+        settings, why = self.world.from_reader(best, takes_long=True)
+        if self.world.is_reporter:
             logger.warning(why)  # a level that is shown unless somebody asks for silence
         return settings, why
 
@@ -101,7 +101,7 @@ class Planning:
         It is measured where the configuration asks for that, by the partition "profile".
         """
         of_machine = this_machine if config.partition == "profile" else rated_machine
-        return of_machine(self.processes.device, self.processes.num_on_this_machine)
+        return of_machine(self.world.device, self.world.num_on_this_machine)
 
     def planner(
         self,
@@ -120,8 +120,8 @@ class Planning:
         Raises:
             UserError: there is no example.
         """
-        device = self.processes.device
-        this = self.device(config) if decides else this_machine(device, self.processes.num_on_this_machine)
+        device = self.world.device
+        this = self.device(config) if decides else this_machine(device, self.world.num_on_this_machine)
         cluster = self.machines.cluster(this.link)
         return Planner.of(
             self.adapter,
@@ -138,26 +138,26 @@ class Planning:
 
     def _memory_bytes(self) -> MemoryLimit:
         """The memory of each process's device; one number where all are nearly alike."""
-        mine = steady_memory(self.processes.device, self.processes.num_on_this_machine)
-        limits = tuple(self.processes.gather_objects(mine))
+        mine = steady_memory(self.world.device, self.world.num_on_this_machine)
+        limits = tuple(self.world.gather_objects(mine))
         return min(limits) if max(limits) < ALIKE * min(limits) else limits
 
     def _measure(self, config: PipelineConfig) -> dict[int, ModelCosts]:
         """The costs of each size of micro-batch that may be chosen, measured by all processes at once, as in a run."""
-        processes = self.processes
-        mini_batch = processes.from_reader(lambda: self.inputs.mini_batch(self.adapter.target_keys))
+        world = self.world
+        mini_batch = world.from_reader(lambda: self.inputs.mini_batch(self.adapter.target_keys))
         measured = {}
         for count in micro_batch_counts(mini_batch.rows, config.num_micro_batches):
             rows = largest_micro_batch(mini_batch.rows, count)
             own = profile_layers(
                 self.adapter,
                 mini_batch.of_rows(rows),
-                processes.device,
+                world.device,
                 peft=self.peft,
                 loss=self.loss,
-                barrier=processes.barrier,
+                barrier=world.barrier,
             )
-            measured[rows] = mean_costs(processes.gather_objects(own))
+            measured[rows] = mean_costs(world.gather_objects(own))
         return measured
 
 

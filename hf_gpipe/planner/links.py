@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hf_gpipe.partition.cluster import Cluster, Level
 from hf_gpipe.planner.devices import Link
-from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule.actions import Placement
 
 #: Messages grow until one takes so long and so many round trips, or has the last size. TCP begins slowly: on a link
@@ -55,27 +55,27 @@ class Machines:
         self._measured: dict[frozenset[str], MeasuredLink] = {}
 
     @classmethod
-    def of(cls, processes: Processes) -> Machines:
+    def of(cls, world: World) -> Machines:
         """Those of a job. Every process calls it."""
-        return cls(processes.gather_objects(socket.gethostname()))
+        return cls(world.gather_objects(socket.gethostname()))
 
     @property
     def are_several(self) -> bool:
         """Whether there is more than one machine."""
         return len(set(self.hosts)) > 1
 
-    def measure_neighbours(self, processes: Processes) -> None:
+    def measure_neighbours(self, world: World) -> None:
         """Measure the links that follow machine by machine, before there is a plan. Every process calls it."""
-        self.measure(processes, [(self.hosts.index(one), self.hosts.index(other)) for one, other in self._neighbours()])
+        self.measure(world, [(self.hosts.index(one), self.hosts.index(other)) for one, other in self._neighbours()])
 
     def _neighbours(self) -> list[tuple[str, str]]:
         names = list(dict.fromkeys(self.hosts))
         return list(pairwise([*names, names[0]] if len(names) > 2 else names))
 
-    def measure(self, processes: Processes, pairs: Sequence[tuple[int, int]]) -> list[MeasuredLink]:
+    def measure(self, world: World, pairs: Sequence[tuple[int, int]]) -> list[MeasuredLink]:
         """The links between pairs of processes, measured unless they were. Every process calls it."""
         missing = [pair for pair in pairs if self._ends(pair) not in self._measured]
-        for link in measure_links(processes, self.hosts, missing):
+        for link in measure_links(world, self.hosts, missing):
             self._measured[frozenset(link.hosts)] = link
         return [self._measured[self._ends(pair)] for pair in pairs]
 
@@ -134,28 +134,28 @@ def pairs_to_measure(placement: Placement, hosts: Sequence[str]) -> list[tuple[i
     return list(first.values())
 
 
-def measure_links(processes: Processes, hosts: Sequence[str], pairs: Sequence[tuple[int, int]]) -> list[MeasuredLink]:
+def measure_links(world: World, hosts: Sequence[str], pairs: Sequence[tuple[int, int]]) -> list[MeasuredLink]:
     """Measure the links between pairs of processes, one after the other. Every process calls it.
 
     Args:
-        processes: of the pipeline.
+        world: of the pipeline.
         hosts: the machine of each process.
         pairs: the processes at the ends of each link.
     """
     mine = {}
     for first, second in pairs:
-        if processes.rank == first:
-            mine[first, second] = _send_and_measure(processes, second)
-        elif processes.rank == second:
-            _answer(processes, first)
-        processes.barrier()
-    measured = {pair: value for one in processes.gather_objects(mine) for pair, value in one.items()}
+        if world.rank == first:
+            mine[first, second] = _send_and_measure(world, second)
+        elif world.rank == second:
+            _answer(world, first)
+        world.barrier()
+    measured = {pair: value for one in world.gather_objects(mine) for pair, value in one.items()}
     return [MeasuredLink((hosts[pair[0]], hosts[pair[1]]), pair, *measured[pair]) for pair in pairs]
 
 
-def _send_and_measure(processes: Processes, peer: int) -> tuple[float, float]:
+def _send_and_measure(world: World, peer: int) -> tuple[float, float]:
     """Bytes per second and seconds of latency to a process that calls `_answer`."""
-    device, group = processes.device, processes.group_on(processes.device)
+    device, group = world.device, world.group_on(world.device)
     token = torch.zeros(1, dtype=torch.int64, device=device)
 
     def trip(size: int) -> float:
@@ -179,8 +179,8 @@ def _send_and_measure(processes: Processes, peer: int) -> tuple[float, float]:
     return size / max(seconds - round_trip / 2, 1e-9), round_trip / 2
 
 
-def _answer(processes: Processes, peer: int) -> None:
-    device, group = processes.device, processes.group_on(processes.device)
+def _answer(world: World, peer: int) -> None:
+    device, group = world.device, world.group_on(world.device)
     token = torch.zeros(1, dtype=torch.int64, device=device)
     while True:
         dist.recv(token, group_src=peer, group=group)

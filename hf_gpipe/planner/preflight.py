@@ -17,13 +17,13 @@ from hf_gpipe.planner.times import seconds_text
 from hf_gpipe.planner.traffic import bytes_text
 from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.recipe.sizes import size_text
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.world import World
 
 #: A link that is so much slower than the planner assumed makes its times worthless.
 _MUCH_SLOWER = 2.0
 
 
-def compare_with_machines(planning: Planning, config: DecidedConfig, topology: Topology) -> list[str]:
+def compare_with_machines(planning: Planning, config: DecidedConfig, world: World) -> list[str]:
     """Check the memory that a plan needs, and measure its links. Every process calls it.
 
     Where all processes are on one machine it costs one small message, unless the configuration asks for
@@ -39,14 +39,14 @@ def compare_with_machines(planning: Planning, config: DecidedConfig, topology: T
     machines = planning.machines
     if not machines.are_several and not config.measure_links:
         return []
-    free = topology.gather_objects([free_bytes(device) for device in topology.devices])
-    peaks, assumed = topology.from_reader(lambda: _planned(planning, config), takes_long=True)
+    free = world.gather_objects([free_bytes(device) for device in world.devices])
+    peaks, assumed = world.from_reader(lambda: _planned(planning, config), takes_long=True)
     if peaks and config.memory is None:
-        is_shared = topology.device.type == "cpu"
+        is_shared = world.device.type == "cpu"
         if lacking := memory_problems(machines.hosts, free, peaks, is_shared=is_shared):
             raise UserError("; ".join(lacking))
-    pairs = pairs_to_measure(topology.placement, machines.hosts)
-    return [_line(link, assumed) for link in machines.measure(topology, pairs)]
+    pairs = pairs_to_measure(world.placement, machines.hosts)
+    return [_line(link, assumed) for link in machines.measure(world, pairs)]
 
 
 def _planned(planning: Planning, config: DecidedConfig) -> tuple[list[int], Level]:

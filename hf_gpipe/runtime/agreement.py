@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.errors import DisagreementError
 from hf_gpipe.runtime import preflight
-from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.runtime.world import World
 
 #: A longer text of a value is cut, and its digest tells it from another.
 _MOST_CHARACTERS = 160
@@ -46,13 +46,13 @@ def compare(given: Callable[[], Mapping[str, Any]], what: str) -> None:
         DisagreementError: on every process: the first of the names under which they differ, with the values and the
             processes that have them. A script that does not catch it ends with exit code 2.
     """
-    processes = Processes.of_job()
-    if processes.num_processes == 1:
+    world = World.of_job()
+    if world.num_processes == 1:
         return
     settings = given()
     mine = {name: value.value if isinstance(value, Noted) else text_of(value) for name, value in settings.items()}
     notes = {name: value.note for name, value in settings.items() if isinstance(value, Noted)}
-    told = processes.gather_objects((socket.gethostname(), mine, notes))
+    told = world.gather_objects((socket.gethostname(), mine, notes))
     differing = {name for _, own, _ in told for name, value in own.items() if value != told[0][1].get(name)}
     everyone = [
         (host, {n: f"{noted[n]} ({v})" if n in noted and n in differing else v for n, v in own.items()})

@@ -18,8 +18,8 @@ from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.errors import DataError, MessageError, PeerError
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.micro_batch import Batch
-from hf_gpipe.runtime.processes import Processes
 from hf_gpipe.runtime.wire import checked_size, load_tensors
+from hf_gpipe.runtime.world import World
 
 Batches = Sequence[Batch]
 
@@ -59,23 +59,23 @@ def unpack(data: torch.Tensor) -> list[dict[str, torch.Tensor]]:
     return [batches[number] for number in sorted(batches)]
 
 
-def share(batches: Batches | None, processes: Processes) -> list[dict[str, torch.Tensor]]:
+def share(batches: Batches | None, world: World) -> list[dict[str, torch.Tensor]]:
     """The main process's mini-batches, on every process; what other processes pass is not read."""
-    if processes.num_processes == 1:
+    if world.num_processes == 1:
         return [tensors_of(batch) for batch in batches or ()]
-    messages = _Messages(processes)
+    messages = _Messages(world)
     messages.begin(lambda: batches or ())
     shared = messages.end()
     assert shared is not None
     return shared
 
 
-def shared_stream(source: Iterator[Batches] | None, processes: Processes) -> Iterator[list[dict[str, torch.Tensor]]]:
+def shared_stream(source: Iterator[Batches] | None, world: World) -> Iterator[list[dict[str, torch.Tensor]]]:
     """The main process's stream of mini-batches, on every process, each sent while the one before it is in use.
 
     Args:
         source: read in the main process only.
-        processes: the processes.
+        world: the processes.
 
     Raises:
         PeerError: reading `source` failed in the main process, which raises the error itself; both after the
@@ -83,7 +83,7 @@ def shared_stream(source: Iterator[Batches] | None, processes: Processes) -> Ite
     """
     if source is not None:
         source = Job.current().noting(source, "reading a mini-batch")
-    if processes.num_processes == 1:
+    if world.num_processes == 1:
         assert source is not None
         for batches in source:
             yield [tensors_of(batch) for batch in batches]
@@ -93,7 +93,7 @@ def shared_stream(source: Iterator[Batches] | None, processes: Processes) -> Ite
         assert source is not None
         return next(source, None)
 
-    messages = _Messages(processes)
+    messages = _Messages(world)
     messages.begin(read)
     while (shared := messages.end()) is not None:
         messages.begin(read)
@@ -114,8 +114,8 @@ class _Messages:
     far. The rest of longer ones is sent when they are waited for.
     """
 
-    def __init__(self, processes: Processes) -> None:
-        self._processes = processes
+    def __init__(self, world: World) -> None:
+        self._world = world
         self._room = _FIRST_BYTES
 
     def begin(self, read: Callable[[], Batches | None]) -> None:
@@ -123,7 +123,7 @@ class _Messages:
         self._message = torch.zeros(_HEADER_BYTES + self._room, dtype=torch.uint8)
         self._data: torch.Tensor | None = None
         self._error: Exception | None = None
-        if self._processes.is_reader:
+        if self._world.is_reader:
             size = _FAILED
             try:
                 batches = read()
@@ -136,7 +136,7 @@ class _Messages:
             if self._data is not None:
                 beginning = self._data[: self._room]
                 self._message[_HEADER_BYTES : _HEADER_BYTES + len(beginning)] = beginning
-        self._work = self._processes.broadcast(self._message, self._processes.reader, async_op=True)
+        self._work = self._world.broadcast(self._message, self._world.reader, async_op=True)
 
     def end(self) -> list[dict[str, torch.Tensor]] | None:
         """Wait for the mini-batches; None after the last."""
@@ -153,7 +153,7 @@ class _Messages:
         body = self._message[_HEADER_BYTES:]
         if checked_size(size) > self._room:
             rest = torch.empty(size - self._room, dtype=torch.uint8) if self._data is None else self._data[self._room :]
-            self._processes.broadcast(rest, self._processes.reader)
+            self._world.broadcast(rest, self._world.reader)
             body = torch.cat([body, rest])
             self._room = size
         return unpack(body[:size])

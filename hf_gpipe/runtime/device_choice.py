@@ -11,14 +11,14 @@ import torch
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import PipelineConfig
-from hf_gpipe.runtime.processes import Processes
 from hf_gpipe.runtime.wire import sendable
+from hf_gpipe.runtime.world import World
 
 DeviceChoice: TypeAlias = torch.device | str | Sequence[str] | None
 """Where a process computes: a device, a list of devices for its stages, or None to choose one."""
 
 
-def processes_for(config: PipelineConfig, device: DeviceChoice = None) -> Processes:
+def world_for(config: PipelineConfig, device: DeviceChoice = None) -> World:
     """The processes of the running job and their devices. Every process must call it.
 
     Args:
@@ -31,7 +31,7 @@ def processes_for(config: PipelineConfig, device: DeviceChoice = None) -> Proces
         UserError: on every process: the job has another number of processes, or more than stages; or a device does not
             exist, or two processes share a GPU.
     """
-    alone = Processes.of_job()
+    alone = World.of_job()
     rank, count = alone.rank, alone.num_processes
     if config.num_processes not in (None, count):
         raise UserError(
@@ -55,7 +55,7 @@ def processes_for(config: PipelineConfig, device: DeviceChoice = None) -> Proces
     devices = tuple(torch.device(name) for name in _assign(wishes)[rank])
     if devices[0].type == "cuda":
         torch.cuda.set_device(devices[0])
-    return Processes(rank, count, devices)
+    return World(rank, count, devices)
 
 
 @sendable

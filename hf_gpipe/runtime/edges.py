@@ -20,7 +20,7 @@ from hf_gpipe.runtime.channel import (
     RoutedChannel,
     narrowed,
 )
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule.messages import Link, communicators, links_between
 
 
@@ -47,32 +47,32 @@ class Edge:
 
 
 def connect(
-    topology: Topology, dtype_of: Callable[[int, str], torch.dtype], sent: torch.dtype | None = None
+    world: World, dtype_of: Callable[[int, str], torch.dtype], sent: torch.dtype | None = None
 ) -> dict[int, Edge]:
     """Create the edges of this process's stages, by the number of the stage before each edge.
 
     Every process must call it, because communicators are created by all processes in the same order.
 
     Args:
-        topology: the processes and which stages they hold.
+        world: the processes and which stages they hold.
         dtype_of: type of a carried tensor, from the number of the stage that receives it and its name.
         sent: type in which wider ones travel, also between stages of one process, so that the numbers do not depend on
             the processes; None: their own.
     """
-    links = {link: _communicator(topology, link) for link in communicators(topology.placement)}
+    links = {link: _communicator(world, link) for link in communicators(world.placement)}
     between: dict[tuple[int, int, int], Edge] = {}
-    for stage, worker, following in topology.placement.edges:
-        if topology.rank not in (worker, following):
+    for stage, worker, following in world.placement.edges:
+        if world.rank not in (worker, following):
             continue
         if worker == following:
-            devices = topology.stage_devices[stage], topology.stage_devices[stage + 1]
+            devices = world.stage_devices[stage], world.stage_devices[stage + 1]
             edge = Edge(_within(*devices), _within(*devices[::-1]))
             between[stage, worker, following] = edge.narrow(sent, partial(dtype_of, stage + 1))
             continue
-        down, up = links_between(topology.placement, stage, worker, following)
-        is_sender = topology.rank == worker
+        down, up = links_between(world.placement, stage, worker, following)
+        is_sender = world.rank == worker
         peer = following if is_sender else worker
-        device = topology.stage_devices[stage if is_sender else stage + 1]
+        device = world.stage_devices[stage if is_sender else stage + 1]
         dtypes = partial(dtype_of, stage + 1)
         sent_dtypes = partial(_sent_dtype, dtypes, sent)
         edge = Edge(
@@ -81,7 +81,7 @@ def connect(
         )
         between[stage, worker, following] = edge.narrow(sent, dtypes)
     edges = {}
-    for stage, (own, other) in enumerate(pairwise(topology.placement.workers)):
+    for stage, (own, other) in enumerate(pairwise(world.placement.workers)):
         # The replicas of both stages are the same again after so many micro-batches.
         count = math.lcm(len(own), len(other))
         routes = [between.get((stage, own[m % len(own)], other[m % len(other)])) for m in range(count)]
@@ -106,16 +106,16 @@ def _within(source: torch.device, target: torch.device) -> Channel:
     return LocalChannel(target)
 
 
-def _communicator(topology: Topology, link: Link) -> dist.ProcessGroup:
+def _communicator(world: World, link: Link) -> dist.ProcessGroup:
     """A communicator of two processes on NCCL, ready to use; on gloo that of all, where tags separate the channels."""
-    if topology.device.type != "cuda":
-        return topology.group_on(topology.device)
-    group = topology.new_group(sorted((link.sender, link.receiver)), topology.device)
-    if topology.rank in (link.sender, link.receiver):
+    if world.device.type != "cuda":
+        return world.group_on(world.device)
+    group = world.new_group(sorted((link.sender, link.receiver)), world.device)
+    if world.rank in (link.sender, link.receiver):
         # The first message sets the communicator up and waits for the peer. In a step that would be a receive
         # announced ahead, and each of the two processes could wait for the other.
-        is_sender = topology.rank == link.sender
-        device = torch.device((link.sender_device if is_sender else link.receiver_device) or topology.device)
+        is_sender = world.rank == link.sender
+        device = torch.device((link.sender_device if is_sender else link.receiver_device) or world.device)
         token = torch.zeros(1, dtype=torch.uint8, device=device)
         if is_sender:
             dist.send(token, link.receiver, group=group)

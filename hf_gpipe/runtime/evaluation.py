@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_gpipe.runtime.host import read
-from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.runtime.world import World
 
 #: Results of each row on the last stage, in the order of the fields below.
 _NAMES = ("nll", "loss", "num_units")
@@ -38,14 +38,14 @@ class Evaluation:
 
     @classmethod
     def gathered(
-        cls, outputs: Mapping[int, Mapping[str, torch.Tensor]], row_counts: Sequence[int], processes: Processes
+        cls, outputs: Mapping[int, Mapping[str, torch.Tensor]], row_counts: Sequence[int], world: World
     ) -> Evaluation:
         """Put the results of all processes together, on every process. Every process must call it.
 
         Args:
             outputs: by its number, the result of each micro-batch that this process ran on the last stage.
             row_counts: the number of rows of each micro-batch of the mini-batch.
-            processes: of the pipeline.
+            world: of the pipeline.
         """
         kept = [outputs[index] for index in sorted(outputs)]
         parts = [one[name] for name in _NAMES for one in kept]
@@ -57,5 +57,5 @@ class Evaluation:
         numbers = torch.zeros(len(_NAMES) * len(is_own) + 1, dtype=torch.float64)
         numbers[:-1].view(len(_NAMES), -1)[:, is_own] = values[: len(_NAMES) * num_own].view(len(_NAMES), num_own)
         numbers[-1] = values[len(_NAMES) * num_own :].sum()
-        nll, losses, num_tokens = processes.all_reduce(numbers)[:-1].view(len(_NAMES), -1)
+        nll, losses, num_tokens = world.all_reduce(numbers)[:-1].view(len(_NAMES), -1)
         return cls(nll, losses, num_tokens.long(), float(numbers[-1] / len(row_counts)))

@@ -32,7 +32,7 @@ from hf_gpipe.runtime import wire
 from hf_gpipe.runtime.agreement import compare
 from hf_gpipe.runtime.edges import Edge
 from hf_gpipe.runtime.spread_rows import joined, number_of_parts, part_of, pipelines
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.world import World
 
 _SECOND_MODEL = "drafts tokens with another model or head, which the pipeline does not have"
 _OUTSIDE = "its method is not part of transformers itself"
@@ -96,7 +96,7 @@ class Generator:
         partition: the layers of every stage.
         stages: the stages of this process, by number.
         edges: the edges at the ends of these stages; `edges[s]` lies between stage s and s + 1.
-        topology: the processes.
+        world: the processes.
     """
 
     def __init__(
@@ -105,26 +105,26 @@ class Generator:
         partition: Sequence[range],
         stages: Mapping[int, StageModel],
         edges: Mapping[int, Edge],
-        topology: Topology,
+        world: World,
     ) -> None:
         check_generates(adapter)
         self._adapter = adapter
         self._stages = stages
         self._edges = edges
-        self._topology = topology
+        self._world = world
         #: The stage that holds each stack's last layer.
         self._last = {adapter.layers[i].stack: stage for stage, layers in enumerate(partition) for i in layers}
         self._model = _in_lock_step(self)
-        self._pipelines = pipelines(topology.placement)
+        self._pipelines = pipelines(world.placement)
         several = self._pipelines if len(self._pipelines) > 1 else ()
-        self._groups = [topology.new_group(workers, topology.device) for workers in several]
+        self._groups = [world.new_group(workers, world.device) for workers in several]
         #: The pipeline that this process is in during a call, and the group of its processes; None: of all.
         self._number = 0
         self._group: dist.ProcessGroup | None = None
 
     @property
     def device(self) -> torch.device:
-        return self._topology.device
+        return self._world.device
 
     @torch.no_grad()
     def generate(self, inputs: Mapping[str, Any]) -> Any:
@@ -139,18 +139,18 @@ class Generator:
             UserError: on every process, if an argument is unknown or not supported, or a process has no such object.
             StageError: the forward of a stage failed.
         """
-        streamer = inputs.get("streamer") if self._topology.is_reader else None
+        streamer = inputs.get("streamer") if self._world.is_reader else None
         shared, num_parts = self._shared(inputs)
         self._share_random_state()
         if num_parts == 1:
             self._number, self._group = 0, None
             return self._generated(shared, streamer)
-        rank, tokens = self._topology.rank, None
+        rank, tokens = self._world.rank, None
         own = next((i for i, workers in enumerate(self._pipelines[:num_parts]) if rank in workers), None)
         if own is not None:
             self._number, self._group = own, self._groups[own]
             tokens = self._generated(part_of(shared, own, num_parts)).cpu()
-        everyone = self._topology.gather_objects(tokens)
+        everyone = self._world.gather_objects(tokens)
         firsts = [workers[0] for workers in self._pipelines[:num_parts]]
         parts = [part for rank in firsts if (part := everyone[rank]) is not None]
         return joined(parts, lambda name: self._setting(shared, name)).to(self.device)
@@ -212,7 +212,7 @@ class Generator:
             edge.check()
         outputs: dict[str, torch.Tensor] = {}
         for number, stage in self._stages.items():
-            if not stage.runs(stack) or self._worker_of(number) != self._topology.rank:
+            if not stage.runs(stack) or self._worker_of(number) != self._world.rank:
                 continue
             given = {n: v.to(stage.device) if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
             if cache is not None:
@@ -231,7 +231,7 @@ class Generator:
                 for edge in self._edges.values():
                     edge.down.reset()
                 raise StageError(
-                    f"process {self._topology.rank}, stage {number}, generation in the {stack}: "
+                    f"process {self._world.rank}, stage {number}, generation in the {stack}: "
                     f"{type(error).__name__}: {error}"
                 ) from error
         for edge in self._edges.values():
@@ -256,14 +256,14 @@ class Generator:
         """Broadcast the value of the process with the stack's last stage, to the first device of all in lock-step."""
         value, source = value.to(self.device), self._worker_of(self._last[stack])
         if self._group is None:
-            self._topology.broadcast(value, source)
+            self._world.broadcast(value, source)
         else:
             dist.broadcast(value, group_src=dist.get_group_rank(self._group, source), group=self._group)
         return value
 
     def _worker_of(self, stage: int) -> int:
         """The process that runs a stage in this process's pipeline."""
-        return self._topology.placement.workers[stage][self._number]
+        return self._world.placement.workers[stage][self._number]
 
     # ------------------------------------------------------------------ arguments
 
@@ -273,7 +273,7 @@ class Generator:
         Raises UserError, on every process, if an argument is not supported, or is no object of the same class in all.
         """
         own = {name: value for name, value in inputs.items() if name != "streamer"}
-        if self._topology.num_processes == 1:
+        if self._world.num_processes == 1:
             return own, self._checked(own)
 
         def read() -> tuple[dict[str, Any], dict[str, str], int]:
@@ -281,11 +281,11 @@ class Generator:
             data = {name: _as_data(value) for name, value in own.items() if _travels(value)}
             return data, {name: _class_of(value) for name, value in own.items() if name not in data}, num_parts
 
-        data, objects, num_parts = self._topology.from_reader(read)
+        data, objects, num_parts = self._world.from_reader(read)
         self._compare(own, data)
         if objects:
             missing = [name for name, cls in objects.items() if _class_of(own.get(name)) != cls]
-            for rank, names in enumerate(self._topology.gather_objects(missing)):
+            for rank, names in enumerate(self._world.gather_objects(missing)):
                 if names:
                     raise UserError(
                         f"generate({names[0]}=...) is an object of {objects[names[0]]}, which does not travel between "
@@ -339,10 +339,10 @@ class Generator:
 
     def _share_random_state(self) -> None:
         """Use the main process's random state on every process, so that all sample the same tokens."""
-        if self._topology.num_processes > 1:
+        if self._world.num_processes > 1:
             generator = default_generator(self.device)
             state = generator.get_state()
-            self._topology.broadcast(state, self._topology.reader)
+            self._world.broadcast(state, self._world.reader)
             generator.set_state(state)
 
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from hf_gpipe.runtime.host import read
-from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.runtime.world import World
 
 LossAndNorm = Callable[[], torch.Tensor]
 """Waits until every process has sent its part; returns the loss and the norm, (2,) in float64 on the CPU."""
 
 
 def begin_loss_and_norm(
-    loss: torch.Tensor | None, parameters: Iterable[torch.nn.Parameter], processes: Processes
+    loss: torch.Tensor | None, parameters: Iterable[torch.nn.Parameter], world: World
 ) -> LossAndNorm:
     """The loss and the 2-norm of the gradient of the whole model, by one message that is not waited for here.
 
@@ -24,36 +24,36 @@ def begin_loss_and_norm(
         loss: of this process's micro-batches on the last stage, a scalar on any device; None where it has none.
         parameters: of this process, each of the model's in one process only; none where the norm is not needed. Their
             gradients are read here, and may change afterwards.
-        processes: of the pipeline.
+        world: of the pipeline.
 
     Returns:
         Waits, and returns the same numbers in every process.
     """
     losses = [[] if loss is None else [loss]]
-    numbers = begin_losses_and_norms(losses, [sums_of_squares(parameters)], processes)
+    numbers = begin_losses_and_norms(losses, [sums_of_squares(parameters)], world)
     return lambda: numbers()[0]
 
 
 def begin_losses_and_norms(
-    losses: Sequence[Sequence[torch.Tensor]], squares: Sequence[Sequence[torch.Tensor]], processes: Processes
+    losses: Sequence[Sequence[torch.Tensor]], squares: Sequence[Sequence[torch.Tensor]], world: World
 ) -> LossAndNorm:
     """`begin_loss_and_norm` of several steps.
 
     Args:
         losses: for each step the parts of its loss that this process has, scalars on any device.
         squares: for each step the sums of squares of gradients that this process has, as `sums_of_squares` gives them.
-        processes: of the pipeline.
+        world: of the pipeline.
 
     Returns:
         Waits, and returns the loss and the norm of each step, (steps, 2), the same in every process.
     """
     values = iter(read([value for parts in (*losses, *squares) for value in parts]).tolist())
     # A place for each process, summed in a fixed order, so that every process gets the same numbers.
-    parts = torch.zeros(2, len(losses), processes.num_processes, dtype=torch.float64)
+    parts = torch.zeros(2, len(losses), world.num_processes, dtype=torch.float64)
     for row, of_steps in enumerate((losses, squares)):
         for step, own in enumerate(of_steps):
-            parts[row, step, processes.rank] = sum(next(values) for _ in own)
-    begun = processes.begin_sum(parts)
+            parts[row, step, world.rank] = sum(next(values) for _ in own)
+    begun = world.begin_sum(parts)
 
     def end() -> torch.Tensor:
         loss_sums, square_sums = begun().sum(dim=2)
@@ -62,9 +62,9 @@ def begin_losses_and_norms(
     return end
 
 
-def gradient_norm(parameters: Iterable[torch.nn.Parameter], processes: Processes) -> torch.Tensor:
+def gradient_norm(parameters: Iterable[torch.nn.Parameter], world: World) -> torch.Tensor:
     """The 2-norm over all processes, a float64 tensor, the same on each. Every process must call it."""
-    return begin_loss_and_norm(None, parameters, processes)()[1]
+    return begin_loss_and_norm(None, parameters, world)()[1]
 
 
 def sums_of_squares(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.runtime.ties import Ties
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.world import World
 
 #: Gradients travel in messages of about this size: large ones use a link well, and the first ones leave early.
 BUCKET_BYTES = 25 << 20
@@ -120,21 +120,21 @@ class Replicas:
     Args:
         models: the stages of this process, by number.
         ties: sums the gradients of tied parameters over all their copies, replicas included.
-        topology: the processes.
+        world: the processes.
     """
 
-    def __init__(self, models: Mapping[int, StageModel], ties: Ties, topology: Topology) -> None:
+    def __init__(self, models: Mapping[int, StageModel], ties: Ties, world: World) -> None:
         self._buckets: dict[int, list[Parameters]] = {}
         #: For gradients, and for what the host reads.
         self._groups: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
         self._followed: Parameters = []
         self._sums: dict[int, _Sum] = {}
         groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
-        for workers in topology.placement.groups:
-            on_cpu = topology.new_group(workers, torch.device("cpu"))
-            on_cuda = topology.device.type == "cuda"
-            groups[workers] = topology.new_group(workers, topology.device) if on_cuda else on_cpu, on_cpu
-        for stage, workers in enumerate(topology.placement.workers):
+        for workers in world.placement.groups:
+            on_cpu = world.new_group(workers, torch.device("cpu"))
+            on_cuda = world.device.type == "cuda"
+            groups[workers] = world.new_group(workers, world.device) if on_cuda else on_cpu, on_cpu
+        for stage, workers in enumerate(world.placement.workers):
             if stage not in models or len(workers) == 1:
                 continue
             own = [(name, p) for name, p in models[stage].parameters.items() if p.requires_grad]
@@ -142,7 +142,7 @@ class Replicas:
             self._groups[stage] = groups[workers]
             # From the last one, whose gradient comes first.
             self._buckets[stage] = list(in_buckets([p for name, p in reversed(own) if name not in ties.names]))
-            self._followed += [p for name, p in own if not topology.leads(ties.owner_stage[name])]
+            self._followed += [p for name, p in own if not world.leads(ties.owner_stage[name])]
 
     def groups_of(self, stage: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """The replicas of a stage of this process: their groups for tensors on its device, and on the CPU."""

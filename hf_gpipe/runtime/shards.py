@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hf_gpipe.errors import UserError
 from hf_gpipe.runtime import wire
 from hf_gpipe.runtime.replicas import Replicas, in_buckets
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.world import World
 
 Slots: TypeAlias = dict[str, Any]
 """The state that an optimizer keeps of one parameter: tensors and numbers, by their names."""
@@ -67,7 +67,7 @@ class Shards:
         owner_stage: the stage that each of them belongs to.
         by_element: whether a shard is a run of elements; otherwise it is a whole parameter or nothing.
         replicas: of these stages, for their process groups.
-        topology: the processes.
+        world: the processes.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class Shards:
         owner_stage: Mapping[str, int],
         by_element: bool,
         replicas: Replicas,
-        topology: Topology,
+        world: World,
     ) -> None:
         self._parameters = parameters
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
-        self._topology, self._replicas = topology, replicas
+        self._world, self._replicas = world, replicas
         #: Names of the parameters of each stage that has replicas, in the order of stages, which all processes keep.
         self._names: dict[int, list[str]] = {}
-        for stage, workers in enumerate(topology.placement.workers):
+        for stage, workers in enumerate(world.placement.workers):
             names = [name for name in parameters if owner_stage[name] == stage]
             if names and len(workers) > 1:
                 self._names[stage] = names
@@ -91,13 +91,13 @@ class Shards:
         self._ends: dict[str, list[int]] = {}
         self._index: dict[str, int] = {}
         for stage, names in self._names.items():
-            workers = topology.placement.workers[stage]
+            workers = world.placement.workers[stage]
             # A run of elements must be a view, so that its new values are those of the parameter.
             cut = [name for name in names if by_element and parameters[name].is_contiguous()]
             sizes = {name: parameters[name].numel() for name in names}
             self._ends |= _runs({name: sizes[name] for name in cut}, len(workers))
             self._ends |= _wholes({name: sizes[name] for name in names if name not in cut}, len(workers))
-            self._index |= dict.fromkeys(names, workers.index(topology.rank))
+            self._index |= dict.fromkeys(names, workers.index(world.rank))
         self._serves = False
         self._narrowed: list[tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor]] = []
 
@@ -133,7 +133,7 @@ class Shards:
     def _replicated(self) -> Iterator[tuple[list[str], tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]]]:
         """Of each stage with replicas: its parameters, its workers, and their groups for tensors and for the CPU."""
         for stage, names in self._names.items():
-            yield names, self._topology.placement.workers[stage], self._replicas.groups_of(stage)
+            yield names, self._world.placement.workers[stage], self._replicas.groups_of(stage)
 
     # ------------------------------------------------------------------ a step
 
@@ -182,7 +182,7 @@ class Shards:
                 for bucket in in_buckets(part for part in parts if part is not None):
                     flat = torch.cat([part.flatten() for part in bucket])
                     dist.broadcast(flat, group_src=dist.get_group_rank(group, rank), group=group)
-                    if rank == self._topology.rank:
+                    if rank == self._world.rank:
                         continue
                     for part, values in zip(bucket, flat.split([part.numel() for part in bucket]), strict=True):
                         part.copy_(values.view_as(part))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hf_gpipe.adapters import StageModel
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.world import World
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,16 @@ class Ties:
 
     Args:
         models: the stages of this process, by number.
-        topology: the processes.
+        world: the processes.
     """
 
-    def __init__(self, models: Mapping[int, StageModel], topology: Topology) -> None:
+    def __init__(self, models: Mapping[int, StageModel], world: World) -> None:
         self._local_ties = [_LocalTie(*pair) for pair in share_within_process(models)]
-        self._rank = topology.rank
+        self._rank = world.rank
         self._holds_values = self._copies_are_fresh = False
         mine = {stage: (str(model.device), tuple(model.parameters)) for stage, model in models.items()}
-        found = topology.gather_objects(mine)
-        workers = topology.placement.workers
+        found = world.gather_objects(mine)
+        workers = world.placement.workers
         holders: dict[str, list[int]] = {}
         for stage, own in enumerate(workers):
             for name in found[own[0]][stage][1]:
@@ -72,10 +72,10 @@ class Ties:
             places = tuple((rank, found[rank][stage][0]) for rank, stage in sorted(lowest.items()))
             if places not in groups:
                 ranks = [rank for rank, _ in places]
-                groups[places] = topology.new_group(ranks, torch.device(places[0][1]))
-            if topology.rank in lowest:
+                groups[places] = world.new_group(ranks, torch.device(places[0][1]))
+            if world.rank in lowest:
                 owners = workers[self.owner_stage[name]]
-                self._ties.append(_Tie(models[lowest[topology.rank]].parameters[name], owners, groups[places]))
+                self._ties.append(_Tie(models[lowest[world.rank]].parameters[name], owners, groups[places]))
 
     def reduce_gradients(self) -> None:
         """Sum the gradients of each tied parameter into its owners'; the copies then have no gradient."""
@@ -116,11 +116,11 @@ class Ties:
             pair.copy.data.copy_(pair.parameter.data)
 
 
-def trained_by_several(models: Mapping[int, StageModel], topology: Topology) -> dict[str, list[int]]:
+def trained_by_several(models: Mapping[int, StageModel], world: World) -> dict[str, list[int]]:
     """The trained parameters that several stages of the model have, and these stages. Every process must call it."""
     mine = {stage: [n for n, p in model.parameters.items() if p.requires_grad] for stage, model in models.items()}
     stages: dict[str, set[int]] = {}
-    for of_process in topology.gather_objects(mine):
+    for of_process in world.gather_objects(mine):
         for stage, names in of_process.items():
             for name in names:
                 stages.setdefault(name, set()).add(stage)

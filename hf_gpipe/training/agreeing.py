@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.runtime.world import World
 
 
 class Agreement:
     """All processes must do what one of them was asked for, or one would hang. Each has one, and they call it in step.
 
     Args:
-        processes: of the pipeline.
+        world: of the pipeline.
     """
 
-    def __init__(self, processes: Processes) -> None:
-        self._processes = processes
+    def __init__(self, world: World) -> None:
+        self._world = world
         #: Of the last call, if its requests may still have to be met.
         self._earlier: Callable[[], torch.Tensor] | None = None
 
@@ -37,9 +37,9 @@ class Agreement:
         if self._earlier is not None:
             asked = [max(pair) for pair in zip(asked, self._earlier().amax(dim=1).tolist(), strict=True)]
         # A column for each process.
-        requests = torch.zeros(len(asked), self._processes.num_processes, dtype=torch.int64)
-        requests[:, self._processes.rank] = torch.tensor(asked)
-        self._earlier = self._processes.begin_sum(requests)
+        requests = torch.zeros(len(asked), self._world.num_processes, dtype=torch.int64)
+        requests[:, self._world.rank] = torch.tensor(asked)
+        self._earlier = self._world.begin_sum(requests)
         if waits or any(asked):
             everyone = self._earlier()
             if waits or everyone.any(dim=0).all():

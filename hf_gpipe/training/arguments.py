@@ -19,7 +19,7 @@ from hf_gpipe.errors import UserError, nearest
 from hf_gpipe.recipe import DataSection, PipelineConfig, TrainingSection, keys_of
 from hf_gpipe.recipe.pipeline import PLANNED
 from hf_gpipe.runtime.loss import TokenLoss
-from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.runtime.world import World
 from hf_gpipe.training.supported import (
     BITSANDBYTES_OPTIMIZERS,
     HARMLESS_ARGUMENTS,
@@ -317,7 +317,7 @@ class PipelineTrainingArguments(TrainingArguments):
             desc: the work, for the library's signature.
         """
         is_first = (self.local_process_index if local else self.process_index) == 0
-        with Processes.of_job().working():
+        with World.of_job().working():
             if is_first:
                 yield
         if not is_first:

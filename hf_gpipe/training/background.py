@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.runtime.world import World
 
 #: Of the memory that a machine has available, the share that copies may take: the files that are written need as much
 #: again until they are on the disk.
@@ -36,12 +36,12 @@ def begun(work: Callable[[], None], name: str) -> Future[None]:
     return future
 
 
-def has_memory_for(num_bytes: int, processes: Processes) -> bool:
+def has_memory_for(num_bytes: int, world: World) -> bool:
     """Whether every machine has memory for copies of so many bytes of each of its processes.
 
     Every process must call it, and gets the same answer.
     """
-    everyone = processes.gather_objects((socket.gethostname(), num_bytes, available_memory()))
+    everyone = world.gather_objects((socket.gethostname(), num_bytes, available_memory()))
     for host, _, available in everyone:
         wanted = sum(size for other, size, _ in everyone if other == host)
         if wanted > _COPIES_SHARE * available:

@@ -31,7 +31,7 @@ from hf_gpipe.runtime.agreement import compare
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.joining import join_job
 from hf_gpipe.runtime.loss import Loss
-from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.runtime.world import World
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.generating import generation_config_of
 from hf_gpipe.training.given import check_given, take_seed
@@ -186,7 +186,7 @@ def _pipeline(
         take_seed(model, args)
         return model
     assert model is not None
-    config, processes = args.config, Processes.of_job()
+    config, world = args.config, World.of_job()
     inputs = PlanInputs(
         optim=str(getattr(args.optim, "value", args.optim)),
         fp32_master_weights=args.fp32_master_weights,
@@ -196,9 +196,9 @@ def _pipeline(
         keeps_in_memory=args.memory_save_steps is not None,
     )
     if not config.settled(can_plan=inputs.has_known_optimizer).is_decided:
-        inputs = replace(inputs, example=processes.from_reader(example, takes_long=True))
+        inputs = replace(inputs, example=world.from_reader(example, takes_long=True))
     if config.num_micro_batches in (None, AUTO):
-        before = processes.from_writer(lambda: _num_micro_batches_before(Path(str(args.output_dir))))
+        before = world.from_writer(lambda: _num_micro_batches_before(Path(str(args.output_dir))))
         inputs = replace(inputs, earlier_num_micro_batches=before)
     return Pipeline(
         model,

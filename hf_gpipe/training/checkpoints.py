@@ -42,7 +42,7 @@ from hf_gpipe.recipe import AUTO
 from hf_gpipe.recipe.sizes import size_text
 from hf_gpipe.runtime import failures
 from hf_gpipe.runtime.job import Job
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.world import World
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.background import begun, has_memory_for
 from hf_gpipe.training.loss_scaling import LossScaler
@@ -96,7 +96,7 @@ class Checkpoints:
         scaler: LossScaler | None,
     ) -> None:
         self._args, self._pipe, self._master_weights, self._scaler = args, pipe, master_weights, scaler
-        self._topology, self._for_saving = pipe.topology, pipe.topology.for_thread("saving")
+        self._world, self._for_saving = pipe.world, pipe.world.for_thread("saving")
         self._output_dir = Path(args.output_dir)
         self._saving: Saving | None = None
         self._has_warned = False
@@ -104,7 +104,7 @@ class Checkpoints:
         self.kept_step: int | None = None
         self._memory = None
         if args.memory_save_steps is not None:
-            self._memory = MemoryCheckpoints(self._output_dir, self._topology)
+            self._memory = MemoryCheckpoints(self._output_dir, self._world)
 
     def path(self, step: int) -> Path:
         """Where the checkpoint after `step` updates is."""
@@ -113,18 +113,18 @@ class Checkpoints:
     def tidy(self) -> None:
         """Make the output directory ready. Raises CheckpointError where checkpoints cannot be written there."""
         if self._args.save_strategy != "no" or self._args.enable_jit_checkpoint:
-            check_shared(self._output_dir, self._topology)
-        self._topology.from_writer(lambda: tidy(self._output_dir))
+            check_shared(self._output_dir, self._world)
+        self._world.from_writer(lambda: tidy(self._output_dir))
 
     def find(self, wanted: str | os.PathLike[str] | bool | None) -> Path | None:
         """The checkpoint that the main process asks for, found to be whole; with True the newest one, if any."""
-        asked = self._topology.from_reader(lambda: wanted)
+        asked = self._world.from_reader(lambda: wanted)
         if asked is None or asked is False:
             return None
         with Job.current().during("checking the checkpoint"):
             if asked is True:
-                return newest_checkpoint(self._output_dir, self._topology, self._memory)
-            check_whole(Path(asked), self._topology)
+                return newest_checkpoint(self._output_dir, self._world, self._memory)
+            check_whole(Path(asked), self._world)
         return Path(asked)
 
     def forget_memory(self, resumed: Path | None = None) -> None:
@@ -154,7 +154,7 @@ class Checkpoints:
         if not self._args.ignore_data_skip:
             _check_data(checkpoint, saved.data, new.data)
         before, now = saved.num_micro_batches, new.num_micro_batches
-        if self._args.num_micro_batches in (None, AUTO) and before not in (None, now) and self._topology.is_reporter:
+        if self._args.num_micro_batches in (None, AUTO) and before not in (None, now) and self._world.is_reporter:
             logger.warning(
                 f"num_micro_batches is {now} here, and {checkpoint} was trained with {before}: dropout will be "
                 f"another; give num_micro_batches={before} for the same run"
@@ -180,7 +180,7 @@ class Checkpoints:
         state: TrainerState,
         optimizer: torch.optim.Optimizer,
         scheduler: Scheduler | None,
-        model_to_save: Callable[[Path, Topology], Unwritten | None],
+        model_to_save: Callable[[Path, World], Unwritten | None],
         *,
         in_memory: bool = False,
     ) -> None:
@@ -214,7 +214,7 @@ class Checkpoints:
             for part in unwritten if is_in_background else []:
                 part.copy()
             # The state changes, and other checkpoints become the best one, while this one is written.
-            snapshot = copy.deepcopy(state) if self._topology.is_writer else state
+            snapshot = copy.deepcopy(state) if self._world.is_writer else state
             # One with a higher number may lie there since an earlier run, and be damaged.
             keep = final, Path(state.best_model_checkpoint or final)
             write = partial(self._write, stack.pop_all(), directory, unwritten, snapshot, keep, memory)
@@ -258,7 +258,7 @@ class Checkpoints:
         if isinstance(error, Exception):
             # Other processes may fail because this one does, while it waits.
             failures.note(error)
-        alone = self._topology.num_processes == 1
+        alone = self._world.num_processes == 1
         with Job.current().during(f"saving {self._saving.path.name}"):
             wait([self._saving.outcome], None if alone else self._args.stop_seconds)
 
@@ -277,8 +277,8 @@ class Checkpoints:
         if asked != "auto":
             return asked == "always"
         num_bytes = sum(part.num_bytes for part in parts)
-        may = has_memory_for(num_bytes, self._topology)
-        if not may and not self._has_warned and self._topology.is_reporter:
+        may = has_memory_for(num_bytes, self._world)
+        if not may and not self._has_warned and self._world.is_reporter:
             self._has_warned = True
             logger.warning(
                 f"the training waits while a checkpoint is written: for copies of {size_text(num_bytes)} in this "
@@ -315,16 +315,16 @@ class Checkpoints:
         write_once(self._output_dir, processes, lambda: rotate(self._output_dir, self._args.save_total_limit, keep))
 
 
-def model_to_save(directory: Path, pipe: Pipeline, tokenizer: Any, topology: Topology) -> Unwritten:
+def model_to_save(directory: Path, pipe: Pipeline, tokenizer: Any, world: World) -> Unwritten:
     """A model and its tokenizer, if any, to be written in Hub format. Every process calls it.
 
     Args:
         directory: where to.
         pipe: the model.
         tokenizer: the main process's is written.
-        topology: whose messages the writing uses.
+        world: whose messages the writing uses.
     """
-    return pipe.unwritten(directory, topology, None if tokenizer is None else tokenizer.save_pretrained)
+    return pipe.unwritten(directory, world, None if tokenizer is None else tokenizer.save_pretrained)
 
 
 def _check_data(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -56,8 +56,8 @@ class CostMeter:
 
     def note_memory(self, pipe: Pipeline) -> None:
         """The peak so far; called after training, before evaluation. Every process calls it."""
-        mine = peak_memory_bytes(set(pipe.topology.stage_devices.values()))
-        self._peaks = pipe.topology.gather_objects(mine)
+        mine = peak_memory_bytes(set(pipe.world.stage_devices.values()))
+        self._peaks = pipe.world.gather_objects(mine)
 
     def cost(
         self,
@@ -88,11 +88,11 @@ class CostMeter:
             "peak_bytes": list(self._peaks),
             "num_parameters": reference.num_parameters(),
             "num_stages": pipe.num_stages,
-            "num_processes": pipe.topology.num_processes,
+            "num_processes": pipe.world.num_processes,
             "num_micro_batches": pipe.num_micro_batches,
             "schedule": pipe.schedule_name,
             "recompute": pipe.recompute,
-            "device": pipe.topology.device.type,
+            "device": pipe.world.device.type,
             "predicted": _predicted(pipe, batches),
         }
 

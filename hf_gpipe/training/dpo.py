@@ -24,7 +24,7 @@ from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.batches import shared_stream
-from hf_gpipe.runtime.device_choice import processes_for
+from hf_gpipe.runtime.device_choice import world_for
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.base import join_with, pipeline_of
 from hf_gpipe.training.loader import Batch, MiniBatches
@@ -140,7 +140,7 @@ class PipelineDPOTrainer(PipelineTrainer):
         if processing_class is None and isinstance(model, str):
             processing_class = read_tokenizer(model)
         self._tokenizer, self._max_length = processing_class, args.max_length
-        processes = model.topology if isinstance(model, Pipeline) else processes_for(args.config)
+        world = model.world if isinstance(model, Pipeline) else world_for(args.config)
         datasets: dict[str, Any] = {}
 
         def prepare() -> None:
@@ -149,7 +149,7 @@ class PipelineDPOTrainer(PipelineTrainer):
             if data_collator is None and processing_class is None:
                 raise UserError("processing_class is None; give the tokenizer, whose padding token fills shorter rows")
 
-        processes.from_reader(prepare, takes_long=True)
+        world.from_reader(prepare, takes_long=True)
         pipe = pipeline_of(
             model,
             args,
@@ -211,7 +211,7 @@ class PipelineDPOTrainer(PipelineTrainer):
         """Add the reference's log-probabilities to the rows of all datasets. Every process calls it."""
         args = self.args
         self.train_dataset = self._with_reference(reference, self.train_dataset, args.per_device_train_batch_size)
-        names = self.topology.from_reader(
+        names = self.world.from_reader(
             lambda: list(self.eval_dataset) if isinstance(self.eval_dataset, Mapping) else None
         )
         given = self.eval_dataset
@@ -222,31 +222,31 @@ class PipelineDPOTrainer(PipelineTrainer):
 
     def _with_reference(self, reference: Pipeline, dataset: Any, batch_size: int) -> Any:
         """A dataset whose rows have the reference's log-probabilities; None in processes that do not read data."""
-        is_missing = self.topology.from_reader(
+        is_missing = self.world.from_reader(
             lambda: bool(dataset is not None and len(dataset) and "ref_chosen_logps" not in dataset[0])
         )
         if not is_missing:
             return dataset
         source, num_batches = None, None
-        if self.topology.is_reader:
+        if self.world.is_reader:
             batches = MiniBatches(dataset, self.data_collator, self.args.precompute_ref_batch_size or batch_size)
             num_batches = len(batches)
             source = ([batch] for batch in batches)
         found, has_new_adapters = [], reference is self.pipe and reference.has_new_adapters
         with self.job.during("computing the reference's log-probabilities"), reference.holding_weights():
-            stream: Iterable[Sequence[Batch]] = shared_stream(source, self.topology)
-            if self.topology.is_reader:
+            stream: Iterable[Sequence[Batch]] = shared_stream(source, self.world)
+            if self.world.is_reader:
                 stream = progress(stream, "reference log-probabilities", "mini-batches", num_batches)
             for (batch,) in stream:
                 found.append(reference.log_probs(batch, with_adapters=not has_new_adapters))
-        return _WithReference(dataset, torch.cat(found).view(-1, 2)) if self.topology.is_reader else None
+        return _WithReference(dataset, torch.cat(found).view(-1, 2)) if self.world.is_reader else None
 
     def _evaluated(self, dataset: Any, generation: Mapping[str, Any], required: str) -> Iterable[Batch] | None:
         examples: list[Any] = []
-        self.topology.from_reader(lambda: examples.append(self._examples(dataset)), takes_long=True)
+        self.world.from_reader(lambda: examples.append(self._examples(dataset)), takes_long=True)
         dataset = examples[0] if examples else None
         if self._precomputes:
-            has_reference = self.topology.from_reader(
+            has_reference = self.world.from_reader(
                 lambda: bool(dataset is None or not len(dataset) or "ref_chosen_logps" in dataset[0])
             )
             is_gone = self._has_other_reference or (self.state.global_step and not self.pipe.has_new_adapters)
@@ -259,7 +259,7 @@ class PipelineDPOTrainer(PipelineTrainer):
 
     def _metrics_of_loss(self, *, is_training: bool) -> dict[str, float]:
         """The means over the pairs since the last call, of all processes. Every process calls it."""
-        *sums, num_pairs = self.topology.all_reduce(self._preferences.take(is_training=is_training)).tolist()
+        *sums, num_pairs = self.world.all_reduce(self._preferences.take(is_training=is_training)).tolist()
         return {name: value / num_pairs for name, value in zip(METRICS, sums, strict=True)} if num_pairs else {}
 
 

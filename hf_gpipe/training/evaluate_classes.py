@@ -66,5 +66,5 @@ def evaluate_classes(
         nll += float(one.evaluation.row_nll.sum())
         if one.logits is not None:  # in the last stage's leader
             num_right += int((one.logits.argmax(-1) == one.batch["labels"].numpy()).sum())
-    num_right = pipe.topology.broadcast_value(num_right, pipe.topology.leader_of(pipe.num_stages - 1))
+    num_right = pipe.world.broadcast_value(num_right, pipe.world.leader_of(pipe.num_stages - 1))
     return ClassReport(num_rows, num_right / num_rows, nll / num_rows)

@@ -61,7 +61,7 @@ def evaluate_preferences(
     # The mask leaves padding out, so any token serves as padding.
     _, batches = held_out(pipe, make_rows, PreferenceCollator(0), batch_size, max_pairs)
     with pipe.holding_weights():
-        stream = shared_stream(None if batches is None else ([batch] for batch in batches), pipe.topology)
+        stream = shared_stream(None if batches is None else ([batch] for batch in batches), pipe.world)
         found = torch.cat([pipe.log_probs(batch) for (batch,) in stream]).view(-1, 2)
     chosen, rejected = found.unbind(dim=1)
     accuracy = float((chosen > rejected).double().mean())

@@ -243,17 +243,17 @@ def evaluate_translation(
         work.batches = (collate([rows[i] for i in group]) for group in work.groups)
         return tokenizer.pad_token_id
 
-    pad_token_id = pipe.topology.from_reader(prepare)
+    pad_token_id = pipe.world.from_reader(prepare)
     options = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "do_sample": False, "num_return_sequences": 1}
     outcomes: dict[int, _Outcome] = {}
     for number, one in enumerate(predict(pipe, work.batches, generation=Generation(pipe, options, pad_token_id))):
-        if tokenizer is None or not pipe.topology.is_reader:
+        if tokenizer is None or not pipe.world.is_reader:
             continue
         texts = tokenizer.batch_decode(one.tokens, skip_special_tokens=True)
         sums, counts = one.evaluation.row_nll.tolist(), one.evaluation.row_tokens.tolist()
         for index, text, nll, num_tokens in zip(work.groups[number], texts, sums, counts, strict=True):
             outcomes[index] = _Outcome(text.strip(), nll, num_tokens, work.num_characters[index])
-    return pipe.topology.from_reader(lambda: _report(work.pairs, outcomes, num_samples, training_pairs or {}))
+    return pipe.world.from_reader(lambda: _report(work.pairs, outcomes, num_samples, training_pairs or {}))
 
 
 @dataclass

@@ -78,7 +78,7 @@ class Evaluator:
         generation = self._generation(options) if predicts and self.args.predict_with_generate else None
         metrics_of = self.compute_metrics if predicts else None
         in_parts = metrics_of is not None and self.args.batch_eval_metrics
-        has_predictions = predicts and self.pipe.topology.leads(self.pipe.num_stages - 1)
+        has_predictions = predicts and self.pipe.world.leads(self.pipe.num_stages - 1)
         fill = IGNORED_LABEL if generation is None else generation.pad_token_id
         columns = _Columns(fill)
         computed: dict[str, Any] = {}
@@ -110,7 +110,7 @@ class Evaluator:
         steps = math.ceil(sum(num_rows) / self.args.per_device_eval_batch_size)
         metrics |= speed_metrics(prefix, start_time, num_samples=sum(num_rows), num_steps=steps)
         # Every process measured the speed for itself.
-        return columns, self.pipe.topology.broadcast_value(metrics, self.pipe.topology.reporter)
+        return columns, self.pipe.world.broadcast_value(metrics, self.pipe.world.reporter)
 
     def _generation(self, options: Mapping[str, Any]) -> Generation:
         return Generation(self.pipe, generation_options(self.args, options), self.pad_token_id)
@@ -137,8 +137,8 @@ class Evaluator:
 
     def _from_last(self, value: Any) -> Any:
         """The value of the last stage's leader, in every process."""
-        topology = self.pipe.topology
-        return topology.broadcast_value(value, topology.leader_of(self.pipe.num_stages - 1))
+        world = self.pipe.world
+        return world.broadcast_value(value, world.leader_of(self.pipe.num_stages - 1))
 
 
 @dataclass

@@ -54,7 +54,7 @@ class Generation:
     def _generated(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         seed = mix(self._pipe.seed, self._pipe.step, self._num_batches)
         self._num_batches += 1
-        default_generator(self._pipe.topology.device).manual_seed(seed)
+        default_generator(self._pipe.world.device).manual_seed(seed)
         ids = self._pipe.generate(**inputs, **self._options)
         if len(ids) != len(inputs["input_ids"]):
             raise UserError("num_return_sequences: an evaluation compares one generated row with each row of targets")

@@ -65,7 +65,7 @@ COMPARED: dict[str, Values] = {
     "activation_checkpointing": _recomputes,
     "gradient_checkpointing": _recomputes,
     "train_sampling_strategy": lambda pipe: ("group_by_length",) if pipe.length_bucketing else ("random", "sequential"),
-    "use_cpu": lambda pipe: (pipe.topology.device.type == "cpu",),
+    "use_cpu": lambda pipe: (pipe.world.device.type == "cpu",),
 }
 #: Arguments -> the name of what a Pipeline has in their place.
 _OF_PIPELINE = {
@@ -135,6 +135,6 @@ def _shown(pipe: Pipeline, name: str, value: Any) -> str:
         "recompute": pipe.recompute,
         "autocast": None if pipe.adapter.autocast is None else pipe.adapter.autocast.dtype,
         "length_bucketing": pipe.length_bucketing,
-        "device": pipe.topology.device.type,
+        "device": pipe.world.device.type,
     }[other]
     return f"{other}={found!r}"

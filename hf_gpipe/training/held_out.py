@@ -42,7 +42,7 @@ def held_out(
         made.append(make_rows())
         return min(len(made[0]), max_rows or len(made[0]))
 
-    num_rows = pipe.topology.from_reader(prepare, takes_long=True)
+    num_rows = pipe.world.from_reader(prepare, takes_long=True)
     if not made:
         return num_rows, None
     starts = range(0, num_rows, batch_size)

@@ -13,7 +13,7 @@ from transformers.trainer_utils import HubStrategy
 
 from hf_gpipe.checkpoint.lock import LOCK_FILE
 from hf_gpipe.errors import UserError
-from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.runtime.world import World
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 
 #: The files of a checkpoint that are not part of the model; what an output directory has beside a model.
@@ -28,11 +28,11 @@ class HubUploads:
 
     Args:
         args: `hub_model_id` (by default the output directory's name), `hub_strategy` and their kin.
-        processes: the processes.
+        world: the processes.
     """
 
-    def __init__(self, args: PipelineTrainingArguments, processes: Processes) -> None:
-        self._args, self._processes = args, processes
+    def __init__(self, args: PipelineTrainingArguments, world: World) -> None:
+        self._args, self._world = args, world
         #: The repository; None before it is made.
         self.repo_id: str | None = None
         self._pending: list[Future[Any]] = []
@@ -47,7 +47,7 @@ class HubUploads:
             made = HfApi().create_repo(name, token=token or self._args.hub_token, private=private, exist_ok=True)
             return str(made.repo_id)
 
-        self.repo_id = self._processes.from_writer(lambda: _asking(create, name))
+        self.repo_id = self._world.from_writer(lambda: _asking(create, name))
 
     def push(
         self,
@@ -75,7 +75,7 @@ class HubUploads:
             }
             outcome.append(HfApi().upload_folder(**options))
 
-        self._processes.from_writer(lambda: _asking(upload, str(self.repo_id)))
+        self._world.from_writer(lambda: _asking(upload, str(self.repo_id)))
         return outcome[0] if outcome else None
 
     def push_checkpoint(self, checkpoint: Path, message: str) -> None:

@@ -17,7 +17,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.calls import by_every_process
 from hf_gpipe.runtime.loss import Reads
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.world import World
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.hub import HubUploads
 from hf_gpipe.training.loader import MiniBatches
@@ -34,7 +34,7 @@ class InspectedTrainer:
 
     args: PipelineTrainingArguments
     pipe: Pipeline
-    topology: Topology
+    world: World
     uploads: HubUploads
     optimizer: torch.optim.Optimizer | None
     callback_handler: CallbackHandler
@@ -104,7 +104,7 @@ class InspectedTrainer:
 
     def is_world_process_zero(self) -> bool:
         """Whether this is the main process."""
-        return self.topology.is_reporter
+        return self.world.is_reporter
 
     def get_total_train_batch_size(self, args: PipelineTrainingArguments) -> int:
         """Rows of one update. Raises UserError with `batch_tokens`, where it varies."""
@@ -344,7 +344,7 @@ class InspectedTrainer:
         self.fire("on_push_begin")
         if directory == self._output_dir:
             name = (self.args.hub_model_id or directory.absolute().name).rpartition("/")[2]
-            self.topology.from_writer(lambda: self.create_model_card(**{"model_name": name, **card}))
+            self.world.from_writer(lambda: self.create_model_card(**{"model_name": name, **card}))
         return self.uploads.push(directory, message, **options)
 
 

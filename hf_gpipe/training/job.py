@@ -26,9 +26,9 @@ from hf_gpipe.pipeline import Pipeline, Update, UpdateStage
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import Recipe, load_saved, may_change
 from hf_gpipe.runtime.batches import share
-from hf_gpipe.runtime.device_choice import processes_for
+from hf_gpipe.runtime.device_choice import world_for
 from hf_gpipe.runtime.job import Job
-from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule import Schedule, Timeline, breakdown, draw_png, write_trace
 from hf_gpipe.training import summary
 from hf_gpipe.training.cost import CostMeter
@@ -77,26 +77,26 @@ def run(recipe: Recipe, job: Job) -> None:
     """
     cost_meter = CostMeter()
     task = task_of(recipe)
-    processes = processes_for(recipe.pipeline)
+    world = world_for(recipe.pipeline)
     job.note("checking the recipe")
-    processes.from_reader(lambda: check_recipe(recipe))
+    world.from_reader(lambda: check_recipe(recipe))
     job.note("taking the output directory")
-    with owned(Path(recipe.training.output_dir), processes):
-        _run(recipe, job, processes, task, cost_meter)
+    with owned(Path(recipe.training.output_dir), world):
+        _run(recipe, job, world, task, cost_meter)
 
 
-def _run(recipe: Recipe, job: Job, processes: Processes, task: Task, cost_meter: CostMeter) -> None:
+def _run(recipe: Recipe, job: Job, world: World, task: Task, cost_meter: CostMeter) -> None:
     """The same with the output directory to itself."""
     output_dir = Path(recipe.training.output_dir)
-    say = summary.say if processes.is_reporter else _say_nothing
-    checkpoint = _checkpoint_of(recipe, output_dir, processes, job)
+    say = summary.say if world.is_reporter else _say_nothing
+    checkpoint = _checkpoint_of(recipe, output_dir, world, job)
     first_step = 0 if checkpoint is None else step_of(checkpoint)
-    accumulation, num_processes = recipe.training.gradient_accumulation_steps, processes.num_processes
-    table = processes.from_reader(lambda: recipe.pipeline.table(accumulation, num_processes))
+    accumulation, num_processes = recipe.training.gradient_accumulation_steps, world.num_processes
+    table = world.from_reader(lambda: recipe.pipeline.table(accumulation, num_processes))
     job.note("preparing the corpus and the tokenizer")
     say("preparing the corpus and the tokenizer")
-    config, prepared = _prepared(recipe, task, output_dir, checkpoint, processes)
-    for path in processes.from_writer(lambda: writing(output_dir)(_begin)(recipe, output_dir, table)):
+    config, prepared = _prepared(recipe, task, output_dir, checkpoint, world)
+    for path in world.from_writer(lambda: writing(output_dir)(_begin)(recipe, output_dir, table)):
         say(f"deleted {path}, because training.resume is never")
 
     job.note("creating the model")
@@ -104,7 +104,7 @@ def _run(recipe: Recipe, job: Job, processes: Processes, task: Task, cost_meter:
     if not pipe.adapter.is_classifier:
         pipe.adapter.reference.generation_config.max_new_tokens = recipe.evaluation.max_new_tokens
     trainer = _trainer(recipe, task, pipe, prepared)
-    corpus_text = processes.from_reader(lambda: "" if prepared is None else task.corpus_text(prepared.corpus))
+    corpus_text = world.from_reader(lambda: "" if prepared is None else task.corpus_text(prepared.corpus))
     say(summary.start_text(recipe, pipe, corpus_text, checkpoint))
     again = " with training.resume=auto" if recipe.training.resume == "never" else ""
     output = trainer.train_from(checkpoint, how_to_go_on=f"start again{again}")
@@ -122,9 +122,9 @@ def _run(recipe: Recipe, job: Job, processes: Processes, task: Task, cost_meter:
     report = task.evaluate(pipe, *(prepared.tokenizer, prepared.corpus) if prepared is not None else (None, None))
     job.note("measuring a step")
     batches = trainer.train_batches()
-    batch = share([next(batches.epoch(0))] if batches is not None else None, processes)
+    batch = share([next(batches.epoch(0))] if batches is not None else None, world)
     measured, predicted = measure_step(pipe, batch, update=_update_of(trainer))
-    if processes.is_writer:
+    if world.is_writer:
         cost = cost_meter.cost(pipe, trainer.state.log_history, measured, batch, first_step)
         metrics = json.dumps(_finite(report.to_dict() | {"cost": cost}), indent=2, ensure_ascii=False)
         with writing(output_dir):
@@ -133,7 +133,7 @@ def _run(recipe: Recipe, job: Job, processes: Processes, task: Task, cost_meter:
                 (output_dir / TRANSLATIONS_FILE).write_text("\n".join([*lines, ""]), encoding="utf-8")
             (output_dir / METRICS_FILE).write_text(f"{metrics}\n")
             _write_timelines(output_dir, measured, predicted)
-    if processes.is_reporter:
+    if world.is_reporter:
         summary.say(summary.step_text(breakdown(measured), output_dir / TRACE_FILE))
         files = {"one step's timeline": TIMELINE_FILE, "metrics": METRICS_FILE}
         if task.translations(report):
@@ -190,7 +190,7 @@ def _write_timelines(output_dir: Path, measured: Timeline, predicted: Timeline) 
 
 
 def _prepared(
-    recipe: Recipe, task: Task, output_dir: Path, checkpoint: Path | None, processes: Processes
+    recipe: Recipe, task: Task, output_dir: Path, checkpoint: Path | None, world: World
 ) -> tuple[PreTrainedConfig, _Prepared | None]:
     """The model's configuration, and in the reader everything that it has prepared."""
     mine: list[_Prepared] = []
@@ -199,7 +199,7 @@ def _prepared(
         mine.append(_prepare(recipe, task, output_dir, checkpoint))
         return mine[0].config.to_dict()
 
-    values = processes.from_reader(prepare, takes_long=True)
+    values = world.from_reader(prepare, takes_long=True)
     if mine:
         return mine[0].config, mine[0]
     # Its class is of the recipe, its values are the reader's: they have the tokenizer's ids.
@@ -238,7 +238,7 @@ def check_recipe(recipe: Recipe) -> None:
     check_model(recipe)
 
 
-def _checkpoint_of(recipe: Recipe, output_dir: Path, processes: Processes, job: Job) -> Path | None:
+def _checkpoint_of(recipe: Recipe, output_dir: Path, world: World, job: Job) -> Path | None:
     """The checkpoint to resume from, which is whole. Every process calls it."""
 
     def prepare() -> None:
@@ -247,30 +247,30 @@ def _checkpoint_of(recipe: Recipe, output_dir: Path, processes: Processes, job: 
         tidy(output_dir)
 
     job.note("checking the checkpoint")
-    processes.from_writer(prepare)
-    hosts = processes.gather_objects(socket.gethostname())
+    world.from_writer(prepare)
+    hosts = world.gather_objects(socket.gethostname())
     if len(set(hosts)) > 1:
-        check_shared(output_dir, processes)
-        _check_same_data(recipe, hosts, processes)
+        check_shared(output_dir, world)
+        _check_same_data(recipe, hosts, world)
     if recipe.training.resume == "never":
         return None
     keeps = recipe.training.memory_save_steps is not None
-    return newest_checkpoint(output_dir, processes, MemoryCheckpoints(output_dir, processes) if keeps else None)
+    return newest_checkpoint(output_dir, world, MemoryCheckpoints(output_dir, world) if keeps else None)
 
 
-def _check_same_data(recipe: Recipe, hosts: Sequence[str], processes: Processes) -> None:
+def _check_same_data(recipe: Recipe, hosts: Sequence[str], world: World) -> None:
     """Raise DataError, on every process, where machines have different copies of the data.
 
     Only the main process reads them, and a machine may be without; but after a restart it may be another's turn.
     """
-    is_first = hosts.index(hosts[processes.rank]) == processes.rank
-    digests = processes.gather_objects(digest_of_files(recipe.data) if is_first else "")
+    is_first = hosts.index(hosts[world.rank]) == world.rank
+    digests = world.gather_objects(digest_of_files(recipe.data) if is_first else "")
     found = {host: digest for host, digest in zip(hosts, digests, strict=True) if digest}
     if len(set(found.values())) > 1:
         copies = ", ".join(f"{digest} on {host}" for host, digest in found.items())
         raise DataError(
             f"data.path {recipe.data.path}: the files differ between the machines (hashes: {copies}); copy them from "
-            f"{hosts[processes.reader]}, or put them where all machines see them"
+            f"{hosts[world.reader]}, or put them where all machines see them"
         )
 
 
@@ -330,7 +330,7 @@ def _trainer(recipe: Recipe, task: Task, pipe: Pipeline, prepared: _Prepared | N
         return task.num_characters(corpus.validation, tokenizer, decoder_only=decoder_only)
 
     # The process of the last stage computes the metric.
-    characters = pipe.topology.from_reader(tokenize, takes_long=True)
+    characters = pipe.world.from_reader(tokenize, takes_long=True)
     metrics: dict[str, Any] = {}
     if characters is not None:
         metrics = {"compute_metrics": PerCharacter(characters), "preprocess_logits_for_metrics": without_logits}

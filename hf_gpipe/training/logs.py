@@ -34,7 +34,7 @@ class Logs:
 
     def __init__(self, pipe: Pipeline, args: PipelineTrainingArguments, first_step: int, start_time: float) -> None:
         self._args, self._start_time = args, start_time
-        self.meter = Meter(pipe, args.timeline_steps if pipe.topology.num_processes > 1 else None)
+        self.meter = Meter(pipe, args.timeline_steps if pipe.world.num_processes > 1 else None)
         self._first_step = self._logged_step = first_step
         #: The sums of the losses since the last log, and before it.
         self._loss = self._logged_loss = 0.0

@@ -71,7 +71,7 @@ class TrainingLoop:
         self._trainer, self._plan, self._batches = trainer, plan, batches
         self._run, self._checkpoints, self._logs = run, checkpoints, logs
         self._ignored_keys, self._how_to_go_on = ignored_keys, how_to_go_on
-        self._args, self._pipe, self._topology = trainer.args, trainer.pipe, trainer.pipe.topology
+        self._args, self._pipe, self._world = trainer.args, trainer.pipe, trainer.pipe.world
         self._num_parameters = self._pipe.adapter.reference.num_parameters(exclude_embeddings=True)
         #: Of the last update: the norm of the gradient, and the learning rate.
         self._norm: float | None = None
@@ -80,11 +80,11 @@ class TrainingLoop:
         self._late_numbers: tuple[int, LossAndNorm] | None = None
         #: Of each step of the last window the loss, the norm and the learning rate.
         self._window: list[tuple[float, float, float]] = []
-        self._agreement = Agreement(self._topology)
+        self._agreement = Agreement(self._world)
         self._slow_machines = SlowMachines(self._pipe, self._args.slow_machine_steps)
         self._stop_request: StopRequest | None = None
         if self._args.enable_jit_checkpoint:
-            self._stop_request = StopRequest(self._topology, self._args.stop_seconds)
+            self._stop_request = StopRequest(self._world, self._args.stop_seconds)
 
     def train(self) -> TrainOutput:
         """Train to the end of the plan.
@@ -131,7 +131,7 @@ class TrainingLoop:
         if batches is not None:
             groups = in_groups(batches.epoch(epoch, done, begin.place), self._plan.accumulation)
             source = islice(groups, self._plan.max_steps - self._state.global_step)
-        for window in windows(shared_stream(source, self._topology), self._pipe, self._args, self._state):
+        for window in windows(shared_stream(source, self._world), self._pipe, self._args, self._state):
             job.note(f"training step {self._state.global_step + 1}")
             self._trainer.fire("on_step_begin")
             self._step(window)
@@ -172,10 +172,10 @@ class TrainingLoop:
         Where it does not, a process begins its next step as soon as its own update is done, and reads these numbers
         after the next step.
         """
-        args, topology = self._args, self._topology
+        args, world = self._args, self._world
         clips = args.max_grad_norm is not None and args.max_grad_norm > 0
         decides = self._trainer.scaler is not None or args.on_nonfinite_loss == "skip"
-        return clips or decides or topology.num_processes == 1 or self._pipe.is_asynchronous
+        return clips or decides or world.num_processes == 1 or self._pipe.is_asynchronous
 
     def _step(self, window: Sequence[Sequence[Batch]]) -> None:
         """One update from one or more mini-batches, or those of a window."""
@@ -274,7 +274,7 @@ class TrainingLoop:
                 f"step {step}: the loss is {loss} and the gradient's norm {norm}; lower learning_rate or "
                 "max_grad_norm, look at the data, or set on_nonfinite_loss to skip"
             )
-        if reaction == "skip" and self._topology.is_reporter:
+        if reaction == "skip" and self._world.is_reporter:
             logger.warning(f"step {step} is skipped: its loss is {loss}, its gradient's norm {norm}")
         return reaction == "ignore" and not has_overflowed
 
@@ -288,7 +288,7 @@ class TrainingLoop:
             elif self._args.include_num_input_tokens_seen != "no":
                 self._state.num_input_tokens_seen += ids.numel()
         every = self._args.torch_empty_cache_steps
-        if every and self._topology.device.type == "cuda" and self._state.global_step % every == 0:
+        if every and self._world.device.type == "cuda" and self._state.global_step % every == 0:
             torch.cuda.empty_cache()
 
     # ------------------------------------------------------------------ between steps
@@ -397,7 +397,7 @@ class TrainingLoop:
             saved = self._checkpoints.end()
             if saved is not None and not saved.is_in_memory and self._args.push_to_hub:
                 trainer.fire("on_push_begin")
-                if self._topology.is_writer:
+                if self._world.is_writer:
                     trainer.uploads.push_checkpoint(saved.path, f"Training in progress, step {saved.step}")
         if saved is None or saved.is_in_memory:
             return
@@ -424,8 +424,8 @@ class TrainingLoop:
         self._trainer.fire("on_train_end")
         assert self._stop_request is not None
         self._stop_request.forget_peers()
-        self._topology.barrier()
-        if self._topology.is_reporter:
+        self._world.barrier()
+        if self._world.is_reporter:
             print(
                 f"stopped by {signal.Signals(stop_signal).name} after step {step} of {steps}; all of it is saved in "
                 f"{checkpoint}: {self._how_to_go_on} to go on from there",
@@ -439,7 +439,7 @@ class TrainingLoop:
         if state.best_model_checkpoint is not None:
             self._pipe.load_pretrained(state.best_model_checkpoint)
         saved = None if state.best_model_checkpoint is None else step_of(Path(state.best_model_checkpoint))
-        if saved != state.best_global_step and self._topology.is_reporter:
+        if saved != state.best_global_step and self._world.is_reporter:
             logger.warning(
                 f"the best evaluation was that of step {state.best_global_step}, of which there is no checkpoint; the "
                 f"model is that of step {state.global_step if saved is None else saved}. Save as often as you evaluate "
@@ -448,7 +448,7 @@ class TrainingLoop:
 
     def _finish(self) -> TrainOutput:
         mine = self._logs.summary(self._state)
-        metrics = self._topology.broadcast_value(mine, self._topology.reporter)
+        metrics = self._world.broadcast_value(mine, self._world.reporter)
         self._trainer.log(metrics)
         if self._args.load_best_model_at_end:
             self._load_best_model()

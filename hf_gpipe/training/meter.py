@@ -76,10 +76,10 @@ class Meter:
                 asynchronous schedule.
             bubble: the idle fraction of all processes in the timed updates, where there were any.
         """
-        peaks = {stage: peak_memory_bytes({where}) for stage, where in self._pipe.topology.stage_devices.items()}
+        peaks = {stage: peak_memory_bytes({where}) for stage, where in self._pipe.world.stage_devices.items()}
         mine = (time.perf_counter() - self._since, peaks)
         timed = [(_busy_seconds(times), times[-1].end - times[0].start) for times in self._timed]
-        everyone = self._pipe.topology.gather_objects((*mine, timed, self._pipe.stash_bytes))
+        everyone = self._pipe.world.gather_objects((*mine, timed, self._pipe.stash_bytes))
         seconds = max(seconds for seconds, *_ in everyone)
         metrics: dict[str, float] = {
             "tokens_per_second": self._num_tokens / seconds,

@@ -18,7 +18,7 @@ from hf_gpipe.errors import DataError
 from hf_gpipe.pipeline import Evaluation, Pipeline
 from hf_gpipe.runtime.batches import shared_stream
 from hf_gpipe.runtime.packing import as_rows
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.world import World
 from hf_gpipe.training.generating import Generation
 from hf_gpipe.training.loader import Batch
 
@@ -70,9 +70,9 @@ def predict(
     Raises:
         DataError: a mini-batch without labels.
     """
-    source = ([_with_labels(batch)] for batch in batches) if batches is not None and pipe.topology.is_reader else None
+    source = ([_with_labels(batch)] for batch in batches) if batches is not None and pipe.world.is_reader else None
     with pipe.holding_weights():
-        for (batch,), is_last in _with_end(shared_stream(source, pipe.topology)):
+        for (batch,), is_last in _with_end(shared_stream(source, pipe.world)):
             batch = as_rows(batch)
             logits = _Logits(preprocess, pipe.adapter.autocast is not None) if with_logits else None
             evaluation = pipe.eval_on(batch, None if logits is None else logits.add)
@@ -80,7 +80,7 @@ def predict(
                 batch,
                 evaluation,
                 is_last,
-                None if logits is None else logits.collected(pipe.topology, batch["labels"].shape[-1]),
+                None if logits is None else logits.collected(pipe.world, batch["labels"].shape[-1]),
                 None if generation is None else generation(batch).numpy(),
             )
 
@@ -127,12 +127,12 @@ class _Logits:
         # A classifier's rows have no columns of labels.
         self._parts.append((_on_host(kept), labels.shape[1] if labels.dim() > 1 else 0))
 
-    def collected(self, topology: Topology, num_columns: int) -> Any:
+    def collected(self, world: World, num_columns: int) -> Any:
         """All rows as numpy arrays, in the last stage's leader; None elsewhere. Every process must call it.
 
         Those that have the labels' columns get back the ones cut off as padding.
         """
-        of_replicas = topology.gather_at_first(self._parts, topology.placement.workers[-1])
+        of_replicas = world.gather_at_first(self._parts, world.placement.workers[-1])
         if of_replicas is None:
             return None
         # Of r replicas number m % r has run micro-batch m.

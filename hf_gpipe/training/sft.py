@@ -26,7 +26,7 @@ from hf_gpipe.data.tokenizer import read_tokenizer
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.runtime.custom_loss import loss_of_function
-from hf_gpipe.runtime.device_choice import processes_for
+from hf_gpipe.runtime.device_choice import world_for
 from hf_gpipe.runtime.token_metrics import means
 from hf_gpipe.training.base import example_of, join_with, pipeline_of
 from hf_gpipe.training.dpo import each
@@ -97,7 +97,7 @@ class PipelineSFTTrainer(PipelineTrainer):
             _set_up(tokenizer, args)
         self._tokenizer, self._formatting = tokenizer, formatting_func
         self._is_completion_only = bool(args.completion_only_loss)
-        processes = model.topology if isinstance(model, Pipeline) else processes_for(args.config)
+        world = model.world if isinstance(model, Pipeline) else world_for(args.config)
         datasets: dict[str, Any] = {}
 
         def prepare() -> None:
@@ -113,7 +113,7 @@ class PipelineSFTTrainer(PipelineTrainer):
             datasets["train"] = self._examples(train_dataset, packing=args.packing)
             datasets["eval"] = each(eval_dataset, self._evaluated_examples)
 
-        processes.from_reader(prepare, takes_long=True)
+        world.from_reader(prepare, takes_long=True)
         options: dict[str, Any] = {} if isinstance(model, Pipeline) else _options_of(model, args)
         if quantization_config is not None:
             options["quantization_config"] = quantization_config
@@ -195,7 +195,7 @@ class PipelineSFTTrainer(PipelineTrainer):
         """TRL's metrics since the last call: means over the mini-batches, and the tokens trained on so far."""
         metrics: dict[str, float] = {"num_tokens": self.num_trained_tokens}
         if self._token_metrics is not None:
-            metrics |= means(self.topology.gather_objects(self._token_metrics.take(is_training=is_training)))
+            metrics |= means(self.world.gather_objects(self._token_metrics.take(is_training=is_training)))
         return metrics
 
 

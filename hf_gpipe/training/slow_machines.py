@@ -36,8 +36,8 @@ class SlowMachines:
     """
 
     def __init__(self, pipe: Pipeline, every: int | None) -> None:
-        self._pipe, self._topology = pipe, pipe.topology
-        self._hosts = [] if every is None else self._topology.gather_objects(socket.gethostname())
+        self._pipe, self._world = pipe, pipe.world
+        self._hosts = [] if every is None else self._world.gather_objects(socket.gethostname())
         self._every = every if len(set(self._hosts)) > 1 else None
         self._num_steps = 0
         self._seconds: list[float] = []
@@ -62,9 +62,9 @@ class SlowMachines:
         is_due = self._passes(self._every, num_steps)
         self._num_steps += num_steps
         if is_due:
-            everyone = self._topology.gather_objects(min(self._seconds, default=None))
+            everyone = self._world.gather_objects(min(self._seconds, default=None))
             self._seconds = []
-            if self._topology.is_reporter:
+            if self._world.is_reporter:
                 self._compare(everyone)
 
     def _passes(self, interval: int, num_steps: int) -> bool:
@@ -94,7 +94,7 @@ class SlowMachines:
             if ratio < most or process in self._named:
                 continue
             self._named.add(process)
-            stages = ", ".join(map(str, self._topology.placement.stages_of(process)))
+            stages = ", ".join(map(str, self._world.placement.stages_of(process)))
             logger.warning(
                 f"machine {self._hosts[process]} is slow: in the last {self._every} steps process {process} (stage "
                 f"{stages}) computed {ratio:.1f} times as long as {where}, compared with the other machines; see what "

@@ -21,8 +21,8 @@ from hf_gpipe.errors import EXIT_FAILURE, EXIT_STOPPED
 from hf_gpipe.runtime import failures
 from hf_gpipe.runtime.failures import Failure
 from hf_gpipe.runtime.job import Job
-from hf_gpipe.runtime.processes import Processes
 from hf_gpipe.runtime.signals import STOP_SIGNALS, StopSignal
+from hf_gpipe.runtime.world import World
 
 _POLL_SECONDS = 0.25
 
@@ -51,11 +51,11 @@ class StopRequest:
     thread only: in another one, the context manager changes nothing.
     """
 
-    def __init__(self, processes: Processes, stop_seconds: float) -> None:
+    def __init__(self, world: World, stop_seconds: float) -> None:
         me = socket.gethostname(), os.getpid()
         #: The other processes of the pipeline that are on this machine.
-        self._peers = [pid for host, pid in processes.gather_objects(me) if host == me[0] and pid != me[1]]
-        self._rank = processes.rank
+        self._peers = [pid for host, pid in world.gather_objects(me) if host == me[0] and pid != me[1]]
+        self._rank = world.rank
         self._stop_seconds = stop_seconds
         self._stop = StopSignal()
 

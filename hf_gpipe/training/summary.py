@@ -20,7 +20,7 @@ def start_text(recipe: Recipe, pipe: Pipeline, corpus: str, checkpoint: Path | N
     """The model, its stages and the data; `corpus` says in words how much there is."""
     reference = pipe.adapter.reference
     sizes = ", ".join(str(len(layers)) for layers in pipe.partition)
-    processes = pipe.topology.num_processes
+    processes = pipe.world.num_processes
     lines = [
         f"model      {reference.config.model_type}, {_count(reference.num_parameters())} parameters, "
         f"{len(pipe.adapter.layers)} layers",

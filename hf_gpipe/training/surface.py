@@ -93,7 +93,7 @@ _LOSS = "give the constructor a compute_loss_func, or set label_smoothing_factor
 _STEP = "a step is a pass over stages and micro-batches; use a callback, such as on_step_end or on_pre_optimizer_step"
 _EVALUATION = "use compute_metrics, preprocess_logits_for_metrics, or override evaluate or predict"
 _PRECISION = "use bf16 or fp16"
-_NO_ACCELERATOR = "no Accelerator is used; the processes are `trainer.topology`, the stages `trainer.pipe`"
+_NO_ACCELERATOR = "no Accelerator is used; the processes are `trainer.world`, the stages `trainer.pipe`"
 _SEARCH = "run one training for each choice"
 _TOKENS = "include_num_input_tokens_seen and metrics.jsonl have tokens; state.total_flos has operations"
 _ORDER = "train_sampling_strategy sets the order of rows; an iterable dataset has its own"
@@ -128,7 +128,7 @@ REFUSED = {
     "accelerator": _NO_ACCELERATOR,
     "create_accelerator_and_postprocess": _NO_ACCELERATOR,
     "place_model_on_device": "the Pipeline chooses the device; set use_cpu, or give a Pipeline with device",
-    "is_model_parallel": "look at trainer.topology",
+    "is_model_parallel": "look at trainer.world",
     "is_distributed_loading_by_transformers": _OTHER_ENGINE,
     "get_cp_size": _OTHER_ENGINE,
     "get_sp_size": _OTHER_ENGINE,

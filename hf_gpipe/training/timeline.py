@@ -34,7 +34,7 @@ def measure_step(
         each action taking the median of what actions of its kind took on its stage, and messages no time.
     """
     runs = [_measure(pipe, batches, update) for _ in range(repeats + 1)]
-    everyone = pipe.topology.gather_objects(runs[1:])
+    everyone = pipe.world.gather_objects(runs[1:])
     steps = [
         [
             Span(process, t.action, t.start, t.end, t.waiting, t.sending)
@@ -57,7 +57,7 @@ def measure_step(
 
 def _measure(pipe: Pipeline, batches: Batches, update: Update | UpdateStage | None) -> list[ActionTime]:
     """The actions of this process in one step or window, in seconds since all processes were ready."""
-    pipe.topology.barrier()
+    pipe.world.barrier()
     origin = time.perf_counter()
     if pipe.is_asynchronous:
         of_stage = cast(UpdateStage, update) if update is not None else lambda stage, step, norm: None

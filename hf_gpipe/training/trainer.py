@@ -36,7 +36,7 @@ from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.runtime.calls import by_every_process
 from hf_gpipe.runtime.custom_loss import loss_of_function
 from hf_gpipe.runtime.loss import Loss
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.world import World
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.base import (
     callbacks_of,
@@ -136,7 +136,7 @@ class PipelineTrainer(InspectedTrainer):
             loss=loss_of_function(compute_loss_func),
             peft_config=peft_config,
         )
-        self.topology = self.pipe.topology
+        self.world = self.pipe.world
         self.scaler = loss_scaler(self.pipe)
         self.master_weights = master_weights_of(self.pipe, self.args)
         self.processing_class = processing_class
@@ -154,7 +154,7 @@ class PipelineTrainer(InspectedTrainer):
         self.callback_handler = CallbackHandler(
             callbacks_of(self.args, callbacks or []), self.model, processing_class, self.optimizer, self.lr_scheduler
         )
-        self.uploads = HubUploads(self.args, self.topology)
+        self.uploads = HubUploads(self.args, self.world)
         if self.args.push_to_hub:
             self.init_hf_repo()
         self.control = TrainerControl()
@@ -209,7 +209,7 @@ class PipelineTrainer(InspectedTrainer):
         self._check_surface()
         self._is_in_train = True
         try:
-            with owned(Path(self.args.output_dir), self.topology):
+            with owned(Path(self.args.output_dir), self.world):
                 return self._loop(asked, **options).train()
         finally:
             self._is_in_train = False
@@ -224,7 +224,7 @@ class PipelineTrainer(InspectedTrainer):
         """Make the loop, with everything ready for the first step."""
         start_time = time.time()
         batches = self.train_batches()
-        plan = Plan.make(self.args, self.topology.from_reader(lambda: None if batches is None else batches.count()))
+        plan = Plan.make(self.args, self.world.from_reader(lambda: None if batches is None else batches.count()))
         checkpoints = Checkpoints(self.args, self.pipe, self.master_weights, self.scaler)
         # First, for it gives back a checkpoint that was being replaced.
         checkpoints.tidy()
@@ -259,9 +259,9 @@ class PipelineTrainer(InspectedTrainer):
 
     def train_batches(self) -> MiniBatches | None:
         """The mini-batches of the training dataset; None in processes that do not read data."""
-        if not self.topology.from_reader(lambda: self.train_dataset is not None):
+        if not self.world.from_reader(lambda: self.train_dataset is not None):
             raise UserError("training requires a train_dataset")
-        return self.get_train_dataloader() if self.topology.is_reader else None
+        return self.get_train_dataloader() if self.world.is_reader else None
 
     def end(self) -> None:
         """Wait for uploads and leave the job. It is called last, by every process."""
@@ -362,7 +362,7 @@ class PipelineTrainer(InspectedTrainer):
         callbacks = [*self.callback_handler.callbacks, self.control]
         return TrainerState(
             is_local_process_zero=self.args.local_process_index == 0,
-            is_world_process_zero=self.topology.is_reporter,
+            is_world_process_zero=self.world.is_reporter,
             stateful_callbacks=[one for one in callbacks if isinstance(one, ExportableState)],
             train_batch_size=self.args.per_device_train_batch_size,
         )
@@ -393,7 +393,7 @@ class PipelineTrainer(InspectedTrainer):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = {dataset: self.eval_dataset[dataset] if isinstance(self.eval_dataset, Mapping) else None}
-        names = self.topology.from_reader(lambda: list(dataset) if isinstance(dataset, Mapping) else None)
+        names = self.world.from_reader(lambda: list(dataset) if isinstance(dataset, Mapping) else None)
         if names is None:
             return self._evaluate_one(dataset, metric_key_prefix, generation)
         metrics: dict[str, float] = {}
@@ -443,7 +443,7 @@ class PipelineTrainer(InspectedTrainer):
 
         Raises UserError where no process has a dataset, or where options of generation are not used.
         """
-        if not self.topology.from_reader(lambda: dataset is not None):
+        if not self.world.from_reader(lambda: dataset is not None):
             raise UserError(required)
         if generation and not self.args.predict_with_generate:
             raise UserError(f"{next(iter(generation))}: generation needs predict_with_generate=True")
@@ -456,7 +456,7 @@ class PipelineTrainer(InspectedTrainer):
     def _evaluator(self) -> Evaluator:
         """Make an evaluator for each call: a script may have set another `compute_metrics` since the last one."""
         self._metrics_of_loss(is_training=False)  # those of other calls are not of this evaluation
-        pad_token_id = self.topology.from_reader(lambda: getattr(self.processing_class, "pad_token_id", None))
+        pad_token_id = self.world.from_reader(lambda: getattr(self.processing_class, "pad_token_id", None))
         return Evaluator(
             self.pipe,
             self.args,
@@ -481,24 +481,24 @@ class PipelineTrainer(InspectedTrainer):
         """
         directory = Path(output_dir) if output_dir is not None else self._output_dir
         self._check_surface()
-        self._own_model_to_save(directory, self.topology).write()
+        self._own_model_to_save(directory, self.world).write()
         if self.args.push_to_hub and not _internal_call:
             self._push(directory, "Model save", {})
 
-    def model_to_save(self, directory: Path, topology: Topology) -> Unwritten | None:
-        """The model of a checkpoint, to be written into its directory; `topology` is for the messages of the writing.
+    def model_to_save(self, directory: Path, world: World) -> Unwritten | None:
+        """The model of a checkpoint, to be written into its directory; `world` is for the messages of the writing.
 
         A `save_model` that is overridden writes at once, and nothing is left: None.
         """
         if getattr(self.save_model, "__func__", None) is PipelineTrainer.save_model:
             self._check_surface()
-            return self._own_model_to_save(directory, topology)
+            return self._own_model_to_save(directory, world)
         self.save_model(str(directory), _internal_call=True)
         return None
 
-    def _own_model_to_save(self, directory: Path, topology: Topology) -> Unwritten:
+    def _own_model_to_save(self, directory: Path, world: World) -> Unwritten:
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        return model_to_save(directory, self.pipe, tokenizer, topology)
+        return model_to_save(directory, self.pipe, tokenizer, world)
 
 
 #: What the class itself has under the names that a subclass may not override.

@@ -29,7 +29,7 @@ from hf_gpipe.runtime.executor import Executor, StepResult
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.timing import ActionTime
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, Costs, Schedule, build, seconds_of_steps
 from hf_gpipe.schedule.builders import placement_for
 from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, INPUT, RECOMPUTE, WEIGHT
@@ -295,15 +295,14 @@ class _Pipeline:
     def __init__(self, setting: Emulated, rank: int) -> None:
         self.table = setting.table()
         placement, device = self.table.placement, torch.device("cpu")
-        own = dict.fromkeys(placement.stages_of(rank), device)
-        topology = Topology(rank, placement.num_processes, (device,), placement, own)
+        world = World(rank, placement.num_processes, (device,), stages_placed=placement)
         boundary = torch.zeros(setting.boundary_bytes // _FLOAT_BYTES)
         if setting.transfer_seconds is not None:
             boundary = torch.zeros(1, dtype=torch.float64)
         # The executor is typed for stages that compute.
-        waiting = {number: WaitingStage(setting, number, boundary) for number in own}
+        waiting = {number: WaitingStage(setting, number, boundary) for number in world.local_stages}
         stages = {number: cast(Stage, stage) for number, stage in waiting.items()}
-        edges = connect(topology, lambda stage, name: boundary.dtype)
+        edges = connect(world, lambda stage, name: boundary.dtype)
         if setting.transfer_seconds is not None:
             edges = {number: slow(edge, setting.transfer_seconds[number]) for number, edge in edges.items()}
         self.replicas = None
@@ -311,9 +310,9 @@ class _Pipeline:
             names = {name: number for number, stage in waiting.items() for name in stage.parameters}
             ties = SimpleNamespace(names=frozenset(), owner_stage=names)
             seconds = dict(enumerate(setting.reduction_seconds()))
-            self.replicas = SlowReplicas(waiting, ties, topology, seconds)
+            self.replicas = SlowReplicas(waiting, ties, world, seconds)
         self.executor = Executor(stages, edges, rank, self.replicas)
-        self.topology = topology
+        self.world = world
         #: Of the step before, where several run one after another.
         self.earlier: Callable[[], torch.Tensor] | None = None
         count = setting.micro_batches
@@ -326,7 +325,7 @@ class _Pipeline:
                 self.replicas.finish()
             if is_one_of_several:
                 # Loss and norm, which are read after the next step, as in a training.
-                earlier, self.earlier = self.earlier, self.topology.begin_sum(torch.zeros(2))
+                earlier, self.earlier = self.earlier, self.world.begin_sum(torch.zeros(2))
                 if earlier is not None:
                     earlier()
 

@@ -74,15 +74,15 @@ class SlowReplicas(replicas.Replicas):
     """Replicas whose reductions take a time for each stage, in equal buckets, each of one parameter.
 
     Args:
-        models, ties, topology: as for `Replicas`.
+        models, ties, world: as for `Replicas`.
         seconds: of the reduction of each stage.
     """
 
-    def __init__(self, models: Mapping[int, Any], ties: Any, topology: Any, seconds: Mapping[int, float]) -> None:
+    def __init__(self, models: Mapping[int, Any], ties: Any, world: Any, seconds: Mapping[int, float]) -> None:
         self._seconds, self._stage = seconds, 0
         self._last: _Reduction | None = None
         replicas.BUCKET_BYTES = 1
-        super().__init__(models, ties, topology)
+        super().__init__(models, ties, world)
 
     def begin(self) -> None:
         # Of this step alone: a process emulates several settings in turn.

@@ -63,7 +63,7 @@ def in_stages(pipe: Pipeline, batch: Batch) -> Step:
     loss = float(pipe.train_step(batch))
     mine = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
     gradients: dict[str, torch.Tensor] = {}
-    for part in pipe.topology.gather_objects(mine):
+    for part in pipe.world.gather_objects(mine):
         assert not gradients.keys() & part.keys(), "a parameter has two owners"
         gradients |= part
     return Step(loss, gradients, torch.float64)

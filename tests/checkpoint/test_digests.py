@@ -24,12 +24,12 @@ from hf_gpipe.checkpoint.directory import check_whole, checkpoints, last_checkpo
 from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE
 from hf_gpipe.data import train_tokenizer
 from hf_gpipe.errors import CheckpointError
-from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.runtime.world import World
 from tests.gloo import run_gloo
 from tests.oracle import tiny_config
 from tests.training.toy import trainer, weights
 
-ALONE = Processes.of_job()
+ALONE = World.of_job()
 SETTINGS = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "dropout": 0.2, "family": "llama"}
 SHARD = "model-00002-of-00002.safetensors"
 OPTIMIZER = f"{FOLDER}/optimizer-00001-of-00002.safetensors"
@@ -250,10 +250,10 @@ def _resume_together(folder: str) -> tuple[list[tuple[str, str | None]], list[st
         original(self, parts)
 
     digests.Digests.check = spy  # type: ignore[method-assign]
-    topology = Processes.of_job()
-    check_whole(Path(folder) / "checkpoint-2", topology)
+    world = World.of_job()
+    check_whole(Path(folder) / "checkpoint-2", world)
     digests.Digests.check = original  # type: ignore[method-assign]
-    return read, lines, last_checkpoint(Path(folder), topology)
+    return read, lines, last_checkpoint(Path(folder), world)
 
 
 def test_processes_share_the_reading_and_agree(out: Path) -> None:

@@ -279,11 +279,11 @@ def _fail_then_save(blocked: str, directory: str) -> list[str]:
     with pytest.raises(CheckpointError) as error:
         pipe.save_pretrained(blocked)
     told.append(str(error.value))
-    with pytest.raises(CheckpointError) as error, written_whole(Path(blocked) / "checkpoint-1", pipe.topology):
+    with pytest.raises(CheckpointError) as error, written_whole(Path(blocked) / "checkpoint-1", pipe.world):
         pass
     told.append(str(error.value))
     with pytest.raises(CheckpointError) as error:
-        unwritten_adapters(Path(blocked), pipe.models, pipe.topology, peft=None)
+        unwritten_adapters(Path(blocked), pipe.models, pipe.world, peft=None)
     told.append(str(error.value))
     pipe.save_pretrained(directory)
     return told

@@ -13,7 +13,7 @@ from hf_gpipe.checkpoint import in_memory
 from hf_gpipe.checkpoint.directory import checkpoints
 from hf_gpipe.checkpoint.in_memory import MemoryCheckpoints
 from hf_gpipe.errors import CheckpointError, UserError
-from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.runtime.world import World
 from hf_gpipe.training.checkpoints import Checkpoints
 from tests.gloo import run_gloo
 from tests.training.toy import arguments, trainer, weights
@@ -60,7 +60,7 @@ def _train_until_lost(folder: Path) -> tuple[list[str], set[str]]:
 
 def _found(folder: Path, machines: list[int]) -> Path | None:
     be_on(folder, machines)
-    return MemoryCheckpoints(folder / "out", Processes.of_job()).find(after=LOST_AT - 1)
+    return MemoryCheckpoints(folder / "out", World.of_job()).find(after=LOST_AT - 1)
 
 
 def _resume(folder: Path) -> tuple[int, dict[str, torch.Tensor], bool]:
@@ -113,20 +113,20 @@ def test_the_newest_checkpoint_counts_and_a_damaged_one_does_not(
 ) -> None:
     path, out = one_checkpoint(tmp_path, monkeypatch), tmp_path / "out"
     assert path.name == f"checkpoint-{LOST_AT}"
-    processes = Processes.of_job()
-    memory = MemoryCheckpoints(out, processes)
-    assert in_memory.newest_checkpoint(out, processes, memory) == path
-    assert in_memory.newest_checkpoint(out, processes, None) == out / "checkpoint-3"
+    world = World.of_job()
+    memory = MemoryCheckpoints(out, world)
+    assert in_memory.newest_checkpoint(out, world, memory) == path
+    assert in_memory.newest_checkpoint(out, world, None) == out / "checkpoint-3"
     assert memory.find(after=LOST_AT) is None
     file = next(path.glob("model*.safetensors"))
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    assert in_memory.newest_checkpoint(out, processes, memory) == out / "checkpoint-3"
+    assert in_memory.newest_checkpoint(out, world, memory) == out / "checkpoint-3"
     assert "is damaged" in caplog.text
     # A new run in a new directory of the same name.
     (out / in_memory.NAME_FILE).unlink()
-    assert MemoryCheckpoints(out, processes).folder != memory.folder
+    assert MemoryCheckpoints(out, world).folder != memory.folder
 
 
 def test_what_cannot_be_kept_in_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,4 +136,4 @@ def test_what_cannot_be_kept_in_memory_is_refused(tmp_path: Path, monkeypatch: p
         arguments(tmp_path, memory_save_steps=0)
     monkeypatch.setattr(in_memory, "ROOT", tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"has no .*nowhere; leave memory_save_steps out"):
-        MemoryCheckpoints(tmp_path, Processes.of_job())
+        MemoryCheckpoints(tmp_path, World.of_job())

@@ -20,12 +20,12 @@ import pytest
 from hf_gpipe.checkpoint import lock
 from hf_gpipe.checkpoint.lock import LOCK_FILE, Owner, owned
 from hf_gpipe.errors import CheckpointError, UserError
-from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.runtime.world import World
 from tests import gloo
 from tests.test_train import ENVIRONMENT, REPOSITORY
 from tests.training.toy import trainer
 
-ALONE = Processes.of_job()
+ALONE = World.of_job()
 
 
 def _hold(folder: Path, ready: Any) -> None:
@@ -170,8 +170,8 @@ CHILD = """
 import os, sys
 from pathlib import Path
 from hf_gpipe.checkpoint.lock import owned
-from hf_gpipe.runtime.processes import Processes
-with owned(Path(sys.argv[1]), Processes.of_job()):
+from hf_gpipe.runtime.world import World
+with owned(Path(sys.argv[1]), World.of_job()):
     if os.fork() == 0:
         os.close(1)
         os.execvp("sleep", ["sleep", "60"]) if sys.argv[2] == "program" else __import__("time").sleep(60)
@@ -183,9 +183,9 @@ with owned(Path(sys.argv[1]), Processes.of_job()):
 @pytest.mark.parametrize("kind", ["fork", "program"])
 def test_a_child_that_outlives_its_run_does_not_keep_the_lock(kind: str, tmp_path: Path) -> None:
     """Such as a data loader's worker."""
-    subprocess.run(
-        [sys.executable, "-c", CHILD, str(tmp_path), kind], cwd=REPOSITORY, env=ENVIRONMENT, timeout=200, check=False
-    )
+    words = [sys.executable, "-c", CHILD, str(tmp_path), kind]
+    run = subprocess.run(words, cwd=REPOSITORY, env=ENVIRONMENT, timeout=200, check=False, stdout=subprocess.PIPE)
+    assert run.stdout == b"ready\n"
     with owned(tmp_path, ALONE):
         assert json.loads((tmp_path / LOCK_FILE).read_text())["process"] == os.getpid()
 
@@ -194,9 +194,9 @@ RETURNS = """
 import sys, time
 from pathlib import Path
 from hf_gpipe.checkpoint import lock
-from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.runtime.world import World
 lock.BEAT_SECONDS = 0.2
-with lock.owned(Path(sys.argv[1]), Processes.of_job()):
+with lock.owned(Path(sys.argv[1]), World.of_job()):
     print("ready", flush=True)
     time.sleep(100)
 """
@@ -235,7 +235,7 @@ def test_a_trainer_takes_it(tmp_path: Path, holder: BaseProcess, is_quick: None)
 def _second(folder: Path) -> str:
     lock.ENDING_SECONDS = 0.3
     try:
-        with owned(folder, Processes.of_job()):
+        with owned(folder, World.of_job()):
             return "taken"
     except UserError as error:
         return str(error)

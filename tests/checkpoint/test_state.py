@@ -32,7 +32,7 @@ from hf_gpipe.checkpoint.directory import (
 from hf_gpipe.checkpoint.run_state import Position, RunState
 from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE, load_state, read_state, unwritten_state
 from hf_gpipe.errors import CheckpointError
-from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.runtime.world import World
 from tests.checkpoint.test_digests import make_old
 from tests.gloo import run_gloo
 from tests.oracle import padded_batch, tiny_config
@@ -60,7 +60,7 @@ def random_noise(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.where(torch.rand(ids.shape) < 0.3, 2, ids), "labels": ids}
 
 
-ALONE = Processes.of_job()
+ALONE = World.of_job()
 SAVE = {"save_strategy": "steps", "save_steps": 2, "max_steps": 9, "dropout": 0.2}
 
 
@@ -203,7 +203,7 @@ def test_values_without_a_json_form_are_refused(tmp_path: Path) -> None:
     optimizer.param_groups[0]["callback"] = print
     with pytest.raises(CheckpointError, match="an optimizer's option is a builtin"):
         unwritten_state(
-            tmp_path, parameters, pipe.ties.owner_stage, optimizer, None, RunState(Position(), 0, {}), pipe.topology
+            tmp_path, parameters, pipe.ties.owner_stage, optimizer, None, RunState(Position(), 0, {}), pipe.world
         )
 
 
@@ -223,7 +223,7 @@ def test_state_round_trip_is_exact(tmp_path: Path) -> None:
     first = next(iter(parameters.values()))
     optimizer.state[first]["scalar"] = 0.1
     run = RunState(Position(1, 2, {"a": [1, None]}), 3, {"b": 0.1}, True, 4, {"scale": 0.5})
-    unwritten_state(tmp_path, parameters, pipe.ties.owner_stage, optimizer, scheduler, run, pipe.topology).write()
+    unwritten_state(tmp_path, parameters, pipe.ties.owner_stage, optimizer, scheduler, run, pipe.world).write()
     assert read_state(tmp_path).run == run
     other = make()
     other_scheduler = torch.optim.lr_scheduler.OneCycleLR(other, 0.9, total_steps=20)
@@ -285,22 +285,22 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
 
 
 def test_an_unfinished_checkpoint_has_no_name(tmp_path: Path) -> None:
-    topology = Processes.of_job()
+    world = World.of_job()
     final = tmp_path / "checkpoint-5"
 
     def crash() -> None:
-        with written_whole(final, topology) as directory:
+        with written_whole(final, world) as directory:
             (directory / "weights").touch()
             raise CrashError
 
     with pytest.raises(CrashError):
         crash()
     assert checkpoints(tmp_path) == []
-    with written_whole(final, topology) as directory:
+    with written_whole(final, world) as directory:
         assert list(directory.iterdir()) == []
         (directory / "new").touch()
     assert [path.name for path in checkpoint_path(tmp_path, 5).iterdir()] == ["new"]
-    with written_whole(final, topology) as directory:
+    with written_whole(final, world) as directory:
         (directory / "newer").touch()
     assert [path.name for path in checkpoint_path(tmp_path, 5).iterdir()] == ["newer"]
     assert os.listdir(tmp_path) == ["checkpoint-5"]
@@ -331,7 +331,7 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
         pytest.raises(CheckpointError, match="cannot write"),
-        written_whole(tmp_path / "file" / "checkpoint-1", Processes.of_job()),
+        written_whole(tmp_path / "file" / "checkpoint-1", World.of_job()),
     ):
         pass
 
@@ -373,16 +373,16 @@ def test_weights_are_replaced_without_a_second_copy_of_them(tmp_path: Path) -> N
 
 def _save_with_a_full_disk(folder: str, broken_process: int, by_limit: bool) -> str:
     made = trainer(Path(folder), num_stages=3, **SAVE | {"max_steps": 4})
-    if made.topology.rank == broken_process and by_limit:
+    if made.world.rank == broken_process and by_limit:
         made.add_callback(_LimitFiles())
-    elif made.topology.rank == broken_process:
+    elif made.world.rank == broken_process:
         original, calls = save.save_file, 0
 
         def fails_the_second_time(*args: Any, **kwargs: Any) -> None:
             nonlocal calls
             calls += 1
             original(*args, **kwargs)
-            if calls > len(made.topology.local_stages):
+            if calls > len(made.world.local_stages):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         save.save_file = fails_the_second_time
@@ -412,10 +412,10 @@ def test_a_full_disk_on_one_process_is_told_on_all(broken_process: int, by_limit
 
 
 def _see_each_other(folder: str) -> str:
-    rank = Processes.of_job().rank
+    rank = World.of_job().rank
     os.makedirs(f"{folder}/{rank}", exist_ok=True)
     os.chdir(f"{folder}/{rank}")
-    check_shared(Path(folder) / "common", Processes.of_job())
+    check_shared(Path(folder) / "common", World.of_job())
     directory._APPEARS_SECONDS = 0.2
     with pytest.raises(CheckpointError) as caught:
         trainer(Path("out"), **SAVE).train()

@@ -57,7 +57,7 @@ class Outcome:
 def outcome(config: PreTrainedConfig, device: str | Sequence[str], **of_pipeline: Any) -> Outcome:
     """Two steps and an evaluation of a pipeline that starts with the same weights each time."""
     pipe = Pipeline(plain_model(config), device=device, **of_pipeline)
-    batch = padded_batch(config) if pipe.topology.rank == 0 else None
+    batch = padded_batch(config) if pipe.world.rank == 0 else None
     optimizer = torch.optim.AdamW([{"params": list(pipe.parameters())}], lr=1e-2)  # a process may own none
     if of_pipeline.get("zero"):
         pipe.shard_optimizer(optimizer)
@@ -121,7 +121,7 @@ def gathered(pipe: Pipeline, tensors: dict[str, torch.Tensor]) -> dict[str, torc
     """The tensors of all processes, copied to the CPU. Replicas must have the same."""
     mine = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
     everything: dict[str, torch.Tensor] = {}
-    for part in pipe.topology.gather_objects(mine):
+    for part in pipe.world.gather_objects(mine):
         for name, tensor in part.items():
             assert torch.equal(everything.setdefault(name, tensor), tensor), f"the replicas of {name} differ"
     return everything

@@ -13,8 +13,8 @@ from tests.emulated_cuda.processes import on_emulated_cuda
 
 def edge_of_two() -> tuple[Edge, torch.device]:
     """New communicators between stage 0, in process 0, and stage 1, in process 1; and this process's device."""
-    topology = Pipeline(config_of("llama"), 2, device="cuda").topology
-    return connect(topology, lambda stage, name: torch.float32)[0], topology.device
+    world = Pipeline(config_of("llama"), 2, device="cuda").world
+    return connect(world, lambda stage, name: torch.float32)[0], world.device
 
 
 @on_emulated_cuda(2)

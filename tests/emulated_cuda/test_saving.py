@@ -26,7 +26,7 @@ def test_a_save_copies_into_pinned_memory_and_waits_once_for_each_file(tmp_path:
         pipe.save_pretrained(tmp_path)
         parameters, owners = dict(pipe.named_parameters()), pipe.ties.owner_stage
         run = RunState(Position(), 1, {})
-        state = unwritten_state(tmp_path, parameters, owners, optimizer, None, run, pipe.topology)
+        state = unwritten_state(tmp_path, parameters, owners, optimizer, None, run, pipe.world)
         state.copy()
         state.write()
     assert not counts.pageable_copies, str(counts)

@@ -109,7 +109,7 @@ def logits_in_float32(model: Any, inputs: Any, output: Any) -> None:
 def test_loss_scaling_in_two_processes(tmp_path: Path) -> None:
     spy, recorder = Overflow(2), Recorder()
     made = trainer(tmp_path, family="llama", fp16=True, max_steps=5, callbacks=[spy, recorder], use_cpu=False)
-    assert made.topology.device.type == "cuda"
+    assert made.world.device.type == "cuda"
     spy.made = made
     made.train()
     assert spy.changed is False
@@ -152,7 +152,7 @@ def save_and_load(folder: Path, device: Any) -> None:
     plain = plain_model(config_of("marian"), dtype=torch.float32)
     pipe = Pipeline(plain, 3, 2, device=device)
     pipe.save_pretrained(folder)
-    pipe.topology.barrier()
+    pipe.world.barrier()
     expected = plain.state_dict()
     for name, tensor in AutoModelForSeq2SeqLM.from_pretrained(folder).state_dict().items():
         assert torch.equal(tensor, expected[name]), name
@@ -210,6 +210,6 @@ def test_links_are_measured_and_memory_compared() -> None:
     config = config_of("llama")
     values: dict[str, Any] = {"num_stages": 2, "num_micro_batches": 2, "measure_links": True}
     pipe = Pipeline(plain_model(config), example=padded_batch(config), config=PipelineConfig(**values))
-    assert [str(stage.device) for stage in pipe.stages.values()] == [f"cuda:{pipe.topology.rank}"]
+    assert [str(stage.device) for stage in pipe.stages.values()] == [f"cuda:{pipe.world.rank}"]
     (line,) = pipe.links
     assert line.startswith("inside "), line

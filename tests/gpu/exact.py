@@ -91,10 +91,10 @@ class Comparison:
         expected = self._expected[family]
         pipe = Pipeline(self.model(family), num_micro_batches=NUM_MICRO_BATCHES, device=device, **values)
         batch = padded_batch(pipe.adapter.config)
-        loss = float(pipe.train_step(batch if pipe.topology.rank == 0 else None))
+        loss = float(pipe.train_step(batch if pipe.world.rank == 0 else None))
         mine = {name: p.grad.cpu().double() for name, p in pipe.named_parameters() if p.grad is not None}
         # Replicas of a stage have the same parameters, and each has the whole gradient.
-        found = [one for part in pipe.topology.gather_objects(mine) for one in part.items()]
+        found = [one for part in pipe.world.gather_objects(mine) for one in part.items()]
         self.num_steps += 1
         if {name for name, _ in found} != expected.gradients.keys():
             self.problems.append(f"{what}: gradients of other parameters")

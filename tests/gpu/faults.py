@@ -97,7 +97,7 @@ def train(fault: str, struck: Path) -> None:
     def faulty(self: Stage, context: Any, *, keep_graph: bool) -> Any:
         nonlocal calls
         calls += 1
-        if pipe.topology.rank == 1 and calls == 4:
+        if pipe.world.rank == 1 and calls == 4:
             torch.cuda.synchronize()
             struck.touch()
             if fault == "killed":
@@ -107,7 +107,7 @@ def train(fault: str, struck: Path) -> None:
 
     Stage.forward = faulty  # type: ignore[method-assign]
     while True:
-        pipe.train_step(padded_batch(pipe.adapter.config) if pipe.topology.rank == 0 else None)
+        pipe.train_step(padded_batch(pipe.adapter.config) if pipe.world.rank == 0 else None)
 
 
 def _size() -> int:

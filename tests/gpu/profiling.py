@@ -48,6 +48,6 @@ def _pipeline(num_stages: int, replicas: int = 1) -> Pipeline:
 
 def _ranges(pipe: Pipeline, recorded: Any) -> tuple[set[str], set[str]]:
     """The names of this process's actions that are ranges of a profile, and of those that are not."""
-    actions = {f"action {action}" for action in pipe.schedule(4).actions[pipe.topology.rank]}
+    actions = {f"action {action}" for action in pipe.schedule(4).actions[pipe.world.rank]}
     found = actions & {event.name for event in recorded.events()}
     return found, actions - found

@@ -31,7 +31,7 @@ def waits(job: dict[str, Any]) -> dict[str, Any]:
     for _ in range(3):
         pipe.zero_grad()
         with synchronisations(job["emulated"]) as found:
-            pipe.train_step(batch if pipe.topology.rank == 0 else None, update=update)
+            pipe.train_step(batch if pipe.world.rank == 0 else None, update=update)
     problems = []
     if len(found) > MOST_SYNCHRONISATIONS:
         problems.append(f"{len(found)} synchronisations in a step: {'; '.join(found[:5])}")

@@ -19,7 +19,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.runtime import failures, launch
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.joining import join_job
-from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.runtime.world import World
 
 #: What a message may take where one is waited for in vain, or where work takes longer: a busy machine takes seconds.
 LIMIT_SECONDS, LONGER_SECONDS = 6, 8
@@ -56,7 +56,7 @@ def body(what: str, folder: Path) -> None:
         threading.Timer(1, abort_in_a_thread_outside_of_python).start()
     if what in ("preparing", "dies", "stopped"):
         # Longer than a message may take.
-        Processes.of_job().from_reader(lambda: prepare(what), takes_long=True)
+        World.of_job().from_reader(lambda: prepare(what), takes_long=True)
     # Waits in gloo, where no Python handler runs.
     dist.all_reduce(torch.ones(1))
     sys.stdout.write(f"process {rank} of {dist.get_world_size()}, {torch.get_num_threads()} threads\n")

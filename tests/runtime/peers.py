@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hf_gpipe.runtime import failures
 from hf_gpipe.runtime.job import Job
-from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.runtime.world import World
 
 
 class Runs:
@@ -33,10 +33,10 @@ def rank(folder: Path) -> int:
     """A process of the run."""
     try:
         job = Job.join(30.0)
-        processes = Processes.of_job()
-        total = processes.all_reduce(torch.ones(2))
-        found = processes.gather_objects(f"of {processes.rank}")
-        (folder / f"found-{processes.rank}").write_text(f"{found} {total.tolist()}")
+        world = World.of_job()
+        total = world.all_reduce(torch.ones(2))
+        found = world.gather_objects(f"of {world.rank}")
+        (folder / f"found-{world.rank}").write_text(f"{found} {total.tolist()}")
         while (folder / "stay").exists():
             time.sleep(0.05)
         job.leave()

@@ -16,15 +16,15 @@ def refused(folder: str) -> list[str]:
     made = trainer(Path(folder))
     made.save_model()
     with pytest.raises(UserError) as other_call:
-        made.save_model() if made.topology.rank == 0 else made.pipe.save_pretrained(folder)
-    if made.topology.rank == 1:
-        made.topology.barrier()
+        made.save_model() if made.world.rank == 0 else made.pipe.save_pretrained(folder)
+    if made.world.rank == 1:
+        made.world.barrier()
         made.job.calls._end()
         return [str(other_call.value)]
     made.job.timeout = timedelta(seconds=0.5)
     with pytest.raises(UserError) as late:
         made.predict(None)
-    made.topology.barrier()
+    made.world.barrier()
     with pytest.raises(UserError) as ended:
         made.evaluate()
     return [str(one.value) for one in (other_call, late, ended)]

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import PipelineConfig
-from hf_gpipe.runtime.device_choice import DeviceChoice, _assign, _Wish, processes_for
-from hf_gpipe.runtime.processes import Processes
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.device_choice import DeviceChoice, _assign, _Wish, world_for
+from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule.actions import Placement
 from tests.gloo import run_gloo
 
@@ -39,12 +38,12 @@ def _choose(gpus: list[list[str]], hosts: list[str], choice: list[DeviceChoice])
     chosen = _see(gpus[rank])
     socket.gethostname = lambda: hosts[rank]
     try:
-        processes = processes_for(PipelineConfig(num_stages=4), choice[rank])
+        world = world_for(PipelineConfig(num_stages=4), choice[rank])
     except UserError as error:
         return str(error)
-    assert chosen == [processes.device]
-    topology = Topology.of(processes, Placement.spread(4, processes.num_processes))
-    return [str(one) for one in topology.stage_devices.values()]
+    assert chosen == [world.device]
+    world = world.placed(Placement.spread(4, world.num_processes))
+    return [str(one) for one in world.stage_devices.values()]
 
 
 ALL = ["GPU-a", "GPU-b"]
@@ -101,7 +100,7 @@ def test_processes_of_several_hosts_never_share(hosts: list[int]) -> None:
 def _one_sees_none() -> str:
     _see([] if dist.get_rank() else ["GPU-a"])
     with pytest.raises(UserError) as error:
-        processes_for(PipelineConfig(num_stages=2, device="cuda"))
+        world_for(PipelineConfig(num_stages=2, device="cuda"))
     return str(error.value)
 
 
@@ -115,8 +114,8 @@ def test_only_the_devices_of_the_configuration_are_touched(monkeypatch: pytest.M
     for name in ("is_available", "device_count", "get_device_properties", "set_device"):
         monkeypatch.setattr(torch.cuda, name, getattr(torch.cuda, name))
     chosen = _see([*ALL, "GPU-c"])
-    processes = processes_for(PipelineConfig(num_stages=2, devices=("cuda:2", "cuda:1")))
-    assert list(map(str, processes.devices)) == ["cuda:2", "cuda:1"]
+    world = world_for(PipelineConfig(num_stages=2, devices=("cuda:2", "cuda:1")))
+    assert list(map(str, world.devices)) == ["cuda:2", "cuda:1"]
     assert chosen == [torch.device("cuda:2")]
 
 
@@ -126,12 +125,12 @@ def test_a_device_that_does_not_exist(device: str, message: str, monkeypatch: py
         monkeypatch.setattr(torch.cuda, name, getattr(torch.cuda, name))
     _see(ALL)
     with pytest.raises(UserError, match=message):
-        processes_for(PipelineConfig(), device)
+        world_for(PipelineConfig(), device)
 
 
 def test_a_number_of_processes_that_does_not_fit() -> None:
     with pytest.raises(UserError, match="num_processes is 2 and 1 are running"):
-        processes_for(PipelineConfig(num_stages=2, num_processes=2))
-    three = Processes(0, 1, (torch.device("cpu"),) * 3)
+        world_for(PipelineConfig(num_stages=2, num_processes=2))
+    three = World(0, 1, (torch.device("cpu"),) * 3)
     with pytest.raises(UserError, match="3 devices for the 2 stages of process 0: cpu, cpu, cpu"):
-        Topology.of(three, Placement.spread(2, 1))
+        three.placed(Placement.spread(2, 1))

@@ -18,8 +18,7 @@ from hf_gpipe.runtime.channel import Channel, LocalChannel, RemoteChannel
 from hf_gpipe.runtime.edges import Edge, connect
 from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.micro_batch import MicroBatch
-from hf_gpipe.runtime.processes import Processes
-from hf_gpipe.runtime.topology import Topology
+from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule import Placement, Schedule, build, placement_for
 from hf_gpipe.schedule.messages import num_communicators
 from tests.gloo import run_gloo
@@ -157,7 +156,7 @@ def test_no_table_stops_where_every_message_blocks(name: str, num_stages: int, n
 # ---------------------------------------------------------------------- communicators
 
 
-class Stub(Topology):
+class Stub(World):
     """A process that notes the communicators it creates."""
 
     def new_group(self, ranks: Any, device: torch.device) -> Any:
@@ -189,11 +188,10 @@ def test_communicators_are_shared_and_set_up_one_after_another(
     for rank in range(placement.num_processes):
         log.clear()
         names = placement.devices or ("cuda:0",) * placement.num_stages
-        devices = {stage: torch.device(names[stage]) for stage in placement.stages_of(rank)}
-        own = tuple(dict.fromkeys(devices.values()))
-        topology = Stub(rank, placement.num_processes, own, placement, devices)
-        found = connect(topology, lambda stage, name: torch.float32)
-        assert set(found) == {s for s in range(placement.num_stages - 1) if {s, s + 1} & set(devices)}
+        own = tuple(dict.fromkeys(torch.device(names[stage]) for stage in placement.stages_of(rank)))
+        world = Stub(rank, placement.num_processes, own, stages_placed=placement)
+        found = connect(world, lambda stage, name: torch.float32)
+        assert set(found) == {s for s in range(placement.num_stages - 1) if {s, s + 1} & set(world.local_stages)}
         for place, entry in enumerate(log):
             if entry == "first message":
                 assert log[place + 1] == "ready"
@@ -205,10 +203,10 @@ def test_communicators_are_shared_and_set_up_one_after_another(
 
 
 def on_two_kinds() -> str:
-    alone = Processes.of_job()
-    processes = Processes(alone.rank, 2, (torch.device("cpu" if alone.rank == 0 else "meta"),))
+    alone = World.of_job()
+    world = World(alone.rank, 2, (torch.device("cpu" if alone.rank == 0 else "meta"),))
     with pytest.raises(UserError) as caught:
-        Topology.of(processes, Placement.one_stage_each(2))
+        world.placed(Placement.one_stage_each(2))
     return str(caught.value)
 
 

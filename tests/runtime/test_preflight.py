@@ -24,7 +24,7 @@ from hf_gpipe.planner.preflight import memory_problems
 from hf_gpipe.recipe import AUTO, parse_recipe
 from hf_gpipe.runtime import preflight
 from hf_gpipe.runtime.preflight import Facts, check_main_address, complaints, unreached
-from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule import Placement
 from hf_gpipe.training.job import _check_same_data
 from tests.gloo import run_gloo
@@ -194,8 +194,8 @@ def _on_two_machines(folder: Path) -> list[Any]:
     found.append(_error(Pipeline, config, 2, 2, example=example))
     found.append(Pipeline(config, 2, 2, example=example, memory="1GiB").links != [])
     for rate in (1e12, 1e4):
-        links._answer = lambda processes, peer: None
-        links._send_and_measure = lambda processes, peer, rate=rate: (rate, 1e-9)
+        links._answer = lambda world, peer: None
+        links._send_and_measure = lambda world, peer, rate=rate: (rate, 1e-9)
         pipe = Pipeline(config, AUTO, 2, AUTO, replicas=AUTO, example=example, memory="1GiB")
         cluster = pipe._planning.planner(pipe.config).cluster
         assert cluster is not None
@@ -203,13 +203,13 @@ def _on_two_machines(folder: Path) -> list[Any]:
     (folder / host).mkdir()
     os.chdir(folder / host)
     Path("pairs.jsonl").write_text(f'{{"source": "{host}", "target": "b"}}\n')
-    Processes.of_job().barrier()
+    World.of_job().barrier()
     text = (
         "model: {{path: x}}\ndata: {{kind: jsonl, path: {}}}\ntraining: {{output_dir: o, max_steps: 1, batch_size: 1}}"
     )
     for path in ("pairs.jsonl", "../n/pairs.jsonl"):
         recipe = parse_recipe(text.format(path))
-        found.append(_error(_check_same_data, recipe, ["n", "m"], Processes.of_job()))
+        found.append(_error(_check_same_data, recipe, ["n", "m"], World.of_job()))
     return found
 
 

@@ -19,8 +19,8 @@ from hf_gpipe import Pipeline
 from hf_gpipe.checkpoint import directory
 from hf_gpipe.errors import UserError
 from hf_gpipe.runtime.job import LAST_MESSAGE_SECONDS, Job
-from hf_gpipe.runtime.processes import Processes
 from hf_gpipe.runtime.waiting import working
+from hf_gpipe.runtime.world import World
 from tests.gloo import NO_CPU, TIMEOUT, run_gloo
 from tests.oracle import assert_same, padded_batch, plain_model, run_pipeline, run_plain, tiny_config
 
@@ -31,7 +31,7 @@ def _whole_pipeline(folder: str) -> tuple[Any, Any, float]:
     config = tiny_config("llama", tied=True)
     batch = padded_batch(config)
     pipe = Pipeline(plain_model(config), 3, 2, "1f1b")
-    result = run_pipeline(pipe, batch if pipe.topology.is_reader else None)
+    result = run_pipeline(pipe, batch if pipe.world.is_reader else None)
     ids = pipe.generate(input_ids=batch["input_ids"][:, :4], max_new_tokens=3, do_sample=True)
     pipe.save_pretrained(folder)
     pipe.load_pretrained(folder)
@@ -51,25 +51,25 @@ def test_a_default_group_without_cpu_tensors(tmp_path: Path) -> None:
 
 
 def _messages() -> tuple[Any, ...]:
-    processes = Processes.of_job()
-    rank, other = processes.rank, 1 - processes.rank
+    world = World.of_job()
+    rank, other = world.rank, 1 - world.rank
     tensor = torch.tensor([float(rank)])
-    processes.broadcast(tensor, 1)
+    world.broadcast(tensor, 1)
     # Messages of the user's on the default group come between ours in a different order on each process.
     theirs = torch.tensor([float(rank)])
     work = dist.broadcast(theirs, src=0, async_op=True) if rank == 0 else None
-    total = processes.all_reduce(torch.tensor([rank + 1]), dist.ReduceOp.MAX)
-    objects = processes.gather_objects({"rank": rank})
+    total = world.all_reduce(torch.tensor([rank + 1]), dist.ReduceOp.MAX)
+    objects = world.gather_objects({"rank": rank})
     if rank == 1:
         work = dist.broadcast(theirs, src=0, async_op=True)
     assert work is not None
     work.wait()
     with pytest.raises(UserError, match="of the reader"):
-        processes.from_reader(lambda: _fail("of the reader"))
-    group = processes.group_on(tensor.device)
+        world.from_reader(lambda: _fail("of the reader"))
+    group = world.group_on(tensor.device)
     limit = group._get_backend(tensor.device).options._timeout
-    assert processes.group_on(tensor.device) is group
-    return tensor.item(), theirs.item(), total.item(), objects, processes.broadcast_value(other, 0), limit
+    assert world.group_on(tensor.device) is group
+    return tensor.item(), theirs.item(), total.item(), objects, world.broadcast_value(other, 0), limit
 
 
 def _fail(message: str) -> None:
@@ -83,12 +83,12 @@ def test_messages_between_processes() -> None:
 
 def _write_slowly(folder: str) -> None:
     Job.current().timeout = timedelta(seconds=3)
-    processes = Processes.of_job()
+    world = World.of_job()
     with (
         patch.object(directory, "_sync", lambda *paths: time.sleep(4)),
-        directory.written_whole(Path(folder) / "saved", processes) as temporary,
+        directory.written_whole(Path(folder) / "saved", world) as temporary,
     ):
-        (temporary / str(processes.rank)).touch()
+        (temporary / str(world.rank)).touch()
 
 
 def test_a_disk_may_be_slower_than_messages(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def _rejoin(folder: str) -> list[list[int]]:
     gathered = []
     for attempt in range(2):
         rank = dist.get_rank()
-        gathered.append(Processes.of_job().gather_objects(rank))
+        gathered.append(World.of_job().gather_objects(rank))
         dist.destroy_process_group()
         store = dist.FileStore(f"{folder}/{attempt}", 2)
         dist.init_process_group("gloo", store=store, rank=1 - rank, world_size=2, timeout=timedelta(seconds=30))
@@ -128,14 +128,14 @@ def test_a_second_default_group(tmp_path: Path) -> None:
 
 
 def test_one_process_needs_no_group() -> None:
-    processes = Processes.of_job()
+    world = World.of_job()
     value = torch.ones(2)
-    processes.barrier()
-    assert processes.broadcast(value, 0) is None
-    assert processes.all_reduce(value) is value
-    assert processes.gather_objects("a") == ["a"]
-    assert processes.broadcast_value("a", 0) == "a"
-    assert (processes.is_reader, processes.is_writer, processes.is_reporter) == (True, True, True)
+    world.barrier()
+    assert world.broadcast(value, 0) is None
+    assert world.all_reduce(value) is value
+    assert world.gather_objects("a") == ["a"]
+    assert world.broadcast_value("a", 0) == "a"
+    assert (world.is_reader, world.is_writer, world.is_reporter) == (True, True, True)
     assert Job.current()._common_groups == {}
 
 

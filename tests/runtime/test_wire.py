@@ -19,8 +19,8 @@ from hf_gpipe.errors import MessageError, PartitionError, ScheduleError, UserErr
 from hf_gpipe.planner.costs import Parameters, Seconds, SharedParameter
 from hf_gpipe.recipe.section import MisfitError
 from hf_gpipe.runtime import batches, wire
-from hf_gpipe.runtime.processes import Processes
 from hf_gpipe.runtime.timing import ActionTime
+from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule import Schedule
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import FORWARD, REDUCE, UPDATE
@@ -158,18 +158,18 @@ def test_a_malformed_mini_batch_is_one_error(data: bytes) -> None:
 
 
 def _exchange() -> dict[str, Any]:
-    processes = Processes.of_job()
-    rank, group = processes.rank, processes.group_on(torch.device("cpu"))
+    world = World.of_job()
+    rank, group = world.rank, world.group_on(torch.device("cpu"))
     found: dict[str, Any] = {
-        "gathered": processes.gather_objects({"rank": rank, "more": "x" * 5000 * rank}),
-        "from 1": processes.broadcast_value(Path(f"of-{rank}"), 1),
-        "at first": processes.gather_at_first([np.arange(rank)], [1, 0]),
+        "gathered": world.gather_objects({"rank": rank, "more": "x" * 5000 * rank}),
+        "from 1": world.broadcast_value(Path(f"of-{rank}"), 1),
+        "at first": world.gather_at_first([np.arange(rank)], [1, 0]),
     }
     for name, act in {
-        "unsendable": lambda: processes.gather_objects(_Runs() if rank == 1 else 0),
-        "unsendable from 1": lambda: processes.broadcast_value(_Runs(), 1),
-        "unsendable at first": lambda: processes.gather_at_first(_Runs(), [0, 1]),
-        "of the reader": lambda: processes.from_reader(lambda: _fail()),
+        "unsendable": lambda: world.gather_objects(_Runs() if rank == 1 else 0),
+        "unsendable from 1": lambda: world.broadcast_value(_Runs(), 1),
+        "unsendable at first": lambda: world.gather_at_first(_Runs(), [0, 1]),
+        "of the reader": lambda: world.from_reader(lambda: _fail()),
     }.items():
         with pytest.raises(UserError) as caught:
             act()
@@ -184,7 +184,7 @@ def _exchange() -> dict[str, Any]:
             dist.broadcast(torch.tensor([size]), src=1, group=group)
             if name == "garbage":
                 dist.broadcast(torch.ones(size, dtype=torch.uint8), src=1, group=group)
-    processes.barrier()
+    world.barrier()
     return found
 
 

@@ -166,7 +166,7 @@ def _train_with_lora(folder: str) -> tuple[list[float], dict[str, torch.Tensor],
         peft_config=lora,
     )
     start = {name: p.detach().clone() for name, p in made.pipe.named_parameters()}
-    every = {n: t for part in made.topology.gather_objects(start) for n, t in part.items()}
+    every = {n: t for part in made.world.gather_objects(start) for n, t in part.items()}
     made.train()
     assert made.evaluate(rows(4, seed=2))["eval_rewards/accuracies"] <= 1
     return [one["loss"] for one in recorder.logs if "loss" in one], every, weights(made)

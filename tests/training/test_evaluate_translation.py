@@ -122,7 +122,7 @@ class _OneProcess:
 class _Parrot:
     """In place of a Pipeline: translates every source as the dictionary says."""
 
-    topology = _OneProcess()
+    world = _OneProcess()
     seed = step = 0
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, dictionary: dict[str, str]) -> None:
@@ -274,8 +274,8 @@ def test_no_pairs_are_an_error(tokenizer: PreTrainedTokenizerBase) -> None:
 def _on_two_processes(folder: Path) -> tuple[TranslationReport, str]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     pipe = Pipeline(random_model("marian"), 3)
-    pairs = some_pairs() if pipe.topology.is_reader else None
-    counts = {"de": 3, "fr": 2} if pipe.topology.is_reader else None
+    pairs = some_pairs() if pipe.world.is_reader else None
+    counts = {"de": 3, "fr": 2} if pipe.world.is_reader else None
     report = evaluate_translation(pipe, tokenizer, pairs, 4, 6, **LIMITS, training_pairs=counts)
     try:
         evaluate_translation(pipe, tokenizer, [], 4, 6, **LIMITS)

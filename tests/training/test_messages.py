@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from hf_gpipe.errors import DataError, NonFiniteError, PeerError
 from hf_gpipe.runtime.batches import Batches, shared_stream
-from hf_gpipe.runtime.processes import Processes
+from hf_gpipe.runtime.world import World
 from tests.gloo import run_gloo
 from tests.oracle import plain_model, tiny_config
 from tests.training.toy import CausalRows, Recorder, trainer, weights
@@ -119,7 +119,7 @@ def test_no_process_waits_for_the_updates_of_others_where_nothing_clips(tmp_path
 
 
 def _mini_batches(sizes: list[int], fails: bool) -> tuple[list[int], str | None]:
-    processes = Processes.of_job()
+    world = World.of_job()
 
     def read() -> Iterator[Batches]:
         for size in sizes:
@@ -129,7 +129,7 @@ def _mini_batches(sizes: list[int], fails: bool) -> tuple[list[int], str | None]
 
     got = []
     try:
-        for (batch,) in shared_stream(read() if processes.is_reader else None, processes):
+        for (batch,) in shared_stream(read() if world.is_reader else None, world):
             assert torch.equal(batch["input_ids"], torch.arange(batch["input_ids"].numel())[None])
             got.append(batch["input_ids"].numel())
     except (DataError, PeerError) as error:

@@ -21,7 +21,7 @@ EVERY = 20
 
 
 class Others:
-    """Stands for the topology of the first of some processes: the others take so many times as long as it."""
+    """Stands for the world of the first of some processes: the others take so many times as long as it."""
 
     is_reporter = True
 
@@ -44,7 +44,7 @@ def watch(others: Others, planned: list[float] | None = None) -> SlowMachines:
         spans = [Span(p, Action.parse("0F0"), 5.0, 5.0 + seconds) for p, seconds in enumerate(planned)]
         return SimpleNamespace(timeline=SimpleNamespace(spans=spans))
 
-    return SlowMachines(cast(Pipeline, SimpleNamespace(topology=others, plan=plan)), EVERY)
+    return SlowMachines(cast(Pipeline, SimpleNamespace(world=others, plan=plan)), EVERY)
 
 
 def run(watched: SlowMachines, windows: int = 1) -> None:
@@ -108,7 +108,7 @@ def test_ten_steps_of_a_comparison_are_timed_also_in_windows_of_several() -> Non
         timed.append(watched.times(3) is not None)
         watched.count(3, None)
     assert timed == [True] * 5
-    on_one_machine = SimpleNamespace(topology=Others(["a", "a"]))
+    on_one_machine = SimpleNamespace(world=Others(["a", "a"]))
     assert SlowMachines(cast(Pipeline, on_one_machine), EVERY).times(EVERY) is None
 
 
@@ -119,7 +119,7 @@ def _messages(folder: str) -> list[str]:
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger(slow_machines.__name__).addHandler(handler)
     made = trainer(Path(folder), slow_machine_steps=2, max_steps=6)
-    rank, calls = made.topology.rank, 0
+    rank, calls = made.world.rank, 0
 
     def seconds(actions: Any) -> float | None:
         nonlocal calls

@@ -104,4 +104,4 @@ def trainer(folder: Path, *, family: str = "marian", dropout: float = 0.1, **val
 def weights(made: PipelineTrainer) -> dict[str, torch.Tensor]:
     """The parameters of all processes, by name."""
     mine = {name: parameter.detach().clone() for name, parameter in made.pipe.named_parameters()}
-    return {name: tensor for part in made.topology.gather_objects(mine) for name, tensor in part.items()}  # type: ignore[attr-defined]
+    return {name: tensor for part in made.world.gather_objects(mine) for name, tensor in part.items()}  # type: ignore[attr-defined]

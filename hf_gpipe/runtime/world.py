@@ -1,4 +1,5 @@
-"""The processes of a pipeline: their ranks, their roles, and all that they tell each other outside of a step's table.
+"""The world of a pipeline: its processes, their ranks, roles, devices and stages, and all that they tell each other
+outside of a step's table.
 
 The default group of torch.distributed may be the user's, on any backend and with messages of its own. So the processes
 talk over groups of their own: gloo for CPU tensors and values (wire.py), NCCL for CUDA tensors.
@@ -8,9 +9,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Self, TypeVar, cast
 
 import torch
@@ -20,6 +22,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.runtime import wire
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.waiting import working
+from hf_gpipe.schedule.actions import Placement
 
 Value = TypeVar("Value")
 
@@ -27,7 +30,7 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Processes:
+class World:
     """The processes of a pipeline, as seen by this process; they are numbered by their rank.
 
     Three roles belong to one process each. Today all three are rank 0's, the main process.
@@ -40,8 +43,11 @@ class Processes:
     thread: str = field(default="", kw_only=True)
     """Name of the thread that sends messages here, if it is not the main one: each thread needs groups of its own."""
 
+    stages_placed: Placement | None = field(default=None, kw_only=True)
+    """Where the stages are, once a pipeline has placed them."""
+
     @classmethod
-    def of_job(cls) -> Processes:
+    def of_job(cls) -> World:
         """The processes of the running job, on the CPU. Without torch.distributed there is one, number 0."""
         rank, count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         return cls(rank, count, (_CPU,))
@@ -59,6 +65,59 @@ class Processes:
     def num_on_this_machine(self) -> int:
         """How many of the processes share this machine; all of them where no launcher says it."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.num_processes))
+
+    # ------------------------------------------------------------------ stages
+
+    def placed(self, placement: Placement) -> Self:
+        """The world of a pipeline whose stages are placed so. Every process must call it.
+
+        The stages of a process are spread over its devices, consecutive ones together. The result's placement names the
+        devices of all stages, if a process has several.
+
+        Raises:
+            UserError: on every process, if one has more devices than stages, or not all compute on the same kind.
+        """
+        names: dict[tuple[int, int], str] = {}
+        has_several = False
+        everyone = self.gather_objects([str(device) for device in self.devices])
+        _check_one_kind(everyone)
+        for rank, given in enumerate(everyone):
+            stages = placement.stages_of(rank)
+            if len(given) > len(stages):
+                raise UserError(
+                    f"{len(given)} devices for the {len(stages)} stages of process {rank}: {', '.join(given)}; "
+                    "name at most one per stage"
+                )
+            names.update({(stage, rank): given[i * len(given) // len(stages)] for i, stage in enumerate(stages)})
+            has_several |= len(given) > 1
+        if has_several:
+            placement = Placement(placement.workers, [names[place] for place in placement.places])
+        return replace(self, stages_placed=placement)
+
+    @property
+    def placement(self) -> Placement:
+        """The workers of each stage, and its devices where a process has several."""
+        assert self.stages_placed is not None, "the stages are placed"
+        return self.stages_placed
+
+    @cached_property
+    def local_stages(self) -> tuple[int, ...]:
+        """The stages of this process, ascending."""
+        return tuple(self.placement.stages_of(self.rank))
+
+    @cached_property
+    def stage_devices(self) -> Mapping[int, torch.device]:
+        """The device of each of this process's stages."""
+        names = {stage: self.placement.device_of(stage, self.rank) for stage in self.local_stages}
+        return {stage: self.device if name is None else torch.device(name) for stage, name in names.items()}
+
+    def leader_of(self, stage: int) -> int:
+        """The process of the stage's first replica: it writes the stage's files, and its parameters count once."""
+        return self.placement.workers[stage][0]
+
+    def leads(self, stage: int) -> bool:
+        """Whether this process is the leader of a stage."""
+        return self.leader_of(stage) == self.rank
 
     # ------------------------------------------------------------------ roles
 
@@ -211,3 +270,14 @@ class Processes:
 
 def _backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _check_one_kind(everyone: list[list[str]]) -> None:
+    """Messages between processes travel between CUDA devices, by NCCL, or between CPUs, by gloo."""
+    kinds = {device.partition(":")[0] for own in everyone for device in own}
+    if len(everyone) > 1 and len(kinds) > 1:
+        found = "; ".join(f"process {rank}: {', '.join(own)}" for rank, own in enumerate(everyone))
+        raise UserError(
+            f"devices of several kinds ({found}): with several processes all stages are on CUDA devices, or all on "
+            "the CPU; name devices of one kind, or use one process"
+        )
