@@ -185,7 +185,7 @@ def tiny_steps(schedule: str) -> tuple[int, Callable[[], Any]]:
     )
 
     def step() -> None:
-        pipe._executor.run(actions, micro_batches)
+        pipe.steps.executor.run(actions, micro_batches)
 
     for _ in range(3):
         step()

@@ -278,7 +278,7 @@ def test_a_measured_step_does_not_count() -> None:
     for is_measured in (False, True):
         pipe = Pipeline(plain_model(config), 2, 2)
         if is_measured:
-            pipe.measure_on([padded_batch(config)])
+            pipe.steps.measure_on([padded_batch(config)])
             assert pipe.step == 0
             assert all(parameter.grad is None for parameter in pipe.parameters())
         losses.append(float(pipe.train_step(padded_batch(config))))

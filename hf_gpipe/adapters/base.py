@@ -20,6 +20,8 @@ from hf_gpipe.adapters.batch_keys import check_keys
 from hf_gpipe.adapters.document_positions import is_position_table
 from hf_gpipe.adapters.known_mask import with_known_masks
 from hf_gpipe.adapters.layers import Layer, StackName, stacks_of
+from hf_gpipe.adapters.patches import Patch
+from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.adapters.position_tables import shared_tables
 from hf_gpipe.adapters.probe import observe_family
 from hf_gpipe.adapters.quantised import Quantisation
@@ -73,6 +75,12 @@ class Adapter(ABC):
     is_classifier = False
     #: Whether a checkpoint may lack the head's weights, which are then new.
     may_lack_head = False
+    #: Whether the feed-forward layers of new weights start smaller in a deeper model (feed_forward.py).
+    depth_scaled_feed_forward = False
+    #: Functions on modules of the model in memory that its stages run in place of the library's.
+    patches: tuple[Patch, ...] = ()
+    #: The PEFT adapter that alone is trained (peft_resolve.py).
+    peft: PeftAdapter | None = None
 
     def __init__(
         self,

@@ -19,7 +19,6 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_gpipe.adapters.autocast import scope_of
 from hf_gpipe.adapters.base import Adapter
-from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.adapters.stage_model import StageModel
 from hf_gpipe.errors import UserError
 
@@ -44,7 +43,6 @@ class Owner(Protocol):
     """The pipeline that a whole model belongs to."""
 
     adapter: Adapter
-    peft: PeftAdapter | None
     models: dict[int, StageModel]
 
     @property
@@ -125,8 +123,8 @@ def whole_model(owner: Owner, is_trainable: Mapping[str, bool]) -> PreTrainedMod
     """
     adapter = owner.adapter
     model = adapter.skeleton()
-    if owner.peft is not None:
-        owner.peft.inject(model)
+    if adapter.peft is not None:
+        adapter.peft.inject(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_trainable[name])
     _place_buffers(model, owner.models)

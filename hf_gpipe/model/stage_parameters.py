@@ -10,14 +10,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hf_gpipe.adapters import StageModel
-from hf_gpipe.adapters.peft import PeftAdapter
+from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.checkpoint import hub
 from hf_gpipe.checkpoint.copies import Unwritten
 from hf_gpipe.checkpoint.peft import load_adapters, unwritten_adapters
 from hf_gpipe.checkpoint.save import unwritten_model
 from hf_gpipe.errors import UserError
-from hf_gpipe.runtime.calls import by_every_process
+from hf_gpipe.model.trainable import TrainableLayers
 from hf_gpipe.runtime.gradient_norm import clip, gradient_norm
 from hf_gpipe.runtime.replicas import Replicas
 from hf_gpipe.runtime.shards import Shards, treats_elements_alone
@@ -26,22 +25,27 @@ from hf_gpipe.runtime.world import World
 
 
 class StageParameters:
-    """The part of `Pipeline` that is about parameters. Every process must create it.
+    """The part of a pipeline that is about parameters. Every process must create it.
+
+    `Pipeline` has methods of the same names, which say what they do.
 
     Args:
+        adapter: of the model.
         models: the stages of this process, by number.
         world: the processes.
         zero: 1: replicas share the updates of an optimizer.
-        seed: of weights that a checkpoint does not have.
-        peft: the PEFT adapters that are trained, if any.
+
+    Attributes:
+        ties: between stages.
+        replicas: of the stages.
+        trainable: what is trained.
     """
 
-    def __init__(
-        self, models: dict[int, StageModel], world: World, zero: int, seed: int, peft: PeftAdapter | None
-    ) -> None:
-        self.models, self.world, self.seed, self.peft = models, world, seed, peft
+    def __init__(self, adapter: Adapter, models: dict[int, StageModel], world: World, zero: int) -> None:
+        self.adapter, self.models, self.world = adapter, models, world
         self.ties = Ties(models, world)
-        self._replicas = Replicas(models, self.ties, world)
+        self.replicas = Replicas(models, self.ties, world)
+        self.trainable = TrainableLayers.of(adapter, models, world)
         self._zero = zero
         self._shards: WeakKeyDictionary[torch.optim.Optimizer, Shards] = WeakKeyDictionary()
 
@@ -57,22 +61,7 @@ class StageParameters:
         return (parameter for _, parameter in self.named_parameters())
 
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the replicas of a stage share the steps of an optimizer, and its state: ZeRO-1, for `zero` 1.
-
-        Each replica then updates a shard of every parameter in `optimizer.step()`, which all replicas must call, and
-        has the other replicas' new values after it. Everything else is as before. `PipelineTrainer` does this itself.
-
-            pipe = Pipeline(model, 2, 8, replicas=2, zero=1)
-            optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-4)
-            pipe.shard_optimizer(optimizer)
-
-        Args:
-            optimizer: of `parameters()`, or of some of them; of a class whose update of a parameter is known not to
-                depend on other parameters.
-
-        Raises:
-            UserError: its class is another one, or `zero` is 0.
-        """
+        """Let the replicas of a stage share the steps of an optimizer, and its state."""
         shards = self.shards_of(optimizer)
         if shards is None:
             raise UserError("shard_optimizer: zero is 0; make the Pipeline with zero=1, or leave the call out")
@@ -89,7 +78,7 @@ class StageParameters:
         if optimizer not in self._shards:
             trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
             by_element = treats_elements_alone(optimizer)
-            self._shards[optimizer] = Shards(trained, self.ties.owner_stage, by_element, self._replicas, self.world)
+            self._shards[optimizer] = Shards(trained, self.ties.owner_stage, by_element, self.replicas, self.world)
         return self._shards[optimizer]
 
     def zero_grad(self) -> None:
@@ -98,64 +87,37 @@ class StageParameters:
             parameter.grad = None
 
     def clip_grad_norm_(self, max_norm: float, norm: torch.Tensor | float | None = None) -> torch.Tensor:
-        """Scale all gradients so that their norm over the whole model is at most `max_norm`.
-
-        Args:
-            max_norm: the largest norm that stays as it is.
-            norm: of the gradients, where it is known, as `update` gets it; None: every process computes it.
-
-        Returns:
-            The norm before, a float64 tensor, the same on every process; each tied parameter counts once.
-        """
+        """Scale all gradients so that their norm over the whole model is at most `max_norm`; return that before."""
         before = self.grad_norm() if norm is None else torch.as_tensor(norm, dtype=torch.float64)
         clip(self.parameters(), max_norm, float(before))
         return before
 
     def clip_stage_grad_norm_(self, stage: int, max_norm: float, norm: torch.Tensor) -> None:
-        """Scale the gradients of one stage of this process so that their norm is at most `max_norm`.
-
-        Args:
-            stage: its number.
-            max_norm: the largest norm that stays as it is.
-            norm: of the stage's gradient, a scalar on its device; it is not read on the host.
-        """
+        """Scale the gradients of one stage of this process so that their norm is at most `max_norm`."""
         torch.nn.utils.clip_grads_with_norm_(list(self.models[stage].parameters.values()), max_norm, norm)
 
     def grad_norm(self) -> torch.Tensor:
         """The 2-norm of the gradient of the whole model, a float64 tensor, the same on every process."""
-        return gradient_norm(self._counted_parameters(), self.world)
+        return gradient_norm(self.counted(), self.world)
 
-    def _counted_parameters(self) -> list[torch.nn.Parameter]:
+    def counted(self) -> list[torch.nn.Parameter]:
         """Each parameter of the model once over all processes: those that this one owns and leads."""
         owner_stage, leads = self.ties.owner_stage, self.world.leads
         return [parameter for name, parameter in self.named_parameters() if leads(owner_stage[name])]
 
     # ------------------------------------------------------------------ loading and saving
 
-    def load_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Replace the weights by those of a Hub id or directory, in place, so that optimizers keep their parameters.
-
-        Every process must call it, and reads its own stages' tensors; with PEFT adapters only those, in PEFT's format.
-        Raises CheckpointError if the files are missing or do not fit the model.
-        """
-        if self.peft is not None:
-            load_adapters(Path(directory), self.models, self.peft)
+    def load_pretrained(self, directory: str | os.PathLike[str], seed: int) -> None:
+        """Replace the weights; those that the files do not have are initialised by the seed."""
+        if self.adapter.peft is not None:
+            load_adapters(Path(directory), self.models, self.adapter.peft)
             return
         self._check_not_quantised("load_pretrained")
         for stage_model in self.models.values():
-            hub.reload(stage_model, directory, self.seed)
-
-    @by_every_process
-    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write the model in Hub format; `from_pretrained` of plain transformers loads it.
-
-        Every process must call it and writes its own stages, one shard per stage. An interrupted save leaves the old
-        checkpoint or none, never a part. With PEFT adapters only those are written, in PEFT's format.
-        """
-        self.unwritten(Path(directory), self.world).write()
+            hub.reload(stage_model, directory, seed)
 
     def unwritten(self, directory: Path, world: World, write_more: Callable[[Path], Any] | None = None) -> Unwritten:
-        """The model, to be written by `save_pretrained`, or later. Every process must call it.
+        """The model, to be written in Hub format now or later. Every process must call it.
 
         Args:
             directory: where to.
@@ -163,14 +125,14 @@ class StageParameters:
             write_more: that of `checkpoint.save.unwritten_model`.
         """
         self.ties.refresh_copies()
-        if self.peft is not None:
-            return unwritten_adapters(directory, self.models, world, self.peft, write_more)
+        if self.adapter.peft is not None:
+            return unwritten_adapters(directory, self.models, world, self.adapter.peft, write_more)
         self._check_not_quantised("save_pretrained")
         return unwritten_model(directory, self.models, self.ties.owner_stage, world, write_more)
 
     def _check_not_quantised(self, what: str) -> None:
         """Raise UserError where the weights are quantised: they never change, and their files are the source's."""
-        if next(iter(self.models.values())).adapter.quantisation is not None:
+        if self.adapter.quantisation is not None:
             raise UserError(
                 f"{what}: the model's weights are quantised and never change; only adapters on them are saved and "
                 "loaded, with peft_config"

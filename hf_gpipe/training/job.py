@@ -22,7 +22,7 @@ from hf_gpipe.data import PairCollator
 from hf_gpipe.data.files import check_files, digest_of_files
 from hf_gpipe.data.labelled import LabelCollator
 from hf_gpipe.errors import DataError, RecipeError
-from hf_gpipe.pipeline import Pipeline, Update, UpdateStage
+from hf_gpipe.pipeline import Pipeline, PipelineRequest, Update, UpdateStage
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import Recipe, load_saved, may_change
 from hf_gpipe.runtime.batches import share
@@ -37,14 +37,10 @@ from hf_gpipe.training.evaluate_classes import accuracy
 from hf_gpipe.training.from_recipe import (
     AnyCorpus,
     arguments_of,
-    autocast_of,
     check_model,
-    config_overrides_of,
     loss_of,
     model_config,
-    model_dtype,
-    peft_config_of,
-    quantization_config_of,
+    spec_of,
     tokenizer_of,
 )
 from hf_gpipe.training.per_character import PerCharacter, without_logits
@@ -292,24 +288,13 @@ def _check_same_run(recipe: Recipe, earlier: Recipe, checkpoint: Path) -> None:
 
 
 def _pipeline(recipe: Recipe, config: PreTrainedConfig, resumed_num_micro_batches: int | None) -> Pipeline:
-    model, pipeline = recipe.model, recipe.pipeline
+    training = recipe.training
     inputs = PlanInputs.of_recipe(recipe, is_encoder_decoder=bool(config.is_encoder_decoder))
-    return Pipeline(
-        model.path or config,
-        config=pipeline,
-        plan_inputs=replace(inputs, earlier_num_micro_batches=resumed_num_micro_batches),
-        seed=recipe.training.seed,
-        dtype=model_dtype(recipe),
-        attn_implementation=model.attn_implementation,
-        trust_remote_code=model.trust_remote_code,
-        config_overrides=config_overrides_of(recipe, config),
-        loss=loss_of(recipe),
-        depth_scaled_feed_forward=model.depth_scaled_feed_forward,
-        autocast=autocast_of(recipe),
-        peft_config=peft_config_of(recipe, config),
-        quantization_config=quantization_config_of(recipe),
-        length_bucketing=recipe.training.length_bucketing,
-        packing=recipe.training.packing,
+    inputs = replace(inputs, earlier_num_micro_batches=resumed_num_micro_batches)
+    return Pipeline.of(
+        PipelineRequest(
+            spec_of(recipe, config), recipe.pipeline, inputs, training.seed, loss_of(recipe), training.length_bucketing
+        )
     )
 
 

@@ -192,9 +192,9 @@ class TrainingLoop:
 
     def _run_step(self, step: int, group: Sequence[Batch], times: list[ActionTime] | None) -> None:
         if self._waits:
-            self._pipe.train_on(group, times, partial(self._update, len(group)))
+            self._pipe.steps.train_on(group, times, partial(self._update, len(group)))
         else:
-            numbers = self._pipe.train_ahead(group, times, partial(self._update, len(group)))
+            numbers = self._pipe.steps.train_ahead(group, times, partial(self._update, len(group)))
             self._read_late_numbers()
             self._late_numbers = step, numbers
         self._pipe.zero_grad()

@@ -75,7 +75,7 @@ def predict(
         for (batch,), is_last in _with_end(shared_stream(source, pipe.world)):
             batch = as_rows(batch)
             logits = _Logits(preprocess, pipe.adapter.autocast is not None) if with_logits else None
-            evaluation = pipe.eval_on(batch, None if logits is None else logits.add)
+            evaluation = pipe.steps.eval_on(batch, None if logits is None else logits.add)
             yield Predicted(
                 batch,
                 evaluation,
