@@ -52,7 +52,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
         logger.warning(f"training makes the logits of a micro-batch whole: {reason}")
     edges = connect(world, lambda stage, name: adapter.carry_dtype(decision.partition[stage][0], name), sent)
     executor = Executor(stages, edges, world.rank, parameters.replicas)
-    executor.prepare(decision.tables.of(config.num_micro_batches * request.inputs.accumulation))
+    executor.prepare(decision.table)
     if request.model.saved_adapters is not None:
         parameters.load_pretrained(request.model.saved_adapters, seed)
     return Steps(

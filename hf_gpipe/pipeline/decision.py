@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hf_gpipe.adapters import Adapter, is_known_exact
+from hf_gpipe.model.chunks import verify_chunks
 from hf_gpipe.model.exactness import verify, verify_packing
 from hf_gpipe.model.opening import open_model
 from hf_gpipe.partition import partition as cut
@@ -16,6 +17,7 @@ from hf_gpipe.planner.links import Machines
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.preflight import compare_with_machines
 from hf_gpipe.recipe import DecidedConfig, PipelineConfig
+from hf_gpipe.runtime.chunks import check_chunks
 from hf_gpipe.runtime.custom_loss import loss_of
 from hf_gpipe.runtime.device_choice import DeviceChoice, world_for
 from hf_gpipe.runtime.loss import Loss
@@ -23,6 +25,7 @@ from hf_gpipe.runtime.micro_batch import Batch
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule.file import recompute_under
+from hf_gpipe.schedule.table import Schedule
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,8 @@ class Decision:
         loss = loss_of(adapter, request.loss)
         if inputs.packing:
             verify_packing(adapter)
+        if given.sequence_chunks > 1:
+            check_chunks(adapter, is_loss_of_tokens=loss.is_of_tokens, packing=inputs.packing)
 
         # What the planner decides, and whether the machines can do it.
         planning = Planning(inputs, adapter, loss.planned, world, Machines.of(world))
@@ -88,9 +93,19 @@ class Decision:
         if table is not None:
             table = replace(table, placement=world.placement)
         tables = Tables(config.schedule, world.placement, recompute, table)
-        if tables.of(config.num_micro_batches * inputs.accumulation).split and not is_known_exact(adapter):
+        decision = cls(given, config, planned, adapter, loss, partition, world, links, tables, planning)
+        if decision.table.split and not is_known_exact(adapter):
             verify(adapter, splits_backward=True)
-        return cls(given, config, planned, adapter, loss, partition, world, links, tables, planning)
+        if config.sequence_chunks > 1:
+            verify_chunks(adapter, recomputes_blocks="block" in config.recompute)
+        return decision
+
+    @property
+    def table(self) -> Schedule:
+        """The table of a step of as many micro-batches as a step has at most."""
+        chunks = self.config.sequence_chunks
+        count = self.config.num_micro_batches * self.planning.inputs.accumulation * chunks
+        return self.tables.of(count, chunks=chunks)
 
     def plan(self, batch: Batch | None = None) -> Plan:
         """The planner's prediction of a step; see `Pipeline.plan`."""

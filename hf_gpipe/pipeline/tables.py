@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Placement
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
 from hf_gpipe.schedule.builders import build
@@ -33,11 +34,20 @@ class Tables:
         """Whether each stage updates its weights by itself, so that steps run in windows."""
         return self.name in ASYNCHRONOUS_SCHEDULES
 
-    def of(self, num_micro_batches: int | Sequence[int], name: str | None = None) -> Schedule:
-        """The table of this schedule, or of another one; see `Pipeline.schedule`."""
+    def of(self, num_micro_batches: int | Sequence[int], name: str | None = None, chunks: int = 1) -> Schedule:
+        """The table of this schedule, or of another one; see `Pipeline.schedule`.
+
+        Raises:
+            ScheduleError: the table was read from a file and has fewer micro-batches, or cuts rows into other chunks.
+        """
         steps = None if isinstance(num_micro_batches, int) else num_micro_batches
         total = num_micro_batches if isinstance(num_micro_batches, int) else sum(num_micro_batches)
         if self.given is not None and name is None:
+            if chunks != self.given.chunks:
+                raise ScheduleError(
+                    f"the table {self.name!r} cuts rows into {self.given.chunks} chunks, and those of this step are in "
+                    f"{chunks}; give rows of at least {self.given.chunks} tokens."
+                )
             return self.given.of_first(total)
         num_stages = len(self.placement.workers)
-        return build(name or self.name, num_stages, total, self.placement, self.recompute, steps=steps)
+        return build(name or self.name, num_stages, total, self.placement, self.recompute, steps=steps, chunks=chunks)

@@ -263,6 +263,12 @@ def in_chunks(whole: MicroBatch, count: int, adapter: Adapter) -> list[MicroBatc
     ]
 
 
+def chunks_of(micro_batches: Sequence[MicroBatch]) -> int:
+    """Into how many chunks the rows of a step's micro-batches are cut."""
+    chunk = micro_batches[0].chunk
+    return 1 if chunk is None else chunk.count
+
+
 def on_devices(
     micro_batches: Sequence[MicroBatch], devices: Collection[torch.device]
 ) -> dict[torch.device, dict[int, MicroBatch]]:
