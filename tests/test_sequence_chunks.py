@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -73,7 +74,8 @@ def step(pipe: Pipeline, batch: Any) -> Step:
     ],
 )
 def test_exact(family: str, attention: str, num_stages: int, chunks: int, options: dict[str, Any]) -> None:
-    with InFloat64():
+    # What blocks run again in backward is outside of the mode.
+    with nullcontext() if options.get("recompute") == "block" else InFloat64():
         model, batch = clone(family, attention), rows(4, 23)
         expected = plain_step(model, batch)
         pipe = Pipeline(model, num_stages, 2, sequence_chunks=chunks, **options)
@@ -100,13 +102,13 @@ def test_any_step_is_exact(
     recompute: str,
     tied: bool,
 ) -> None:
-    with InFloat64():
-        model, batch = plain_model(tiny_config("llama", tied=tied)), rows(3, length + 1, padding)
-        expected = plain_step(model, batch)
-        options = {"schedule": schedule, "recompute": recompute, "sequence_chunks": chunks}
-        pipe = Pipeline(model, num_stages, num_micro_batches, **options)
-        assert step(pipe, batch).difference(expected) <= TOLERANCE
-        assert not any(stage._row_caches for stage in pipe.stages.values())
+    model, batch = plain_model(tiny_config("llama", tied=tied)), rows(3, length + 1, padding)
+    model.set_attn_implementation("sdpa")
+    expected = plain_step(model, batch)
+    options = {"schedule": schedule, "recompute": recompute, "sequence_chunks": chunks}
+    pipe = Pipeline(model, num_stages, num_micro_batches, **options)
+    assert step(pipe, batch).difference(expected) <= TOLERANCE
+    assert not any(stage._row_caches for stage in pipe.stages.values())
 
 
 def test_the_reference_of_the_oracle_is_the_plain_loop() -> None:

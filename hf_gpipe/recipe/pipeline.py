@@ -109,9 +109,9 @@ class PipelineConfig:
     `replicas` auto, 1 counts where the planner chooses replicas."""
 
     sequence_chunks: Count = 1
-    """Into how many chunks of tokens the rows are cut in training, which go through the stages one after another, each as
-    a micro-batch would: for long rows, of which a mini-batch has few. For decoder-only models whose layers keep nothing
-    of earlier tokens but keys and values. Evaluation and generation do not cut them. 1: rows are whole."""
+    """Into how many chunks of tokens the rows are cut in training, which go through the stages one after another, each
+    as a micro-batch would: for long rows, of which a mini-batch has few. For decoder-only models whose layers keep
+    nothing of earlier tokens but keys and values. Evaluation and generation do not cut rows. 1: rows are whole."""
 
     boundary_dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """The type in which hidden states and their gradients are sent from stage to stage, narrower than the model's, for
@@ -176,8 +176,8 @@ class PipelineConfig:
         if self.sequence_chunks > 1 and self.schedule in WITHOUT_CHUNKS:
             known = [name for name in SYNCHRONOUS_SCHEDULES if name not in WITHOUT_CHUNKS]
             raise UserError(
-                f"sequence_chunks is {self.sequence_chunks} and schedule is {self.schedule}, which has no order for rows "
-                f"that are cut into chunks; use one of {', '.join(known)}, or leave sequence_chunks out."
+                f"sequence_chunks is {self.sequence_chunks} and schedule is {self.schedule}, which has no order for "
+                f"rows that are cut into chunks; use one of {', '.join(known)}, or leave sequence_chunks out."
             )
         self.memory_bytes  # noqa: B018  # raises for a text that is no size
 

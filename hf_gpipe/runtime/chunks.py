@@ -77,10 +77,8 @@ def cut(inputs: Inputs, count: int, adapter: Adapter) -> list[tuple[int, dict[st
         )
     mask = of_tokens.pop("attention_mask")
     borders = [round(ids.shape[1] * place / count) for place in range(count + 1)]
-    return [
-        (
-            start,
-            {name: tensor[:, start:stop] for name, tensor in of_tokens.items()} | {"attention_mask": mask[:, :stop]},
-        )
-        for start, stop in pairwise(borders)
-    ]
+    parts = []
+    for start, stop in pairwise(borders):
+        own = {name: tensor[:, start:stop] for name, tensor in of_tokens.items()}
+        parts.append((start, {**own, "attention_mask": mask[:, :stop]}))
+    return parts

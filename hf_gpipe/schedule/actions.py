@@ -135,9 +135,9 @@ class Placement:
     """Which workers, and which device of each, hold each stage.
 
     A worker is a process, and has its number. The workers of a stage are its replicas: micro-batch m runs on the
-    stage's replica m % r, where r is their number (the round robin of PipeDream's 1F1B-RR, arXiv 1806.03377). Where rows
-    are cut into c chunks, each a micro-batch, all of a row run on replica (m // c) % r. Several stages may share a
-    worker, in any order.
+    stage's replica m % r, where r is their number (the round robin of PipeDream's 1F1B-RR, arXiv 1806.03377). Where
+    rows are cut into c chunks, each a micro-batch, all of a row run on replica (m // c) % r. Several stages may share
+    a worker, in any order.
 
     Args:
         workers: of each stage its worker, or the workers of its replicas in order.
@@ -146,7 +146,8 @@ class Placement:
         chunks: into how many chunks of tokens each row is cut; those of a row are consecutive micro-batches.
 
     Raises:
-        ScheduleError: no chunk, no stage, a worker without a stage or twice in one, or devices that do not fit the places.
+        ScheduleError: no chunk, no stage, a worker without a stage or twice in one, or devices that do not fit the
+            places.
     """
 
     workers: tuple[tuple[int, ...], ...]

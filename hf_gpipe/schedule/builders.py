@@ -278,8 +278,9 @@ def build(
         chunks: into how many chunks of tokens each row is cut, each a micro-batch of the table.
 
     Raises:
-        ScheduleError: chunks of rows that are not whole or that the schedule has no order for, an unknown name or mode, K or M below 1, limits that do not fit the stages, a placement of
-            another number of stages or replicas, or one that the schedule cannot use.
+        ScheduleError: an unknown name or mode, K or M below 1, limits that do not fit the stages, a placement of
+            another number of stages or replicas, or one that the schedule cannot use, rows that lack chunks, or chunks
+            that the schedule has no order for.
     """
     _check_name(name)
     is_asynchronous = name in ASYNCHRONOUS_SCHEDULES

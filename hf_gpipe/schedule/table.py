@@ -24,10 +24,10 @@ says that micro-batch 7 reads version 3 of stage 2's weights, in its forward, re
 three updates of this table. Without it a forward reads the newest version. A line `stashes: no` after the steps says
 that no old version is kept: recomputations and backwards then read the newest version too.
 
-A line `chunks: 4` after the placement says that rows are cut into 4 chunks of tokens, and each chunk is a micro-batch of
-the table: number m is chunk m % 4 of the rows m // 4. A stage runs a chunk's forward after that of the chunk before it,
-and its backward after that of the chunk after it. All chunks of a row run on one replica of a stage, so where a stage
-has r of them the rows m // 4 run on replica (m // 4) % r.
+A line `chunks: 4` after the placement says that rows are cut into 4 chunks of tokens, and each chunk is a micro-batch
+of the table: number m is chunk m % 4 of the rows m // 4. A stage runs a chunk's forward after that of the chunk before
+it, and its backward after that of the chunk after it. All chunks of a row run on one replica of a stage, (m // 4) % r
+where the stage has r of them.
 """
 
 from __future__ import annotations
