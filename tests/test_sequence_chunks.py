@@ -257,6 +257,19 @@ def test_a_family_whose_rows_cannot_be_cut_is_an_error(family: str) -> None:
         Pipeline(exact_clone(default_config(family), torch.float64), 2, 2, sequence_chunks=2)
 
 
+@pytest.mark.parametrize("options", [{"schedule": "auto"}, {"num_micro_batches": "auto"}, {"partition": "flops"}])
+def test_what_the_planner_would_choose_is_an_error(options: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="the planner does not know the costs of chunks yet; give num_stages"):
+        Pipeline(tiny_config("llama"), 2, sequence_chunks=2, example=rows(2, 6), **options)
+
+
+def test_what_is_not_given_is_not_planned() -> None:
+    pipe = Pipeline(tiny_config("llama"), 2, sequence_chunks=2, example=rows(2, 6))
+    assert (pipe.config.num_micro_batches, pipe.config.schedule, pipe.config.recompute) == (1, "gpipe", "stage")
+    with pytest.raises(UserError, match="the planner does not know the costs of chunks yet"):
+        pipe.plan()
+
+
 def test_an_entry_without_a_value_for_each_token_is_an_error() -> None:
     pipe = Pipeline(tiny_config("llama"), 2, 2, sequence_chunks=2)
     batch = rows(2, 6)

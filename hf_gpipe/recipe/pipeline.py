@@ -111,7 +111,8 @@ class PipelineConfig:
     sequence_chunks: Count = 1
     """Into how many chunks of tokens the rows are cut in training, which go through the stages one after another, each
     as a micro-batch would: for long rows, of which a mini-batch has few. For decoder-only models whose layers keep
-    nothing of earlier tokens but keys and values. Evaluation and generation do not cut rows. 1: rows are whole."""
+    nothing of earlier tokens but keys and values. Evaluation and generation do not cut rows, and the planner does not
+    know the costs of chunks yet: what it would choose has to be given. 1: rows are whole."""
 
     boundary_dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """The type in which hidden states and their gradients are sent from stage to stage, narrower than the model's, for
@@ -290,7 +291,7 @@ class PipelineConfig:
         Args:
             can_plan: whether the shape of a mini-batch and the memory of the optimizer are known.
         """
-        is_auto = can_plan and self.schedule in (None, AUTO, *SYNCHRONOUS_SCHEDULES)
+        is_auto = can_plan and self.sequence_chunks == 1 and self.schedule in (None, AUTO, *SYNCHRONOUS_SCHEDULES)
         values: dict[str, Any] = {name: AUTO if is_auto else PLANNED[name] for name in self.not_given}
         return replace(self, **values) if values else self
 
