@@ -285,9 +285,9 @@ class Planner:
         """
         if settings.sequence_chunks > 1:
             raise UserError(
-                f"sequence_chunks is {settings.sequence_chunks}, and the planner does not know the costs of chunks yet; "
-                "give num_stages, num_micro_batches, schedule, recompute and partition, none of them auto or by cost, "
-                "or leave sequence_chunks out"
+                f"sequence_chunks is {settings.sequence_chunks}, and the planner does not know the costs of chunks "
+                "yet; give num_stages, num_micro_batches, schedule, recompute and partition, none of them auto or by "
+                "cost, or leave sequence_chunks out"
             )
         name, num_stages, num_processes = settings.schedule, settings.num_stages, settings.num_processes
         num_micro_batches = self.micro_batches_of_step(settings.num_micro_batches)
