@@ -1,7 +1,4 @@
-"""A script as a user would write it; under torchrun, rank 1 has another value of something than the others.
-
-torchrun ... -m tests.runtime.disagreeing WHAT MODEL OTHER OUTPUT
-"""
+"""A script as a user would write it; under torchrun, rank 1 has another value of something than the others."""
 
 from __future__ import annotations
 
@@ -54,5 +51,11 @@ def run(what: str, model: str, other: str, output: str) -> None:
     Path(output, f"trained-{os.environ['RANK']}").touch()
 
 
-if __name__ == "__main__":
-    run(*sys.argv[1:])
+def as_script(*words: str) -> int:
+    """`run` as the interpreter runs a script: what it does not catch goes to the hook for exceptions."""
+    try:
+        run(*words)
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        return 1
+    return 0

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +17,10 @@ from hf_gpipe.errors import DisagreementError
 from hf_gpipe.runtime.agreement import Noted, compare, model_in_memory, text_of
 from hf_gpipe.runtime.preflight import disagreements
 from hf_gpipe.runtime.secret import SECRET_VARIABLE, new_secret, store_on_loopback
+from tests.forked_command import start_function
 from tests.gloo import run_gloo
 from tests.oracle import plain_model, tiny_config
-
-REPOSITORY = Path(__file__).parents[2]
+from tests.runtime import disagreeing
 
 
 @pytest.fixture(scope="module")
@@ -41,30 +38,23 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     return folder / "model", folder / "other", folder / "copy"
 
 
-def _scripts(what: str, model: Path, other: Path, output: Path) -> list[subprocess.CompletedProcess[str]]:
-    """Start the script in two processes, as torchrun does, and wait for both."""
+def _scripts(what: str, model: Path, other: Path, output: Path) -> list[tuple[int | None, str]]:
+    """Start the script in two processes, as torchrun does; returns the exit code of each and what it told."""
     store = store_on_loopback()
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1", SECRET_VARIABLE: new_secret()}
     output.mkdir()
-    words = [sys.executable, "-m", "tests.runtime.disagreeing", what, str(model), str(other), str(output)]
-    started = [
-        subprocess.Popen(
-            words,
-            cwd=REPOSITORY,
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        told = [one.communicate(timeout=300) for one in started]
-    finally:
-        for one in started:
-            one.kill()
-    return [subprocess.CompletedProcess(words, p.returncode, *out) for p, out in zip(started, told, strict=True)]
+    folders = [output.with_name(f"rank-{rank}") for rank in range(2)]
+    started = []
+    for rank, folder in enumerate(folders):
+        folder.mkdir()
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        words = what, str(model), str(other), str(output)
+        started.append(start_function(folder, disagreeing.as_script, *words, variables=common | ranks))
+    for one in started:
+        one.join(300)
+        one.kill()
+    return [(one.exitcode, (folder / "run.err").read_text()) for one, folder in zip(started, folders, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -87,22 +77,22 @@ def _scripts(what: str, model: Path, other: Path, output: Path) -> list[subproce
 def test_a_script_whose_processes_disagree_ends_with_a_line(
     what: str, message: str, models: tuple[Path, Path, Path], tmp_path: Path
 ) -> None:
-    first, second = _scripts(what, models[0], models[1], tmp_path / "out")
-    assert [first.returncode, second.returncode] == [2, 2], first.stderr + second.stderr
-    told = [line for one in (first, second) for line in one.stderr.splitlines() if line.startswith("error: ")]
+    codes, errors = zip(*_scripts(what, models[0], models[1], tmp_path / "out"), strict=True)
+    assert codes == (2, 2), errors
+    told = [line for text in errors for line in text.splitlines() if line.startswith("error: ")]
     assert len(told) == 1
     assert message.format(model=models[0]) in told[0]
     assert "process 0" in told[0]
     assert "process 1" in told[0]
     assert told[0].endswith("give all processes the same")
-    assert "Traceback" not in first.stderr + second.stderr
+    assert "Traceback" not in "".join(errors)
     assert not list((tmp_path / "out").glob("trained-*"))
 
 
 def test_processes_that_agree_train_whatever_their_paths(models: tuple[Path, Path, Path], tmp_path: Path) -> None:
     """Each machine may have the model at another path."""
     finished = _scripts("model", models[0], models[2], tmp_path / "out")
-    assert [one.returncode for one in finished] == [0, 0], finished[0].stderr + finished[1].stderr
+    assert [code for code, _ in finished] == [0, 0], finished
     assert len(list((tmp_path / "out").glob("trained-*"))) == 2
 
 
