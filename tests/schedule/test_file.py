@@ -27,7 +27,7 @@ from tests.schedule.cases import Recompute, placements, schedules
 F, R, B, U = FORWARD, RECOMPUTE, BACKWARD, UPDATE
 
 MINE = """\
-table: 4
+table: 5
 schedule: mine
 num_stages: 2
 num_micro_batches: 2

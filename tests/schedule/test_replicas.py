@@ -33,7 +33,7 @@ F, R, B, G, U = FORWARD, RECOMPUTE, BACKWARD, REDUCE, UPDATE
 UNEVEN = ([2, 1], [1, 2], [1, 3], [3, 1, 2], [2, 2, 1], [4, 3, 2, 1])
 
 ONE_TWO = """\
-table: 4
+table: 5
 schedule: 1f1b
 num_stages: 2
 num_micro_batches: 4

@@ -13,7 +13,7 @@ from hf_gpipe.schedule.messages import messages
 from hf_gpipe.schedule.occupancy import most_of_equal_stages
 
 TEXT = """\
-table: 4
+table: 5
 schedule: mine
 num_stages: 2
 num_micro_batches: 2

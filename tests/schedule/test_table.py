@@ -13,7 +13,7 @@ F, R, B, U = FORWARD, RECOMPUTE, BACKWARD, UPDATE
 W = WEIGHT
 
 GPIPE_2_2 = """\
-table: 4
+table: 5
 schedule: gpipe
 num_stages: 2
 num_micro_batches: 2
