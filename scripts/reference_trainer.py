@@ -13,7 +13,6 @@ that you can correct.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 import tempfile
@@ -142,7 +141,7 @@ def losses_of_plain_trainer(recipe: Recipe, folder: Path, steps: Sequence[int]) 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("folder", type=Path, help="of the run")
     parser.add_argument("--steps", type=int, help="updates to compare; default: all")
     parser.add_argument("--tolerance", type=float, default=0.01, help="relative; default: 0.01")

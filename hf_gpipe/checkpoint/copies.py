@@ -37,7 +37,7 @@ def _ready(tensors: Mapping[Key, torch.Tensor], copies: dict[Key, torch.Tensor])
 
 
 @dataclass
-class Unwritten:
+class PendingWrite:
     """Tensors of a training that are to be written, and the function that writes them.
 
     Whatever else is written, such as configurations, is settled when this object is made. Without `copy` the tensors

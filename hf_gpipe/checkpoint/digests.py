@@ -131,10 +131,10 @@ class Digests:
         if entry is None:
             raise CheckpointError(f"{path} is not one of the files that {DIGESTS_FILE} names")
         try:
-            found = path.stat()
-            if not stat.S_ISREG(found.st_mode):  # of a pipe the reading would never end
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):  # of a pipe the reading would never end
                 raise CheckpointError(f"{path} cannot be read: it is not a regular file")
-            size = found.st_size
+            size = status.st_size
             if isinstance(entry, str):
                 return [Part(file, None, 0, size, entry)]
             header = _read_header(path)
@@ -169,10 +169,10 @@ class Digests:
     def _check_part(self, part: Part) -> None:
         path = self.directory / part.file
         try:
-            found = _digest_of(path, part.start, part.size)
+            digest_now = _digest_of(path, part.start, part.size)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-        if found != part.digest:
+        if digest_now != part.digest:
             what = "it" if part.tensor is None else f"the tensor {part.tensor!r}"
             raise CheckpointError(f"{path} is damaged: {what} has another digest than {DIGESTS_FILE} says")
 

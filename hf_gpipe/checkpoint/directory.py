@@ -54,8 +54,8 @@ def checkpoints(output_dir: Path) -> list[Path]:
     """The checkpoints of a run, oldest first by their number of updates."""
     if not output_dir.is_dir():
         return []
-    found = [(int(match[1]), path) for path in output_dir.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found) if path.is_dir()]
+    numbered = [(int(match[1]), path) for path in output_dir.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(numbered) if path.is_dir()]
 
 
 def last_checkpoint(output_dir: Path, world: World) -> Path | None:
@@ -112,10 +112,10 @@ def _find_damage(checkpoint: Path, world: World) -> str:
         _weights(checkpoint)
     except CheckpointError as error:
         problem = str(error)
-    found = next((problem for problem in world.gather_objects(problem) if problem), "")
-    if not found and not is_checked and world.is_reporter:
+    damage = next((problem for problem in world.gather_objects(problem) if problem), "")
+    if not damage and not is_checked and world.is_reporter:
         logger.warning("%s was written by an older version, without digests: its content is not checked", checkpoint)
-    return found
+    return damage
 
 
 def _digests_of(checkpoint: Path) -> Digests | None:
@@ -180,14 +180,14 @@ def rotate(output_dir: Path, limit: int | None, keep: Collection[Path] = ()) -> 
 
     The newest one, the newest one that a training can resume from, and those in `keep` always remain.
     """
-    found = checkpoints(output_dir)
-    if limit is None or limit < 1 or len(found) <= limit:
+    every = checkpoints(output_dir)
+    if limit is None or limit < 1 or len(every) <= limit:
         return
-    newest_complete = next((path for path in reversed(found) if _is_complete(path)), None)
-    stay = (found[-1], newest_complete, *keep)
-    protected = [path for path in found if path in stay]
-    others = [path for path in found if path not in protected]
-    for path in others[: max(0, len(found) - max(limit, len(protected)))]:
+    newest_complete = next((path for path in reversed(every) if _is_complete(path)), None)
+    stay = (every[-1], newest_complete, *keep)
+    protected = [path for path in every if path in stay]
+    others = [path for path in every if path not in protected]
+    for path in others[: max(0, len(every) - max(limit, len(protected)))]:
         gone = path.with_name(f".{path.name}.gone-{uuid4().hex[:8]}")
         path.rename(gone)
         remove(gone)

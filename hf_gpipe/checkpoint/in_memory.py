@@ -134,8 +134,8 @@ class MemoryCheckpoints:
         """Whether the machines have all files together that the digests name."""
         named, problem = None, ""
         try:
-            if self._is_first and (found := Digests.read(path)) is not None:
-                named = {DIGESTS_FILE, *found.files}
+            if self._is_first and (digests_here := Digests.read(path)) is not None:
+                named = {DIGESTS_FILE, *digests_here.files}
         except CheckpointError as error:
             problem = str(error)
         everyone = self._world.gather_objects((named, set(_files(path)) if self._is_first else set(), problem))
@@ -148,14 +148,14 @@ class MemoryCheckpoints:
         try:
             write_together(self.folder, self._world, self._make_folder, is_writing=self._is_first)
             self._exchange(path, self._world, lambda machine, owner, name: True)
-            found = Digests.read(path)
-            assert found is not None, "it was read before"
-            found.check_share(self._own.index(self._world.rank), len(self._own))
+            digests_here = Digests.read(path)
+            assert digests_here is not None, "it was read before"
+            digests_here.check_share(self._own.index(self._world.rank), len(self._own))
             read_state(path)
             read_trainer_state(path)
         except CheckpointError as error:
             problem = str(error)
-        return next((one for one in self._world.gather_objects(problem) if one), "")
+        return next((text for text in self._world.gather_objects(problem) if text), "")
 
     def _exchange(self, directory: Path, world: World, wants: Callable[[int, int, str], bool]) -> None:
         """Send files of a directory to machines that lack and want them.
@@ -202,9 +202,9 @@ def newest_checkpoint(output_dir: Path, world: World, memory: MemoryCheckpoints 
     """
     if memory is not None:
         on_disk = world.from_writer(lambda: list(map(step_of, checkpoints(output_dir))))
-        found = memory.find(after=max(on_disk, default=0))
-        if found is not None:
-            return found
+        checkpoint = memory.find(after=max(on_disk, default=0))
+        if checkpoint is not None:
+            return checkpoint
     return last_checkpoint(output_dir, world)
 
 
@@ -244,8 +244,8 @@ def _receive(path: Path, size: int, sender: int, group: dist.ProcessGroup | None
 
 def _files(directory: Path) -> dict[str, int]:
     """The files of a directory and those below, with their sizes in bytes."""
-    found = [path for path in directory.rglob("*") if path.is_file() and not path.name.endswith(".part")]
-    return {path.relative_to(directory).as_posix(): path.stat().st_size for path in found}
+    files = [path for path in directory.rglob("*") if path.is_file() and not path.name.endswith(".part")]
+    return {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
 
 
 def _is_own(folder: Path) -> bool:

@@ -16,7 +16,7 @@ from hf_gpipe import strict_json
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.peft import PeftAdapter, need_peft
 from hf_gpipe.checkpoint import digests
-from hf_gpipe.checkpoint.copies import Files, Unwritten, on_cpu
+from hf_gpipe.checkpoint.copies import Files, PendingWrite, on_cpu
 from hf_gpipe.checkpoint.digests import Digests, Entry
 from hf_gpipe.checkpoint.save import make_directory, prepare_files, publish_files
 from hf_gpipe.checkpoint.together import write_once
@@ -76,17 +76,17 @@ def as_config(given: Any) -> Any:
     return config
 
 
-def unwritten_adapters(
+def pending_adapters(
     directory: Path,
     models: Mapping[int, StageModel],
     world: World,
     peft: PeftAdapter,
     write_more: Callable[[Path], Any] | None = None,
-) -> Unwritten:
+) -> PendingWrite:
     """The adapters of all stages, to be written into one file, with digests. Every process must call it.
 
     The tensors are gathered in the main process, which writes, because PEFT has no sharded adapters; they are small.
-    The configuration is read now, the tensors by `Unwritten.write`. `write_more` is that of `save.unwritten_model`.
+    The configuration is read now, the tensors by `PendingWrite.write`. `write_more` is that of `save.pending_model`.
 
     Raises CheckpointError, on every process, if the main one cannot write into the directory.
     """
@@ -120,7 +120,7 @@ def unwritten_adapters(
         write_once(directory, world, write_file)
         return {}
 
-    return Unwritten(files, write)
+    return PendingWrite(files, write)
 
 
 def load_adapters(directory: Path, models: Mapping[int, StageModel], peft: PeftAdapter) -> None:

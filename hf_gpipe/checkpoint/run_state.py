@@ -13,7 +13,7 @@ from hf_gpipe.strict_json import Number
 
 
 @dataclass(frozen=True)
-class Position:
+class DataPosition:
     """A place in the data: so many mini-batches of this epoch have been trained on.
 
     `place` is where an iterable dataset stands there (`MiniBatches.place`), in the main process; None: not known.
@@ -57,7 +57,7 @@ class RunState:
         loss_scale: the state of the `LossScaler`; None without one.
     """
 
-    position: Position
+    position: DataPosition
     pipeline_step: int
     data: Mapping[str, Any]
     evaluation_is_due: bool = False
@@ -69,7 +69,7 @@ class RunState:
         """Read what a checkpoint stores."""
         position = progress["position"]
         return cls(
-            Position(position["epoch"], position["mini_batches"], position.get("place")),
+            DataPosition(position["epoch"], position["mini_batches"], position.get("place")),
             progress["pipeline_step"],
             progress["data"],
             progress.get("evaluation_is_due", False),

@@ -20,7 +20,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.checkpoint import digests, hub
-from hf_gpipe.checkpoint.copies import Files, Unwritten
+from hf_gpipe.checkpoint.copies import Files, PendingWrite
 from hf_gpipe.checkpoint.digests import Entry
 from hf_gpipe.checkpoint.together import write_once, write_together
 from hf_gpipe.errors import CheckpointError
@@ -42,17 +42,18 @@ class _Shard(NamedTuple):
     entry: Entry
 
 
-def unwritten_model(
+def pending_model(
     directory: Path,
     models: Mapping[int, StageModel],
     owner_stage: Mapping[str, int],
     world: World,
     write_more: Callable[[Path], Any] | None = None,
-) -> Unwritten:
+) -> PendingWrite:
     """A model that is to be written: one safetensors shard per stage, the index, configurations, digests of all these.
 
     The shards get new names. The file that makes them the checkpoint, the index or the single `model.safetensors`, is
-    written last, and then older shards are deleted. The configurations are read now, the tensors by `Unwritten.write`.
+    written last, and then older shards are deleted. The configurations are read now, the tensors by
+    `PendingWrite.write`.
 
     Args:
         directory: where to write; created if needed, other files in it stay.
@@ -83,7 +84,7 @@ def unwritten_model(
             tensors = hub.in_hub_form(models[stage], files.pop(stage))
             if not tensors:
                 continue
-            file = _shard_name(stage, num_stages, str(tag))
+            file = f"model{tag}-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
             try:
                 save_file(tensors, directory / file, metadata={"format": "pt"})
             except Exception:
@@ -105,7 +106,7 @@ def unwritten_model(
         write_once(directory, world, publish)
         return {}
 
-    return Unwritten(files, write)
+    return PendingWrite(files, write)
 
 
 def prepare_files(directory: Path, *writes: Callable[[Path], Any] | None) -> None:
@@ -179,10 +180,6 @@ def replace_directory(temporary: Path, final: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
     else:
         temporary.rename(final)
-
-
-def _shard_name(stage: int, num_stages: int, tag: str) -> str:
-    return f"model{tag}-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
 
 
 def _write_configuration(model: StageModel, folder: Path) -> None:

@@ -38,9 +38,9 @@ def _samples(path: Path) -> bytes:
     size = path.stat().st_size
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
-        found = [file.read(min(length, _MOST_HEADER_BYTES))]
+        samples = [file.read(min(length, _MOST_HEADER_BYTES))]
         distance = max(_BLOCK_BYTES, size // _NUM_BLOCKS)
         for start in range(file.tell(), size, distance):
             file.seek(start)
-            found.append(file.read(_BLOCK_BYTES))
-    return b"".join(found)
+            samples.append(file.read(_BLOCK_BYTES))
+    return b"".join(samples)

@@ -27,7 +27,7 @@ from typing_extensions import TypedDict
 
 from hf_gpipe import strict_json
 from hf_gpipe.checkpoint import digests
-from hf_gpipe.checkpoint.copies import Files, Unwritten, on_cpu
+from hf_gpipe.checkpoint.copies import Files, PendingWrite, on_cpu
 from hf_gpipe.checkpoint.digests import Digests, Entry
 from hf_gpipe.checkpoint.run_state import Progress, RunState
 from hf_gpipe.checkpoint.together import write_once, write_together
@@ -106,7 +106,7 @@ def has_state(checkpoint: Path) -> bool:
     return (checkpoint / FOLDER / STATE_FILE).is_file()
 
 
-def unwritten_state(
+def pending_state(
     checkpoint: Path,
     parameters: Parameters,
     stage_of: Mapping[str, int],
@@ -115,11 +115,11 @@ def unwritten_state(
     run: RunState,
     world: World,
     shards: Shards | None = None,
-) -> Unwritten:
+) -> PendingWrite:
     """The state of a training, to be written into a checkpoint's directory. Every process must call it.
 
-    What is not a tensor is read now, the tensors by `Unwritten.write`. That returns the digests of the files that all
-    processes have written; that of state.json is valid in the main process only.
+    What is not a tensor is read now, the tensors by `PendingWrite.write`. That returns the digests of the files that
+    all processes have written; that of state.json is valid in the main process only.
 
     Args:
         checkpoint: an existing directory, the same for all processes.
@@ -185,7 +185,7 @@ def unwritten_state(
         files[STATE_FILE] = digests.digest(text.encode())
         return {f"{FOLDER}/{file}": entry for file, entry in files.items()}
 
-    return Unwritten(tensors, write)
+    return PendingWrite(tensors, write)
 
 
 def load_state(
@@ -198,7 +198,7 @@ def load_state(
     """Load the state of a checkpoint, written with any number of stages, into an optimizer and its scheduler.
 
     Args:
-        checkpoint: a directory that `unwritten_state` was for.
+        checkpoint: a directory that `pending_state` was for.
         parameters: this process's, by name; only their state is read.
         optimizer: of these parameters, of the class that was saved.
         scheduler: of this optimizer, if any.
@@ -272,14 +272,14 @@ def _check_like(current: Any, saved: Any, what: str) -> None:
     Without this, text in place of a learning rate would be found in the first step only, by a TypeError.
     """
     if isinstance(current, list | tuple) and isinstance(saved, list | tuple):
-        for number, one in enumerate(saved):
+        for number, entry in enumerate(saved):
             # A list may have grown; its entries are of one kind, unless it is as long as before.
-            _check_like(current[min(number, len(current) - 1)] if current else None, one, f"{what}[{number}]")
+            _check_like(current[min(number, len(current) - 1)] if current else None, entry, f"{what}[{number}]")
     else:
-        expected, found = _kind(current), _kind(saved)
+        expected, kind = _kind(current), _kind(saved)
         # Null leaves a choice to the optimizer, such as whether kernels are fused. It never stands for a rate.
-        is_open = found is None and not isinstance(current, float)
-        if expected is not None and found != expected and not is_open:
+        is_open = kind is None and not isinstance(current, float)
+        if expected is not None and kind != expected and not is_open:
             raise CheckpointError(f"{what} is {show(saved)}, expected {expected}")
     if isinstance(saved, float) and math.isnan(saved):
         raise CheckpointError(f"{what} is {show(saved)}, expected a number")
@@ -345,8 +345,8 @@ def _read_slots(
                 for key in tensors.keys():  # noqa: SIM118  (not a mapping)
                     name, _, slot = key.rpartition("/")
                     if name in names:
-                        found = {slot: tensors.get_tensor(key)}
-                        slots.setdefault(name, {}).update(found if shards is None else shards.cut(name, found))
+                        own = {slot: tensors.get_tensor(key)}
+                        slots.setdefault(name, {}).update(own if shards is None else shards.cut(name, own))
         except Exception as error:  # safetensors raises its own class, which is not an OSError
             raise CheckpointError(f"{folder / file} cannot be read: {error}") from error
     return slots

@@ -41,10 +41,10 @@ def write_together(
         except (OSError, SafetensorError) as error:
             problem = " ".join(str(error).split())
     outcomes = world.gather_objects((value, problem))
-    for rank, (_, found) in enumerate(outcomes):
-        if found:
+    for rank, (_, why) in enumerate(outcomes):
+        if why:
             raise CheckpointError(
-                f"process {rank} cannot write into {directory}: {found}; earlier checkpoints are unchanged; make room "
+                f"process {rank} cannot write into {directory}: {why}; earlier checkpoints are unchanged; make room "
                 "there, or correct the permissions, and start again"
             )
     return [value for value, _ in outcomes]  # type: ignore[misc]  # without a problem, there is a value

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from hf_gpipe.errors import EXIT_USER_ERROR, UserError, one_line
@@ -15,9 +15,29 @@ from hf_gpipe.errors import EXIT_USER_ERROR, UserError, one_line
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line and exit code 2, as every other error of a command."""
 
+    def __init__(self, description: str | None, name: str | None = None) -> None:
+        """`name` is that of a command of the package; None: the program is a script."""
+        prog, formatter = f"python -m hf_gpipe {name}" if name else None, argparse.RawDescriptionHelpFormatter
+        super().__init__(prog, description=description, formatter_class=formatter)
+
     def error(self, message: str) -> NoReturn:
         """Raise UserError."""
         raise UserError(f"{message}; {self.prog} --help lists the options")
+
+
+def run_with_options(argv: Sequence[str] | None, parser: Parser, work: Callable[[argparse.Namespace], int]) -> int:
+    """Run a command with the options of its arguments, or print its help where there are none; returns its exit code.
+
+    Args:
+        argv: the arguments; None: the program's.
+        parser: of the arguments.
+        work: returns the exit code.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args:
+        return run_command(lambda: work(parser.parse_intermixed_args(args)))
+    parser.print_help()
+    return EXIT_USER_ERROR
 
 
 def run_command(work: Callable[[], int]) -> int:
@@ -25,9 +45,21 @@ def run_command(work: Callable[[], int]) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     warnings.filterwarnings("ignore")
     try:
-        return work()
+        return flushed(work)
     except UserError as error:
         return fail(error)
+
+
+def flushed(work: Callable[[], int]) -> int:
+    """Do work that prints, and see that all of it is written; returns what it returns, or 0 if nobody reads it."""
+    try:
+        code = work()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # A reader such as head has seen enough. What is still buffered must not fail at the interpreter's end either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def fail(error: UserError) -> int:

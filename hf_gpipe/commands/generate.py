@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from hf_gpipe.commands.base import Parser, run_command
-from hf_gpipe.errors import EXIT_USER_ERROR, UserError
+from hf_gpipe.commands.base import Parser, run_with_options
+from hf_gpipe.errors import UserError
 
 DESCRIPTION = """\
 Generate with a checkpoint, in stages. The text is a chat turn if the tokenizer has a chat template, else the source of
@@ -23,19 +23,11 @@ processes that it started.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    args = list(sys.argv[1:] if argv is None else argv)
-    if not args:
-        _parser().print_help()
-        return EXIT_USER_ERROR
-    return run_command(lambda: _generate(_parser().parse_args(args)))
+    return run_with_options(argv, _parser(), _generate)
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog="python -m hf_gpipe generate",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(DESCRIPTION, "generate")
     parser.add_argument("model", help="Hub id or directory of a model with its tokenizer, or of peft adapters")
     parser.add_argument("text", nargs="?", help="what to generate for (default: each line of stdin)")
     parser.add_argument("--num-stages", type=int, help="number of stages (default: one for each process or GPU)")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hf_gpipe.commands.base import Parser, run_command
+from hf_gpipe.commands.base import Parser, run_with_options
 from hf_gpipe.commands.launch_file import ENGINES, job_file
 from hf_gpipe.errors import UserError, nearest
 from hf_gpipe.recipe import Recipe, load_recipe
@@ -31,16 +31,12 @@ docs/clusters.md says what to do with it.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser()
-    if not args:
-        parser.print_help()
-        return 2
 
-    def work() -> int:
-        print(_text(parser.parse_intermixed_args(args), args), end="")
+    def work(options: argparse.Namespace) -> int:
+        print(_text(options, args), end="")
         return 0
 
-    return run_command(work)
+    return run_with_options(args, _parser(), work)
 
 
 def _text(options: argparse.Namespace, args: Sequence[str]) -> str:
@@ -57,7 +53,7 @@ def _text(options: argparse.Namespace, args: Sequence[str]) -> str:
     else:
         changed, estimate = _planned(options, per_node)
         keys = {argument.partition("=")[0] for argument in changed}
-        arguments = [one for one in arguments if one.partition("=")[0].strip() not in keys] + changed
+        arguments = [argument for argument in arguments if argument.partition("=")[0].strip() not in keys] + changed
         comments += estimate
     return job_file(
         options.engine,
@@ -154,9 +150,7 @@ def _ranks(plan: Plan, per_node: int) -> str:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog="python -m hf_gpipe launch", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(DESCRIPTION, "launch")
     parser.add_argument("engine", help=", ".join(ENGINES))
     parser.add_argument("recipe", help="the recipe; every machine has it under this path")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a value of the recipe")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from hf_gpipe.commands.base import Parser, run_command
+from hf_gpipe.commands.base import Parser, run_with_options
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import ROW_LENGTH_KINDS
 from hf_gpipe.schedule import draw_text
@@ -32,23 +31,7 @@ fits.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    args = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser()
-    if not args:
-        parser.print_help()
-        return 2
-
-    def work() -> int:
-        try:
-            code = _plan(parser.parse_intermixed_args(args))
-            sys.stdout.flush()
-            return code
-        except BrokenPipeError:
-            # A reader such as head has seen enough. What is still buffered must not fail at the interpreter's end.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
-
-    return run_command(work)
+    return run_with_options(argv, _parser(), _plan)
 
 
 def read_request(args: Sequence[str]) -> PlanRequest:
@@ -73,14 +56,14 @@ def _plan(options: argparse.Namespace) -> int:
     # JSON and a table are data, and are alone on the standard output.
     words = sys.stderr if options.json or options.table else sys.stdout
     if options.search:
-        found = search(request.planner, request.config)
-        best = found.fastest[0] if found.fastest else found.leanest
+        outcome = search(request.planner, request.config)
+        best = outcome.fastest[0] if outcome.fastest else outcome.leanest
         best = listed_plan(best) if options.listed else best
         if options.json:
-            plans = {"fastest": [as_dict(plan) for plan in found.fastest], "leanest": as_dict(found.leanest)}
-            print(json.dumps({"num_tried": found.num_tried, **plans}, indent=2))
+            plans = {"fastest": [as_dict(plan) for plan in outcome.fastest], "leanest": as_dict(outcome.leanest)}
+            print(json.dumps({"num_tried": outcome.num_tried, **plans}, indent=2))
         else:
-            print(search_report(found), file=words)
+            print(search_report(outcome), file=words)
     else:
         best = request.best()
         best = listed_plan(best) if options.listed else best
@@ -119,12 +102,10 @@ def _longest(key: str, fits: Callable[[int], bool]) -> str:
     return f"{key}={low} fits and {high} does not, all else equal"
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     from hf_gpipe.planner.devices import DEVICES, LINKS
 
-    parser = Parser(
-        prog="python -m hf_gpipe plan", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(DESCRIPTION, "plan")
     parser.add_argument("recipe", help="the recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a value of the recipe")
     parser.add_argument(

@@ -64,7 +64,7 @@ class PlanRequest:
         recipe = load_recipe(options.recipe, options.overrides)
         recipe = replace(recipe, pipeline=recipe.pipeline.settled(can_plan=True))
         if options.search and num_devices is not None:
-            recipe = replace(recipe, pipeline=recipe.pipeline.opened(num_devices))
+            recipe = replace(recipe, pipeline=recipe.pipeline.with_auto(num_devices))
         else:
             recipe = _on_devices(recipe, options.overrides, num_devices)
         config = recipe.pipeline

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hf_gpipe.commands.base import fail
+from hf_gpipe.commands.base import fail, flushed
 from hf_gpipe.errors import EXIT_STOPPED, RecipeError, UserError
 from hf_gpipe.recipe import Recipe, load_recipe, recipe_help, section_help
 from hf_gpipe.recipe.pipeline import OF_EACH_PROCESS
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     note_launcher()
     try:
         recipe = load_recipe(args[0], args[1:])
-        if _is_launched_here():
+        if "HF_GPIPE_LAUNCHER_PID" in os.environ:  # this command has started the process
             # Until there is something to save, the launcher's word ends this process without one of its own.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             return _work(recipe)
@@ -103,12 +103,7 @@ def _print_help(sections: Sequence[str]) -> int:
         text = "\n\n".join(map(section_help, sections)) or USAGE.format(recipe=recipe_help()).rstrip()
     except UserError as error:
         return _fail(error)
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        # A reader such as head has seen enough. What is still buffered must not fail at the interpreter's end either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    return flushed(lambda: sys.stdout.write(f"{text}\n") and 0)
 
 
 def _work(recipe: Recipe) -> int:
@@ -225,10 +220,6 @@ def _settings(recipe: Recipe) -> dict[str, str]:
     values = {".".join(key): value for key, value in recipe.values().items()}
     own = {f"pipeline.{name}" for name in OF_EACH_PROCESS}
     return {key: repr(value) for key, value in values.items() if key not in own}
-
-
-def _is_launched_here() -> bool:
-    return "HF_GPIPE_LAUNCHER_PID" in os.environ
 
 
 def _be_quiet() -> None:

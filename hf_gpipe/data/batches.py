@@ -106,8 +106,8 @@ def cut_evenly(order: Sequence[int], tokens: Sequence[int], count: int) -> list[
 
 def _sorted(rows: list[int], keys: np.ndarray) -> list[int]:
     """The rows by their keys; those with equal keys stay shuffled."""
-    found: list[int] = np.asarray(rows)[np.argsort(keys[rows], kind="stable")].tolist()
-    return found
+    ordered: list[int] = np.asarray(rows)[np.argsort(keys[rows], kind="stable")].tolist()
+    return ordered
 
 
 def _cut(order: list[int], size: int) -> list[list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -14,8 +13,6 @@ from hf_gpipe.data.chats import Conversation, conversation_of
 from hf_gpipe.data.encoded import EncodedConversations, conversations_of
 from hf_gpipe.data.tokenized import IGNORE_INDEX
 from hf_gpipe.errors import DataError
-
-logger = logging.getLogger(__name__)
 
 
 class ChatExamples(EncodedConversations):
@@ -60,16 +57,8 @@ class ChatExamples(EncodedConversations):
         )
         self._kept = slice(max_length) if truncation_mode == "keep_start" else slice(-(max_length or 0), None)
         self._max_length = max_length
-        options = [max_length, truncation_mode, assistant_only_loss, completion_only_loss]
-        self._encode(conversations, tokenizer, options)
-        if self.num_truncated or self.num_dropped:
-            logger.warning(
-                "of %d conversations, %d were cut to %s tokens, and %d were dropped because they then had no target",
-                len(conversations),
-                self.num_truncated,
-                max_length,
-                self.num_dropped,
-            )
+        options = (truncation_mode, assistant_only_loss, completion_only_loss)
+        self._encode(conversations, tokenizer, max_length, *options)
         if not len(self):
             raise DataError(
                 f"no conversation has a target: of {len(conversations)}, {self.num_dropped} had none in their "

@@ -58,7 +58,7 @@ class ChatEncoder:
         if self._completion_only:
             # Tokens may merge across the border, and templates may end the prompt in another way without a completion.
             start = num_common(prompt, ids)
-            is_learnt = [place >= start and one for place, one in enumerate(is_learnt)]
+            is_learnt = [place >= start and is_own for place, is_own in enumerate(is_learnt)]
         return ids, is_learnt
 
     def _text(self, text: str) -> list[int]:
@@ -78,13 +78,15 @@ class ChatEncoder:
                 "assistant's text; use a fast tokenizer, or data.assistant_only_loss: false"
             )
         if _MARKER.search(self._template(row)):
-            marked = self._apply(where, row, messages, return_dict=True, return_assistant_tokens_mask=True)
+            marked = apply_template(
+                self._tokenizer, where, row, messages, return_dict=True, return_assistant_tokens_mask=True
+            )
             if 1 not in marked["assistant_masks"]:
                 raise DataError(
                     f"{where}: the chat template's {{% generation %}} markers are around none of its text; correct the "
                     "template, or remove the markers from it"
                 )
-            return marked["input_ids"], [bool(one) for one in marked["assistant_masks"]]
+            return marked["input_ids"], [bool(bit) for bit in marked["assistant_masks"]]
         text = self._render(where, row, messages)
         spans = self._assistant_spans(where, row, messages, text)
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -125,18 +127,22 @@ class ChatEncoder:
         return template
 
     def _render(self, where: str, row: Mapping[str, Any], messages: Messages, **options: Any) -> str:
-        rendered: str = self._apply(where, row, messages, tokenize=False, **options)
+        rendered: str = apply_template(self._tokenizer, where, row, messages, tokenize=False, **options)
         return rendered
 
-    def _apply(self, where: str, row: Mapping[str, Any], messages: Messages, **options: Any) -> Any:
-        options |= row.get("chat_template_kwargs", {})
-        try:
-            return self._tokenizer.apply_chat_template(list(messages), tools=row.get("tools"), **options)
-        except Exception as error:  # templates raise errors of Jinja, and any of Python's
-            raise DataError(
-                f"{where}: the chat template refuses the conversation: {' '.join(str(error).split())}; correct the "
-                "row, or give another template in data.chat_template"
-            ) from error
+
+def apply_template(
+    tokenizer: PreTrainedTokenizerBase, where: str, row: Mapping[str, Any], messages: Messages, **options: Any
+) -> Any:
+    """What the tokenizer's chat template makes of some messages of a row. Raises DataError where it refuses them."""
+    options |= row.get("chat_template_kwargs", {})
+    try:
+        return tokenizer.apply_chat_template(list(messages), tools=row.get("tools"), **options)
+    except Exception as error:  # templates raise errors of Jinja, and any of Python's
+        raise DataError(
+            f"{where}: the chat template refuses the conversation: {' '.join(str(error).split())}; correct the row, or "
+            "give another template in data.chat_template"
+        ) from error
 
 
 def _end(text: str, start: int, until: str, message: Mapping[str, Any], eos: str | None) -> int | None:

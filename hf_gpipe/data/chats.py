@@ -15,6 +15,7 @@ from hf_gpipe.data.pairs import MAX_TOKENIZER_EXAMPLES
 from hf_gpipe.data.splits import Splits, drawn, read_splits
 from hf_gpipe.errors import DataError, listed, nearest
 from hf_gpipe.recipe import DataSection
+from hf_gpipe.recipe.words import shorten
 
 #: What templates know; "ipython" is llama 3's role of a tool's result, "function" an older one.
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
@@ -44,8 +45,8 @@ class Conversation(NamedTuple):
     @property
     def row(self) -> dict[str, Any]:
         """What `read` returned."""
-        found: dict[str, Any] = json.loads(self.text)
-        return found
+        values: dict[str, Any] = json.loads(self.text)
+        return values
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def chat_corpus(
             data,
             of_file=lambda file: of_rows(_rows(file, what)),
             of_rows=of_rows,
-            text_of=lambda one: one.text,
+            text_of=lambda conversation: conversation.text,
             what=what,
             evaluated=evaluated,
         )
@@ -219,7 +220,7 @@ def _read_tools(where: str, given: dict[str, Any]) -> None:
 def num_common(first: Sequence[Any], second: Sequence[Any]) -> int:
     """The length of the beginning that both have."""
     pairs = enumerate(zip(first, second, strict=False))
-    return next((number for number, (one, other) in pairs if one != other), min(len(first), len(second)))
+    return next((number for number, (own, other) in pairs if own != other), min(len(first), len(second)))
 
 
 def text_of_message(message: Mapping[str, Any]) -> str:
@@ -230,15 +231,15 @@ def text_of_message(message: Mapping[str, Any]) -> str:
 
 def _messages(where: str, column: str, value: object) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
-        raise DataError(f"{where}: {column} is {_short(value)}; it must be a list of messages that is not empty")
+        raise DataError(f"{where}: {column} is {shorten(repr(value))}; it must be a list of messages that is not empty")
     return [_message(f"{where}: {column}[{number}]", message) for number, message in enumerate(value)]
 
 
 def _message(where: str, value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise DataError(f'{where} is {_short(value)}; a message is {{"role": ..., "content": ...}}')
+        raise DataError(f'{where} is {shorten(repr(value))}; a message is {{"role": ..., "content": ...}}')
     # Arrow gives all messages of a column the same keys.
-    message = {key: one for key, one in value.items() if one is not None}
+    message = {key: entry for key, entry in value.items() if entry is not None}
     role_key = "role" if "role" in message else "from"
     role = message.pop(role_key, None)
     if role_key == "from":
@@ -248,8 +249,8 @@ def _message(where: str, value: object) -> dict[str, Any]:
     if role not in ROLES:
         hint = nearest(role, (*ROLES, *_SHAREGPT)) if isinstance(role, str) else ""
         raise DataError(
-            f"{where}.{role_key} is {_short(role)}; the roles are {', '.join(ROLES)}, and in ShareGPT's form human and "
-            f"gpt{hint}"
+            f"{where}.{role_key} is {shorten(repr(role))}; the roles are {', '.join(ROLES)}, and in ShareGPT's form "
+            f"human and gpt{hint}"
         )
     content = message.get("content")
     if content is None and not (role == "assistant" and message.keys() & {"tool_calls", "reasoning_content"}):
@@ -259,12 +260,8 @@ def _message(where: str, value: object) -> dict[str, Any]:
         is_text = isinstance(part, Mapping) and part.get("type") == "text"
         if not is_text or not isinstance(part["text"], str):
             raise DataError(
-                f'{where}.content is {_short(content)}; it must be text, or a list of {{"type": "text", "text": ...}}'
+                f'{where}.content is {shorten(repr(content))}; it must be text, or a list of {{"type": "text", '
+                '"text": ...}'
             )
         check_characters(part["text"], "content", where)
     return {"role": role, **message}
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -138,7 +138,7 @@ def _write(folder: Path, parts: Sequence[Part], fields: PairFields, data: DataSe
             f"{writers['test'].num_pairs} for test); ask for more examples or smaller validation_fraction and "
             "test_fraction"
         )
-    languages = data.languages or sorted(train.found | held_out.found)
+    languages = data.languages or sorted(train.languages | held_out.languages)
     about = {"languages": list(languages), "tags": tags, "empty": dict(train.num_empty + held_out.num_empty)}
     (folder / "about.json").write_text(json.dumps(about))
 
@@ -180,10 +180,10 @@ def _drawn_places(parts: Sequence[Part], read: PairReader, data: DataSection) ->
     if data.max_examples is None:
         return None
     every = ((place, pair) for place, part in enumerate(parts) for pair in _shown(part, read.pairs(part, part.train)))
-    found: list[list[Pair]] = [[] for _ in parts]
+    of_part: list[list[Pair]] = [[] for _ in parts]
     for place, pair in _drawn(every, data.max_examples, data.seed):
-        found[place].append(pair)
-    return found
+        of_part[place].append(pair)
+    return of_part
 
 
 def _drawn(pairs: Iterator[tuple[int, Pair]], count: int, seed: int) -> list[tuple[int, Pair]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from hf_gpipe.data.store import BATCH_ROWS, cached, fingerprint, in_blocks, read
 from hf_gpipe.data.tokenizer import identity_of_tokenizer
 from hf_gpipe.errors import DataError
 
+logger = logging.getLogger(__name__)
+
 
 class EncodedConversations(ABC):
     """A dataset of one dict of lists of token ids for each conversation that is kept.
@@ -31,8 +34,8 @@ class EncodedConversations(ABC):
 
     #: Of an entry of the cache.
     _name: str
-    #: The rows, in messages.
-    _what = "conversations"
+    #: The rows, and why some are dropped, in messages.
+    _what, _dropped = "conversations", "they then had no target"
     _columns: tuple[str, ...]
     num_truncated: int
     num_dropped: int
@@ -42,22 +45,31 @@ class EncodedConversations(ABC):
         """The columns of a conversation, which it counts in `num_truncated` or `num_dropped`; None drops it."""
 
     def _encode(
-        self, conversations: list[Conversation], tokenizer: PreTrainedTokenizerBase, options: Sequence[Any]
+        self,
+        conversations: list[Conversation],
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int | None,
+        *options: Any,
     ) -> None:
-        """Make the examples, or find them in the cache.
+        """Make the examples, or find them in the cache; log how many were cut or dropped.
 
         Args:
             conversations: the rows.
             tokenizer: of the examples.
+            max_length: tokens to which a conversation is cut.
             options: JSON values on which the examples depend besides.
         """
         digest = hashlib.blake2b(digest_size=16)
         for conversation in conversations:
             digest.update(f"{conversation.text}\n".encode())
-        key = fingerprint(self._name, digest.hexdigest(), identity_of_tokenizer(tokenizer), list(options))
+        key = fingerprint(self._name, digest.hexdigest(), identity_of_tokenizer(tokenizer), [max_length, *options])
         folder = cached(self._name, key, lambda folder: self._write(folder, conversations))
         self._table = read_table(folder / "tokens.arrow")
         self.num_truncated, self.num_dropped = read_counts(folder / "counts.json")
+        if self.num_truncated or self.num_dropped:
+            dropped = f", and {self.num_dropped} were dropped because {self._dropped}" if self._dropped else ""
+            counts = (len(conversations), self._what, self.num_truncated, max_length, dropped)
+            logger.warning("of %d %s, %d were cut to %s tokens%s", *counts)
 
     def _write(self, folder: Path, conversations: list[Conversation]) -> None:
         self.num_truncated = self.num_dropped = 0
@@ -107,14 +119,14 @@ def conversations_of(
     Raises:
         DataError: a row of another form, or messages and a tokenizer without a template.
     """
-    found = [
+    conversations = [
         row if isinstance(row, Conversation) else Conversation.of(f"row {number}", row, read)
         for number, row in enumerate(rows)
     ]
-    has_messages = any('"role"' in conversation.text for conversation in found)
+    has_messages = any('"role"' in conversation.text for conversation in conversations)
     if has_messages and not getattr(tokenizer, "chat_template", None):
         raise DataError(
             f"the tokenizer {tokenizer.name_or_path!r} has no chat template; give a file with one in "
             "data.chat_template, or the tokenizer of a chat model in tokenizer.path"
         )
-    return found
+    return conversations

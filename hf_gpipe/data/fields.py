@@ -11,6 +11,7 @@ from hf_gpipe.data.formats import SOURCE, TARGET
 from hf_gpipe.data.pairs import ENGLISH, Pair, tagged
 from hf_gpipe.errors import DataError, listed, nearest
 from hf_gpipe.recipe import DataSection
+from hf_gpipe.recipe.words import shorten
 
 #: Placeholder for the language in a field, a path or the name of a subset.
 PLACEHOLDER = "{language}"
@@ -19,7 +20,6 @@ ONE_LANGUAGE = "all"
 SIDES = ("source", "target")
 #: Kinds whose rows have no field for the language: one language may be named for all rows.
 UNNAMED = ("parallel", "hub")
-_LONGEST_SHOWN = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,7 @@ def text_in(row: Mapping[str, Any], field: str, where: str, *, may_be_empty: boo
     if may_be_empty and (value is None or (isinstance(value, str) and not value.strip())):
         return None
     if not isinstance(value, str) or not value.strip():
-        raise DataError(f"{where}: field {field!r} is {_short(value)}; it must be text that is not empty")
+        raise DataError(f"{where}: field {field!r} is {shorten(repr(value))}; it must be text that is not empty")
     check_characters(value, field, where)
     return value
 
@@ -165,15 +165,15 @@ def value_in(row: Mapping[str, Any], field: str, where: str) -> Any:
     """The value of a field, or of `a.b` the one inside of a. Raises DataError, which names the fields found."""
     if field in row:
         return row[field]
-    found: Any = row
+    value: Any = row
     for name in field.split("."):
-        if not isinstance(found, Mapping) or name not in found:
+        if not isinstance(value, Mapping) or name not in value:
             names = list(_names(row))
             raise DataError(
                 f"{where}: no field {field!r}{nearest(field, names)}; the fields found are {listed(names) or 'none'}"
             )
-        found = found[name]
-    return found
+        value = value[name]
+    return value
 
 
 def _names(row: Mapping[str, Any]) -> Iterator[str]:
@@ -183,8 +183,3 @@ def _names(row: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"{name}.{inner}" for inner in value)
         else:
             yield str(name)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."

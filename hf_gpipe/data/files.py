@@ -35,16 +35,16 @@ def files_of(path: str, kind: str, key: str = "data.path") -> list[Path]:
     """
     try:
         expanded = Path(path).expanduser()
-        found, is_directory = _found(expanded, kind), expanded.is_dir()
+        files, is_directory = _found(expanded, kind), expanded.is_dir()
     except (OSError, ValueError) as error:  # a name that no file can have
         raise DataError(f"{key}: there is no file {path!r} ({error}); correct the path") from error
-    if is_directory and (held_out := held_out_beside_others(found)):
+    if is_directory and (held_out := held_out_beside_others(files)):
         raise DataError(
             f"{key}: {path} has files that look held out, as {held_out[0].name}, beside others, as "
-            f"{next(file for file in found if file not in held_out).name}, and all would be trained on; name those to "
+            f"{next(file for file in files if file not in held_out).name}, and all would be trained on; name those to "
             f"train on, as {Path(path) / 'train*'}"
         )
-    if not found:
+    if not files:
         if is_directory:
             why = "it is not known which of its files to read"
             if SUFFIXES[kind]:
@@ -56,7 +56,7 @@ def files_of(path: str, kind: str, key: str = "data.path") -> list[Path]:
         raise DataError(
             f"{key}: there is no file {path} ({Path(path).name} {why}; looked in {Path.cwd()}); correct the path"
         )
-    return found
+    return files
 
 
 def held_out_beside_others(files: Sequence[Path]) -> list[Path]:

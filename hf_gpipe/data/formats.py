@@ -139,16 +139,16 @@ def read_jsonl(path: Path, start: int = 0) -> Iterator[Row]:
 def _decoded(text: str, place: int) -> tuple[Any, int]:
     """The JSON value at a place and where it ends. Raises ValueError or RecursionError."""
     # Takes half the time of json.loads.
-    found, end = _DECODER.raw_decode(text, place)
+    value, end = _DECODER.raw_decode(text, place)
     # What is nested deeper could not be written again, which conversations are.
-    if text.count("[", place, end) + text.count("{", place, end) > strict_json.DEEPEST and strict_json.is_deeper(found):
+    if text.count("[", place, end) + text.count("{", place, end) > strict_json.DEEPEST and strict_json.is_deeper(value):
         raise RecursionError(f"more than {strict_json.DEEPEST} levels of lists and mappings")
-    return found, end
+    return value, end
 
 
 def _object(text: str, where: str) -> dict[str, Any]:
     try:
-        found, end = _decoded(text, 0)
+        value, end = _decoded(text, 0)
         if end < len(text):
             raise json.JSONDecodeError("Extra data", text, end)
     except json.JSONDecodeError as error:
@@ -157,9 +157,9 @@ def _object(text: str, where: str) -> dict[str, Any]:
         ) from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets by the thousand
         raise DataError(f"{where}: JSON that cannot be read ({error}); write one object per line") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{where}: a JSON {type(found).__name__} where an object such as {{...}} is needed")
-    return found
+    if not isinstance(value, dict):
+        raise DataError(f"{where}: a JSON {type(value).__name__} where an object such as {{...}} is needed")
+    return value
 
 
 def read_json(path: Path, start: int = 0) -> Iterator[Row]:
@@ -215,8 +215,8 @@ def _entries(text: str, path: Path) -> Iterator[Any]:
 
 
 def _after_space(text: str, place: int) -> int:
-    found = _SPACE.match(text, place)
-    return place if found is None else found.end()
+    space = _SPACE.match(text, place)
+    return place if space is None else space.end()
 
 
 # ---- CSV and TSV
@@ -264,29 +264,21 @@ def _csv_rows(reader: Any, path: Path, start: int) -> Iterator[Row]:
 def read_parquet(path: Path, start: int = 0) -> Iterator[Row]:
     """Each row, as ("file, row 7", its values by column). Row groups before `start` are not read."""
     with _opened(path) as file:
-        first = 0
-        for group in range(file.num_row_groups):
-            end = first + file.metadata.row_group(group).num_rows
-            if end > start:
-                yield from _group_rows(path, file, group, first, start)
-            first = end
+        row, groups = 0, list(range(file.num_row_groups))
+        while groups and row + file.metadata.row_group(groups[0]).num_rows <= start:
+            row += file.metadata.row_group(groups.pop(0)).num_rows
+        batches = file.iter_batches(batch_size=_BATCH_ROWS, row_groups=groups)
+        while (batch := _guarded(path, lambda: next(batches, None))) is not None:
+            skipped = max(0, min(start - row, batch.num_rows))
+            for number, record in enumerate(_guarded(path, batch.slice(skipped).to_pylist), start=row + skipped + 1):
+                yield f"{path}, row {number}", record
+            row += batch.num_rows
 
 
 def count_parquet(path: Path) -> int:
     """The number of rows, from the file's footer."""
     with _opened(path) as file:
         return int(file.metadata.num_rows)
-
-
-def _group_rows(path: Path, file: pyarrow.parquet.ParquetFile, group: int, first: int, start: int) -> Iterator[Row]:
-    """The rows of a row group from row `start` of the file on; `first` rows of the file come before the group."""
-    batches = file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group])
-    row = first
-    while (batch := _guarded(path, lambda: next(batches, None))) is not None:
-        skipped = max(0, min(start - row, batch.num_rows))
-        for number, record in enumerate(_guarded(path, batch.slice(skipped).to_pylist), start=row + skipped + 1):
-            yield f"{path}, row {number}", record
-        row += batch.num_rows
 
 
 def _opened(path: Path) -> pyarrow.parquet.ParquetFile:

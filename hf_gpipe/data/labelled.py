@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +15,6 @@ from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.encoded import EncodedConversations, conversations_of
 from hf_gpipe.data.fields import text_in, value_in
 from hf_gpipe.errors import DataError, listed, nearest
-
-logger = logging.getLogger(__name__)
 
 UNLABELLED = -1
 """What data sets have in place of the labels that they keep secret."""
@@ -68,7 +65,8 @@ class LabelledExamples(EncodedConversations):
         DataError: a row of another form, or a text of which the tokenizer leaves no token.
     """
 
-    _name, _columns, _what = "labelled", ("input_ids", "labels"), "texts"
+    _name, _columns = "labelled", ("input_ids", "labels")
+    _what, _dropped = "texts", ""
 
     def __init__(
         self,
@@ -78,11 +76,9 @@ class LabelledExamples(EncodedConversations):
         labels: Sequence[str],
         max_length: int = 1024,
     ) -> None:
-        found = conversations_of(rows, tokenizer, partial(labelled_of, labels=labels))
+        conversations = conversations_of(rows, tokenizer, partial(labelled_of, labels=labels))
         self._tokenizer, self._max_length = tokenizer, max_length
-        self._encode(found, tokenizer, [max_length])
-        if self.num_truncated:
-            logger.warning("of %d texts, %d were cut to %d tokens", len(found), self.num_truncated, max_length)
+        self._encode(conversations, tokenizer, max_length)
 
     def _example(self, conversation: Conversation) -> tuple[Sequence[int], ...]:
         row = conversation.row

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +9,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from hf_gpipe.data.chat_labels import apply_template
 from hf_gpipe.data.chats import Conversation, num_common, preference_of
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.encoded import EncodedConversations, conversations_of
 from hf_gpipe.data.tokenized import IGNORE_INDEX
 from hf_gpipe.errors import DataError
-
-logger = logging.getLogger(__name__)
 
 
 class PreferenceExamples(EncodedConversations):
@@ -38,6 +36,7 @@ class PreferenceExamples(EncodedConversations):
     """
 
     _name, _columns = "preferences", ("prompt_ids", "chosen_ids", "rejected_ids")
+    _what, _dropped = "rows", "their prompt is as long"
 
     def __init__(
         self,
@@ -50,15 +49,7 @@ class PreferenceExamples(EncodedConversations):
             raise DataError(f"max_length is {max_length}; it must be at least 2, for a prompt and an answer")
         conversations = conversations_of(rows, tokenizer, preference_of)
         self._tokenizer, self._max_length = tokenizer, max_length
-        self._encode(conversations, tokenizer, [max_length])
-        if self.num_truncated or self.num_dropped:
-            logger.warning(
-                "of %d rows, %d were cut to %s tokens, and %d were dropped because their prompt is as long",
-                len(conversations),
-                self.num_truncated,
-                max_length,
-                self.num_dropped,
-            )
+        self._encode(conversations, tokenizer, max_length)
         if not len(self):
             raise DataError(
                 f"there are no preferences: of {len(conversations)} rows, {self.num_dropped} have a prompt of "
@@ -94,14 +85,9 @@ class PreferenceExamples(EncodedConversations):
     ) -> list[int]:
         if isinstance(content, str):
             return list(self._tokenizer(content)["input_ids"])
-        options = {"add_generation_prompt": add_generation_prompt, **row.get("chat_template_kwargs", {})}
-        try:
-            text: str = self._tokenizer.apply_chat_template(content, tools=row.get("tools"), tokenize=False, **options)
-        except Exception as error:  # templates raise errors of Jinja, and any of Python's
-            raise DataError(
-                f"{where}: the chat template refuses the row: {' '.join(str(error).split())}; correct the row, or give "
-                "another template in data.chat_template"
-            ) from error
+        text = apply_template(
+            self._tokenizer, where, row, content, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     @property

@@ -23,7 +23,7 @@ class PairReader:
         self.fields, self.tags = fields, tags
         self._asked = dict.fromkeys(languages)
         #: The languages of the rows read so far, requested or not.
-        self.found: set[str] = set()
+        self.languages: set[str] = set()
         #: Rows without text on one side, by the name of their part.
         self.num_empty: Counter[str] = Counter()
 
@@ -38,19 +38,19 @@ class PairReader:
             if not made:
                 self.num_empty[part.name] += 1
             for pair in made:
-                self.found.add(pair.language)
+                self.languages.add(pair.language)
                 if not self._asked or pair.language in self._asked:
                     yield pair
 
     def check(self, name: str) -> None:
         """Raise DataError if there are no pairs, or none of a requested language."""
-        if not self.found:
+        if not self.languages:
             raise DataError(f"{name} has no pairs; it is empty, or has no text in any of its rows")
         for language in self._asked:
-            if language not in self.found:
+            if language not in self.languages:
                 raise DataError(
-                    f"languages: {name} has no pairs in {language!r}{nearest(language, self.found)}; it has "
-                    f"{', '.join(sorted(self.found))}"
+                    f"languages: {name} has no pairs in {language!r}{nearest(language, self.languages)}; it has "
+                    f"{', '.join(sorted(self.languages))}"
                 )
 
 

@@ -88,10 +88,10 @@ class SFTExamples(ChatExamples):
         if row.get("input_ids") is not None:
             return {"input_ids": _ints(row["input_ids"]), "labels": self._labels_of(row)}
         if any(row.get(name) is not None for name in _FORMS):
-            found = conversation_of(where, row, needs_assistant=self._assistant_only)
-            if self._assistant_only and isinstance(found.get("prompt"), str):
+            conversation = conversation_of(where, row, needs_assistant=self._assistant_only)
+            if self._assistant_only and isinstance(conversation.get("prompt"), str):
                 raise DataError(f"{where} has no messages, which assistant_only_loss needs; leave it out")
-            return found
+            return conversation
         text = row.get(self._text_field)
         if not isinstance(text, str):
             raise DataError(
@@ -112,7 +112,7 @@ class SFTExamples(ChatExamples):
         masks = [row[name] for name in names if row.get(name) is not None]
         if any(len(mask) != len(ids) for mask in masks):
             raise DataError(f"a row has {len(ids)} input_ids and a mask of another length; give one value for each")
-        return [one if all(bits) else IGNORE_INDEX for one, *bits in zip(ids, *masks, strict=True)]
+        return [token if all(bits) else IGNORE_INDEX for token, *bits in zip(ids, *masks, strict=True)]
 
     def _tokens(self, where: str, row: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         if "input_ids" not in row:
@@ -163,9 +163,9 @@ class SFTCollator:
             return PairCollator(self.pad_token_id)([{"labels": list(row["input_ids"]), **row} for row in rows])
         lengths = [length for row in rows for length in row.get("seq_lengths", [len(row["input_ids"])])]
         columns = {
-            "input_ids": [one for row in rows for one in row["input_ids"]],
+            "input_ids": [token for row in rows for token in row["input_ids"]],
             "position_ids": [place for length in lengths for place in range(length)],
-            "labels": [one for row in rows for one in row.get("labels", row["input_ids"])],
+            "labels": [token for row in rows for token in row.get("labels", row["input_ids"])],
         }
         return {name: torch.tensor([values]) for name, values in columns.items()}
 

@@ -194,17 +194,17 @@ def counts_of(parts: Sequence[Part], languages: Sequence[str], given: Mapping[st
             raise DataError(
                 f"counts: {name!r} is none of the languages {', '.join(languages)}{nearest(name, languages)}"
             )
-    found = dict(given)
+    counts = dict(given)
     for part in parts:
         if part.language is None and languages != [ONE_LANGUAGE]:
             continue  # of rows that say their language themselves, no part knows how many there are of each
         name = part.language or ONE_LANGUAGE
         if part.num_rows is not None:
-            found.setdefault(name, part.num_rows)
-        if name not in found and len(parts) > 1:
+            counts.setdefault(name, part.num_rows)
+        if name not in counts and len(parts) > 1:
             example = ", ".join(f"{language}: 1000" for language in languages[:3])
             raise DataError(
                 f"how often {name!r} is drawn depends on how many pairs it has, and {part.name} does not say; give "
                 f"the numbers of all languages, as counts: {{{example}, ...}}"
             )
-    return {language: found[language] for language in languages if language in found}
+    return {language: counts[language] for language in languages if language in counts}

@@ -65,19 +65,19 @@ def read_splits(
         if data.subset is not None or data.revision is not None:
             key, value = ("subset", data.subset) if data.subset is not None else ("revision", data.revision)
             raise DataError(f"data.{key} is {value!r}, and {path} are files of this machine; leave data.{key} out")
-        found: Iterable[Item] = (item for file in files_of(path, data.kind) for item in of_file(file))
+        items: Iterable[Item] = (item for file in files_of(path, data.kind) for item in of_file(file))
     else:
         from hf_gpipe.data.hub import hub_parts  # its library takes a second to import
 
         (part,) = hub_parts(data, PairFields.of(data))
-        found = of_rows(part.train())
+        items = of_rows(part.train())
         held_out = {"validation": part.validation, "test": part.test}
         own = {
             name: list(progress(of_rows(rows()), f"reading {name}", what)) if name in evaluated else []
             for name, rows in held_out.items()
             if rows
         }
-    read = list(progress(found, f"reading {path}", what))
+    read = list(progress(items, f"reading {path}", what))
     splits = split(
         drawn(read, data.max_examples, "max_examples", data.seed),
         text_of,
@@ -119,14 +119,14 @@ def is_local(path: str, kind: str) -> bool:
     if glob.has_magic(path) or path.endswith(SUFFIXES[kind]):
         return True
     try:
-        found = Path(path).expanduser()
-        files = [file for file in found.iterdir() if _is_of(file, kind)] if found.is_dir() else []
+        place = Path(path).expanduser()
+        files = [file for file in place.iterdir() if _is_of(file, kind)] if place.is_dir() else []
     except (OSError, ValueError):  # a name that no file can have
         return False
     # A directory with splits has the form of a data set, unless its documents are paragraphs, of which `datasets` knows
     # nothing.
     has_splits = bool(held_out_beside_others(files)) and not any(".txt" in file.name for file in files)
-    return found.is_file() or (bool(files) and not has_splits)
+    return place.is_file() or (bool(files) and not has_splits)
 
 
 def _is_of(path: Path, kind: str) -> bool:

@@ -48,9 +48,9 @@ def fingerprint(*parts: Any) -> str:
 def identity_of(file: Path) -> list[Any]:
     """JSON values that identify the content of a file. Raises DataError if the file cannot be read."""
     try:
-        found = file.stat()
-        if found.st_size > _HASHED_BYTES:
-            return [str(file.resolve()), found.st_size, found.st_mtime_ns]
+        status = file.stat()
+        if status.st_size > _HASHED_BYTES:
+            return [str(file.resolve()), status.st_size, status.st_mtime_ns]
         return [str(file.resolve()), hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()]
     except OSError as error:
         raise DataError(f"data file {file} cannot be read: {error}") from error
@@ -160,8 +160,8 @@ def read_table(path: Path) -> pyarrow.Table:
 
 def read_counts(path: Path) -> list[int]:
     """The two numbers in a JSON file. Raises DataError for anything else."""
-    found: list[int] = strict_json.read(path, _Counts, error=DataError)
-    return found
+    counts: list[int] = strict_json.read(path, _Counts, error=DataError)
+    return counts
 
 
 def in_blocks(items: Sequence[T], size: int = BATCH_ROWS) -> Iterator[Sequence[T]]:

@@ -268,9 +268,9 @@ def _held_out(
         wanted = [split for split, fraction in zip(("validation", "test"), fractions, strict=True) if fraction > 0]
         if wanted:
             read = progress(reader.pairs(part, part.train), f"finding held-out pairs of {part.name}", "pairs")
-            found = _first(((split_of(pair.split_key, *fractions), pair) for pair in read), wanted, of_part, limit)
+            first = _first(((split_of(pair.split_key, *fractions), pair) for pair in read), wanted, of_part, limit)
             for split in wanted:
-                splits[split] += found[split]
+                splits[split] += first[split]
     return splits
 
 
@@ -278,15 +278,15 @@ def _first(
     pairs: Iterator[tuple[str, Pair]], wanted: Sequence[str], languages: Sequence[str], limit: int
 ) -> dict[str, list[Pair]]:
     """The first `limit` pairs of every language in each of the splits; reads no further than it takes."""
-    found: dict[str, list[Pair]] = {split: [] for split in wanted}
+    first: dict[str, list[Pair]] = {split: [] for split in wanted}
     missing = {(split, language): limit for split in wanted for language in languages}
     for split, pair in pairs:
         place = (split, pair.language)
         if missing.get(place, 0) > 0:
-            found[split].append(pair)
+            first[split].append(pair)
             missing[place] -= 1
             if not missing[place]:
                 del missing[place]
                 if not missing:
                     break
-    return found
+    return first

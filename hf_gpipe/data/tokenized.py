@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -194,9 +194,9 @@ class _Side:
         are_cut = set(long)
         for index, (text, row) in enumerate(zip(new, rows, strict=True)):
             self._known[text] = np.array(row + self._suffix, dtype=np.int32), index in are_cut
-        found = [self._known[text] for text in texts]
-        self.num_truncated += sum(is_cut for _, is_cut in found)
-        return [ids for ids, _ in found]
+        encoded = [self._known[text] for text in texts]
+        self.num_truncated += sum(is_cut for _, is_cut in encoded)
+        return [ids for ids, _ in encoded]
 
     def _ids(self, texts: list[str], truncation: bool) -> list[list[int]]:
         if not texts:
@@ -256,19 +256,21 @@ class StreamedExamples:
         max_target_tokens: int,
         decoder_only: bool = False,
     ) -> None:
-        self._stream, self._tokenizer = stream, tokenizer
-        self._max_source_tokens, self._max_target_tokens = max_source_tokens, max_target_tokens
-        self._decoder_only = decoder_only
+        self._stream = stream
+        source, target = max_source_tokens, max_target_tokens
+        #: The most ids and labels that a row can have, for the planner.
+        self.longest = (source + target, source + target) if decoder_only else (source, target)
+        self._tokenize = partial(
+            TokenizedPairs,
+            tokenizer=tokenizer,
+            max_source_tokens=max_source_tokens,
+            max_target_tokens=max_target_tokens,
+            decoder_only=decoder_only,
+        )
         self._begin: dict[str, Any] = {"stream": stream.state_dict(), "rows": 0}
         self._loaded: dict[str, Any] | None = None
         self._block, self._num_given = self._begin["stream"], 0
         self._has_told = False
-
-    @property
-    def longest(self) -> tuple[int, int]:
-        """The most ids and labels that a row can have, for the planner."""
-        source, target = self._max_source_tokens, self._max_target_tokens
-        return (source + target, source + target) if self._decoder_only else (source, target)
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the next example of the last iteration, as JSON values."""
@@ -297,14 +299,7 @@ class StreamedExamples:
                 yield rows[number]
 
     def _tokenized(self, pairs: Sequence[Pair]) -> TokenizedPairs:
-        rows = TokenizedPairs(
-            pairs,
-            self._tokenizer,
-            max_source_tokens=self._max_source_tokens,
-            max_target_tokens=self._max_target_tokens,
-            decoder_only=self._decoder_only,
-            warns=not self._has_told,
-        )
+        rows = self._tokenize(pairs, warns=not self._has_told)
         self._has_told |= bool(rows.num_truncated_sources or rows.num_truncated_targets)
         return rows
 

@@ -252,9 +252,9 @@ def identity_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 def _content(path: Path) -> Any:
     if path.suffix != ".json":
         return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
-    found = strict_json.read(path, error=DataError, allows_nan=True)
-    if isinstance(found, dict):
+    content = strict_json.read(path, error=DataError, allows_nan=True)
+    if isinstance(content, dict):
         # The last truncation and padding, and the path that it was loaded from, do not belong to its identity.
         for name in ("truncation", "padding", "name_or_path", "is_local", "local_files_only"):
-            found.pop(name, None)
-    return found
+            content.pop(name, None)
+    return content

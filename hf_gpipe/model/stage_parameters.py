@@ -13,9 +13,9 @@ import torch
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.checkpoint import hub
-from hf_gpipe.checkpoint.copies import Unwritten
-from hf_gpipe.checkpoint.peft import load_adapters, unwritten_adapters
-from hf_gpipe.checkpoint.save import unwritten_model
+from hf_gpipe.checkpoint.copies import PendingWrite
+from hf_gpipe.checkpoint.peft import load_adapters, pending_adapters
+from hf_gpipe.checkpoint.save import pending_model
 from hf_gpipe.errors import UserError
 from hf_gpipe.runtime.calls import by_every_process
 from hf_gpipe.runtime.gradient_norm import clip, gradient_norm
@@ -152,21 +152,23 @@ class StageParameters:
         Every process must call it and writes its own stages, one shard per stage. An interrupted save leaves the old
         checkpoint or none, never a part. With PEFT adapters only those are written, in PEFT's format.
         """
-        self.unwritten(Path(directory), self.world).write()
+        self.pending_write(Path(directory), self.world).write()
 
-    def unwritten(self, directory: Path, world: World, write_more: Callable[[Path], Any] | None = None) -> Unwritten:
+    def pending_write(
+        self, directory: Path, world: World, write_more: Callable[[Path], Any] | None = None
+    ) -> PendingWrite:
         """The model, to be written by `save_pretrained`, or later. Every process must call it.
 
         Args:
             directory: where to.
             world: whose messages the writing uses.
-            write_more: that of `checkpoint.save.unwritten_model`.
+            write_more: that of `checkpoint.save.pending_model`.
         """
         self.ties.refresh_copies()
         if self.peft is not None:
-            return unwritten_adapters(directory, self.models, world, self.peft, write_more)
+            return pending_adapters(directory, self.models, world, self.peft, write_more)
         self._check_not_quantised("save_pretrained")
-        return unwritten_model(directory, self.models, self.ties.owner_stage, world, write_more)
+        return pending_model(directory, self.models, self.ties.owner_stage, world, write_more)
 
     def _check_not_quantised(self, what: str) -> None:
         """Raise UserError where the weights are quantised: they never change, and their files are the source's."""

@@ -85,7 +85,7 @@ def _changed_plans(planner: Planner, plan: Plan) -> Iterator[tuple[str, Plan]]:
 def _changes(planner: Planner, plan: Plan) -> Iterator[tuple[str, PipelineConfig]]:
     """Each change in words and as a configuration, the smallest first."""
     settings = plan.settings
-    now = settings.reopened()
+    now = settings.replaced()
     if settings.recompute != "stage":
         yield "pipeline.recompute=auto", replace(now, recompute=AUTO)
     if settings.schedule != "1f1b":

@@ -48,7 +48,7 @@ def _of_the_same_mini_batch(plan: Plan) -> list[Plan]:
     least, room = plan.settings.num_micro_batches, MOST_ACTIONS
     counts = micro_batch_counts(plan.planner.rows, AUTO)
     for count in (least, *(one for one in counts if least < one <= _MOST_TIMES * least)):
-        config = plan.settings.reopened(schedule=AUTO, num_micro_batches=count)
+        config = plan.settings.replaced(schedule=AUTO, num_micro_batches=count)
         if room <= 0:
             break
         try:

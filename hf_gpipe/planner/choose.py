@@ -124,7 +124,7 @@ def _try_meshes(tries: _Tries, config: PipelineConfig) -> None:
     for count in more:
         best = tries.best
         tries.add(
-            best.settings.reopened(num_micro_batches=count, recompute=config.recompute, partition=config.partition)
+            best.settings.replaced(num_micro_batches=count, recompute=config.recompute, partition=config.partition)
         )
         if tries.best is best:
             break
@@ -164,7 +164,7 @@ def _exchange(tries: _Tries, config: PipelineConfig) -> None:
     kinds = kinds_of(planner.memory_bytes, planner.speeds, config.processes)
     while tries.best is not None and tries.best is not before:
         before = tries.best
-        again = before.settings.reopened(recompute=config.recompute, partition=config.partition)
+        again = before.settings.replaced(recompute=config.recompute, partition=config.partition)
         for placement in exchanges(before.timeline.schedule.placement, kinds):
             if room > 0:
                 tries.add(replace(again, placement=str(placement)))

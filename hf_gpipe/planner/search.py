@@ -34,7 +34,7 @@ def search(planner: Planner, config: PipelineConfig) -> Found:
     Raises:
         PartitionError: there is no split at all.
     """
-    free = config.opened(config.processes)
+    free = config.with_auto(config.processes)
     plans = allowed_plans(planner, free)
     meshes: dict[object, Plan] = {}
     for plan in sorted(plans, key=rank):
@@ -63,7 +63,7 @@ def _lean(planner: Planner, plans: list[Plan]) -> Iterator[PipelineConfig]:
     most = max(plans, key=lambda plan: plan.settings.num_stages)
     for plan in (most,) if most is plans[0] else (most, plans[0]):
         for recompute in (AUTO, "block", "stage"):
-            yield plan.settings.reopened(
+            yield plan.settings.replaced(
                 schedule="1f1b",
                 recompute=recompute,
                 partition=AUTO,

@@ -78,8 +78,8 @@ def _section(name: str, cls: type, values: object, locations: Locations) -> Any:
         raise RecipeError(f"{locations.of((name,))}: {name} must be a mapping of keys to values, found {show(values)}.")
     for key in values:
         if key not in keys_of(cls):
-            found = (name, key)
-            raise RecipeError(f"{locations.of(found)}: {name}.{key} is not a key of a recipe{_hint(found)}")
+            unknown = (name, key)
+            raise RecipeError(f"{locations.of(unknown)}: {name}.{key} is not a key of a recipe{_hint(unknown)}")
     keys = keys_of(cls)
     given = {
         key: value
@@ -113,10 +113,10 @@ def _set(data: object, path: KeyPath, value: Any, place: str) -> KeyPath:
     return written
 
 
-def _hint(found: KeyPath) -> str:
+def _hint(path: KeyPath) -> str:
     """A hint for an unknown key: the same key in another section, or the nearest name, of its own section first."""
     known = [(name, key.name) for name, key in all_keys()]
-    section, name = found[:-1], str(found[-1])
+    section, name = path[:-1], str(path[-1])
     if name in {dotted(key) for key in known}:
         return f"; in a file a dot is a level: write {name.rpartition('.')[2]!r} below {name.rpartition('.')[0]!r}"
     own = [key for key in known if key[:-1] == section]

@@ -322,7 +322,7 @@ class PipelineConfig:
     def memory_bytes(self) -> int | tuple[int, ...] | None:
         """`memory` as a number, or one for each process."""
         if isinstance(self.memory, tuple):
-            return tuple(read_bytes(one, "memory") for one in self.memory)
+            return tuple(read_bytes(limit, "memory") for limit in self.memory)
         return None if self.memory is None else read_bytes(self.memory, "memory")
 
     def placed(self, schedule: str) -> Placement:
@@ -334,19 +334,19 @@ class PipelineConfig:
         num_stages, replicas = self.mesh
         if self.placement is None:
             return placement_for(schedule, num_stages, self.processes, replicas)
-        every = [[parse_number(one) for one in word.split(",")] for word in self.placement.split()]
-        workers = [[one for one in own if one is not None] for own in every]
+        every = [[parse_number(number) for number in word.split(",")] for word in self.placement.split()]
+        workers = [[worker for worker in own if worker is not None] for own in every]
         if any(None in own for own in every):
             raise UserError(
                 f"placement is {self.placement!r}; write the processes of each stage, those of replicas with commas, "
                 'such as "0,2 1,3".'
             )
         placement = Placement(workers)
-        found = placement.num_stages, placement.num_processes
-        if found != (num_stages, self.processes) or placement.replicas != replicas_of(num_stages, replicas):
+        sizes = placement.num_stages, placement.num_processes
+        if sizes != (num_stages, self.processes) or placement.replicas != replicas_of(num_stages, replicas):
             raise UserError(
-                f"placement {self.placement!r} has {found[0]} stages with {list(placement.replicas)} replicas on "
-                f"{found[1]} processes, and num_stages is {num_stages}, replicas {replicas} and num_processes "
+                f"placement {self.placement!r} has {sizes[0]} stages with {list(placement.replicas)} replicas on "
+                f"{sizes[1]} processes, and num_stages is {num_stages}, replicas {replicas} and num_processes "
                 f"{self.processes}; give the same numbers."
             )
         return placement
@@ -397,7 +397,7 @@ class PipelineConfig:
         recompute_under(table, self.recompute)
         return table
 
-    def opened(self, num_processes: int) -> PipelineConfig:
+    def with_auto(self, num_processes: int) -> PipelineConfig:
         """A copy that leaves all to the planner but the number of processes, their memory and speed, and `zero`."""
         names = ("num_stages", "replicas", "num_micro_batches", "schedule", "recompute", "partition")
         values = dict.fromkeys(names, AUTO) | {"placement": None, "num_processes": num_processes}
@@ -420,6 +420,6 @@ class DecidedConfig(PipelineConfig):
     partition: Annotated[tuple[Count, ...], _Listed]
     num_processes: Count
 
-    def reopened(self, **values: Any) -> PipelineConfig:
+    def replaced(self, **values: Any) -> PipelineConfig:
         """A copy with `values`, which may leave something to the planner again."""
         return PipelineConfig(**{**vars(self), **values})

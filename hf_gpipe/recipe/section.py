@@ -97,13 +97,13 @@ class Key:
     @cached_property
     def schema(self) -> dict[str, Any]:
         """Its JSON schema."""
-        found: dict[str, Any] = _schema(self.section)["properties"][self.name]
-        return found
+        schema: dict[str, Any] = _schema(self.section)["properties"][self.name]
+        return schema
 
     @property
     def keeps_null(self) -> bool:
         """Whether null is a value of its own, or an error; else it stands for the default."""
-        return self.is_required or any(one.get("type") == "null" for one in self.schema.get("anyOf", ()))
+        return self.is_required or any(option.get("type") == "null" for option in self.schema.get("anyOf", ()))
 
     def is_used_by(self, kind: object) -> bool:
         """Whether the kind of data uses it; an unknown kind uses every key."""
@@ -148,7 +148,7 @@ def section(*, kw_only: bool = True) -> Callable[[type[T]], type[T]]:
             try:
                 init(self, *args, **values)
             except ValidationError as error:
-                names = [one.name for one in fields(made)]
+                names = [section_field.name for section_field in fields(made)]
                 raise _misfit(error, made, dict(zip(names, args, strict=False)) | values) from None
 
         made.__init__ = checked
@@ -160,14 +160,14 @@ def section(*, kw_only: bool = True) -> Callable[[type[T]], type[T]]:
 @functools.cache
 def keys_of(cls: type) -> dict[str, Key]:
     """The fields of a section by name."""
-    found = {}
+    keys = {}
     for name, info in cls.__pydantic_fields__.items():  # type: ignore[attr-defined]  # pydantic's, of any section
         is_required = info.is_required()
         kinds = next((mark.names for mark in info.metadata if isinstance(mark, Kinds)), None)
         default = None if is_required else info.get_default(call_default_factory=True)
         text = " ".join((info.description or "").split())
-        found[name] = Key(name, text, default, is_required, kinds, MAY_CHANGE in info.metadata, cls)
-    return found
+        keys[name] = Key(name, text, default, is_required, kinds, MAY_CHANGE in info.metadata, cls)
+    return keys
 
 
 @functools.cache
@@ -185,14 +185,14 @@ def _misfit(error: ValidationError, cls: type, values: Mapping[str, Any]) -> Mis
     schema = keys[str(name)].schema
     if first["type"] == "missing":
         return MisfitError((str(name),), f" is missing and has no default; give it {describe(schema)}.")
-    found = values[str(name)]
+    value = values[str(name)]
     if all(isinstance(index, int) for index in within):  # else they name the alternatives that were tried
         for index in within:
-            of_list = next(one for one in schema.get("anyOf", [schema]) if "items" in one)
-            found, schema = found[index], of_list["items"]
+            of_list = next(option for option in schema.get("anyOf", [schema]) if "items" in option)
+            value, schema = value[index], of_list["items"]
     else:
         within = []
-    hint = nearest(found, map(str, choices(schema))) if isinstance(found, str) else ""
-    if found is None and not within and not keys[str(name)].is_required:
+    hint = nearest(value, map(str, choices(schema))) if isinstance(value, str) else ""
+    if value is None and not within and not keys[str(name)].is_required:
         hint = f"; leave the key out for its default, {keys[str(name)].default!r}"
-    return MisfitError((str(name), *within), f": found {show(found)}, expected {describe(schema)}{hint}")
+    return MisfitError((str(name), *within), f": found {show(value)}, expected {describe(schema)}{hint}")

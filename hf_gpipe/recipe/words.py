@@ -47,8 +47,8 @@ def describe(schema: Mapping[str, Any]) -> str:
 
 def _alternatives(schema: Mapping[str, Any]) -> list[str]:
     if "anyOf" in schema:
-        null_last = sorted(schema["anyOf"], key=lambda one: one.get("type") == "null")
-        return [words for one in null_last for words in _alternatives(one)]
+        null_last = sorted(schema["anyOf"], key=lambda alternative: alternative.get("type") == "null")
+        return [words for alternative in null_last for words in _alternatives(alternative)]
     return [repr(name) for name in choices(schema)] or [_one(schema)]
 
 
@@ -77,5 +77,5 @@ def _plain(number: float) -> str:
 def choices(schema: Mapping[str, Any]) -> list[str]:
     """The names that a JSON schema allows, for hints at misspelt ones; empty if any string is allowed."""
     if "anyOf" in schema:
-        return [name for one in schema["anyOf"] for name in choices(one)]
+        return [name for alternative in schema["anyOf"] for name in choices(alternative)]
     return [schema["const"]] if "const" in schema else schema.get("enum", [])

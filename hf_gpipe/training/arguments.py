@@ -116,7 +116,7 @@ class PipelineTrainingArguments(TrainingArguments):
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
         """Raise UserError for arguments that there are not; a dataclass would raise a TypeError."""
-        known = {one.name for one in fields(cls) if one.init}
+        known = {known_field.name for known_field in fields(cls) if known_field.init}
         for name in given.keys() - known:
             note = MISSING_ARGUMENTS.get(name)
             reason = f": {note}" if note else f"{nearest(name, known)}; leave it out"

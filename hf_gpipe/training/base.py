@@ -60,7 +60,8 @@ def join_with(args: PipelineTrainingArguments, **others: Any) -> Job:
         DisagreementError: on every process: they differ.
     """
     job = join_job(args.ddp_timeout)
-    compared = {one.name: getattr(args, one.name) for one in fields(args) if one.name not in _OF_EACH_PROCESS}
+    names = [argument.name for argument in fields(args) if argument.name not in _OF_EACH_PROCESS]
+    compared = {name: getattr(args, name) for name in names}
     compare(lambda: {**compared, **others}, f"arguments of the trainer ({type(args).__name__})")
     return job
 
@@ -69,7 +70,7 @@ def options_of(optimizer: torch.optim.Optimizer | None) -> Any:
     """What is compared of a given optimizer: its class, and the options of its groups of parameters."""
     if optimizer is None:
         return None
-    groups = [{name: value for name, value in one.items() if name != "params"} for one in optimizer.param_groups]
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     return type(optimizer).__name__, groups
 
 

@@ -17,7 +17,7 @@ import transformers
 from transformers import TrainerState
 
 from hf_gpipe.checkpoint import digests
-from hf_gpipe.checkpoint.copies import Unwritten
+from hf_gpipe.checkpoint.copies import PendingWrite
 from hf_gpipe.checkpoint.directory import (
     check_shared,
     check_whole,
@@ -27,13 +27,13 @@ from hf_gpipe.checkpoint.directory import (
     written_whole,
 )
 from hf_gpipe.checkpoint.in_memory import MemoryCheckpoints, newest_checkpoint
-from hf_gpipe.checkpoint.run_state import Position, RunState
+from hf_gpipe.checkpoint.run_state import DataPosition, RunState
 from hf_gpipe.checkpoint.state import (
     TRAINER_STATE_FILE,
     load_state,
+    pending_state,
     read_state,
     read_trainer_state,
-    unwritten_state,
 )
 from hf_gpipe.checkpoint.together import write_once
 from hf_gpipe.errors import CheckpointError
@@ -171,7 +171,7 @@ class Checkpoints:
             except KeyError as error:
                 raise CheckpointError(f"{checkpoint} is damaged: progress.loss_scale has no {error}") from error
         self._pipe.step = saved.pipeline_step
-        position = Position(saved.position.epoch) if self._args.ignore_data_skip else saved.position
+        position = DataPosition(saved.position.epoch) if self._args.ignore_data_skip else saved.position
         return replace(saved, position=position, data=new.data, num_micro_batches=now), state
 
     def begin(
@@ -180,7 +180,7 @@ class Checkpoints:
         state: TrainerState,
         optimizer: torch.optim.Optimizer,
         scheduler: Scheduler | None,
-        model_to_save: Callable[[Path, World], Unwritten | None],
+        model_to_save: Callable[[Path, World], PendingWrite | None],
         *,
         in_memory: bool = False,
     ) -> None:
@@ -209,15 +209,15 @@ class Checkpoints:
             parts = [model_to_save(directory, self._for_saving)]
             if not self._args.save_only_model:
                 parts.append(self._state_to_save(directory, run, optimizer, scheduler))
-            unwritten = [part for part in parts if part is not None]
-            is_in_background = self._may_copy(unwritten)
-            for part in unwritten if is_in_background else []:
+            pending = [part for part in parts if part is not None]
+            is_in_background = self._may_copy(pending)
+            for part in pending if is_in_background else []:
                 part.copy()
             # The state changes, and other checkpoints become the best one, while this one is written.
             snapshot = copy.deepcopy(state) if self._world.is_writer else state
             # One with a higher number may lie there since an earlier run, and be damaged.
             keep = final, Path(state.best_model_checkpoint or final)
-            write = partial(self._write, stack.pop_all(), directory, unwritten, snapshot, keep, memory)
+            write = partial(self._write, stack.pop_all(), directory, pending, snapshot, keep, memory)
             if memory is None:
                 self.saved_step = state.global_step
             else:
@@ -264,14 +264,14 @@ class Checkpoints:
 
     def _state_to_save(
         self, directory: Path, run: RunState, optimizer: torch.optim.Optimizer, scheduler: Scheduler | None
-    ) -> Unwritten:
+    ) -> PendingWrite:
         masters = self._master_weights
         updated, stage_of = updated_parameters(self._pipe, masters), self._pipe.ties.owner_stage
         shards = self._pipe.shards_of(optimizer)
         with masters.in_state_of(optimizer) if masters is not None else nullcontext():
-            return unwritten_state(directory, updated, stage_of, optimizer, scheduler, run, self._for_saving, shards)
+            return pending_state(directory, updated, stage_of, optimizer, scheduler, run, self._for_saving, shards)
 
-    def _may_copy(self, parts: Sequence[Unwritten]) -> bool:
+    def _may_copy(self, parts: Sequence[PendingWrite]) -> bool:
         """Whether the parts of a checkpoint are copied, and written in the background. The same in every process."""
         asked = self._args.save_in_background
         if asked != "auto":
@@ -290,7 +290,7 @@ class Checkpoints:
         self,
         stack: ExitStack,
         directory: Path,
-        parts: Sequence[Unwritten],
+        parts: Sequence[PendingWrite],
         state: TrainerState,
         keep: Sequence[Path],
         memory: MemoryCheckpoints | None,
@@ -315,7 +315,7 @@ class Checkpoints:
         write_once(self._output_dir, processes, lambda: rotate(self._output_dir, self._args.save_total_limit, keep))
 
 
-def model_to_save(directory: Path, pipe: Pipeline, tokenizer: Any, world: World) -> Unwritten:
+def model_to_save(directory: Path, pipe: Pipeline, tokenizer: Any, world: World) -> PendingWrite:
     """A model and its tokenizer, if any, to be written in Hub format. Every process calls it.
 
     Args:
@@ -324,7 +324,7 @@ def model_to_save(directory: Path, pipe: Pipeline, tokenizer: Any, world: World)
         tokenizer: the main process's is written.
         world: whose messages the writing uses.
     """
-    return pipe.unwritten(directory, world, None if tokenizer is None else tokenizer.save_pretrained)
+    return pipe.pending_write(directory, world, None if tokenizer is None else tokenizer.save_pretrained)
 
 
 def _check_data(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -185,7 +185,10 @@ class PipelineDPOTrainer(PipelineTrainer):
         )
         self._has_other_reference = ref_model is not None
         if self._precomputes:
-            self._precompute(pipe if ref_model is None else _pipeline_like(pipe, ref_model, args))
+            reference = pipe
+            if ref_model is not None:
+                reference = Pipeline(ref_model, config=pipe.config.replaced(partition="count"), autocast=args.autocast)
+            self._precompute(reference)
 
     # ------------------------------------------------------------------ the data
 
@@ -226,14 +229,14 @@ class PipelineDPOTrainer(PipelineTrainer):
             batches = MiniBatches(dataset, self.data_collator, self.args.precompute_ref_batch_size or batch_size)
             num_batches = len(batches)
             source = ([batch] for batch in batches)
-        found, has_new_adapters = [], reference is self.pipe and reference.has_new_adapters
+        log_probs, has_new_adapters = [], reference is self.pipe and reference.has_new_adapters
         with self.job.during("computing the reference's log-probabilities"), reference.holding_weights():
             stream: Iterable[Sequence[Batch]] = shared_stream(source, self.world)
             if self.world.is_reader:
                 stream = progress(stream, "reference log-probabilities", "mini-batches", num_batches)
             for (batch,) in stream:
-                found.append(reference.log_probs(batch, with_adapters=not has_new_adapters))
-        return _WithReference(dataset, torch.cat(found).view(-1, 2)) if self.world.is_reader else None
+                log_probs.append(reference.log_probs(batch, with_adapters=not has_new_adapters))
+        return _WithReference(dataset, torch.cat(log_probs).view(-1, 2)) if self.world.is_reader else None
 
     def _evaluated(self, dataset: Any, generation: Mapping[str, Any], required: str) -> Iterable[Batch] | None:
         examples: list[Any] = []
@@ -281,11 +284,6 @@ def each(datasets: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(datasets, Mapping):
         return {name: function(dataset) for name, dataset in datasets.items()}
     return function(datasets)
-
-
-def _pipeline_like(pipe: Pipeline, model: ModelSource, args: PipelineDPOConfig) -> Pipeline:
-    """A pipeline of another model, for the reference."""
-    return Pipeline(model, config=pipe.config.reopened(partition="count"), autocast=args.autocast)
 
 
 def _example(dataset: Any, args: PipelineDPOConfig) -> Workload | None:

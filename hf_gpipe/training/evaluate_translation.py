@@ -10,8 +10,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import torch
 from sacrebleu.metrics import BLEU, CHRF
-from transformers import PreTrainedTokenizerBase
+from transformers import EvalPrediction, PreTrainedTokenizerBase
 
 from hf_gpipe.data.buckets import BUCKETS, resource_buckets
 from hf_gpipe.data.collate import PairCollator
@@ -111,7 +112,7 @@ class TranslationReport:
     def per_bucket(self) -> dict[str, Scores]:
         """The mean over the languages of each bucket; empty where nothing is known of training pairs."""
         members = self.languages_of_bucket
-        return {name: _average([self.per_language[one] for one in languages]) for name, languages in members.items()}
+        return {name: _average([self.per_language[code] for code in codes]) for name, codes in members.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """The averages under their own names, and `per_bucket`, `per_language` and `samples`; ready for JSON."""
@@ -260,11 +261,11 @@ def evaluate_translation(
     options = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "do_sample": False, "num_return_sequences": 1}
     #: Of each pair its translation, and the number of the reference's tokens.
     outcomes: dict[int, tuple[Translated, int]] = {}
-    for number, one in enumerate(predict(pipe, work.batches, generation=Generation(pipe, options, pad_token_id))):
+    for number, predicted in enumerate(predict(pipe, work.batches, generation=Generation(pipe, options, pad_token_id))):
         if tokenizer is None or not pipe.world.is_reader:
             continue
-        texts = tokenizer.batch_decode(one.tokens, skip_special_tokens=True)
-        sums, counts = one.evaluation.row_nll.tolist(), one.evaluation.row_tokens.tolist()
+        texts = tokenizer.batch_decode(predicted.tokens, skip_special_tokens=True)
+        sums, counts = predicted.evaluation.row_nll.tolist(), predicted.evaluation.row_tokens.tolist()
         for index, text, nll, num_tokens in zip(work.groups[number], texts, sums, counts, strict=True):
             pair, count = work.pairs[index], work.num_characters[index]
             outcomes[index] = (
@@ -349,3 +350,26 @@ def _without_tag(pair: Translated) -> str:
     for language in (pair.language, ENGLISH):
         text = text.removeprefix(language_tag(language))
     return text.strip()
+
+
+@dataclass(frozen=True)
+class PerCharacter:
+    """`compute_metrics` of a trainer: the validation loss per character, comparable between vocabularies.
+
+    The trainer's arguments have include_for_metrics=["loss"].
+
+    Attributes:
+        num_characters: of all references.
+    """
+
+    num_characters: int
+
+    def __call__(self, prediction: EvalPrediction) -> dict[str, float]:
+        """The negative log-likelihood of all references, divided by their characters; natural logarithm."""
+        num_tokens = (prediction.label_ids != IGNORE_INDEX).sum(axis=1)
+        return {"nll_per_character": float((prediction.losses * num_tokens).sum() / max(self.num_characters, 1))}
+
+
+def without_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """`preprocess_logits_for_metrics` that keeps one number of each row, for this metric needs the losses alone."""
+    return logits[:, 0, 0]

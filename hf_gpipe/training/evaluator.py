@@ -75,7 +75,9 @@ class Evaluator:
             keeps: whether they are kept where `compute_metrics` has seen them mini-batch by mini-batch.
         """
         start_time = time.time()
-        generation = self._generation(options) if predicts and self.args.predict_with_generate else None
+        generation = None
+        if predicts and self.args.predict_with_generate:
+            generation = Generation(self.pipe, generation_options(self.args, options), self.pad_token_id)
         metrics_of = self.compute_metrics if predicts else None
         in_parts = metrics_of is not None and self.args.batch_eval_metrics
         has_predictions = predicts and self.pipe.world.leads(self.pipe.num_stages - 1)
@@ -90,15 +92,15 @@ class Evaluator:
             preprocess=self.preprocess,
             generation=generation,
         )
-        for one in results:
-            losses.append(one.evaluation.loss)
-            num_rows.append(one.num_rows // self.pipe.loss.rows_per_unit)
+        for predicted in results:
+            losses.append(predicted.evaluation.loss)
+            num_rows.append(predicted.num_rows // self.pipe.loss.rows_per_unit)
             if has_predictions and (keeps or not in_parts):
-                columns.add(one)
+                columns.add(predicted)
             if has_predictions and in_parts:
                 part = _Columns(fill)
-                part.add(one)
-                computed |= self._computed(part, compute_result=one.is_last)
+                part.add(predicted)
+                computed |= self._computed(part, compute_result=predicted.is_last)
             self.on_batch()
         metrics: dict[str, Any] = {"loss": mean_loss(losses, num_rows, only_finite=self.args.logging_nan_inf_filter)}
         metrics |= self.metrics_of_loss()
@@ -111,9 +113,6 @@ class Evaluator:
         metrics |= speed_metrics(prefix, start_time, num_samples=sum(num_rows), num_steps=steps)
         # Every process measured the speed for itself.
         return columns, self.pipe.world.broadcast_value(metrics, self.pipe.world.reporter)
-
-    def _generation(self, options: Mapping[str, Any]) -> Generation:
-        return Generation(self.pipe, generation_options(self.args, options), self.pad_token_id)
 
     def _computed(self, columns: _Columns, **options: bool) -> dict[str, Any]:
         """The metrics of `compute_metrics`, in the process that has the predictions."""
@@ -133,7 +132,7 @@ class Evaluator:
         others = (columns.labels, columns.inputs, columns.row_losses)
         if not self.args.eval_do_concat_batches:
             return columns.predictions, *others
-        return concatenated(columns.predictions, columns.fill), *(concatenated(one) for one in others)
+        return concatenated(columns.predictions, columns.fill), *(concatenated(parts) for parts in others)
 
     def _from_last(self, value: Any) -> Any:
         """The value of the last stage's leader, in every process."""
@@ -159,12 +158,12 @@ class _Columns:
     inputs: list[Any] = field(default_factory=list)
     row_losses: list[Any] = field(default_factory=list)
 
-    def add(self, one: Predicted) -> None:
+    def add(self, predicted: Predicted) -> None:
         """Add the rows of a mini-batch."""
-        self.predictions.append(one.logits if one.tokens is None else one.tokens)
-        self.labels.append(one.batch["labels"].numpy())
-        self.inputs.append(one.batch["input_ids"].numpy())
-        evaluation = one.evaluation
+        self.predictions.append(predicted.logits if predicted.tokens is None else predicted.tokens)
+        self.labels.append(predicted.batch["labels"].numpy())
+        self.inputs.append(predicted.batch["input_ids"].numpy())
+        evaluation = predicted.evaluation
         self.row_losses.append((evaluation.row_nll / evaluation.row_tokens.clamp(min=1)).numpy())
 
 

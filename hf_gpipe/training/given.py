@@ -67,12 +67,16 @@ COMPARED: dict[str, Values] = {
     "train_sampling_strategy": lambda pipe: ("group_by_length",) if pipe.length_bucketing else ("random", "sequential"),
     "use_cpu": lambda pipe: (pipe.world.device.type == "cpu",),
 }
-#: Arguments -> the name of what a Pipeline has in their place.
-_OF_PIPELINE = {
-    **dict.fromkeys(("activation_checkpointing", "gradient_checkpointing"), "recompute"),
-    **dict.fromkeys(("bf16", "fp16"), "autocast"),
-    "train_sampling_strategy": "length_bucketing",
-    "use_cpu": "device",
+#: Arguments -> what a Pipeline has in their place, in words.
+_OF_PIPELINE: dict[str, Callable[[Pipeline], str]] = {
+    **dict.fromkeys(
+        ("activation_checkpointing", "gradient_checkpointing"), lambda pipe: f"recompute={pipe.recompute!r}"
+    ),
+    **dict.fromkeys(
+        ("bf16", "fp16"), lambda pipe: f"autocast={pipe.adapter.autocast and pipe.adapter.autocast.dtype!r}"
+    ),
+    "train_sampling_strategy": lambda pipe: f"length_bucketing={pipe.length_bucketing!r}",
+    "use_cpu": lambda pipe: f"device={pipe.world.device.type!r}",
 }
 
 
@@ -80,7 +84,7 @@ def check_given(pipe: Pipeline, args: PipelineTrainingArguments) -> None:
     """Raise UserError where the arguments ask for something else than the given pipeline is."""
     for name, agreeing in COMPARED.items():
         if _is_asked(args, name) and (asked := _value(args, name)) not in (values := agreeing(pipe)):
-            shown = _shown(pipe, name, values[0])
+            shown = _OF_PIPELINE.get(name, lambda _, value=values[0]: repr(value))(pipe)
             raise UserError(f"{name}={asked!r}, but the given Pipeline has {shown}; set it when the Pipeline is made")
 
 
@@ -124,17 +128,3 @@ def _value(args: PipelineTrainingArguments, name: str) -> Any:
         return args.packs_rows
     value = getattr(args, name)
     return tuple(value) if isinstance(value, list) else value
-
-
-def _shown(pipe: Pipeline, name: str, value: Any) -> str:
-    """What the pipeline has, in words."""
-    other = _OF_PIPELINE.get(name)
-    if other is None:
-        return repr(value)
-    found = {
-        "recompute": pipe.recompute,
-        "autocast": None if pipe.adapter.autocast is None else pipe.adapter.autocast.dtype,
-        "length_bucketing": pipe.length_bucketing,
-        "device": pipe.world.device.type,
-    }[other]
-    return f"{other}={found!r}"

@@ -84,7 +84,8 @@ class HubUploads:
         While the last upload is under way nothing is begun, unless `hub_always_push`.
         """
         strategy = self._args.hub_strategy
-        if strategy == HubStrategy.END or (self._is_busy and not self._args.hub_always_push):
+        is_busy = any(not future.done() for future in self._pending)
+        if strategy == HubStrategy.END or (is_busy and not self._args.hub_always_push):
             return
         common: dict[str, Any] = {
             "repo_id": self.repo_id,
@@ -105,10 +106,6 @@ class HubUploads:
             if (error := future.exception()) is not None:
                 logger.warning(f"a checkpoint was not uploaded to {self.repo_id}: {error}")
         self._pending.clear()
-
-    @property
-    def _is_busy(self) -> bool:
-        return any(not future.done() for future in self._pending)
 
 
 def _asking(ask: Callable[[], Any], repository: str) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from hf_gpipe.schedule import Schedule, Timeline, breakdown, draw_png, write_tra
 from hf_gpipe.training import summary
 from hf_gpipe.training.cost import CostMeter
 from hf_gpipe.training.dpo import PipelineDPOConfig, PipelineDPOTrainer
+from hf_gpipe.training.evaluate_translation import PerCharacter, without_logits
 from hf_gpipe.training.from_recipe import (
     AnyCorpus,
     arguments_of,
@@ -47,7 +49,6 @@ from hf_gpipe.training.from_recipe import (
     tokenizer_of,
 )
 from hf_gpipe.training.held_out import accuracy
-from hf_gpipe.training.per_character import PerCharacter, without_logits
 from hf_gpipe.training.tasks import Task, task_of
 from hf_gpipe.training.timeline import measure_step
 from hf_gpipe.training.trainer import PipelineTrainer
@@ -107,7 +108,7 @@ def _run(recipe: Recipe, job: Job, world: World, task: Task, cost_meter: CostMet
     corpus_text = world.from_reader(lambda: "" if prepared is None else task.size(recipe.data, prepared.corpus))
     say(summary.start_text(recipe, pipe, corpus_text, checkpoint))
     again = " with training.resume=auto" if recipe.training.resume == "never" else ""
-    output = trainer.train_from(checkpoint, how_to_go_on=f"start again{again}")
+    output = trainer.train_from(checkpoint, resume_hint=f"start again{again}")
     cost_meter.note_memory(pipe)
     if checkpoint is not None and output.global_step == first_step:
         say(f"the training in {output_dir} is finished ({first_step} steps); nothing is left to train")
@@ -150,9 +151,9 @@ def _say_nothing(text: str) -> None:
 def _finite(value: Any) -> Any:
     """JSON knows no infinite number and no NaN: they become null."""
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_finite(one) for one in value]
+        return [_finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -161,27 +162,25 @@ def _update_of(trainer: PipelineTrainer) -> Update | UpdateStage:
     optimizer = trainer.optimizer
     assert optimizer is not None, "the trainer has trained"
 
-    def update_stage(stage: int, step: int, norm: torch.Tensor) -> None:
+    @contextmanager
+    def without_rate() -> Iterator[None]:
         rates = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["lr"] = 0.0
-        StageUpdates(trainer.pipe, optimizer, None, trainer.args.max_grad_norm)(stage, 0, norm)
+        yield
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
-    if trainer.pipe.is_asynchronous:
-        return update_stage
+    def update_stage(stage: int, step: int, norm: torch.Tensor) -> None:
+        with without_rate():
+            StageUpdates(trainer.pipe, optimizer, None, trainer.args.max_grad_norm)(stage, 0, norm)
 
     def update(loss: torch.Tensor, norm: torch.Tensor) -> None:
-        rates = [group["lr"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0
-        trainer.pipe.clip_grad_norm_(trainer.args.max_grad_norm, norm)
-        optimizer.step()
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        with without_rate():
+            trainer.pipe.clip_grad_norm_(trainer.args.max_grad_norm, norm)
+            optimizer.step()
 
-    return update
+    return update_stage if trainer.pipe.is_asynchronous else update
 
 
 def _write_timelines(output_dir: Path, measured: Timeline, predicted: Timeline) -> None:
@@ -267,9 +266,9 @@ def _check_same_data(recipe: Recipe, hosts: Sequence[str], world: World) -> None
     """
     is_first = hosts.index(hosts[world.rank]) == world.rank
     digests = world.gather_objects(digest_of_files(recipe.data) if is_first else "")
-    found = {host: digest for host, digest in zip(hosts, digests, strict=True) if digest}
-    if len(set(found.values())) > 1:
-        copies = ", ".join(f"{digest} on {host}" for host, digest in found.items())
+    digest_of = {host: digest for host, digest in zip(hosts, digests, strict=True) if digest}
+    if len(set(digest_of.values())) > 1:
+        copies = ", ".join(f"{digest} on {host}" for host, digest in digest_of.items())
         raise DataError(
             f"data.path {recipe.data.path}: the files differ between the machines (hashes: {copies}); copy them from "
             f"{hosts[world.reader]}, or put them where all machines see them"

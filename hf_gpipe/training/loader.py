@@ -20,7 +20,7 @@ from hf_gpipe.adapters.dropout import mix
 from hf_gpipe.data.batches import length_bucketed_batches, num_token_batches, shuffled_batches, token_batches
 from hf_gpipe.data.sampling import epoch_rows
 from hf_gpipe.errors import DataError, UserError, listed
-from hf_gpipe.training.pools import Places, Pools, has_index, target_tokens
+from hf_gpipe.training.pools import DataPositions, Pools, has_index, target_tokens
 
 Batch = Mapping[str, torch.Tensor]
 Collate = Callable[[list[Any]], Batch]
@@ -57,7 +57,7 @@ class MiniBatches:
     workers: Mapping[str, Any] | None = None
     batch_tokens: int | None = None
     temperature: float = 1.0
-    _places: list[Places] = field(default_factory=list, init=False, repr=False, compare=False)
+    _positions: list[DataPositions] = field(default_factory=list, init=False, repr=False, compare=False)
     _rows: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -118,7 +118,7 @@ class MiniBatches:
         None for a map-style dataset, whose mini-batches have an index, and for an iterable one without `state_dict`
         and `load_state_dict`, which is read from its beginning.
         """
-        return self._places[0].at(number) if self._places else None
+        return self._positions[0].at(number) if self._positions else None
 
     def _plan(self, epoch: int) -> list[list[int]]:
         """The rows of each mini-batch, by index."""
@@ -198,12 +198,14 @@ class MiniBatches:
                 f"sampling_temperature={self.temperature}: an iterable dataset draws its rows itself; use 1 here"
             )
         pools = Pools(self.batch_size, self.batch_tokens, self.order == "group_by_length", self.seed)
-        places = Places(self.dataset)
-        number = places.begin(start, place)
-        self._places[:] = [places]
-        return self._read_pools(epoch, start, number, pools, places)
+        positions = DataPositions(self.dataset)
+        number = positions.begin(start, place)
+        self._positions[:] = [positions]
+        return self._read_pools(epoch, start, number, pools, positions)
 
-    def _read_pools(self, epoch: int, start: int, number: int, pools: Pools, places: Places) -> Iterator[Batch]:
+    def _read_pools(
+        self, epoch: int, start: int, number: int, pools: Pools, positions: DataPositions
+    ) -> Iterator[Batch]:
         rows = iter(self.dataset)
         while True:
             _seed_generators(mix(self.seed, epoch, number))
@@ -212,7 +214,7 @@ class MiniBatches:
                 batches = [batch for batch in batches if len(batch) == self.batch_size]
             if not batches:
                 return
-            places.pool_ends(number + len(batches))
+            positions.pool_ends(number + len(batches))
             for index, batch in enumerate(batches, start=number):
                 if index > number:
                     _seed_generators(mix(self.seed, epoch, index))
@@ -224,7 +226,7 @@ class MiniBatches:
         """Raise DataError for a row of which the model would get nothing."""
         if not isinstance(row, Mapping) or self.columns is None or any(name in self.columns for name in row):
             return
-        found = listed(list(map(str, row)))
+        columns = listed(list(map(str, row)))
         if any(name in row for name in ("messages", "conversations", "prompt", "completion", "text")):
             advice = "they are not tokenised: give the dataset to PipelineSFTTrainer with a PipelineSFTConfig"
             if "chosen" in row:
@@ -232,7 +234,7 @@ class MiniBatches:
         else:
             advice = "give rows with 'input_ids' and 'labels'"
         raise DataError(
-            f"the rows have the columns {found}, and none that the model takes; {advice}, or set "
+            f"the rows have the columns {columns}, and none that the model takes; {advice}, or set "
             "remove_unused_columns=False where the data_collator reads them"
         )
 

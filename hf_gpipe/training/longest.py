@@ -40,9 +40,9 @@ def longest_mini_batch(
     rows = [dataset[index] for index in range(0, len(dataset), -(-len(dataset) // _SAMPLE))]
     if not all(isinstance(row, Mapping) and "input_ids" in row for row in rows):
         return None
-    source = max(len(row["input_ids"]) for row in rows)
+    sources = [len(row["input_ids"]) for row in rows]
     # A collator of language modelling makes the labels from the ids.
-    target = max(len(row["labels"]) if _is_sequence(row.get("labels")) else len(row["input_ids"]) for row in rows)
+    targets = [len(row["labels"]) if hasattr(row.get("labels"), "__len__") else len(row["input_ids"]) for row in rows]
     if batch_tokens is not None:
         counts = [target_tokens(row) for row in rows]
         # Unsorted, a mini-batch has as many rows as of the mean length fill it, and pads them to its longest.
@@ -56,10 +56,8 @@ def longest_mini_batch(
             large = longest if by_length else mean(lengths) + 4 * pstdev(lengths) / math.sqrt(num_rows)
             return max(1, min(longest, math.ceil(large))), longest
 
-        sources = [len(row["input_ids"]) for row in rows]
-        targets = [len(row["labels"]) if _is_sequence(row.get("labels")) else len(row["input_ids"]) for row in rows]
         return Workload.packed(num_rows, large_and_longest(sources), large_and_longest(targets))
-    return Workload(num_rows, max(source, 1), max(target, 1))
+    return Workload(num_rows, max(*sources, 1), max(*targets, 1))
 
 
 def _of_stream(source: int, target: int, num_rows: int, batch_tokens: int | None, *, packing: bool) -> Workload:
@@ -69,7 +67,3 @@ def _of_stream(source: int, target: int, num_rows: int, batch_tokens: int | None
     if packing:
         return Workload.packed(num_rows, (source, source), (target, target))
     return Workload(num_rows, source, target)
-
-
-def _is_sequence(value: Any) -> bool:
-    return hasattr(value, "__len__")

@@ -10,31 +10,36 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import transformers
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput
 
+from hf_gpipe.checkpoint.copies import PendingWrite
 from hf_gpipe.checkpoint.directory import step_of
-from hf_gpipe.checkpoint.run_state import Position, RunState
+from hf_gpipe.checkpoint.run_state import DataPosition, RunState
 from hf_gpipe.errors import NonFiniteError
+from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.batches import shared_stream
 from hf_gpipe.runtime.gradient_norm import LossAndNorm
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.timing import ActionTime
+from hf_gpipe.runtime.world import World
 from hf_gpipe.training.agreeing import Agreement
+from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.checkpoints import Checkpoints
 from hf_gpipe.training.evaluator import metric_of, note_best
+from hf_gpipe.training.hub import HubUploads
 from hf_gpipe.training.loader import Batch, MiniBatches, in_groups
 from hf_gpipe.training.logs import Logs
+from hf_gpipe.training.loss_scaling import LossScaler
 from hf_gpipe.training.meter import num_tokens
 from hf_gpipe.training.optim import learning_rate, takes_metric
 from hf_gpipe.training.slow_machines import SlowMachines
-from hf_gpipe.training.steps import Plan
+from hf_gpipe.training.steps import TrainingLength
 from hf_gpipe.training.stopping import StopRequest, TrainingStopped
-from hf_gpipe.training.trained import TrainerOfLoop
 from hf_gpipe.training.windows import StageUpdates, windows
 
 logger = transformers.logging.get_logger(__name__)
@@ -43,34 +48,54 @@ logger = transformers.logging.get_logger(__name__)
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
+class TrainerOfLoop(Protocol):
+    """The parts of a trainer that the loop uses; scripts and callbacks may set or override most of this."""
+
+    args: PipelineTrainingArguments
+    pipe: Pipeline
+    uploads: HubUploads
+    state: TrainerState
+    control: TrainerControl
+    optimizer: torch.optim.Optimizer | None
+    lr_scheduler: Any
+    scaler: LossScaler | None
+    num_trained_tokens: int
+
+    def fire(self, event: str, **kwargs: Any) -> None: ...
+    def new_state(self) -> TrainerState: ...
+    def log(self, logs: dict[str, Any]) -> None: ...
+    def evaluate(self, *, ignore_keys: list[str] | None = ...) -> dict[str, float]: ...
+    def model_to_save(self, directory: Path, world: World) -> PendingWrite | None: ...
+
+
 class TrainingLoop:
     """One training, from its first step to its last. Every process has one and calls it in step with the others.
 
     Args:
         trainer: whose model is trained; its state is that of the first step.
-        plan: how many steps.
+        length: of the training.
         batches: the mini-batches; None in processes that do not read data.
         run: how far the run has come.
         checkpoints: where steps are saved.
         logs: of this training.
         ignored_keys: `ignore_keys` of the evaluations.
-        how_to_go_on: what to do after a stop, for its message.
+        resume_hint: what to do after a stop, for its message.
     """
 
     def __init__(
         self,
         trainer: TrainerOfLoop,
-        plan: Plan,
+        length: TrainingLength,
         batches: MiniBatches | None,
         run: RunState,
         checkpoints: Checkpoints,
         logs: Logs,
         ignored_keys: list[str] | None,
-        how_to_go_on: str,
+        resume_hint: str,
     ) -> None:
-        self._trainer, self._plan, self._batches = trainer, plan, batches
+        self._trainer, self._length, self._batches = trainer, length, batches
         self._run, self._checkpoints, self._logs = run, checkpoints, logs
-        self._ignored_keys, self._how_to_go_on = ignored_keys, how_to_go_on
+        self._ignored_keys, self._resume_hint = ignored_keys, resume_hint
         self._args, self._pipe, self._world = trainer.args, trainer.pipe, trainer.pipe.world
         self._num_parameters = self._pipe.adapter.reference.num_parameters(exclude_embeddings=True)
         #: Of the last update: the norm of the gradient, and the learning rate.
@@ -87,7 +112,7 @@ class TrainingLoop:
             self._stop_request = StopRequest(self._world, self._args.stop_seconds)
 
     def train(self) -> TrainOutput:
-        """Train to the end of the plan.
+        """Train to the end of the training.
 
         Raises:
             TrainingStopped: a signal came, and the last step is saved.
@@ -118,19 +143,19 @@ class TrainingLoop:
                 self._evaluate_now()
         if self._run.evaluation_is_due:
             self._make_up_for_evaluation()
-        for epoch in range(self._run.position.epoch, self._plan.num_epochs):
-            if self._control.should_training_stop or self._state.global_step >= self._plan.max_steps:
+        for epoch in range(self._run.position.epoch, self._length.num_epochs):
+            if self._control.should_training_stop or self._state.global_step >= self._length.max_steps:
                 break
             self._run_epoch(epoch)
 
     def _run_epoch(self, epoch: int) -> None:
         self._trainer.fire("on_epoch_begin")
-        begin = self._run.position if epoch == self._run.position.epoch else Position(epoch)
+        begin = self._run.position if epoch == self._run.position.epoch else DataPosition(epoch)
         done, job, batches = begin.mini_batches, Job.current(), self._batches
         source = None
         if batches is not None:
-            groups = in_groups(batches.epoch(epoch, done, begin.place), self._plan.accumulation)
-            source = islice(groups, self._plan.max_steps - self._state.global_step)
+            groups = in_groups(batches.epoch(epoch, done, begin.place), self._length.accumulation)
+            source = islice(groups, self._length.max_steps - self._state.global_step)
         for window in windows(shared_stream(source, self._world), self._pipe, self._args, self._state):
             job.note(f"training step {self._state.global_step + 1}")
             self._trainer.fire("on_step_begin")
@@ -145,9 +170,9 @@ class TrainingLoop:
                 self._trainer.num_trained_tokens += self._logs.count(group)
                 done += len(group)
                 # Of the mini-batches trained on: those that are read ahead are read again.
-                self._run.position = Position(epoch, done, None if batches is None else batches.place(done))
+                self._run.position = DataPosition(epoch, done, None if batches is None else batches.place(done))
                 self._state.global_step += 1
-                self._state.epoch = epoch + self._plan.fraction_of_epoch(done)
+                self._state.epoch = epoch + self._length.fraction_of_epoch(done)
                 self._trainer.fire("on_step_end")
                 asked |= {flag for flag in _FLAGS if getattr(self._control, flag)}
             for flag in asked:
@@ -160,8 +185,8 @@ class TrainingLoop:
             # An iterable dataset that is exhausted: another epoch would give nothing either.
             self._control.should_training_stop = True
         # A training that stops inside an epoch, at max_steps say, has the rest of it before it.
-        if done == self._plan.mini_batches_per_epoch or not self._control.should_training_stop:
-            self._run.position = Position(epoch + 1)
+        if done == self._length.mini_batches_per_epoch or not self._control.should_training_stop:
+            self._run.position = DataPosition(epoch + 1)
         self._trainer.fire("on_epoch_end")
         self._log_evaluate_save(waits=True)
 
@@ -428,7 +453,7 @@ class TrainingLoop:
         if self._world.is_reporter:
             print(
                 f"stopped by {signal.Signals(stop_signal).name} after step {step} of {steps}; all of it is saved in "
-                f"{checkpoint}: {self._how_to_go_on} to go on from there",
+                f"{checkpoint}: {self._resume_hint} to go on from there",
                 file=sys.stderr,
                 flush=True,
             )

@@ -78,7 +78,10 @@ class Meter:
         """
         peaks = {stage: peak_memory_bytes({where}) for stage, where in self._pipe.world.stage_devices.items()}
         mine = (time.perf_counter() - self._since, peaks)
-        timed = [(_busy_seconds(times), times[-1].end - times[0].start) for times in self._timed]
+        timed = [
+            (sum(action.end - action.start - action.waiting for action in times), times[-1].end - times[0].start)
+            for times in self._timed
+        ]
         everyone = self._pipe.world.gather_objects((*mine, timed, self._pipe.stash_bytes))
         seconds = max(seconds for seconds, *_ in everyone)
         metrics: dict[str, float] = {
@@ -125,7 +128,3 @@ def peak_memory_bytes(devices: Collection[torch.device]) -> int:
                 return int(line.split()[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _busy_seconds(times: Sequence[ActionTime]) -> float:
-    return sum(one.end - one.start - one.waiting for one in times)

@@ -25,13 +25,13 @@ def write_model_card(trainer: Any, path: Path, **entries: Any) -> None:
             entries["tags"] = [*tags, *(tag for tag in before if tag not in tags)]
     summary = TrainingSummary.from_trainer(trainer, **entries)
     # Trainer counts every process as a replica, which a stage is not.
-    found, args, pipe = summary.hyperparameters, trainer.args, trainer.pipe
+    hyperparameters, args, pipe = summary.hyperparameters, trainer.args, trainer.pipe
     for name in ("distributed_type", "num_devices", "total_train_batch_size", "total_eval_batch_size"):
-        found.pop(name, None)
+        hyperparameters.pop(name, None)
     if args.gradient_accumulation_steps > 1 and args.batch_tokens is None:
-        found["total_train_batch_size"] = trainer.get_total_train_batch_size(args)
-    found |= {"num_stages": pipe.num_stages, "num_micro_batches": pipe.num_micro_batches}
-    found["schedule"] = pipe.schedule_name
+        hyperparameters["total_train_batch_size"] = trainer.get_total_train_batch_size(args)
+    hyperparameters |= {"num_stages": pipe.num_stages, "num_micro_batches": pipe.num_micro_batches}
+    hyperparameters["schedule"] = pipe.schedule_name
     path.write_text(summary.to_model_card(), encoding="utf-8")
     if pipe.peft is not None:
         card = ModelCard.load(path)

@@ -78,7 +78,7 @@ class Pools:
         return max(1, min(POOL_BATCHES, most // size)) if self.by_length else 1
 
 
-class Places:
+class DataPositions:
     """Where the pools of an epoch begin, as far as they have been read: reading may be ahead of training.
 
     Args:
@@ -129,7 +129,7 @@ class Places:
             self._starts.append((number, self._dataset.state_dict()))
 
     def at(self, number: int) -> dict[str, Any] | None:
-        """The place of mini-batch `number`, in a form that JSON can hold; earlier places are forgotten.
+        """The place of mini-batch `number`, in a form that JSON can hold; earlier positions are forgotten.
 
         None where only reading from the beginning leads there.
         """
@@ -170,9 +170,9 @@ def row_length(row: Any) -> int:
 
 def _ids(row: Any) -> Any:
     if not isinstance(row, Mapping) or "input_ids" not in row:
-        found = f"the entries {', '.join(map(str, row))}" if isinstance(row, Mapping) else f"a {type(row).__name__}"
+        kind = f"the entries {', '.join(map(str, row))}" if isinstance(row, Mapping) else f"a {type(row).__name__}"
         raise DataError(
-            f"a training row is {found}; batch_tokens and train_sampling_strategy='group_by_length' need rows with "
+            f"a training row is {kind}; batch_tokens and train_sampling_strategy='group_by_length' need rows with "
             "'input_ids' and 'labels'"
         )
     return row["input_ids"]

@@ -142,7 +142,7 @@ class _Logits:
 def _on_host(kept: Any) -> Any:
     """A tensor as an array, and a list or tuple of tensors as a tuple of arrays."""
     if isinstance(kept, list | tuple):
-        return tuple(_on_host(one) for one in kept)
+        return tuple(_on_host(part) for part in kept)
     tensor = kept.detach().cpu()
     array: np.ndarray = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
     return array
@@ -150,7 +150,7 @@ def _on_host(kept: Any) -> Any:
 
 def _as_arrays(kept: Any, columns: int, num_columns: int) -> Any:
     if isinstance(kept, tuple):
-        return tuple(_as_arrays(one, columns, num_columns) for one in kept)
+        return tuple(_as_arrays(part, columns, num_columns) for part in kept)
     has_columns = kept.ndim > 1 and kept.shape[1] == columns
     return _padded(kept, num_columns, IGNORED_LABEL) if has_columns else kept
 

@@ -105,9 +105,9 @@ class SlowMachines:
 def seconds_of_forward(actions: Iterable[tuple[Action, float]]) -> float | None:
     """The seconds of all that computes, for each forward; None: there is none."""
     of_micro_batches = [(action.kind, seconds) for action, seconds in actions if not action.kind.is_of_mini_batch]
-    found = [(kind, seconds) for kind, seconds in of_micro_batches if kind.resource is Resource.COMPUTE]
-    forwards = sum(kind == FORWARD for kind, _ in found)
-    return sum(seconds for _, seconds in found) / forwards if forwards else None
+    computing = [(kind, seconds) for kind, seconds in of_micro_batches if kind.resource is Resource.COMPUTE]
+    forwards = sum(kind == FORWARD for kind, _ in computing)
+    return sum(seconds for _, seconds in computing) / forwards if forwards else None
 
 
 def ratios(
@@ -125,9 +125,9 @@ def ratios(
         for process, (seconds, usual) in enumerate(zip(measured, expected, strict=True))
         if seconds is not None and usual
     }
-    found = {}
+    compared = {}
     for process, ratio in own.items():
-        others = [one for other, one in own.items() if hosts[other] != hosts[process]]
+        others = [other_ratio for other, other_ratio in own.items() if hosts[other] != hosts[process]]
         if others:
-            found[process] = ratio / median(others)
-    return found
+            compared[process] = ratio / median(others)
+    return compared

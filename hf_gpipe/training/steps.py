@@ -24,8 +24,8 @@ OLDER_DATA_FACTS = {"batch_tokens": None, "sampling_temperature": 1.0}
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The steps of a training.
+class TrainingLength:
+    """How many steps a training has.
 
     Attributes:
         mini_batches_per_epoch: None where only reading an iterable dataset tells.
@@ -42,7 +42,7 @@ class Plan:
     accumulation: int
 
     @classmethod
-    def make(cls, args: PipelineTrainingArguments, mini_batches_per_epoch: int | None) -> Plan:
+    def make(cls, args: PipelineTrainingArguments, mini_batches_per_epoch: int | None) -> TrainingLength:
         """Counted as transformers' Trainer counts: `max_steps`, where given, goes before `num_train_epochs`.
 
         Raises:
@@ -75,9 +75,9 @@ def data_seed(args: PipelineTrainingArguments) -> int:
     return args.seed if args.data_seed is None else args.data_seed
 
 
-def data_facts(args: PipelineTrainingArguments, plan: Plan) -> dict[str, Any]:
+def data_facts(args: PipelineTrainingArguments, length: TrainingLength) -> dict[str, Any]:
     """The settings that decide which rows a place in the data stands for."""
     return {name: getattr(args, name) for name in _DATA_FACTS} | {
         "data_seed": data_seed(args),
-        "mini_batches_per_epoch": plan.mini_batches_per_epoch,
+        "mini_batches_per_epoch": length.mini_batches_per_epoch,
     }

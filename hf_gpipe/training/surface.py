@@ -16,6 +16,7 @@ from transformers import Seq2SeqTrainer, Trainer
 from hf_gpipe.errors import MissingAttributeError, UserError
 
 _ROWS = "give the trainer the dataset and a data_collator; train_sampling_strategy sets the order"
+_STEP = "a step is a pass over stages and micro-batches; use a callback, such as on_step_end or on_pre_optimizer_step"
 #: Methods that are here and may not be overridden, since the trainer would not ask them. Name -> note.
 FIXED = {
     "get_train_dataloader": f"the mini-batches, iterated over those of epoch 0; to change them {_ROWS}",
@@ -44,96 +45,67 @@ READ_ONLY = {
     "is_fsdp_xla_v2_enabled": "False",
 }
 
-_LOSS = "give the constructor a compute_loss_func, or set label_smoothing_factor or logit_clipping"
-_STEP = "a step is a pass over stages and micro-batches; use a callback, such as on_step_end or on_pre_optimizer_step"
-_EVALUATION = "use compute_metrics, preprocess_logits_for_metrics, or override evaluate or predict"
-_PRECISION = "use bf16 or fp16"
-_NO_ACCELERATOR = "no Accelerator is used; the processes are `trainer.world`, the stages `trainer.pipe`"
-_SEARCH = "run one training for each choice"
-_TOKENS = "include_num_input_tokens_seen and metrics.jsonl have tokens; state.total_flos has operations"
-_ORDER = "train_sampling_strategy sets the order of rows; an iterable dataset has its own"
-_COLUMNS = "set remove_unused_columns, or give another data_collator"
-_SAVING = "override save_model, or use a callback's on_save"
-_RESUMING = "use train(resume_from_checkpoint=...), or a callback's on_train_begin"
-_OTHER_ENGINE = "it belongs to another way to spread a model over devices"
-_CLIPPING = "set max_grad_norm; callbacks have on_pre_optimizer_step"
-_UPLOADS = "use push_to_hub; set hub_strategy"
-
 #: Methods and attributes that are not here. Name -> why, and what to use instead. Private ones are those that are
 #: overridden most; the others get `_PRIVATE`.
 REFUSED = {
-    "compute_loss": _LOSS,
-    "compute_loss_context_manager": _PRECISION,
-    "autocast_smart_context_manager": _PRECISION,
-    "label_smoother": _LOSS,
-    "model_accepts_loss_kwargs": _LOSS,
-    "can_return_loss": _LOSS,
-    "loss_is_scaled_for_ga": _LOSS,
-    "training_step": _STEP,
-    "get_batch_samples": "gradient_accumulation_steps sets how many mini-batches a step has",
-    "set_initial_training_values": "set max_steps or num_train_epochs",
-    "current_gradient_accumulation_steps": "read gradient_accumulation_steps of the arguments",
-    "evaluation_loop": _EVALUATION,
-    "prediction_step": _EVALUATION,
-    "gather_function": "predict gives every process all predictions",
-    "load_generation_config": "set generation_config of the arguments",
-    "floating_point_ops": _TOKENS,
-    "store_flos": _TOKENS,
-    "current_flos": _TOKENS,
-    "accelerator": _NO_ACCELERATOR,
-    "create_accelerator_and_postprocess": _NO_ACCELERATOR,
-    "place_model_on_device": "the Pipeline chooses the device; set use_cpu, or give a Pipeline with device",
-    "is_model_parallel": "look at trainer.world",
-    "is_distributed_loading_by_transformers": _OTHER_ENGINE,
-    "get_cp_size": _OTHER_ENGINE,
-    "get_sp_size": _OTHER_ENGINE,
-    "get_tp_size": _OTHER_ENGINE,
-    "neftune_noise_alpha": "set neftune_noise_alpha of the arguments",
-    "neftune_hook_handle": "set neftune_noise_alpha of the arguments; the noise is that of the stages' models",
-    "push_in_progress": _UPLOADS,
-    "hyperparameter_search": _SEARCH,
-    "hp_name": _SEARCH,
-    "hp_search_backend": _SEARCH,
-    "hp_space": _SEARCH,
-    "compute_objective": _SEARCH,
-    "objective": _SEARCH,
-    "model_preparation_time": "nothing is prepared for an evaluation",
-    "_inner_training_loop": _STEP,
-    "_run_epoch": _STEP,
-    "_prepare_input": _COLUMNS,
-    "_prepare_inputs": _COLUMNS,
-    "_set_signature_columns_if_needed": _COLUMNS,
-    "_remove_unused_columns": _COLUMNS,
-    "_get_collator_with_removed_columns": _COLUMNS,
-    "_get_dataloader": _ROWS,
-    "_get_train_sampler": _ORDER,
-    "_get_eval_sampler": "an evaluation takes the rows in their order; give the dataset in another",
-    "_get_num_items_in_batch": _LOSS,
-    "_get_learning_rate": "use get_learning_rates, or lr_scheduler.get_last_lr()",
-    "_maybe_log_save_evaluate": "use a callback, or override log, evaluate or save_model",
-    "_evaluate": "override evaluate",
-    "_determine_best_metric": "set metric_for_best_model and greater_is_better",
-    "_save": _SAVING,
-    "_save_checkpoint": _SAVING,
-    "_save_rng_state": _SAVING,
-    "_save_scaler": _SAVING,
-    "_save_optimizer_and_scheduler": _SAVING,
-    "_load_from_checkpoint": _RESUMING,
-    "_load_best_model": _RESUMING,
-    "_load_rng_state": _RESUMING,
-    "_load_scaler": _RESUMING,
-    "_load_callback_state": _RESUMING,
-    "_load_optimizer_and_scheduler": _RESUMING,
-    "_wrap_model": "the stages' models are `trainer.pipe.models`",
-    "_move_model_to_device": "the Pipeline chooses the device",
-    "_clip_grad_norm": _CLIPPING,
-    "_get_grad_norm": _CLIPPING,
-    "_push_from_checkpoint": _UPLOADS,
-    "_finish_current_push": _UPLOADS,
-    "_hp_search_setup": _SEARCH,
-    "_report_to_hp_search": _SEARCH,
-    "_tune_save_checkpoint": _SEARCH,
-    "_pad_tensors_to_max_len": _EVALUATION,
+    name: note
+    for note, names in {
+        "give the constructor a compute_loss_func, or set label_smoothing_factor or logit_clipping": (
+            "compute_loss label_smoother model_accepts_loss_kwargs can_return_loss loss_is_scaled_for_ga "
+            "_get_num_items_in_batch"
+        ),
+        "use bf16 or fp16": "compute_loss_context_manager autocast_smart_context_manager",
+        _STEP: "training_step _inner_training_loop _run_epoch",
+        "gradient_accumulation_steps sets how many mini-batches a step has": "get_batch_samples",
+        "set max_steps or num_train_epochs": "set_initial_training_values",
+        "read gradient_accumulation_steps of the arguments": "current_gradient_accumulation_steps",
+        "use compute_metrics, preprocess_logits_for_metrics, or override evaluate or predict": (
+            "evaluation_loop prediction_step _pad_tensors_to_max_len"
+        ),
+        "predict gives every process all predictions": "gather_function",
+        "set generation_config of the arguments": "load_generation_config",
+        "include_num_input_tokens_seen and metrics.jsonl have tokens; state.total_flos has operations": (
+            "floating_point_ops store_flos current_flos"
+        ),
+        "no Accelerator is used; the processes are `trainer.world`, the stages `trainer.pipe`": (
+            "accelerator create_accelerator_and_postprocess"
+        ),
+        "the Pipeline chooses the device; set use_cpu, or give a Pipeline with device": "place_model_on_device",
+        "look at trainer.world": "is_model_parallel",
+        "it belongs to another way to spread a model over devices": (
+            "is_distributed_loading_by_transformers get_cp_size get_sp_size get_tp_size"
+        ),
+        "set neftune_noise_alpha of the arguments": "neftune_noise_alpha",
+        "set neftune_noise_alpha of the arguments; the noise is that of the stages' models": "neftune_hook_handle",
+        "use push_to_hub; set hub_strategy": "push_in_progress _push_from_checkpoint _finish_current_push",
+        "run one training for each choice": (
+            "hyperparameter_search hp_name hp_search_backend hp_space compute_objective objective _hp_search_setup "
+            "_report_to_hp_search _tune_save_checkpoint"
+        ),
+        "nothing is prepared for an evaluation": "model_preparation_time",
+        "set remove_unused_columns, or give another data_collator": (
+            "_prepare_input _prepare_inputs _set_signature_columns_if_needed _remove_unused_columns "
+            "_get_collator_with_removed_columns"
+        ),
+        _ROWS: "_get_dataloader",
+        "train_sampling_strategy sets the order of rows; an iterable dataset has its own": "_get_train_sampler",
+        "an evaluation takes the rows in their order; give the dataset in another": "_get_eval_sampler",
+        "use get_learning_rates, or lr_scheduler.get_last_lr()": "_get_learning_rate",
+        "use a callback, or override log, evaluate or save_model": "_maybe_log_save_evaluate",
+        "override evaluate": "_evaluate",
+        "set metric_for_best_model and greater_is_better": "_determine_best_metric",
+        "override save_model, or use a callback's on_save": (
+            "_save _save_checkpoint _save_rng_state _save_scaler _save_optimizer_and_scheduler"
+        ),
+        "use train(resume_from_checkpoint=...), or a callback's on_train_begin": (
+            "_load_from_checkpoint _load_best_model _load_rng_state _load_scaler _load_callback_state "
+            "_load_optimizer_and_scheduler"
+        ),
+        "the stages' models are `trainer.pipe.models`": "_wrap_model",
+        "the Pipeline chooses the device": "_move_model_to_device",
+        "set max_grad_norm; callbacks have on_pre_optimizer_step": "_clip_grad_norm _get_grad_norm",
+    }.items()
+    for name in names.split()
 }
 
 _PRIVATE = "the training loop is another one; use a callback, or a method that docs/trainer.md lists"
@@ -168,17 +140,17 @@ def check_class(cls: type, base: type, own: dict[str, Any]) -> None:
             f"{cls.__name__} derives from transformers' Trainer as well, whose methods are not called; derive it from "
             f"{base.__name__} only"
         )
-    found = [
+    overridden = [
         name
         for name in sorted(refused_names(base))
         if inspect.getattr_static(cls, name, _ABSENT) is not own.get(name, _ABSENT)
     ]
-    if found:
-        notes = "; ".join(f"{name}: {refused_names(base)[name]}" for name in found)
-        names = " and ".join(found)
+    if overridden:
+        notes = "; ".join(f"{name}: {refused_names(base)[name]}" for name in overridden)
+        names = " and ".join(overridden)
         raise UserError(f"{cls.__name__} overrides {names}, which {base.__name__} does not call ({notes})")
     parameters = inspect.signature(cls.save_model).parameters.values()  # type: ignore[attr-defined]  # of a trainer
-    if not any(one.name == "_internal_call" or one.kind == one.VAR_KEYWORD for one in parameters):
+    if not any(given.name == "_internal_call" or given.kind == given.VAR_KEYWORD for given in parameters):
         raise UserError(
             f"save_model of {cls.__name__} has no parameter _internal_call, which it is given for checkpoints, as in "
             "transformers; define it as save_model(self, output_dir=None, _internal_call=False)"
@@ -187,8 +159,8 @@ def check_class(cls: type, base: type, own: dict[str, Any]) -> None:
 
 def own_attributes(base: type) -> dict[str, Any]:
     """The attributes of a class under the names that may not be overridden."""
-    found = {name: inspect.getattr_static(base, name, _ABSENT) for name in refused_names(base)}
-    return {name: value for name, value in found.items() if value is not _ABSENT}
+    attributes = {name: inspect.getattr_static(base, name, _ABSENT) for name in refused_names(base)}
+    return {name: value for name, value in attributes.items() if value is not _ABSENT}
 
 
 def check_assignment(trainer: object, base: type, name: str) -> None:

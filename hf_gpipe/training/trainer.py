@@ -31,9 +31,9 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler, ExportableState
 from transformers.trainer_utils import PredictionOutput, TrainOutput, speed_metrics
 
-from hf_gpipe.checkpoint.copies import Unwritten
+from hf_gpipe.checkpoint.copies import PendingWrite
 from hf_gpipe.checkpoint.lock import owned
-from hf_gpipe.checkpoint.run_state import Position, RunState
+from hf_gpipe.checkpoint.run_state import DataPosition, RunState
 from hf_gpipe.checkpoint.save import make_directory
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
@@ -64,7 +64,7 @@ from hf_gpipe.training.loop import TrainingLoop
 from hf_gpipe.training.model_card import write_model_card
 from hf_gpipe.training.optim import check_optimizer, make_optimizer, make_scheduler, shard_optimizer, updated_parameters
 from hf_gpipe.training.predicting import Preprocess
-from hf_gpipe.training.steps import Plan, data_facts, data_seed
+from hf_gpipe.training.steps import TrainingLength, data_facts, data_seed
 from hf_gpipe.training.surface import check_assignment, check_class, missing, own_attributes
 from hf_gpipe.training.windows import check_asynchronous
 
@@ -201,10 +201,6 @@ class PipelineTrainer:
         """The same model: nothing is wrapped around it."""
         return self.pipe.model
 
-    def get_num_trainable_parameters(self) -> int:
-        """Trainable parameters of the whole model."""
-        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
-
     # ------------------------------------------------------------------ training
 
     @by_every_process
@@ -214,7 +210,7 @@ class PipelineTrainer:
         trial: None = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train to the end of the plan.
+        """Train to the end of the training.
 
         Args:
             resume_from_checkpoint: a checkpoint's directory, or True for the newest one in `output_dir` that is whole,
@@ -235,14 +231,14 @@ class PipelineTrainer:
             raise UserError("trial: there is no search over hyperparameters; run one training for each choice")
         return self._train(resume_from_checkpoint, ignored_keys=ignore_keys_for_eval)
 
-    def train_from(self, checkpoint: Path | None, how_to_go_on: str) -> TrainOutput:
+    def train_from(self, checkpoint: Path | None, resume_hint: str) -> TrainOutput:
         """As `train`, from a checkpoint that was already found to be whole; None: from the beginning.
 
         Args:
             checkpoint: the same in every process.
-            how_to_go_on: what to do after a stop, for its message.
+            resume_hint: what to do after a stop, for its message.
         """
-        return self._train(checkpoint, is_whole=True, how_to_go_on=how_to_go_on)
+        return self._train(checkpoint, is_whole=True, resume_hint=resume_hint)
 
     def _train(self, asked: str | os.PathLike[str] | bool | None, **options: Any) -> TrainOutput:
         self._check_surface()
@@ -258,23 +254,25 @@ class PipelineTrainer:
         asked: Any,
         is_whole: bool = False,
         ignored_keys: list[str] | None = None,
-        how_to_go_on: str = "start again",
+        resume_hint: str = "start again",
     ) -> TrainingLoop:
         """Make the loop, with everything ready for the first step."""
         start_time = time.time()
         batches = self.train_batches()
-        plan = Plan.make(self.args, self.world.from_reader(lambda: None if batches is None else batches.count()))
+        length = TrainingLength.make(
+            self.args, self.world.from_reader(lambda: None if batches is None else batches.count())
+        )
         checkpoints = Checkpoints(self.args, self.pipe, self.master_weights, self.scaler)
         # First, for it gives back a checkpoint that was being replaced.
         checkpoints.tidy()
         checkpoint = asked if is_whole else checkpoints.find(asked)
         checkpoints.forget_memory(checkpoint)
-        optimizer = self._make_optimizer_and_scheduler(plan.max_steps)
+        optimizer = self._make_optimizer_and_scheduler(length.max_steps)
         check_asynchronous(self.pipe, self.args, self.callback_handler.callbacks, self.scaler, optimizer)
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = optimizer, self.lr_scheduler
         self.callback_handler.train_dataloader = batches
         run = RunState(
-            Position(), self.pipe.step, data_facts(self.args, plan), num_micro_batches=self.pipe.num_micro_batches
+            DataPosition(), self.pipe.step, data_facts(self.args, length), num_micro_batches=self.pipe.num_micro_batches
         )
         self.state = self.new_state()
         if checkpoint is not None:
@@ -284,12 +282,12 @@ class PipelineTrainer:
             self.state = saved
             if self.args.restore_callback_states_from_checkpoint:
                 restore_callbacks(self.callback_handler.callbacks, self.state.stateful_callbacks)
-        self.state.compute_steps(self.args, plan.max_steps)
-        self.state.max_steps, self.state.num_train_epochs = plan.max_steps, plan.num_epochs
+        self.state.compute_steps(self.args, length.max_steps)
+        self.state.max_steps, self.state.num_train_epochs = length.max_steps, length.num_epochs
         self._first_num_tokens = self.state.num_input_tokens_seen
         self.pipe.zero_grad()
         logs = Logs(self.pipe, self.args, self.state.global_step, start_time)
-        return TrainingLoop(self, plan, batches, run, checkpoints, logs, ignored_keys, how_to_go_on)
+        return TrainingLoop(self, length, batches, run, checkpoints, logs, ignored_keys, resume_hint)
 
     @property
     def is_in_train(self) -> bool:
@@ -402,7 +400,7 @@ class PipelineTrainer:
         return TrainerState(
             is_local_process_zero=self.args.local_process_index == 0,
             is_world_process_zero=self.world.is_reporter,
-            stateful_callbacks=[one for one in callbacks if isinstance(one, ExportableState)],
+            stateful_callbacks=[callback for callback in callbacks if isinstance(callback, ExportableState)],
             train_batch_size=self.args.per_device_train_batch_size,
         )
 
@@ -437,8 +435,8 @@ class PipelineTrainer:
             return self._evaluate_one(dataset, metric_key_prefix, generation)
         metrics: dict[str, float] = {}
         for name in names:
-            one = dataset[name] if isinstance(dataset, Mapping) else None
-            metrics |= self._evaluate_one(one, f"{metric_key_prefix}_{name}", generation)
+            part = dataset[name] if isinstance(dataset, Mapping) else None
+            metrics |= self._evaluate_one(part, f"{metric_key_prefix}_{name}", generation)
         return metrics
 
     def _evaluate_one(self, dataset: Any, prefix: str, generation: Mapping[str, Any]) -> dict[str, float]:
@@ -524,7 +522,7 @@ class PipelineTrainer:
         if self.args.push_to_hub and not _internal_call:
             self._push(directory, "Model save", {})
 
-    def model_to_save(self, directory: Path, world: World) -> Unwritten | None:
+    def model_to_save(self, directory: Path, world: World) -> PendingWrite | None:
         """The model of a checkpoint, to be written into its directory; `world` is for the messages of the writing.
 
         A `save_model` that is overridden writes at once, and nothing is left: None.
@@ -535,7 +533,7 @@ class PipelineTrainer:
         self.save_model(str(directory), _internal_call=True)
         return None
 
-    def _own_model_to_save(self, directory: Path, world: World) -> Unwritten:
+    def _own_model_to_save(self, directory: Path, world: World) -> PendingWrite:
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         return model_to_save(directory, self.pipe, tokenizer, world)
 
@@ -560,10 +558,6 @@ class PipelineTrainer:
         """The repository on the Hub; None before it is made."""
         return self.uploads.repo_id
 
-    def is_local_process_zero(self) -> bool:
-        """Whether this is the first process of its machine."""
-        return self.args.local_process_index == 0
-
     def is_world_process_zero(self) -> bool:
         """Whether this is the main process."""
         return self.world.is_reporter
@@ -584,7 +578,7 @@ class PipelineTrainer:
         if param is None:
             return [group["params"] for group in groups]
         for group in groups:
-            if any(one is param for one in group["params"]):
+            if any(parameter is param for parameter in group["params"]):
                 return group
         raise UserError("get_optimizer_group: no group of this process's optimizer holds this parameter")
 
@@ -593,26 +587,14 @@ class PipelineTrainer:
             raise UserError("there is no optimizer yet: train makes it, or create_optimizer")
         return self.optimizer
 
-    #: Of the arguments and a model: the class of optimizer that they ask for, and its arguments.
+    # Trainer's own, which read nothing of a trainer that is not here.
     get_optimizer_cls_and_kwargs = staticmethod(Trainer.get_optimizer_cls_and_kwargs)
-
-    def get_decay_parameter_names(self, model: PreTrainedModel) -> list[str]:
-        """The parameters of a stage's model, or of the whole one, that weight decay is for."""
-        names: list[str] = Trainer.get_decay_parameter_names(None, model)
-        return names
-
-    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Add a callback, an instance or a class."""
-        self.callback_handler.add_callback(callback)
-
-    def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
-        """Remove the first callback that is, or is of, `callback`, and return it."""
-        popped: TrainerCallback | None = self.callback_handler.pop_callback(callback)
-        return popped
-
-    def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Remove the first callback that is, or is of, `callback`."""
-        self.callback_handler.remove_callback(callback)
+    get_decay_parameter_names = Trainer.get_decay_parameter_names
+    get_num_trainable_parameters = Trainer.get_num_trainable_parameters
+    is_local_process_zero = Trainer.is_local_process_zero
+    add_callback, pop_callback = Trainer.add_callback, Trainer.pop_callback
+    remove_callback = Trainer.remove_callback
+    log_metrics, metrics_format = Trainer.log_metrics, staticmethod(trainer_pt_utils.metrics_format)
 
     # ------------------------------------------------------------------ the data
 
@@ -695,13 +677,6 @@ class PipelineTrainer:
         if self.is_world_process_zero():
             make_directory(self._output_dir)
             write_model_card(self, self._output_dir / "README.md", **{k: v for k, v in card.items() if k != "self"})
-
-    #: Makes the values of metrics readable, for `log_metrics`.
-    metrics_format = staticmethod(trainer_pt_utils.metrics_format)
-
-    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """Print metrics as a table, as transformers' Trainer does; the main process does."""
-        trainer_pt_utils.log_metrics(self, split, metrics)
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
         """Write metrics into `{split}_results.json` of `args.output_dir`; the main process does.

@@ -53,7 +53,7 @@ def _steps_to_next_end(args: PipelineTrainingArguments, state: TrainerState) -> 
     every += [state.logging_steps] if args.logging_strategy == IntervalStrategy.STEPS else []
     every += [state.eval_steps] if args.eval_strategy == IntervalStrategy.STEPS else []
     every += [state.save_steps] if args.save_strategy == SaveStrategy.STEPS else []
-    steps = [int(one - state.global_step % one) for one in every if one is not None and one > 0]
+    steps = [int(size - state.global_step % size) for size in every if size is not None and size > 0]
     if args.logging_first_step and state.global_step == 0:
         steps.append(1)
     return min([LONGEST_WINDOW, *steps])

@@ -29,8 +29,8 @@ from hf_gpipe.checkpoint.directory import (
     tidy,
     written_whole,
 )
-from hf_gpipe.checkpoint.run_state import Position, RunState
-from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE, load_state, read_state, unwritten_state
+from hf_gpipe.checkpoint.run_state import DataPosition, RunState
+from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE, load_state, pending_state, read_state
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.runtime.world import World
 from tests.checkpoint.test_digests import make_old
@@ -202,8 +202,8 @@ def test_values_without_a_json_form_are_refused(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(parameters.values(), lr=0.1)
     optimizer.param_groups[0]["callback"] = print
     with pytest.raises(CheckpointError, match="an optimizer's option is a builtin"):
-        unwritten_state(
-            tmp_path, parameters, pipe.ties.owner_stage, optimizer, None, RunState(Position(), 0, {}), pipe.world
+        pending_state(
+            tmp_path, parameters, pipe.ties.owner_stage, optimizer, None, RunState(DataPosition(), 0, {}), pipe.world
         )
 
 
@@ -222,8 +222,8 @@ def test_state_round_trip_is_exact(tmp_path: Path) -> None:
     scheduler.step()
     first = next(iter(parameters.values()))
     optimizer.state[first]["scalar"] = 0.1
-    run = RunState(Position(1, 2, {"a": [1, None]}), 3, {"b": 0.1}, True, 4, {"scale": 0.5})
-    unwritten_state(tmp_path, parameters, pipe.ties.owner_stage, optimizer, scheduler, run, pipe.world).write()
+    run = RunState(DataPosition(1, 2, {"a": [1, None]}), 3, {"b": 0.1}, True, 4, {"scale": 0.5})
+    pending_state(tmp_path, parameters, pipe.ties.owner_stage, optimizer, scheduler, run, pipe.world).write()
     assert read_state(tmp_path).run == run
     other = make()
     other_scheduler = torch.optim.lr_scheduler.OneCycleLR(other, 0.9, total_steps=20)

@@ -115,7 +115,7 @@ def test_examples_that_cannot_be_made(plain: Any) -> None:
     with pytest.raises(DataError, match="has no chat template"):
         PreferenceExamples([{"prompt": ASKED, "chosen": GOOD, "rejected": BAD}], made)
     made.chat_template = "{{ raise_exception('no') }}"
-    with pytest.raises(DataError, match="row 0: the chat template refuses the row: no"):
+    with pytest.raises(DataError, match="row 0: the chat template refuses the conversation: no"):
         PreferenceExamples([{"prompt": ASKED, "chosen": GOOD, "rejected": BAD}], made)
 
 

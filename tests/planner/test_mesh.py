@@ -162,7 +162,7 @@ def test_many_processes_are_planned_by_the_dynamic_programme() -> None:
     """Eight blocks on 2x4 devices whose machines are far apart: little crosses between them."""
     within = planner(blocks(8, weights=1000 * MIB), rows=16)
     within.cluster = parse_cluster("2x4@100MB/s,100GB/s")
-    found = search(within, PipelineConfig(num_processes=1).opened(8))
+    found = search(within, PipelineConfig(num_processes=1).with_auto(8))
     best = found.fastest[0]
     assert len({plan.settings.num_stages for plan in found.fastest}) > 2
     # Each stage is inside of one machine, so that no gradient crosses.

@@ -296,7 +296,7 @@ def test_decided_is_a_type_that_holds_no_auto() -> None:
     assert (decided.num_processes, decided.partition) == (2, (1, 2))
     with pytest.raises(UserError, match="num_micro_batches"):
         config.decided()
-    opened = decided.reopened(num_micro_batches="auto", num_processes=None, schedule=None, recompute=None)
+    opened = decided.replaced(num_micro_batches="auto", num_processes=None, schedule=None, recompute=None)
     assert opened == config
 
 
@@ -308,7 +308,7 @@ def test_stages_and_replicas_that_are_left_open() -> None:
     assert (config.processes, config.memory_bytes) == (3, (2 << 30,) * 3)
     decided = config.decided(num_stages=2, replicas=(2, 1), partition=(1, 2))
     assert decided.is_decided
-    assert decided.reopened(num_stages="auto", replicas="auto", partition="auto") == config
+    assert decided.replaced(num_stages="auto", replicas="auto", partition="auto") == config
     config.check_micro_batches(1, rows=1)
     with pytest.raises(UserError, match=r"num_stages is auto, and the number of processes .* give num_processes"):
         replace(config, num_processes=None).processes  # noqa: B018  # what is tested

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import EvalPrediction, get_scheduler
 
+from hf_gpipe.training.evaluate_translation import PerCharacter
 from hf_gpipe.training.optim import set_rates
-from hf_gpipe.training.per_character import PerCharacter
 
 
 def test_the_loss_of_all_tokens_is_divided_by_all_characters() -> None:

@@ -514,7 +514,7 @@ def test_a_stop_does_not_lose_the_evaluation_of_its_step(tmp_path: Path, capsys:
     undisturbed.train()
     stopped = trainer(tmp_path / "stopped", callbacks=[Interrupts(4)], **values)
     with pytest.raises(TrainingStopped):
-        stopped.train_from(None, how_to_go_on="start again some day")
+        stopped.train_from(None, resume_hint="start again some day")
     assert "checkpoint-4: start again some day to go on from there" in capsys.readouterr().err
     assert [line["step"] for line in stopped.state.log_history if "eval_loss" in line] == [2]
     resumed = trainer(tmp_path / "stopped", **values)

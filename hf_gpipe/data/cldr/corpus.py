@@ -113,10 +113,10 @@ def _translations(
     """
     locale = IsolatedLocale(known_locale(language))
     seen: set[tuple[str, str]] = set()
-    found: list[tuple[str, str]] = []
+    translations: list[tuple[str, str]] = []
     fruitless = 0
     for phrase in _phrases(language, names, max_number, seed):
-        if len(found) == count or fruitless == FRUITLESS_DRAWS:
+        if len(translations) == count or fruitless == FRUITLESS_DRAWS:
             break
         fruitless += 1
         placeholder = phrase(ROOT)
@@ -128,9 +128,9 @@ def _translations(
         sources["both"] = sources["to_english"] | sources["from_english"]
         if not sources[direction] & seen:
             seen |= sources[direction]
-            found.append((text, english))
+            translations.append((text, english))
             fruitless = 0
-    return found
+    return translations
 
 
 def _phrases(language: str, names: list[str], max_number: int, seed: int) -> Iterator[Phrase]:
@@ -146,7 +146,7 @@ def _warn_of(shortages: list[tuple[str, int, int]], num_languages: int) -> None:
         "CLDR has fewer different pairs than asked for in %d of %d languages: %s",
         len(lacking),
         num_languages,
-        listed([f"{language} {found} of {asked}" for language, found, asked in lacking], MOST_NAMED),
+        listed([f"{language} {number} of {asked}" for language, number, asked in lacking], MOST_NAMED),
     )
 
 
@@ -176,7 +176,7 @@ def _check_languages(languages: Sequence[str]) -> None:
         named[locale] = language
 
 
-def _check_choices(key: str, found: Sequence[str], allowed: Collection[str]) -> None:
-    for name in found:
+def _check_choices(key: str, names: Sequence[str], allowed: Collection[str]) -> None:
+    for name in names:
         if name not in allowed:
             raise DataError(f"{key}: {name!r} is unknown{nearest(name, allowed)}; choose from {', '.join(allowed)}")
