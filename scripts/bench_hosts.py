@@ -146,7 +146,7 @@ def row(link: LinkLimit, result: dict[str, Any]) -> str:
     """A line of the table."""
     ratio = result["predicted_seconds"] / result["seconds"]
     return (
-        f"| {link.name} | {result['bytes_per_second'] * 8e-6:.4g} Mbit/s, {result['latency_seconds'] * 1e3:.3g} ms | "
+        f"| {link.name} | {result['bytes_per_second'] * 8e-6:,.0f} Mbit/s, {result['latency_seconds'] * 1e3:.3g} ms | "
         f"{result['case']} | {result['predicted_seconds']:.2f} s / {result['seconds']:.2f} s = {ratio:.2f} | "
         f"{result['tokens_per_step'] / result['seconds']:,.0f} | {result['predicted_bytes_per_row'] / 1e6:.3g} MB / "
         f"{result['bytes_per_row'] / 1e6:.3g} MB |"
