@@ -45,7 +45,7 @@ def test_a_marked_block_runs(block: Block, folder: Path, tmp_path: Path, monkeyp
     assert block.language == "python"
     text = re.sub(r'"Qwen/[^"]*"', repr(str(folder / "chat")), block.text)
     text = text.replace('"outputs/quickstart"', repr(str(folder / "quickstart")))
-    text = text.replace('output_dir="out"', f'output_dir="out", {DECIDED}')
+    text = re.sub(r'output_dir="out",(\s*)', rf'output_dir="out", {DECIDED},\1', text)
     (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
     monkeypatch.chdir(tmp_path)
     exec(compile(text, "block", "exec"), {"__name__": "__main__"})
