@@ -16,7 +16,6 @@ from hf_gpipe.model.opening import open_model
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.decide import Planning, settled
-from hf_gpipe.planner.links import Machines
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.preflight import compare_with_machines
 from hf_gpipe.planner.workload import OF_THE_READER, PlanInputs
@@ -123,7 +122,7 @@ class Decision:
             verify_packing(adapter)
 
         # What the planner decides, and whether the machines can do it.
-        planning = Planning(inputs, adapter, loss.planned, world, Machines.of(world))
+        planning = Planning(inputs, adapter, loss.planned, world)
         config, planned = planning.decide(given)
         config.check_micro_batches(inputs.accumulation)
         partition = cut(len(adapter.layers), config.num_stages, config.partition)
