@@ -249,8 +249,8 @@ def make_micro_batches(
     chunks = num_chunks(inputs, sequence_chunks)
     if chunks == 1:
         return whole
-    parts = (part for one in whole for part in _in_chunks(one, chunks, adapter))
-    return [replace(part, index=first + number) for number, part in enumerate(parts)]
+    of_chunks = (chunk for one in whole for chunk in _in_chunks(one, chunks, adapter))
+    return [replace(chunk, index=first + number) for number, chunk in enumerate(of_chunks)]
 
 
 def _in_chunks(whole: MicroBatch, count: int, adapter: Adapter) -> list[MicroBatch]:

@@ -170,7 +170,11 @@ def test_text_round_trip_is_exact(schedule: Schedule) -> None:
     ("old", "new", "message"),
     [
         ("table: 5\n", "", "^line 1: found 'schedule: gpipe', expected a line that starts with table:"),
-        ("table: 5", "table: 6", "^line 1: .*version '6', and this version of hf_gpipe reads versions 1, 2, 3, 4 and 5"),
+        ("table: 5", "table: 6", "^line 1: .*version .6., and this version of hf_gpipe reads versions 1, 2, 3, 4 and 5"),
+            "table: 5",
+            "table: 6",
+            "^line 1: .*version '6', and this version of hf_gpipe reads versions 1, 2, 3, 4 and 5",
+        ),
         ("table: 5", "table:", "^line 1: .*version ''"),
         ("table: 5\n", "# mine\ntable: 1\n", "^line 1: found '# mine'"),
         ("schedule: gpipe\n", "", "^line 2: found 'num_stages: 2', expected .* schedule:"),
