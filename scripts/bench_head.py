@@ -23,8 +23,8 @@ from bench.processes import run_job
 from bench.report import MEGABYTE, Spread, paired, table, write_json
 from bench.runner import bench_parser, take_turns
 
-from hf_gpipe.adapters import StageModel, adapter_for
-from hf_gpipe.checkpoint.hub import initialise
+from hf_gpipe.adapters import adapter_for
+from hf_gpipe.model.assembly import assemble
 from hf_gpipe.planner.tracing import context_of
 from hf_gpipe.runtime.stage import Stage
 
@@ -41,9 +41,7 @@ def measure(job: dict[str, int], how: str) -> dict[str, Any]:
     # The first block is on the stage before.
     config = llama(job["width"], job["blocks"] + 1, job["vocabulary"], max_position_embeddings=length, pad_token_id=0)
     adapter = adapter_for(config)
-    model = StageModel(adapter, 2, len(adapter.layers))
-    initialise(model, cpu, seed=0)
-    model.seal(cpu)
+    model = assemble(adapter, range(2, len(adapter.layers)), None, cpu)
     if how == "whole":
         model.deferred_logits = lambda: None  # type: ignore[method-assign]  # of this one stage
     stage = Stage(model, lambda boundary: {"hidden": True})

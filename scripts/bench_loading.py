@@ -33,9 +33,9 @@ from bench.runner import parser
 from transformers import AutoConfig, LlamaForCausalLM
 
 from hf_gpipe import Pipeline
-from hf_gpipe.adapters import StageModel, adapter_for
-from hf_gpipe.checkpoint import hub
+from hf_gpipe.adapters import adapter_for
 from hf_gpipe.checkpoint.digests import DIGESTS_FILE
+from hf_gpipe.model.assembly import assemble
 from hf_gpipe.partition import partition
 from hf_gpipe.planner.layers import ModelLayers
 
@@ -77,9 +77,7 @@ def measure(directory: Path, stage: int, num_stages: int, kind: str | None = Non
     start = time.perf_counter()
     adapter = adapter_for(config, config.dtype or torch.float32, quantization_config=given)
     layers = partition(len(adapter.layers), num_stages, "count")[stage]
-    model = StageModel(adapter, layers[0], layers[-1] + 1)
-    hub.load(model, directory, cpu, seed=0)
-    model.seal(cpu)
+    assemble(adapter, layers, directory, cpu)
     seconds = time.perf_counter() - start
     done.set()
     watcher.join()

@@ -72,7 +72,7 @@ def measure(given: Namespace) -> dict[str, Any]:
         for way, pipe in pipes.items():
             meet()
             start = time.perf_counter()
-            found = [pipe.train_on([batch]) for batch in (batches[way] if repetition else batches[way][:1])]
+            found = [pipe.steps.train_on([batch]) for batch in (batches[way] if repetition else batches[way][:1])]
             meet()
             if repetition:  # the one before warms up
                 seconds[way].append(time.perf_counter() - start)

@@ -44,7 +44,7 @@ from transformers import LlamaConfig
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import StageModel, adapter_for
 from hf_gpipe.adapters.weight_gradients import Product
-from hf_gpipe.checkpoint import hub
+from hf_gpipe.model.assembly import assemble
 from hf_gpipe.runtime import stage as stage_module
 from hf_gpipe.runtime.channel import LocalChannel
 from hf_gpipe.runtime.loss import TokenLoss
@@ -67,10 +67,8 @@ def batch_of(rows: int, length: int) -> dict[str, torch.Tensor]:
 
 def middle_stage(config: LlamaConfig) -> Stage:
     """A stage of all blocks, without the embedding, the norm and the head."""
-    adapter, cpu = adapter_for(config), torch.device("cpu")
-    model = StageModel(adapter, 1, len(adapter.layers) - 2)
-    hub.initialise(model, cpu, 0)
-    model.seal(cpu)
+    adapter = adapter_for(config)
+    model = assemble(adapter, range(1, len(adapter.layers) - 2), None, torch.device("cpu"))
     return Stage(model, lambda _: {"hidden": True})
 
 
@@ -185,7 +183,7 @@ def tiny_steps(schedule: str) -> tuple[int, Callable[[], Any]]:
     )
 
     def step() -> None:
-        pipe._executor.run(actions, micro_batches)
+        pipe.steps.executor.run(actions, micro_batches)
 
     for _ in range(3):
         step()

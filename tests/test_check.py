@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from hf_gpipe import Pipeline
-from hf_gpipe.adapters import families, stubs
+from hf_gpipe.adapters import adapter_for, families, stubs
 from hf_gpipe.adapters.structure import unlike_default
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.adapters.weight_gradients import Product
@@ -114,9 +114,7 @@ def test_a_configuration_that_runs_other_code_than_the_default_is_compared(
     """Of a listed family the default configuration alone was compared: is_moe of doge was never seen, and wrong."""
     assert [name for name in unlike_default(config) if name != "is_gated_act"] == odd
     compared: list[str] = []
-    monkeypatch.setattr(
-        "hf_gpipe.model.building.verify", lambda config, *args, **options: compared.append(config.model_type)
-    )
+    monkeypatch.setattr("hf_gpipe.model.opening.verify", lambda adapter: compared.append(adapter.config.model_type))
     Pipeline(tiny_config(config), 2)
     assert len(compared) == bool(odd)
 
@@ -130,7 +128,7 @@ def test_equal_clones_of_a_listed_family_are_compared_once(monkeypatch: pytest.M
         config = LlamaConfig(
             hidden_size=width, intermediate_size=16, num_attention_heads=2, mlp_bias=True, rope_theta=7.0
         )
-        exactness.verify(config)
+        exactness.verify(adapter_for(config))
     assert len(calls) == 1
 
 
@@ -201,7 +199,7 @@ def test_a_schedule_with_i_and_w_is_checked_with_them(monkeypatch: pytest.Monkey
         hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=50
     )
     assert compare(config, (3,), splits_backward=True).is_exact
-    monkeypatch.setattr("hf_gpipe.pipeline.is_known_exact", lambda adapter: False)
+    monkeypatch.setattr("hf_gpipe.pipeline.decision.is_known_exact", lambda adapter: False)
     monkeypatch.setattr(Product, "add", lambda self: None)
     Pipeline(config, 2, 2, "1f1b")
     with pytest.raises(UnsupportedModelError, match=r"schedule that has I and W .*gradients of other parameters"):

@@ -19,6 +19,7 @@ from transformers import T5Config
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.errors import StageError, UserError
+from hf_gpipe.planner.advice import advising
 from hf_gpipe.runtime.micro_batch import split_rows, split_tokens
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule.builders import placement_for
@@ -278,7 +279,7 @@ def test_a_measured_step_does_not_count() -> None:
     for is_measured in (False, True):
         pipe = Pipeline(plain_model(config), 2, 2)
         if is_measured:
-            pipe.measure_on([padded_batch(config)])
+            pipe.steps.measure_on([padded_batch(config)])
             assert pipe.step == 0
             assert all(parameter.grad is None for parameter in pipe.parameters())
         losses.append(float(pipe.train_step(padded_batch(config))))
@@ -318,10 +319,10 @@ def test_a_failure_for_want_of_memory_says_what_would_need_less(failure: Excepti
     pipe.stages[1].forward = fail  # type: ignore[method-assign,assignment]
     with (
         pytest.raises(StageError, match=r"stage 1, action 1F0: .* By the planner, .*pipeline\."),
-        pipe.advising_on_memory(),
+        advising(pipe.plan, pipe.world.rank),
     ):
         pipe.train_step(batch)
-    with pytest.raises(ValueError, match="another"), pipe.advising_on_memory():
+    with pytest.raises(ValueError, match="another"), advising(pipe.plan, pipe.world.rank):
         raise ValueError("another failure")
 
 

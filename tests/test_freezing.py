@@ -15,8 +15,8 @@ from transformers import MarianMTModel, PegasusConfig, PegasusForConditionalGene
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.errors import StageError, UserError
-from hf_gpipe.model.building import Trained, make_stages
 from hf_gpipe.model.exactness import MICRO_BATCHES, Batch, Step, padded_batch, plain_step
+from hf_gpipe.model.trainable import TrainableLayers
 from hf_gpipe.runtime.loss import PLAIN
 from hf_gpipe.training.master_weights import MasterWeights
 from hf_gpipe.training.optim import make_optimizer
@@ -71,8 +71,8 @@ def in_stages(pipe: Pipeline, batch: Batch | None) -> Step:
 
 def made_anew(pipe: Pipeline) -> Pipeline:
     """A pipeline whose model was frozen since: as if it had been made now, in a tenth of the time."""
-    pipe._trained = Trained.of(pipe.models, pipe.adapter, pipe.world)
-    pipe.stages.update(make_stages(pipe.models, pipe.adapter, pipe._trained.layers, PLAIN))
+    pipe.weights.trainable = TrainableLayers.of(pipe.adapter, pipe.models, pipe.world)
+    pipe.stages.update(pipe.weights.trainable.stages(pipe.models, PLAIN))
     return pipe
 
 

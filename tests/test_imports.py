@@ -25,8 +25,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("model",),
     ("planner",),
-    ("look",),
-    ("pipeline_steps",),
     ("pipeline",),
     ("data",),
     ("training",),
@@ -163,7 +161,11 @@ def test_an_unknown_public_name_is_an_attribute_error() -> None:
             "def f():\n    import pack.runtime.stage",
             "pack.schedule.table imports pack.runtime.stage",
         ),
-        ("look.py", "from pack import train", "pack.look imports pack.train, which stands below or beside it"),
+        (
+            "strict_json.py",
+            "from pack import train",
+            "pack.strict_json imports pack.train, which stands below or beside it",
+        ),
         ("runtime/stage.py", "from pack import Pipeline", "pack.runtime.stage imports from pack itself"),
         ("runtime/stage.py", "from pack.schedule.table import Schedule", None),
         ("runtime/stage.py", "from .edge import Edge\nimport os.path", None),
@@ -171,7 +173,7 @@ def test_an_unknown_public_name_is_an_attribute_error() -> None:
 )
 def test_the_rule_itself(tmp_path: Path, importer: str, statement: str, complaint: str | None) -> None:
     root = tmp_path / "pack"
-    for name in ("schedule/table.py", "runtime/stage.py", "runtime/edge.py", "look.py", "train.py"):
+    for name in ("schedule/table.py", "runtime/stage.py", "runtime/edge.py", "strict_json.py", "train.py"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).touch()
         (root / name).with_name("__init__.py").touch()
@@ -181,7 +183,7 @@ def test_the_rule_itself(tmp_path: Path, importer: str, statement: str, complain
 
 
 def test_a_module_without_a_place_is_named() -> None:
-    assert wrong_way({"p.odd": set(), "p.look": {"p.errors"}}) == ["p.odd has no place in LAYERS"]
+    assert wrong_way({"p.odd": set(), "p.strict_json": {"p.errors"}}) == ["p.odd has no place in LAYERS"]
 
 
 def test_a_cycle_for_types_inside_a_package_is_found(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from transformers import DataCollatorWithFlattening
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_gpipe import Pipeline, PipelineTrainer
-from hf_gpipe.adapters import StageModel, adapter_for
+from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.packing import as_rows, balanced, packed_parts
 from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import DataError, UserError
@@ -188,14 +188,12 @@ def test_the_planner_counts_the_memory_of_a_packed_micro_batch(attention: str) -
     length = 12
     document = {name: torch.arange(length) for name in ("input_ids", "labels", "position_ids")}
 
-    def block() -> StageModel:
-        return StageModel(adapter, 1, 3)
-
     def wanted(boundary: int) -> dict[str, bool]:
         return {"hidden": True}
 
-    real = StageTracer(block, wanted, is_real=True).trace(adapter.packed([document] * 3))
-    planned = StageTracer(block, wanted).trace(Workload.packed(3, (length, length), (length, length)).inputs(adapter))
+    blocks, workload = range(1, 3), Workload.packed(3, (length, length), (length, length))
+    real = StageTracer(adapter, blocks, wanted, is_real=True).trace(adapter.packed([document] * 3))
+    planned = StageTracer(adapter, blocks, wanted).trace(workload.inputs(adapter))
     # What attention gave for each document is put together in one more tensor.
     assert real.saved == pytest.approx(planned.saved, rel=0.06)
 
@@ -293,15 +291,13 @@ def test_the_planner_counts_the_memory_of_packed_pairs(attention: str) -> None:
     adapter = adapter_for(exact_clone(default_config("marian"), torch.float32).config, attn_implementation=attention)
     document = {name: torch.arange(length) + 3 for name, length in (("input_ids", 12), ("labels", 9))}
     end = len(adapter.layers) - 1
-
-    def block() -> StageModel:
-        return StageModel(adapter, end - 1, end)
+    block = range(end - 1, end)
 
     def wanted(boundary: int) -> dict[str, bool]:
         return dict.fromkeys(adapter.sources(boundary), True)
 
-    real = StageTracer(block, wanted, is_real=True).trace(adapter.packed([document] * 3))
-    planned = StageTracer(block, wanted).trace(Workload.packed(3, (12, 12), (9, 9)).inputs(adapter))
+    real = StageTracer(adapter, block, wanted, is_real=True).trace(adapter.packed([document] * 3))
+    planned = StageTracer(adapter, block, wanted).trace(Workload.packed(3, (12, 12), (9, 9)).inputs(adapter))
     assert real.saved == pytest.approx(planned.saved, rel=0.1)
 
 

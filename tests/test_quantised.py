@@ -20,7 +20,7 @@ from transformers import (
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for, quantised
-from hf_gpipe.adapters.peft_resolve import make_peft
+from hf_gpipe.adapters.peft_resolve import resolve_peft
 from hf_gpipe.errors import UnsupportedModelError, UserError
 from hf_gpipe.planner.layers import LayerTracer, ModelLayers
 from hf_gpipe.planner.workload import Workload
@@ -214,7 +214,7 @@ def test_adapters_are_saved_for_plain_peft(directories: dict[bool, Path], tmp_pa
 def test_the_planner_counts_quantised_bytes(directories: dict[bool, Path]) -> None:
     for kind in ("nf4", "fp4+", "int8"):
         pipe = make(directories[False], kind, 2)
-        planned = ModelLayers(pipe.adapter, pipe.peft).own
+        planned = ModelLayers(pipe.adapter).own
         for number, layers in enumerate(pipe.partition):
             sizes = [quantised.size_of_quantised(one) for one in pipe.models[number].model.parameters()]
             assert sum(planned[layer].count for layer in layers) == sum(count for count, _ in sizes)
@@ -232,7 +232,8 @@ def test_the_planner_runs_quantised_layers_like_those_that_are_not() -> None:
     costs = []
     for given in (None, asked("nf4+")):
         adapter = adapter_for(config(), torch.float32, quantization_config=given)
-        tracer = LayerTracer(adapter, peft=make_peft(adapter, "default", LORA), as_on_gpu=True)
+        resolve_peft(adapter, "default", LORA)
+        tracer = LayerTracer(adapter, as_on_gpu=True)
         costs.append(tracer.costs(Workload(1, 4, 4)).layers[2])
     plain, four = costs
     assert four.forward_flops == plain.forward_flops

@@ -289,15 +289,15 @@ def buckets_before_reduction() -> tuple[int, int]:
     replicas.BUCKET_BYTES = 3000
     pipe = Pipeline(copy.deepcopy(plain_of("llama")), 1, 4, replicas=2, recompute="block")
     left: list[int] = []
-    start = pipe._replicas.start
+    start = pipe.weights.replicas.start
 
     def counted(stage: int) -> None:
-        left.append(len(pipe._replicas._sums[stage]._started))
+        left.append(len(pipe.weights.replicas._sums[stage]._started))
         start(stage)
 
-    pipe._replicas.start = counted  # type: ignore[method-assign]
+    pipe.weights.replicas.start = counted  # type: ignore[method-assign]
     pipe.train_step(batches_of("llama")[0] if pipe.world.is_reader else None)
-    return left[0], len(pipe._replicas._buckets[0])
+    return left[0], len(pipe.weights.replicas._buckets[0])
 
 
 def test_gradients_leave_while_the_last_backward_computes() -> None:

@@ -147,13 +147,13 @@ def in_three_processes(path: str) -> tuple[list[Any], tuple[int, int]]:
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     pipe.shard_optimizer(optimizer)
     started: list[tuple[int, int]] = []
-    start = pipe._replicas.start
+    start = pipe.weights.replicas.start
 
     def counted(stage: int) -> None:
-        started.append((len(pipe._replicas._sums[stage]._started), len(pipe._replicas._buckets[stage])))
+        started.append((len(pipe.weights.replicas._sums[stage]._started), len(pipe.weights.replicas._buckets[stage])))
         start(stage)
 
-    pipe._replicas.start = counted  # type: ignore[method-assign]
+    pipe.weights.replicas.start = counted  # type: ignore[method-assign]
     found = []
     for _ in range(2):
         found.append(run_pipeline(pipe, batch))

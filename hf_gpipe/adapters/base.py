@@ -21,6 +21,8 @@ from transformers import PreTrainedModel
 from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.adapters.head import FoundProjection
 from hf_gpipe.adapters.layers import Layer, Stack, StackName
+from hf_gpipe.adapters.patches import Patch
+from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.adapters.quantised import Quantisation
 from hf_gpipe.adapters.routers import Router, RouterPort
 from hf_gpipe.adapters.stubs import Port
@@ -97,6 +99,12 @@ class Adapter(ABC):
     padding_matters = False
     #: Whether a checkpoint may lack the head's weights, which are then new.
     may_lack_head = False
+    #: Whether the feed-forward layers of new weights start smaller in a deeper model (feed_forward.py).
+    depth_scaled_feed_forward = False
+    #: Functions on modules of the model in memory that its stages run in place of the library's.
+    patches: tuple[Patch, ...] = ()
+    #: The PEFT adapter that alone is trained (peft_resolve.py).
+    peft: PeftAdapter | None = None
 
     # ------------------------------------------------------------------ the chain
 
@@ -106,6 +114,13 @@ class Adapter(ABC):
 
         Its attribute `all_tied_weights_keys` is that of transformers: alias -> the parameter that it is tied to.
         """
+
+    def lay_out(self, model: PreTrainedModel) -> None:
+        """Give a model on the meta device the parameters that quantisation and PEFT make in place of its own."""
+        if self.quantisation is not None:
+            self.quantisation.lay_out(model, "meta")
+        if self.peft is not None:
+            self.peft.inject(model)
 
     @property
     def ties(self) -> dict[str, str]:

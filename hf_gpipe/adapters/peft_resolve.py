@@ -19,11 +19,11 @@ from hf_gpipe.errors import UnsupportedModelError
 _DECOMPOSING_STARTS = re.compile(r"(?i:olora)|pissa(_niter_\d+)?|loftq")
 
 
-def make_peft(adapter: Adapter, name: str, config: Any, *, is_new: bool = True) -> PeftAdapter:
+def resolve_peft(adapter: Adapter, name: str, config: Any, *, is_new: bool = True) -> None:
     """Let PEFT resolve its configuration on the whole model, on the meta device.
 
     Args:
-        adapter: the model's; where its head gets adapters, its `projection` changes.
+        adapter: the model's, whose `peft` is set; where its head gets adapters, its `projection` changes.
         name: of the PEFT adapter.
         config: its configuration.
         is_new: whether its layers are yet to be added.
@@ -61,11 +61,9 @@ def make_peft(adapter: Adapter, name: str, config: Any, *, is_new: bool = True) 
         )
     if is_new:
         _check_start(adapter, resolved, whole, ties)
-    peft = PeftAdapter(
-        name, resolved, _wrapped(whole, name), trained, ties, _saves_embeddings(adapter, resolved, whole)
-    )
-    adapter.projection = peft.projection(adapter.projection, whole)
-    return peft
+    saves_embeddings = _saves_embeddings(adapter, resolved, whole)
+    adapter.peft = PeftAdapter(name, resolved, _wrapped(whole, name), trained, ties, saves_embeddings)
+    adapter.projection = adapter.peft.projection(adapter.projection, whole)
 
 
 def _name_classifier(adapter: Adapter, config: Any) -> None:

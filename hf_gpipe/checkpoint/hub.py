@@ -31,6 +31,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_gpipe import strict_json
 from hf_gpipe.adapters.dropout import default_generator, key, mix
+from hf_gpipe.adapters.feed_forward import divide_by_depth
 from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.adapters.quantised import BySlices, quantised_layers, restore
 from hf_gpipe.adapters.stage_model import StageModel
@@ -69,7 +70,7 @@ class _SeededByName(TorchDispatchMode):
 
 
 def initialise(stage: StageModel, device: torch.device, seed: int) -> None:
-    """Initialise the weights of a stage. They depend on (seed, parameter's name) and on nothing else."""
+    """Initialise the weights of a stage. They depend on (seed, parameter's name) and the model, and nothing else."""
     model, quantisation = stage.model, stage.adapter.quantisation
     if quantisation is not None:
         quantisation.undo(model, stage.adapter.dtype)
@@ -84,13 +85,15 @@ def initialise(stage: StageModel, device: torch.device, seed: int) -> None:
     model.tie_weights(recompute_mapping=False)
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
+    if stage.adapter.depth_scaled_feed_forward:
+        divide_by_depth(stage)
     if quantisation is not None:
         with BySlices():
             quantisation.quantise(model)
 
 
 def take(stage: StageModel, source: torch.nn.Module, device: torch.device) -> None:
-    """Give a stage the weights of a model in memory. On the same device they are shared and not copied."""
+    """Give a stage the weights of a model in memory, and its functions. On the same device weights are shared."""
     model = stage.model
     if stage.adapter.quantisation is not None:
         for module in quantised_layers(source):
@@ -118,6 +121,9 @@ def take(stage: StageModel, source: torch.nn.Module, device: torch.device) -> No
             setattr(module, leaf, tensor.to(device))
     if any(t.device.type == "meta" for t in model.state_dict().values()):
         raise CheckpointError("the given model is on the meta device and has no weights")
+    for patch in stage.adapter.patches:
+        if any(patch.layer in layer.all_modules for layer in stage.layers):
+            patch.put(model, source)
 
 
 def load(stage: StageModel, path: str | os.PathLike[str], device: torch.device, seed: int) -> None:

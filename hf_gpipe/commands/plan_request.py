@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hf_gpipe.errors import DataError, HfGpipeError, PartitionError, RecipeError, UserError
-from hf_gpipe.recipe import SEQUENCE_KINDS, Recipe, load_recipe
+from hf_gpipe.recipe import Recipe, load_recipe
 from hf_gpipe.recipe.sizes import read_bytes
 from hf_gpipe.schedule import Schedule, recompute_under
 
@@ -228,52 +228,22 @@ def _planner(
     """The planner of a recipe; `is_profiled` says to measure the layers; the rest is as in `PlanRequest`."""
     import torch
 
-    from hf_gpipe.adapters import adapter_for
-    from hf_gpipe.adapters.autocast import Autocast
-    from hf_gpipe.adapters.classifiers import classifier_of
-    from hf_gpipe.adapters.peft_resolve import make_peft
-    from hf_gpipe.checkpoint.peft import as_config
     from hf_gpipe.planner.choose import micro_batch_counts
     from hf_gpipe.planner.plan import Planner
     from hf_gpipe.planner.workload import PlanInputs
-    from hf_gpipe.training.from_recipe import (
-        checked_adapter,
-        loss_of,
-        model_config,
-        model_dtype,
-        peft_config_of,
-        quantization_config_of,
-    )
+    from hf_gpipe.training.from_recipe import checked_adapter, loss_of
 
-    if recipe.model.depth_scaled_feed_forward or recipe.data.kind in SEQUENCE_KINDS:
-        # A run would raise these errors; the planner cannot find them.
-        checked_adapter(recipe)
-    of_model, training = model_config(recipe, None), recipe.training
-    if of_model.is_encoder_decoder and getattr(of_model, "decoder_start_token_id", None) is None:
-        # A run takes it from the tokenizer. Any token will do here.
-        of_model.decoder_start_token_id = 0
     # Without CUDA the types under autocast are observed on the CPU, whose list of operations is nearly the same.
-    half = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    inputs = PlanInputs.of_recipe(recipe, is_encoder_decoder=of_model.is_encoder_decoder)
+    adapter = checked_adapter(recipe, here)
+    inputs = PlanInputs.of_recipe(recipe, is_encoder_decoder=adapter.config.is_encoder_decoder)
     if table is not None:
         inputs = replace(inputs, tables={recipe.pipeline.schedule: table})
     try:
-        adapter = adapter_for(
-            of_model,
-            model_dtype(recipe),
-            recipe.model.attn_implementation,
-            classifier_of(of_model),
-            trust_remote_code=recipe.model.trust_remote_code,
-            autocast=None if half is None else Autocast(half, here),
-            quantization_config=quantization_config_of(recipe),
-        )
-        lora = peft_config_of(recipe, of_model)
         planner = Planner.of(
             adapter,
             inputs,
             device,
-            peft=None if lora is None else make_peft(adapter, "default", as_config(lora)),
             loss=loss_of(recipe).planned,
             as_on_gpu=True,
             profile_on=here if is_profiled else None,
@@ -286,7 +256,8 @@ def _planner(
     except HfGpipeError:
         raise
     except Exception as error:  # whatever the family's own code says of its configuration
-        raise RecipeError(f"model: transformers cannot make a {of_model.model_type} model of this: {error}") from error
+        family = adapter.config.model_type
+        raise RecipeError(f"model: transformers cannot make a {family} model of this: {error}") from error
     return planner
 
 

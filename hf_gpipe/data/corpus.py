@@ -24,7 +24,6 @@ from hf_gpipe.data.pairs import (
     Corpus,
     Pair,
     PairTable,
-    check_fractions,
     count_languages,
     language_tag,
     split_of,
@@ -66,12 +65,6 @@ def build_corpus(data: DataSection, order_seed: int = 0) -> Corpus | StreamedCor
     if data.kind == "cldr":
         return cldr_corpus(data)
     check_paths(data)
-    check_fractions(data.validation_fraction, data.test_fraction)
-    if data.streaming and data.max_examples is not None:
-        raise DataError(
-            f"max_examples is {data.max_examples}, and a stream has no end to draw from; leave it out, or set "
-            "streaming: false"
-        )
     fields = PairFields.of(data)
     if data.kind == "hub":
         # Imported here, because it takes half a second in every process.

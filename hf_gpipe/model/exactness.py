@@ -22,8 +22,8 @@ from hf_gpipe.adapters.skeleton import build
 from hf_gpipe.adapters.structure import unlike_default
 from hf_gpipe.adapters.text import TextAdapter, check_reads_text
 from hf_gpipe.adapters.tiny import tiny_config
-from hf_gpipe.checkpoint import hub
 from hf_gpipe.errors import StageError, UnsupportedModelError, listed
+from hf_gpipe.model.assembly import assemble
 from hf_gpipe.partition import partition
 from hf_gpipe.runtime.channel import LocalChannel
 from hf_gpipe.runtime.edges import Edge
@@ -160,24 +160,17 @@ class CloneError(UnsupportedModelError):
 _verified: dict[str, Comparison | UnsupportedModelError] = {}
 
 
-def verify(
-    config: PreTrainedConfig,
-    model_class: type[PreTrainedModel] | None = None,
-    *,
-    trust_remote_code: bool = False,
-    splits_backward: bool = False,
-    adapter: TextAdapter | None = None,
-) -> None:
-    """Raise UnsupportedModelError unless a tiny clone in stages is exact.
+def verify(adapter: TextAdapter, *, splits_backward: bool = False) -> None:
+    """Raise UnsupportedModelError unless a tiny clone of a model in stages is exact.
 
     Equal clones of listed families are compared once in a process.
 
     Args:
-        config, model_class, trust_remote_code: as of `compare`.
+        adapter: the model's, which then keeps columns of padding if the clone's numbers depend on them.
         splits_backward: as of `compare`; one number of stages is tried, for a model of which the check without it has
             passed.
-        adapter: the model's, which then keeps columns of padding if the clone's numbers depend on them.
     """
+    config, model_class, trust_remote_code = adapter.given_config, adapter.compared_class, adapter.trust_remote_code
     tiny = tiny_config(config).to_json_string(use_diff=False)
     identity = f"{model_class} {type(config).__qualname__} {trust_remote_code} {splits_backward} {tiny}"
     found = _verified.get(identity)
@@ -190,8 +183,7 @@ def verify(
             _verified[identity] = found
     if isinstance(found, UnsupportedModelError):
         raise found
-    if adapter is not None:
-        adapter.padding_matters |= found.padding_matters
+    adapter.padding_matters |= found.padding_matters
 
 
 def _verify(
@@ -472,11 +464,9 @@ def split_step(
 
 def stage_models(model: PreTrainedModel, adapter: Adapter, num_stages: int) -> dict[int, StageModel]:
     """The stages of a model in this process, with its weights."""
-    models: dict[int, StageModel] = {}
+    models = {}
     for number, layers in enumerate(partition(len(adapter.layers), num_stages, "count")):
-        models[number] = StageModel(adapter, layers[0], layers[-1] + 1)
-        hub.take(models[number], model, torch.device("cpu"))
-        models[number].seal(torch.device("cpu"))
+        models[number] = assemble(adapter, layers, model, torch.device("cpu"))
     share_within_process(models)
     return models
 

@@ -10,14 +10,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hf_gpipe.adapters import StageModel
-from hf_gpipe.adapters.peft import PeftAdapter
+from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.checkpoint import hub
 from hf_gpipe.checkpoint.copies import PendingWrite
 from hf_gpipe.checkpoint.peft import load_adapters, pending_adapters
 from hf_gpipe.checkpoint.save import pending_model
 from hf_gpipe.errors import UserError
-from hf_gpipe.runtime.calls import by_every_process
+from hf_gpipe.model.trainable import TrainableLayers
 from hf_gpipe.runtime.gradient_norm import clip, gradient_norm
 from hf_gpipe.runtime.replicas import Replicas
 from hf_gpipe.runtime.shards import Shards, treats_elements_alone
@@ -26,24 +25,33 @@ from hf_gpipe.runtime.world import World
 
 
 class StageParameters:
-    """The part of `Pipeline` that is about parameters. Every process must create it.
+    """The part of a pipeline that is about parameters. Every process must create it.
 
     Args:
+        adapter: of the model.
         models: the stages of this process, by number.
         world: the processes.
         zero: 1: replicas share the updates of an optimizer.
-        seed: of weights that a checkpoint does not have.
-        peft: the PEFT adapters that are trained, if any.
+        seed: of dropout, and of weights that a checkpoint does not have.
+
+    Attributes:
+        ties: between stages.
+        replicas: of the stages.
+        trainable: what is trained.
     """
 
-    def __init__(
-        self, models: dict[int, StageModel], world: World, zero: int, seed: int, peft: PeftAdapter | None
-    ) -> None:
-        self.models, self.world, self.seed, self.peft = models, world, seed, peft
+    def __init__(self, adapter: Adapter, models: dict[int, StageModel], world: World, zero: int, seed: int) -> None:
+        self.adapter, self.models, self.world = adapter, models, world
         self.ties = Ties(models, world)
-        self._replicas = Replicas(models, self.ties, world)
-        self._zero = zero
+        self.replicas = Replicas(models, self.ties, world)
+        self.trainable = TrainableLayers.of(adapter, models, world)
+        self.seed, self._zero = seed, zero
         self._shards: WeakKeyDictionary[torch.optim.Optimizer, Shards] = WeakKeyDictionary()
+
+    @property
+    def are_in_one_place(self) -> bool:
+        """Whether this process has all stages, on one device."""
+        return self.world.num_processes == 1 and len(set(self.world.stage_devices.values())) == 1
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """This process's parameters under their Hugging Face names; a tied one once, in the process that owns it."""
@@ -89,7 +97,7 @@ class StageParameters:
         if optimizer not in self._shards:
             trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
             by_element = treats_elements_alone(optimizer)
-            self._shards[optimizer] = Shards(trained, self.ties.owner_stage, by_element, self._replicas, self.world)
+            self._shards[optimizer] = Shards(trained, self.ties.owner_stage, by_element, self.replicas, self.world)
         return self._shards[optimizer]
 
     def zero_grad(self) -> None:
@@ -123,9 +131,9 @@ class StageParameters:
 
     def grad_norm(self) -> torch.Tensor:
         """The 2-norm of the gradient of the whole model, a float64 tensor, the same on every process."""
-        return gradient_norm(self._counted_parameters(), self.world)
+        return gradient_norm(self.counted(), self.world)
 
-    def _counted_parameters(self) -> list[torch.nn.Parameter]:
+    def counted(self) -> list[torch.nn.Parameter]:
         """Each parameter of the model once over all processes: those that this one owns and leads."""
         owner_stage, leads = self.ties.owner_stage, self.world.leads
         return [parameter for name, parameter in self.named_parameters() if leads(owner_stage[name])]
@@ -138,14 +146,13 @@ class StageParameters:
         Every process must call it, and reads its own stages' tensors; with PEFT adapters only those, in PEFT's format.
         Raises CheckpointError if the files are missing or do not fit the model.
         """
-        if self.peft is not None:
-            load_adapters(Path(directory), self.models, self.peft)
+        if self.adapter.peft is not None:
+            load_adapters(Path(directory), self.models, self.adapter.peft)
             return
         self._check_not_quantised("load_pretrained")
         for stage_model in self.models.values():
             hub.reload(stage_model, directory, self.seed)
 
-    @by_every_process
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write the model in Hub format; `from_pretrained` of plain transformers loads it.
 
@@ -157,7 +164,7 @@ class StageParameters:
     def pending_write(
         self, directory: Path, world: World, write_more: Callable[[Path], Any] | None = None
     ) -> PendingWrite:
-        """The model, to be written by `save_pretrained`, or later. Every process must call it.
+        """The model, to be written in Hub format now or later. Every process must call it.
 
         Args:
             directory: where to.
@@ -165,14 +172,14 @@ class StageParameters:
             write_more: that of `checkpoint.save.pending_model`.
         """
         self.ties.refresh_copies()
-        if self.peft is not None:
-            return pending_adapters(directory, self.models, world, self.peft, write_more)
+        if self.adapter.peft is not None:
+            return pending_adapters(directory, self.models, world, self.adapter.peft, write_more)
         self._check_not_quantised("save_pretrained")
         return pending_model(directory, self.models, self.ties.owner_stage, world, write_more)
 
     def _check_not_quantised(self, what: str) -> None:
         """Raise UserError where the weights are quantised: they never change, and their files are the source's."""
-        if next(iter(self.models.values())).adapter.quantisation is not None:
+        if self.adapter.quantisation is not None:
             raise UserError(
                 f"{what}: the model's weights are quantised and never change; only adapters on them are saved and "
                 "loaded, with peft_config"

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hf_gpipe.adapters import Adapter
-from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.choose import best_plan, micro_batch_counts
 from hf_gpipe.planner.costs import ModelCosts, mean_costs
@@ -52,7 +51,6 @@ class Planning:
     Attributes:
         inputs: the mini-batch and the optimizer.
         adapter: the model's.
-        peft: PEFT layers that alone are trained.
         loss: of the micro-batch.
         world: the processes, and their devices.
         machines: of the processes.
@@ -60,7 +58,6 @@ class Planning:
 
     inputs: PlanInputs
     adapter: Adapter
-    peft: PeftAdapter | None
     loss: Loss
     world: World
     machines: Machines
@@ -127,7 +124,6 @@ class Planning:
             self.adapter,
             self.inputs,
             this,
-            peft=self.peft,
             loss=self.loss,
             as_on_gpu=device.type == "cuda",
             measured=measured,
@@ -153,7 +149,6 @@ class Planning:
                 self.adapter,
                 mini_batch.of_rows(rows),
                 world.device,
-                peft=self.peft,
                 loss=self.loss,
                 barrier=world.barrier,
             )

@@ -21,7 +21,6 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_gpipe.adapters import Adapter, StageModel
-from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.adapters.quantised import size_of_quantised
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.planner.by_rows import ByRows, Numbers
@@ -50,7 +49,6 @@ class ModelLayers:
 
     Args:
         adapter: the model's.
-        peft: PEFT layers that are put into each stage and alone are trained.
 
     Attributes:
         sizes: of each parameter, by Hugging Face name; a tie under its source's.
@@ -60,16 +58,12 @@ class ModelLayers:
         classes: of each layer, what it is made of; equal for layers that are alike.
     """
 
-    def __init__(self, adapter: Adapter, peft: PeftAdapter | None = None) -> None:
+    def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
-        self.peft = peft
         model = adapter.reference
-        if adapter.quantisation is not None or peft is not None:
+        if adapter.quantisation is not None or adapter.peft is not None:
             model = adapter.skeleton()
-        if adapter.quantisation is not None:
-            adapter.quantisation.lay_out(model, "meta")
-        if peft is not None:
-            peft.inject(model)
+            adapter.lay_out(model)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         used = _used_parameters(adapter, parameters, model.all_tied_weights_keys)
         users: dict[str, int] = {}
@@ -107,7 +101,6 @@ class LayerTracer:
 
     Args:
         adapter: the model's.
-        peft: PEFT layers that alone are trained.
         loss: of the micro-batch.
         as_on_gpu: whether the stages will run on GPUs, whose attention keeps less.
 
@@ -122,11 +115,10 @@ class LayerTracer:
         self,
         adapter: Adapter,
         *,
-        peft: PeftAdapter | None = None,
         loss: Loss = PLAIN,
         as_on_gpu: bool = False,
     ) -> None:
-        self.layers = ModelLayers(adapter, peft)
+        self.layers = ModelLayers(adapter)
         self.run, self.like = to_run(self.layers)
         self.loss = loss
         self._as_on_gpu = as_on_gpu
@@ -273,20 +265,16 @@ class LayerTracer:
 
     def _stage(self, start: int, stop: int, *, recompute_blocks: bool) -> StageTracer:
         """These layers of the model that is run, as a stage."""
-
-        def build() -> StageModel:
-            stage_model = StageModel(self.run.adapter, start, stop)
-            if self.run.adapter.quantisation is not None:
-                self.run.adapter.quantisation.lay_out(stage_model.model, "meta")
-            if self.run.peft is not None:
-                self.run.peft.inject(stage_model.model)
-            if recompute_blocks:
-                stage_model.checkpoint_blocks()
-            return stage_model
-
         key = start, stop, recompute_blocks
         if key not in self._stages:
-            self._stages[key] = StageTracer(build, self.run.wants_gradient, loss=self.loss, as_on_gpu=self._as_on_gpu)
+            self._stages[key] = StageTracer(
+                self.run.adapter,
+                range(start, stop),
+                self.run.wants_gradient,
+                loss=self.loss,
+                recompute_blocks=recompute_blocks,
+                as_on_gpu=self._as_on_gpu,
+            )
         return self._stages[key]
 
     def _can_recompute_blocks(self) -> bool:
@@ -322,7 +310,7 @@ def to_run(whole: ModelLayers) -> tuple[ModelLayers, Sequence[int]]:
     """The model whose layers are run for those of `whole`, and for each layer of `whole` the one that is like it."""
     short = _short_adapter(whole.adapter)
     if short is not None:
-        few = ModelLayers(short, whole.peft)
+        few = ModelLayers(short)
         try:
             return few, few.first_alike(whole)
         except KeyError:
@@ -411,5 +399,5 @@ def _short_adapter(adapter: Adapter) -> Adapter | None:
         quantisation=adapter.quantisation,
     )
     # A function or an adapter on the head may have changed it.
-    found.projection = adapter.projection
+    found.projection, found.peft = adapter.projection, adapter.peft
     return found

@@ -19,10 +19,9 @@ from statistics import median
 import torch
 from torch import nn
 
-from hf_gpipe.adapters import Adapter, StageModel
+from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.dropout import default_generator
-from hf_gpipe.adapters.peft import PeftAdapter
-from hf_gpipe.checkpoint import hub
+from hf_gpipe.model.assembly import assemble
 from hf_gpipe.planner.costs import ModelCosts, Seconds
 from hf_gpipe.planner.devices import LINKS, Device, Link, cpu, like_gpu
 from hf_gpipe.planner.layers import LayerTracer, ModelLayers
@@ -51,7 +50,6 @@ def profile_layers(
     workload: Workload,
     device: torch.device,
     *,
-    peft: PeftAdapter | None = None,
     loss: Loss = PLAIN,
     repeats: int = 5,
     budget_seconds: float = 20.0,
@@ -64,7 +62,6 @@ def profile_layers(
         adapter: the model's.
         workload: the micro-batch.
         device: where to measure.
-        peft: PEFT layers that alone are trained.
         loss: of the micro-batch.
         repeats: runs of each class of layers.
         budget_seconds: after so long no further run of a class of layers is begun, but two are always made.
@@ -74,7 +71,7 @@ def profile_layers(
             None: updates are not measured.
     """
     workload = workload.within(adapter)
-    tracer = LayerTracer(adapter, peft=peft, loss=loss, as_on_gpu=device.type == "cuda")
+    tracer = LayerTracer(adapter, loss=loss, as_on_gpu=device.type == "cuda")
     costs = tracer.costs(workload)
     generator = default_generator(device)
     state = generator.get_state()
@@ -136,11 +133,7 @@ class _Clock:
 
     def stage(self, start: int, stop: int) -> Stage:
         """A run of layers as the executor has it."""
-        stage_model = StageModel(self.model.adapter, start, stop)
-        hub.initialise(stage_model, self.device, seed=0)
-        if self.model.peft is not None:
-            hub.add_peft(stage_model, self.model.peft, self.device, seed=0)
-        stage_model.seal(self.device)
+        stage_model = assemble(self.model.adapter, range(start, stop), None, self.device)
         return Stage(stage_model, self.model.wants_gradient, self.loss)
 
     def measure(self, start: int, stop: int) -> Seconds:

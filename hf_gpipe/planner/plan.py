@@ -10,7 +10,6 @@ from functools import cache, cached_property
 import torch
 
 from hf_gpipe.adapters import Adapter
-from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.partition import stages_of
@@ -187,7 +186,6 @@ class Planner:
         inputs: PlanInputs,
         device: Device,
         *,
-        peft: PeftAdapter | None = None,
         loss: Loss = PLAIN,
         as_on_gpu: bool = False,
         measured: Mapping[int, ModelCosts] | None = None,
@@ -202,7 +200,6 @@ class Planner:
             adapter: the model's.
             inputs: the mini-batch and the optimizer.
             device: what a process computes on.
-            peft: PEFT layers that alone are trained.
             loss: of the micro-batch.
             as_on_gpu: whether the stages will run on GPUs, whose attention keeps less.
             measured: costs with seconds, by the rows of the micro-batch.
@@ -215,14 +212,14 @@ class Planner:
             UserError: there is no mini-batch, or the optimizer's state has no known size.
         """
         mini_batch = inputs.mini_batch(adapter.target_keys)
-        tracer = cache(lambda: LayerTracer(adapter, peft=peft, loss=loss, as_on_gpu=as_on_gpu))
+        tracer = cache(lambda: LayerTracer(adapter, loss=loss, as_on_gpu=as_on_gpu))
 
         def costs_of(rows: int) -> ModelCosts:
             if measured is not None and rows in measured:
                 return measured[rows]
             workload = mini_batch.of_rows(rows)
             if profile_on is not None:
-                return profile_layers(adapter, workload, profile_on, peft=peft, loss=loss)
+                return profile_layers(adapter, workload, profile_on, loss=loss)
             return tracer().costs(workload)
 
         return cls(costs_of, replace(inputs, example=mini_batch), device, memory_bytes, cluster, speeds)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -21,9 +20,9 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 
-from hf_gpipe.adapters import StageModel
+from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.dropout import default_generator
-from hf_gpipe.checkpoint.hub import initialise
+from hf_gpipe.model.assembly import assemble
 from hf_gpipe.planner.tracker import Phase, Tracker
 from hf_gpipe.runtime.loss import PLAIN, Loss
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
@@ -98,23 +97,28 @@ class StageTracer:
     On fake tensors the stage is made once: that takes longer than to run it.
 
     Args:
-        build: makes the stage, without weights.
+        adapter: of the model.
+        layers: the numbers of the stage's layers.
         wants_gradient: boundary -> for each tensor that crosses it, whether its gradient is wanted.
         loss: of the micro-batch.
+        recompute_blocks: whether each block is recomputed in the backward.
         as_on_gpu: count attention as a GPU's kernels do it.
         is_real: whether to run on real tensors at once.
     """
 
     def __init__(
         self,
-        build: Callable[[], StageModel],
+        adapter: Adapter,
+        layers: range,
         wants_gradient: Callable[[int], Mapping[str, bool]],
         *,
         loss: Loss = PLAIN,
+        recompute_blocks: bool = False,
         as_on_gpu: bool = False,
         is_real: bool = False,
     ) -> None:
-        self._build, self._wants_gradient, self._loss = build, wants_gradient, loss
+        self._adapter, self._layers, self._recompute_blocks = adapter, layers, recompute_blocks
+        self._wants_gradient, self._loss = wants_gradient, loss
         self._as_on_gpu, self._is_real = as_on_gpu, is_real
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         #: On fake tensors, once it was made.
@@ -156,27 +160,24 @@ class StageTracer:
                     return self._run_fake(inputs, run)
                 except _DEPENDS_ON_VALUES:
                     self._is_real, self._stage = True, None
-            stage_model = self._build()
-            initialise(stage_model, CPU, seed=0)
-            return self._tracked(self._sealed(stage_model), inputs, run)
+            return self._tracked(self._made(None), inputs, run)
         finally:
             generator.set_state(state)
 
     def _run_fake(
         self, inputs: Mapping[str, torch.Tensor], run: Callable[[Stage, Context, Tracker], _Result]
     ) -> _Result:
-        stage_model = self._build() if self._stage is None else None
+        if self._stage is None:
+            self._stage = self._made(self._mode)
         with self._mode, torch.device(CPU):
-            if stage_model is not None:
-                materialise(stage_model)
-                self._stage = self._sealed(stage_model)
-            assert self._stage is not None
             self._stage.reset()
             fake = {name: self._mode.from_tensor(tensor) for name, tensor in inputs.items()}
             return self._tracked(self._stage, fake, run)
 
-    def _sealed(self, stage_model: StageModel) -> Stage:
-        stage_model.seal(CPU)
+    def _made(self, weights: FakeTensorMode | None) -> Stage:
+        stage_model = assemble(self._adapter, self._layers, weights, CPU)
+        if self._recompute_blocks:
+            stage_model.checkpoint_blocks()
         return Stage(stage_model, self._wants_gradient, self._loss)
 
     def _tracked(
@@ -306,21 +307,6 @@ def _kernels(as_on_gpu: bool) -> Iterator[None]:
         return
     with _AttentionOfAGpu():
         yield
-
-
-def materialise(stage_model: StageModel) -> None:
-    """Give the stage's tensors memory of torch's default device without any values; ties stay ties."""
-    memory: dict[torch.Tensor, torch.Tensor] = {}
-    for module in stage_model.model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter not in memory:
-                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
-                memory[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            setattr(module, name, memory[parameter])
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype))
-    if stage_model.adapter.quantisation is not None:
-        stage_model.adapter.quantisation.lay_out(stage_model.model, CPU)
 
 
 def context_of(stage_model: StageModel, inputs: Mapping[str, torch.Tensor]) -> Context:

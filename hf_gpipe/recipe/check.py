@@ -173,11 +173,6 @@ def _check_data(data: DataSection) -> None:
             f"data.min_examples_per_language is {data.min_examples_per_language}, more than "
             f"data.examples_per_language, {data.examples_per_language}; lower the one or raise the other."
         )
-    if data.validation_fraction + data.test_fraction >= 1:
-        raise RecipeError(
-            f"data.validation_fraction {data.validation_fraction} and data.test_fraction {data.test_fraction} leave "
-            "nothing to train on; their sum must be below 1."
-        )
 
 
 def _check_rows(data: DataSection) -> None:
@@ -214,11 +209,6 @@ def _check_streaming(recipe: Recipe) -> None:
     if recipe.training.max_steps is None:
         raise RecipeError(
             "data.streaming is true, and a stream has no end; set training.max_steps to the number of updates."
-        )
-    if data.max_examples is not None:
-        raise RecipeError(
-            f"data.max_examples is {data.max_examples} and data.streaming is true; a stream has no end to draw "
-            "from: leave one of them out."
         )
 
 

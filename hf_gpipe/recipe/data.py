@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from hf_gpipe.errors import DataError
 from hf_gpipe.recipe.section import MAY_CHANGE, Count, Fraction, Kinds, NotNegative, Text, section
 
 LOCAL_KINDS = ("jsonl", "csv", "parquet", "parallel")
@@ -182,3 +183,15 @@ class DataSection:
 
     shuffle_buffer: Annotated[Count, ROWS] = 1000
     """With `streaming`: number of rows per language that are held in memory and shuffled at a time."""
+
+    def __post_init__(self) -> None:
+        if self.validation_fraction + self.test_fraction >= 1:
+            raise DataError(
+                f"validation_fraction {self.validation_fraction} and test_fraction {self.test_fraction} leave nothing "
+                "to train on; their sum must be below 1."
+            )
+        if self.streaming and self.max_examples is not None:
+            raise DataError(
+                f"max_examples is {self.max_examples} and streaming is true; a stream has no end to draw from: leave "
+                "one of them out."
+            )

@@ -75,12 +75,11 @@ class World:
         devices of all stages, if a process has several.
 
         Raises:
-            UserError: on every process, if one has more devices than stages, or not all compute on the same kind.
+            UserError: on every process, if one has more devices than stages.
         """
         names: dict[tuple[int, int], str] = {}
         has_several = False
         everyone = self.gather_objects([str(device) for device in self.devices])
-        _check_one_kind(everyone)
         for rank, given in enumerate(everyone):
             stages = placement.stages_of(rank)
             if len(given) > len(stages):
@@ -283,14 +282,3 @@ class World:
 
 def _backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
-
-
-def _check_one_kind(everyone: list[list[str]]) -> None:
-    """Messages between processes travel between CUDA devices, by NCCL, or between CPUs, by gloo."""
-    kinds = {device.partition(":")[0] for own in everyone for device in own}
-    if len(everyone) > 1 and len(kinds) > 1:
-        found = "; ".join(f"process {rank}: {', '.join(own)}" for rank, own in enumerate(everyone))
-        raise UserError(
-            f"devices of several kinds ({found}): with several processes all stages are on CUDA devices, or all on "
-            "the CPU; name devices of one kind, or use one process"
-        )

@@ -24,10 +24,13 @@ from transformers.trainer_callback import CallbackHandler, ExportableState
 from hf_gpipe.checkpoint.directory import checkpoints
 from hf_gpipe.checkpoint.state import TRAINER_STATE_FILE, read_state
 from hf_gpipe.errors import CheckpointError, UserError
-from hf_gpipe.pipeline import ModelSource, Pipeline
+from hf_gpipe.model.spec import ModelSpec
+from hf_gpipe.pipeline import ModelSource, Pipeline, PipelineRequest
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import AUTO
 from hf_gpipe.runtime.agreement import compare
+from hf_gpipe.runtime.custom_loss import asked_loss
+from hf_gpipe.runtime.device_choice import world_for
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.joining import join_job
 from hf_gpipe.runtime.loss import Loss
@@ -79,6 +82,7 @@ def pipeline_of(
     args: PipelineTrainingArguments,
     example: Callable[[], Workload | None],
     loss: Loss | None = None,
+    world: World | None = None,
     **options: Any,
 ) -> Pipeline:
     """The pipeline to train.
@@ -88,12 +92,13 @@ def pipeline_of(
         args: the trainer's arguments.
         example: the shape of the longest mini-batch to come, for the planner.
         loss: in place of the cross-entropy.
-        options: others of `Pipeline`; a value None is not given.
+        world: of the job, where the devices are chosen.
+        options: of `ModelSpec`; a value None is not given.
 
     Raises:
         UserError: the arguments ask for something else than a given pipeline is.
     """
-    pipe = _pipeline(model, args, example, {"loss": loss, **options})
+    pipe = _pipeline(model, args, example, loss, world, options)
     if args.neftune_noise_alpha is not None and pipe.adapter.config.is_encoder_decoder:
         raise UserError(
             f"neftune_noise_alpha={args.neftune_noise_alpha!r}: {pipe.adapter.config.model_type} has an encoder, and "
@@ -174,11 +179,13 @@ def _pipeline(
     model: Pipeline | ModelSource | None,
     args: PipelineTrainingArguments,
     example: Callable[[], Workload | None],
-    options: dict[str, Any],
+    loss: Loss | None,
+    world: World | None,
+    options: Mapping[str, Any],
 ) -> Pipeline:
     """The pipeline that the arguments ask for, or the one given, if it is not another one."""
     if isinstance(model, Pipeline):
-        if given := [name for name, value in options.items() if value is not None]:
+        if given := [name for name, value in {"loss": loss, **options}.items() if value is not None]:
             raise UserError(
                 f"{given[0]} is given, and the model is a Pipeline, which has its own; set it when the Pipeline is "
                 "made (a compute_loss_func as loss=LogitsLoss(compute_loss_func))"
@@ -187,12 +194,14 @@ def _pipeline(
         take_seed(model, args)
         return model
     assert model is not None
-    config, world = args.config, World.of_job()
+    config = args.config
+    world = world or world_for(config)
     inputs = PlanInputs(
         optim=str(getattr(args.optim, "value", args.optim)),
         fp32_master_weights=args.fp32_master_weights,
         offload_optimizer=args.offload_optimizer,
         accumulation=args.gradient_accumulation_steps,
+        packing=args.packs_rows,
         saves_in_background=args.save_in_background != "never",
         keeps_in_memory=args.memory_save_steps is not None,
     )
@@ -201,18 +210,10 @@ def _pipeline(
     if config.num_micro_batches in (None, AUTO):
         before = world.from_writer(lambda: _num_micro_batches_before(Path(str(args.output_dir))))
         inputs = replace(inputs, earlier_num_micro_batches=before)
-    return Pipeline(
-        model,
-        config=config,
-        plan_inputs=inputs,
-        seed=args.seed,
-        label_smoothing=args.label_smoothing_factor,
-        logit_clipping=args.logit_clipping,
-        autocast=args.autocast,
-        length_bucketing=args.train_sampling_strategy == "group_by_length",
-        packing=args.packs_rows,
-        **options,
-    )
+    spec = ModelSpec.of(model, autocast=args.autocast, **options)
+    loss = asked_loss(loss, args.label_smoothing_factor, args.logit_clipping, packing=inputs.packing)
+    by_length = args.train_sampling_strategy == "group_by_length"
+    return Pipeline.of(PipelineRequest(spec, config, inputs, args.seed, loss, by_length), world)
 
 
 def _num_micro_batches_before(output_dir: Path) -> int | None:

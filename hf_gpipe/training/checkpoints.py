@@ -160,7 +160,7 @@ class Checkpoints:
                 f"another; give num_micro_batches={before} for the same run"
             )
         self._pipe.load_pretrained(checkpoint)
-        updated, shards = updated_parameters(self._pipe, self._master_weights), self._pipe.shards_of(optimizer)
+        updated, shards = updated_parameters(self._pipe, self._master_weights), self._pipe.weights.shards_of(optimizer)
         load_state(checkpoint, updated, optimizer, scheduler, shards)
         set_rates(optimizer, scheduler)
         if self._master_weights is not None:
@@ -267,7 +267,7 @@ class Checkpoints:
     ) -> PendingWrite:
         masters = self._master_weights
         updated, stage_of = updated_parameters(self._pipe, masters), self._pipe.ties.owner_stage
-        shards = self._pipe.shards_of(optimizer)
+        shards = self._pipe.weights.shards_of(optimizer)
         with masters.in_state_of(optimizer) if masters is not None else nullcontext():
             return pending_state(directory, updated, stage_of, optimizer, scheduler, run, self._for_saving, shards)
 
@@ -324,7 +324,7 @@ def model_to_save(directory: Path, pipe: Pipeline, tokenizer: Any, world: World)
         tokenizer: the main process's is written.
         world: whose messages the writing uses.
     """
-    return pipe.pending_write(directory, world, None if tokenizer is None else tokenizer.save_pretrained)
+    return pipe.weights.pending_write(directory, world, None if tokenizer is None else tokenizer.save_pretrained)
 
 
 def _check_data(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -150,6 +150,7 @@ class PipelineDPOTrainer(PipelineTrainer):
             lambda: _example(datasets.get("train"), args),
             loss=None if isinstance(model, Pipeline) else args.make_loss(),
             quantization_config=quantization_config,
+            world=world,
             peft_config=peft_config,
         )
         if pipe.loss != (asked := args.make_loss()):
@@ -230,7 +231,7 @@ class PipelineDPOTrainer(PipelineTrainer):
             num_batches = len(batches)
             source = ([batch] for batch in batches)
         log_probs, has_new_adapters = [], reference is self.pipe and reference.has_new_adapters
-        with self.job.during("computing the reference's log-probabilities"), reference.holding_weights():
+        with self.job.during("computing the reference's log-probabilities"), reference.ties.holding_values():
             stream: Iterable[Sequence[Batch]] = shared_stream(source, self.world)
             if self.world.is_reader:
                 stream = progress(stream, "reference log-probabilities", "mini-batches", num_batches)

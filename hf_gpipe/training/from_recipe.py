@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_gpipe.adapters import Adapter, adapter_for
-from hf_gpipe.adapters.classifiers import ONE_CLASS, classifier_of, classifier_of_family
-from hf_gpipe.adapters.feed_forward import feed_forward_outputs
+from hf_gpipe.adapters import Adapter
+from hf_gpipe.adapters.classifiers import ONE_CLASS, classifier_of_family
 from hf_gpipe.adapters.guards import check_sizes
 from hf_gpipe.adapters.peft import need_peft
-from hf_gpipe.adapters.peft_resolve import make_peft
 from hf_gpipe.adapters.quantised import need_bitsandbytes
 from hf_gpipe.checkpoint.configuration import read_config
-from hf_gpipe.checkpoint.peft import as_config, has_adapters
+from hf_gpipe.checkpoint.peft import has_adapters
 from hf_gpipe.data import Corpus, StreamedCorpus
 from hf_gpipe.data.chats import ChatCorpus
 from hf_gpipe.data.collate import PairCollator
@@ -30,6 +29,8 @@ from hf_gpipe.data.files import read_template
 from hf_gpipe.data.text import TextCorpus
 from hf_gpipe.data.tokenizer import read_tokenizer, trained_tokenizer
 from hf_gpipe.errors import CheckpointError, DataError, RecipeError, UnsupportedModelError, UserError, nearest
+from hf_gpipe.model.opening import adapter_of
+from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, Recipe
 from hf_gpipe.recipe.transformer import with_transformer
@@ -64,38 +65,37 @@ def check_model(recipe: Recipe) -> None:
         cut(len(adapter.layers), pipeline.num_stages, "count" if pipeline.is_cut_by_cost else pipeline.partition)
 
 
-def checked_adapter(recipe: Recipe) -> Adapter:
-    """Of the recipe's model, without weights. Raises UserError where it cannot be made or cannot learn the data."""
-    config = model_config(recipe, None)
-    model = recipe.model
-    data = recipe.data
+def checked_adapter(recipe: Recipe, device: torch.device | None = None) -> Adapter:
+    """Of the recipe's model, by its configuration alone.
+
+    Args:
+        recipe: its model and data.
+        device: where autocast is observed; None: without autocast.
+
+    Raises:
+        UserError: the model cannot be made, or cannot learn the data.
+    """
+    config, data = model_config(recipe, None), recipe.data
     if data.kind in SEQUENCE_KINDS and config.is_encoder_decoder:
         raise RecipeError(
             f"data.kind is {data.kind}, which a decoder-only model learns, and {config.model_type} is an "
             "encoder-decoder; choose a model such as llama, or data of pairs"
         )
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        # A run takes it from the tokenizer. Any token will do here.
+        config.decoder_start_token_id = 0
+    spec = replace(spec_of(recipe, config), model=config, config_overrides=None)
     try:
-        adapter = adapter_for(
-            config,
-            model_dtype(recipe),
-            model.attn_implementation,
-            classifier_of(config),
-            trust_remote_code=model.trust_remote_code,
-            quantization_config=quantization_config_of(recipe),
-        )
-        if (lora := peft_config_of(recipe, config)) is not None:
-            make_peft(adapter, "default", as_config(lora))
-        elif adapter.quantisation is not None:
-            raise RecipeError(
-                f"the weights at model.path {model.path!r} are quantised, and such weights are not trained; set "
-                "lora.r, such as 16, or use the unquantised checkpoint"
-            )
+        adapter = adapter_of(spec, device)
     except UserError:
         raise
     except Exception as error:  # whatever the family's own constructor says of its configuration
         raise RecipeError(f"model: transformers cannot make a {config.model_type} model of this: {error}") from error
-    if model.depth_scaled_feed_forward:
-        feed_forward_outputs(adapter)
+    if adapter.quantisation is not None and adapter.peft is None:
+        raise RecipeError(
+            f"the weights at model.path {recipe.model.path!r} are quantised, and such weights are not trained; set "
+            "lora.r, such as 16, or use the unquantised checkpoint"
+        )
     key, what = ("max_length", "a row") if data.kind in ROW_LENGTH_KINDS else ("max_target_tokens", "a block of text")
     longest, most = getattr(data, key), adapter.num_positions.get("decoder")
     if data.kind in SEQUENCE_KINDS and most is not None and longest > most:
@@ -133,7 +133,23 @@ def model_dtype(recipe: Recipe) -> torch.dtype:
     return dtype
 
 
-def quantization_config_of(recipe: Recipe) -> BitsAndBytesConfig | None:
+def spec_of(recipe: Recipe, config: PreTrainedConfig) -> ModelSpec:
+    """The recipe's model; `config` is of `model_config`. Raises UserError where a package for it is missing."""
+    model = recipe.model
+    return ModelSpec.of(
+        model.path or config,
+        dtype=model_dtype(recipe),
+        attn_implementation=model.attn_implementation,
+        trust_remote_code=model.trust_remote_code,
+        config_overrides=_config_overrides_of(recipe, config),
+        depth_scaled_feed_forward=model.depth_scaled_feed_forward,
+        autocast=_autocast_of(recipe),
+        quantization_config=_quantization_config_of(recipe),
+        peft_config=_peft_config_of(recipe, config),
+    )
+
+
+def _quantization_config_of(recipe: Recipe) -> BitsAndBytesConfig | None:
     """How weights are quantised while they are loaded, if they are. Raises UserError without bitsandbytes."""
     kind = recipe.model.quantization
     if kind is None:
@@ -145,11 +161,11 @@ def quantization_config_of(recipe: Recipe) -> BitsAndBytesConfig | None:
         load_in_4bit=True,
         bnb_4bit_quant_type=kind,
         bnb_4bit_use_double_quant=recipe.model.double_quantization,
-        bnb_4bit_compute_dtype=autocast_of(recipe) or model_dtype(recipe),
+        bnb_4bit_compute_dtype=_autocast_of(recipe) or model_dtype(recipe),
     )
 
 
-def peft_config_of(recipe: Recipe, config: PreTrainedConfig) -> Any:
+def _peft_config_of(recipe: Recipe, config: PreTrainedConfig) -> Any:
     """The `peft_config` of a recipe's `Pipeline` for a model of this configuration. Raises UserError without peft."""
     lora = recipe.lora
     if not lora.is_on:
@@ -183,7 +199,7 @@ def loss_of(recipe: Recipe) -> Loss:
     return PreferenceLoss(given.beta, given.loss_type, given.label_smoothing, reference_free=given.reference_free)
 
 
-def autocast_of(recipe: Recipe) -> torch.dtype | None:
+def _autocast_of(recipe: Recipe) -> torch.dtype | None:
     """The half precision that forwards compute in, if any."""
     return torch.bfloat16 if recipe.training.bf16 else torch.float16 if recipe.training.fp16 else None
 
@@ -225,7 +241,7 @@ def _classifier_fields(recipe: Recipe, config: PreTrainedConfig) -> dict[str, An
     }
 
 
-def config_overrides_of(recipe: Recipe, config: PreTrainedConfig) -> dict[str, Any] | None:
+def _config_overrides_of(recipe: Recipe, config: PreTrainedConfig) -> dict[str, Any] | None:
     """The values in which the model at `model.path` shall differ from its configuration; `config`: `model_config`'s."""
     if recipe.model.path is None:
         return None

@@ -122,7 +122,7 @@ def evaluate_preferences(
     log-probabilities of both. The rows are the pairs of `PreferenceExamples`."""
     # The mask leaves padding out, so any token serves as padding.
     _, batches = _mini_batches(pipe, make_rows, PreferenceCollator(0), batch_size, max_rows)
-    with pipe.holding_weights():
+    with pipe.ties.holding_values():
         stream = shared_stream(None if batches is None else ([batch] for batch in batches), pipe.world)
         log_probs = torch.cat([pipe.log_probs(batch) for (batch,) in stream]).view(-1, 2)
     chosen, rejected = log_probs.unbind(dim=1)

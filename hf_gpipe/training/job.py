@@ -23,7 +23,7 @@ from hf_gpipe.data import PairCollator
 from hf_gpipe.data.files import check_files, digest_of_files
 from hf_gpipe.data.labelled import LabelCollator
 from hf_gpipe.errors import DataError, RecipeError
-from hf_gpipe.pipeline import Pipeline, Update, UpdateStage
+from hf_gpipe.pipeline import Pipeline, PipelineRequest, Update, UpdateStage
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import Recipe, load_saved, may_change
 from hf_gpipe.runtime.batches import share
@@ -38,14 +38,10 @@ from hf_gpipe.training.evaluate_translation import PerCharacter, without_logits
 from hf_gpipe.training.from_recipe import (
     AnyCorpus,
     arguments_of,
-    autocast_of,
     check_model,
-    config_overrides_of,
     loss_of,
     model_config,
-    model_dtype,
-    peft_config_of,
-    quantization_config_of,
+    spec_of,
     tokenizer_of,
 )
 from hf_gpipe.training.held_out import accuracy
@@ -101,7 +97,7 @@ def _run(recipe: Recipe, job: Job, world: World, task: Task, cost_meter: CostMet
         say(f"deleted {path}, because training.resume is never")
 
     job.note("creating the model")
-    pipe = _pipeline(recipe, config, _num_micro_batches_of(checkpoint))
+    pipe = _pipeline(recipe, config, checkpoint, world)
     if not pipe.adapter.is_classifier:
         pipe.adapter.reference.generation_config.max_new_tokens = recipe.evaluation.max_new_tokens
     trainer = _trainer(recipe, task, pipe, prepared)
@@ -275,11 +271,6 @@ def _check_same_data(recipe: Recipe, hosts: Sequence[str], world: World) -> None
         )
 
 
-def _num_micro_batches_of(checkpoint: Path | None) -> int | None:
-    """The number of micro-batches of the run so far; None if it is new or its checkpoint does not say."""
-    return None if checkpoint is None else read_state(checkpoint).run.num_micro_batches
-
-
 def _check_same_run(recipe: Recipe, earlier: Recipe, checkpoint: Path) -> None:
     """Raise RecipeError where a checkpoint belongs to another training than the recipe's."""
     before, changeable = earlier.values(), may_change()
@@ -292,26 +283,13 @@ def _check_same_run(recipe: Recipe, earlier: Recipe, checkpoint: Path) -> None:
             )
 
 
-def _pipeline(recipe: Recipe, config: PreTrainedConfig, resumed_num_micro_batches: int | None) -> Pipeline:
-    model, pipeline = recipe.model, recipe.pipeline
+def _pipeline(recipe: Recipe, config: PreTrainedConfig, checkpoint: Path | None, world: World) -> Pipeline:
+    spec, training = spec_of(recipe, config), recipe.training
     inputs = PlanInputs.of_recipe(recipe, is_encoder_decoder=bool(config.is_encoder_decoder))
-    return Pipeline(
-        model.path or config,
-        config=pipeline,
-        plan_inputs=replace(inputs, earlier_num_micro_batches=resumed_num_micro_batches),
-        seed=recipe.training.seed,
-        dtype=model_dtype(recipe),
-        attn_implementation=model.attn_implementation,
-        trust_remote_code=model.trust_remote_code,
-        config_overrides=config_overrides_of(recipe, config),
-        loss=loss_of(recipe),
-        depth_scaled_feed_forward=model.depth_scaled_feed_forward,
-        autocast=autocast_of(recipe),
-        peft_config=peft_config_of(recipe, config),
-        quantization_config=quantization_config_of(recipe),
-        length_bucketing=recipe.training.length_bucketing,
-        packing=recipe.training.packing,
-    )
+    if checkpoint is not None:
+        inputs = replace(inputs, earlier_num_micro_batches=read_state(checkpoint).run.num_micro_batches)
+    loss, by_length = loss_of(recipe), training.length_bucketing
+    return Pipeline.of(PipelineRequest(spec, recipe.pipeline, inputs, training.seed, loss, by_length), world)
 
 
 def _trainer(recipe: Recipe, task: Task, pipe: Pipeline, prepared: _Prepared | None) -> PipelineTrainer:

@@ -22,6 +22,7 @@ from hf_gpipe.checkpoint.directory import step_of
 from hf_gpipe.checkpoint.run_state import DataPosition, RunState
 from hf_gpipe.errors import NonFiniteError
 from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.planner.advice import advising
 from hf_gpipe.runtime.batches import shared_stream
 from hf_gpipe.runtime.gradient_norm import LossAndNorm
 from hf_gpipe.runtime.job import Job
@@ -118,7 +119,7 @@ class TrainingLoop:
             TrainingStopped: a signal came, and the last step is saved.
         """
         try:
-            with self._stop_request or nullcontext(), self._pipe.advising_on_memory():
+            with self._stop_request or nullcontext(), advising(self._pipe.plan, self._pipe.world.rank):
                 self._run_epochs()
                 self._end_save()
             return self._finish()
@@ -217,9 +218,9 @@ class TrainingLoop:
 
     def _run_step(self, step: int, group: Sequence[Batch], times: list[ActionTime] | None) -> None:
         if self._waits:
-            self._pipe.train_on(group, times, partial(self._update, len(group)))
+            self._pipe.steps.train_on(group, times, partial(self._update, len(group)))
         else:
-            numbers = self._pipe.train_ahead(group, times, partial(self._update, len(group)))
+            numbers = self._pipe.steps.train_ahead(group, times, partial(self._update, len(group)))
             self._read_late_numbers()
             self._late_numbers = step, numbers
         self._pipe.zero_grad()

@@ -33,7 +33,7 @@ def write_model_card(trainer: Any, path: Path, **entries: Any) -> None:
     hyperparameters |= {"num_stages": pipe.num_stages, "num_micro_batches": pipe.num_micro_batches}
     hyperparameters["schedule"] = pipe.schedule_name
     path.write_text(summary.to_model_card(), encoding="utf-8")
-    if pipe.peft is not None:
+    if pipe.adapter.peft is not None:
         card = ModelCard.load(path)
         card.data.library_name = "peft"
         card.data.base_model = card.data.base_model or pipe.model.config.name_or_path or None

@@ -75,7 +75,7 @@ def shard_optimizer(pipe: Pipeline, optimizer: Optimizer, scheduler: Any, master
         UserError: the class of the optimizer is not known to treat each parameter alone, or the scheduler reads state
             that another replica has.
     """
-    shards = pipe.shards_of(optimizer)
+    shards = pipe.weights.shards_of(optimizer)
     if shards is None:
         return
     if isinstance(scheduler, AdafactorSchedule):

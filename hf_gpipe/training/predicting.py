@@ -70,11 +70,11 @@ def predict(
         DataError: a mini-batch without labels.
     """
     source = ([_with_labels(batch)] for batch in batches) if batches is not None and pipe.world.is_reader else None
-    with pipe.holding_weights():
+    with pipe.ties.holding_values():
         for (batch,), is_last in _with_end(shared_stream(source, pipe.world)):
             batch = pipe.adapter.as_rows(batch)
             logits = _Logits(preprocess, pipe.adapter.autocast is not None) if with_logits else None
-            evaluation = pipe.eval_on(batch, None if logits is None else logits.add)
+            evaluation = pipe.steps.eval_on(batch, None if logits is None else logits.add)
             yield Predicted(
                 batch,
                 evaluation,

@@ -123,6 +123,7 @@ class PipelineSFTTrainer(PipelineTrainer):
             args,
             lambda: example_of(datasets.get("train"), args),
             loss=None if isinstance(model, Pipeline) and compute_loss_func is None else loss,
+            world=world,
             peft_config=peft_config,
             **options,
         )

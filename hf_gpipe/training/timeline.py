@@ -61,9 +61,9 @@ def _measure(pipe: Pipeline, batches: Batches, update: Update | UpdateStage | No
     origin = time.perf_counter()
     if pipe.is_asynchronous:
         of_stage = cast(UpdateStage, update) if update is not None else lambda stage, step, norm: None
-        times = pipe.measure_window([batches] * _num_steps(pipe), of_stage)
+        times = pipe.steps.measure_window([batches] * _num_steps(pipe), of_stage)
     else:
-        times = pipe.measure_on(batches, cast(Update | None, update))
+        times = pipe.steps.measure_on(batches, cast(Update | None, update))
     return [replace(t, start=t.start - origin, end=t.end - origin) for t in times]
 
 

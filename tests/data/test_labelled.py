@@ -19,7 +19,7 @@ from hf_gpipe.errors import DataError, RecipeError, UnsupportedModelError
 from hf_gpipe.recipe import Recipe, parse_recipe
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.training import job
-from hf_gpipe.training.from_recipe import check_model, config_overrides_of, model_config
+from hf_gpipe.training.from_recipe import check_model, model_config, spec_of
 from hf_gpipe.training.tasks import task_of
 from scripts.families import default_config
 from tests.oracle import tiny_config
@@ -145,7 +145,7 @@ def test_a_text_model_inside_of_a_composite_one_knows_its_padding(folder: Path, 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     made = model_config(given, tokenizer)
     assert made.get_text_config().pad_token_id is not None
-    overrides = config_overrides_of(given, made)
+    overrides = spec_of(given, made).config_overrides
     assert overrides is not None
     again = AutoConfig.from_pretrained(tmp_path, **overrides)
     assert again.get_text_config().pad_token_id == made.get_text_config().pad_token_id

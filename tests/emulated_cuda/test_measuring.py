@@ -12,7 +12,7 @@ import torch
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for
-from hf_gpipe.adapters.peft_resolve import make_peft
+from hf_gpipe.adapters.peft_resolve import resolve_peft
 from hf_gpipe.commands import train
 from hf_gpipe.errors import RecipeError, UserError
 from hf_gpipe.planner import measure
@@ -56,9 +56,9 @@ def make_products_small() -> None:
 @on_emulated_cuda()
 def test_layers_and_an_update_are_measured_with_new_lora_weights() -> None:
     adapter = adapter_for(config_of("llama"))
-    peft = make_peft(adapter, "default", lora())
+    resolve_peft(adapter, "default", lora())
     costs = measure.profile_layers(
-        adapter, Workload(2, 8, 8), torch.device("cuda:1"), peft=peft, repeats=1, make_optimizer=torch.optim.SGD
+        adapter, Workload(2, 8, 8), torch.device("cuda:1"), repeats=1, make_optimizer=torch.optim.SGD
     )
     assert costs.is_measured
     assert (costs.update_seconds_per_parameter or 0) > 0

@@ -13,8 +13,8 @@ import torch
 from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
 
 from hf_gpipe import Pipeline
-from hf_gpipe.adapters import StageModel, adapter_for
-from hf_gpipe.adapters.peft_resolve import make_peft
+from hf_gpipe.adapters import adapter_for
+from hf_gpipe.adapters.peft_resolve import resolve_peft
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.planner import layers as planner_layers
 from hf_gpipe.planner.by_rows import ByRows
@@ -87,14 +87,11 @@ def test_a_stage_holds_and_owns_what_a_pipelines_does(family: str) -> None:
 def trace(costs_family: PreTrainedConfig, start: int, stop: int, inner: InnerRecompute, *, is_real: bool) -> Trace:
     """A whole stage at once, on fake tensors or in earnest."""
     adapter = adapter_for(costs_family)
-
-    def build() -> StageModel:
-        model = StageModel(adapter, start, stop)
-        if inner == "block":
-            model.checkpoint_blocks()
-        return model
-
-    return StageTracer(build, ModelLayers(adapter).wants_gradient, is_real=is_real).trace(WORKLOAD.inputs(adapter))
+    wants_gradient, recompute_blocks = ModelLayers(adapter).wants_gradient, inner == "block"
+    tracer = StageTracer(
+        adapter, range(start, stop), wants_gradient, recompute_blocks=recompute_blocks, is_real=is_real
+    )
+    return tracer.trace(WORKLOAD.inputs(adapter))
 
 
 @pytest.mark.parametrize("inner", ["none", "block"])
@@ -282,8 +279,8 @@ def test_gpipes_largest_transformer_has_its_parameters() -> None:
 def test_lora_trains_and_returns_only_what_it_must() -> None:
     peft = pytest.importorskip("peft")
     adapter = adapter_for(clone("llama"))
-    adapters = make_peft(adapter, "default", peft.LoraConfig(target_modules=["q_proj"], r=2))
-    costs = LayerTracer(adapter, peft=adapters).costs(WORKLOAD)
+    resolve_peft(adapter, "default", peft.LoraConfig(target_modules=["q_proj"], r=2))
+    costs = LayerTracer(adapter).costs(WORKLOAD)
     assert 0 < costs.total.trainable_count == 4 * 2 * (32 + 32)
     # Below the first adapted block nothing wants a gradient.
     assert costs.layers[1].gradient_input_bytes == 0

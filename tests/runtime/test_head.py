@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from hf_gpipe import LogitsLoss, Pipeline, RowLoss
-from hf_gpipe.adapters import StageModel, adapter_for
+from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.head import DeferredLogits, Projection
 from hf_gpipe.adapters.probe import observe
 from hf_gpipe.planner.layers import ModelLayers
@@ -330,7 +330,7 @@ def test_the_planner_counts_a_chunk_and_not_the_logits() -> None:
     for name, most in (("llama", 2), ("gemma2", 8)):
         adapter = adapter_for(type(CONFIGS[name])(**(CONFIGS[name].to_dict() | {"vocab_size": vocabulary})))
         last = len(adapter.layers) - 1
-        stage = StageTracer(partial(StageModel, adapter, last, last + 1), ModelLayers(adapter).wants_gradient)
+        stage = StageTracer(adapter, range(last, last + 1), ModelLayers(adapter).wants_gradient)
         found = stage.trace(workload.inputs(adapter))
         positions = 4 * 128
         logits, chunk = positions * vocabulary * 4, chunk_positions(16, vocabulary) * vocabulary * 4
@@ -360,7 +360,7 @@ def test_the_planner_runs_every_loss_without_memory() -> None:
     adapter = adapter_for(CONFIGS["llama"])
     last = len(adapter.layers) - 1
     for loss in (RowLoss(lambda log_probs, inputs: log_probs), LogitsLoss(lambda *_, **__: None), TokenLoss(0.1)):
-        build, wants_gradient = partial(StageModel, adapter, last, last + 1), ModelLayers(adapter).wants_gradient
-        stage = StageTracer(build, wants_gradient, loss=loss.planned)
+        wants_gradient = ModelLayers(adapter).wants_gradient
+        stage = StageTracer(adapter, range(last, last + 1), wants_gradient, loss=loss.planned)
         stage.trace(Workload(rows=4, source_tokens=8, target_tokens=8).inputs(adapter))
         assert not stage.is_real, loss

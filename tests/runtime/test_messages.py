@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from hf_gpipe.errors import HfGpipeError, StageError, UserError
+from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime import edges as edges_module
 from hf_gpipe.runtime.channel import Channel, LocalChannel, RemoteChannel
+from hf_gpipe.runtime.device_choice import world_for
 from hf_gpipe.runtime.edges import Edge, connect
 from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.micro_batch import MicroBatch
@@ -205,16 +207,16 @@ def test_communicators_are_shared_and_set_up_one_after_another(
 
 
 def on_two_kinds() -> str:
-    alone = World.of_job()
-    world = World(alone.rank, 2, (torch.device("cpu" if alone.rank == 0 else "meta"),))
     with pytest.raises(UserError) as caught:
-        world.placed(Placement.one_stage_each(2))
+        world_for(PipelineConfig(2), "cpu" if World.of_job().rank == 0 else "meta")
     return str(caught.value)
 
 
 def test_devices_of_several_kinds_in_several_processes_are_refused() -> None:
     for message in run_gloo(on_two_kinds, 2):
-        assert message.startswith("devices of several kinds (process 0: cpu; process 1: meta): with several processes ")
+        assert message.startswith(
+            "process 0 on cpu and process 1 on meta: the processes of a pipeline exchange tensors "
+        )
 
 
 # ---------------------------------------------------------------------- what is kept, and what a failed step leaves

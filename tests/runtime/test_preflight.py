@@ -197,7 +197,7 @@ def _on_two_machines(folder: Path) -> list[Any]:
         links._answer = lambda world, peer: None
         links._send_and_measure = lambda world, peer, rate=rate: (rate, 1e-9)
         pipe = Pipeline(config, AUTO, 2, AUTO, replicas=AUTO, example=example, memory="1GiB")
-        cluster = pipe._planning.planner(pipe.config).cluster
+        cluster = pipe.decision.planning.planner(pipe.config).cluster
         assert cluster is not None
         found.append([pipe.config.num_stages, cluster.levels[-1].bytes_per_second, *pipe.links])
     (folder / host).mkdir()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,9 +132,7 @@ class _Parrot:
         )
         self._tokenizer, self._dictionary = tokenizer, dictionary
         self.num_tokens = 0
-
-    def holding_weights(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        self.steps, self.ties = self, SimpleNamespace(holding_values=nullcontext)
 
     def eval_on(self, batch: dict[str, torch.Tensor], on_logits: None) -> Evaluation:
         rows = batch["input_ids"].shape[0]

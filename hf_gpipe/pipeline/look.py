@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 
-from hf_gpipe.adapters import Adapter, StageModel
-from hf_gpipe.recipe import DecidedConfig
+from hf_gpipe.adapters import StageModel
+from hf_gpipe.pipeline.decision import Decision
 from hf_gpipe.recipe.sizes import size_text
-from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule import Costs, Schedule, simulate
 from hf_gpipe.schedule.draw import figure
 
 
-def text_of(
-    adapter: Adapter,
-    config: DecidedConfig,
-    partition: Sequence[Sequence[int]],
-    world: World,
-    models: Mapping[int, StageModel],
-) -> str:
+def text_of(decision: Decision, models: Mapping[int, StageModel]) -> str:
     """The model and the schedule on one line, and a line for each stage; of this process's own stages also the size."""
+    adapter, config, world = decision.adapter, decision.config, decision.world
     lines = [
         f"Pipeline({type(adapter.reference).__name__}, num_stages={config.num_stages}, "
         f"num_micro_batches={config.num_micro_batches}, schedule={config.schedule!r}, recompute={config.recompute!r})"
     ]
-    for stage, layers in enumerate(partition):
+    for stage, layers in enumerate(decision.partition):
         workers = world.placement.workers[stage]
         where = f"process{'es' * (len(workers) > 1)} {', '.join(map(str, workers))}"
         ends = dict.fromkeys(adapter.layers[number].name for number in (layers[0], layers[-1]))

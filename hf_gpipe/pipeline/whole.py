@@ -10,19 +10,18 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_gpipe.adapters.autocast import scope_of
-from hf_gpipe.adapters.base import Adapter
-from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.adapters.stage_model import StageModel
 from hf_gpipe.adapters.text import check_reads_text
 from hf_gpipe.errors import UserError
+from hf_gpipe.model.stage_parameters import StageParameters
 
 _GIVE = "change the model before it is given to the Pipeline or the trainer"
 
@@ -41,27 +40,12 @@ REFUSED = {
 }
 
 
-class Owner(Protocol):
-    """The pipeline that a whole model belongs to."""
-
-    adapter: Adapter
-    peft: PeftAdapter | None
-    models: dict[int, StageModel]
-
-    @property
-    def is_in_one_place(self) -> bool: ...
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
-
-    def generate(self, **inputs: Any) -> Any: ...
-
-    def save_pretrained(self, directory: str | os.PathLike[str]) -> None: ...
-
-
 class _Whole:
     """Mixed into the class of the model: sends calls to the pipeline, or raises an error for them."""
 
-    _owner: Owner
+    _weights: StageParameters
+    #: `generate` and `save_pretrained` of the pipeline.
+    _calls: Mapping[str, Callable[..., Any]]
     #: The tensors that `refresh` has inserted, and the names of all parameters.
     _placed: dict[str, nn.Parameter]
     _names: frozenset[str]
@@ -69,28 +53,28 @@ class _Whole:
     @property
     def generation_config(self) -> GenerationConfig | None:
         """The pipeline's generation configuration: a change also applies to evaluation and is saved."""
-        config: GenerationConfig | None = getattr(self._owner.adapter.reference, "generation_config", None)
+        config: GenerationConfig | None = getattr(self._weights.adapter.reference, "generation_config", None)
         return config
 
     @generation_config.setter
     def generation_config(self, config: GenerationConfig | None) -> None:
-        self._owner.adapter.reference.generation_config = config
+        self._weights.adapter.reference.generation_config = config
 
     @property
     def device(self) -> torch.device:
         """The device of this process's first stage."""
-        return next(iter(self._owner.models.values())).device
+        return next(iter(self._weights.models.values())).device
 
     def generate(self, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:
         """Call `Pipeline.generate`; every process must call it."""
         given = {"input_ids": inputs, "generation_config": generation_config}
-        return self._owner.generate(**{name: value for name, value in given.items() if value is not None}, **kwargs)
+        return self._calls["generate"](**{name: value for name, value in given.items() if value is not None}, **kwargs)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> None:
         """Call `Pipeline.save_pretrained`; every process must call it."""
         if asked := [name for name, value in options.items() if (name, value) != ("safe_serialization", True)]:
             raise UserError(f"save_pretrained: {asked[0]} is not supported by a pipeline's model; leave it out")
-        self._owner.save_pretrained(save_directory)
+        self._calls["save_pretrained"](save_directory)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         """Raise UserError where `to`, `half` or a similar method would change a parameter."""
@@ -114,34 +98,37 @@ class _Whole:
         return copied
 
 
-_OWN_STATE = ("_owner", "_placed", "_names", "generation_config")
+_OWN_STATE = ("_weights", "_calls", "_placed", "_names", "generation_config")
 
 
-def whole_model(owner: Owner, is_trainable: Mapping[str, bool]) -> PreTrainedModel:
+def whole_model(weights: StageParameters, **calls: Callable[..., Any]) -> PreTrainedModel:
     """Return the whole model with the tensors of this process's stages; see `Pipeline.model`.
 
     Args:
-        owner: the pipeline.
-        is_trainable: whether each parameter of the whole model is trainable, by name.
+        weights: of the pipeline.
+        calls: its `generate` and `save_pretrained`.
 
     Raises:
         UserError: the pipeline's model is not transformers'.
     """
-    adapter = owner.adapter
+    adapter = weights.adapter
     check_reads_text(adapter, "model")
     model = adapter.skeleton()
-    if owner.peft is not None:
-        owner.peft.inject(model)
+    if adapter.peft is not None:
+        adapter.peft.inject(model)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_trainable[name])
-    _place_buffers(model, owner.models)
+        parameter.requires_grad_(weights.trainable.parameters[name])
+    _place_buffers(model, weights.models)
     # The same object, so that a change to it is saved.
     model.config = adapter.reference.config
     cls = type(model)
     methods: dict[str, Any] = {name: _refusal(cls, name) for name in REFUSED if hasattr(cls, name)}
     model.__dict__.pop("generation_config", None)
     model.__dict__.update(
-        _owner=owner, _placed={}, _names=frozenset(n for n, _ in model.named_parameters(remove_duplicate=False))
+        _weights=weights,
+        _calls=calls,
+        _placed={},
+        _names=frozenset(n for n, _ in model.named_parameters(remove_duplicate=False)),
     )
     model.__class__ = type(
         cls.__name__, (_Whole, cls), {"__module__": cls.__module__, "forward": _forward_of(cls), **methods}
@@ -156,7 +143,7 @@ def refresh(model: PreTrainedModel) -> None:
     Raises UserError where a parameter was replaced or added from outside: it would not be trained.
     """
     placed: dict[str, nn.Parameter] = model._placed
-    ties, own = model.all_tied_weights_keys, dict(model._owner.named_parameters())
+    ties, own = model.all_tied_weights_keys, dict(model._weights.named_parameters())
     found = dict(model.named_parameters(remove_duplicate=False))
     if added := found.keys() - model._names:
         raise UserError(f"the model of the pipeline was given a new parameter {min(added)!r}; {_GIVE}")
@@ -187,12 +174,12 @@ def _forward_of(cls: type[PreTrainedModel]) -> Callable[..., Any]:
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self._owner.is_in_one_place:
+        if not self._weights.are_in_one_place:
             raise UserError(
                 "the layers of this model are on several processes or devices, so it has no forward of its own; use "
                 "evaluate or predict of the trainer, eval_step or generate of the Pipeline"
             )
-        with scope_of(self._owner.adapter.autocast):
+        with scope_of(self._weights.adapter.autocast):
             return cls.forward(self, *args, **kwargs)
 
     return forward

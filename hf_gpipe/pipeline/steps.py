@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.autocast import keeping_weights
 from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.adapters.peft import without_adapters
 from hf_gpipe.errors import UserError
-from hf_gpipe.model.building import Trained
 from hf_gpipe.model.exactness import verify_packing
 from hf_gpipe.model.stage_parameters import StageParameters
-from hf_gpipe.recipe import DecidedConfig
+from hf_gpipe.pipeline.decision import Decision
 from hf_gpipe.runtime.batches import share
-from hf_gpipe.runtime.calls import by_every_process
 from hf_gpipe.runtime.edges import Edges
 from hf_gpipe.runtime.evaluation import Evaluation
 from hf_gpipe.runtime.executor import Executor, StepResult
@@ -31,17 +29,13 @@ from hf_gpipe.runtime.gradient_norm import (
     begin_losses_and_norms,
     sums_of_squares,
 )
-from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.runtime.micro_batch import Batch, LogitsCallback, MicroBatch, StepOptions, make_micro_batches
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
-from hf_gpipe.schedule.builders import build
 from hf_gpipe.schedule.table import Schedule
 
 logger = logging.getLogger(__name__)
-
-__all__ = ["Evaluation", "PipelineSteps", "Update", "UpdateStage"]
 
 Update = Callable[[torch.Tensor, torch.Tensor], None]
 """(the loss of the mini-batch, the norm of the whole model's gradient) -> None: uses the complete gradients in `.grad`.
@@ -53,32 +47,42 @@ UpdateStage = Callable[[int, int, torch.Tensor], None]
 in `.grad`, and no others. The norm is a float64 scalar on the stage's device."""
 
 
-class PipelineSteps(StageParameters):
-    """The part of `Pipeline` that runs tables. `Pipeline` sets what it needs."""
+@dataclass(eq=False)
+class Steps:
+    """The part of a pipeline that runs tables.
 
-    adapter: Adapter
-    config: DecidedConfig
-    num_stages: int
-    num_micro_batches: int
-    schedule_name: str
-    partition: tuple[range, ...]
+    Attributes:
+        decision: the model, its cut, and the tables.
+        parameters: of this process's stages.
+        stages: of this process, by number.
+        edges: at the ends of these stages.
+        executor: of these stages.
+        num_micro_batches: of a mini-batch.
+        length_bucketing, packing: as of `Pipeline`.
+        has_new_adapters: whether the model before its training is there, as the model without its PEFT adapters.
+        step, window, stash_bytes, loss_scale: as of `Pipeline`.
+    """
+
+    decision: Decision
+    parameters: StageParameters
     stages: dict[int, Stage]
-    has_new_adapters: bool
+    edges: Edges
+    executor: Executor
+    num_micro_batches: int
     length_bucketing: bool
     packing: bool
-    step: int
-    window: Schedule | None
-    stash_bytes: int
-    loss_scale: float
-    loss: Loss
-    _trained: Trained
-    _edges: Edges
-    _executor: Executor
-    _table: Schedule | None
-    _table_recompute: Any
-    _is_packing_verified: bool
-    _may_lack_overlap: bool
-    _num_evaluations: int = 0
+    has_new_adapters: bool
+    step: int = 0
+    window: Schedule | None = None
+    stash_bytes: int = 0
+    loss_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.adapter, self.world = self.decision.adapter, self.decision.world
+        self._is_packing_verified = self.packing
+        self._num_evaluations = 0
+        has_one = self.decision.config.num_stages > 1 and self.decision.given.num_micro_batches == 1
+        self._may_lack_overlap = self.world.is_reporter and has_one and not self.decision.is_asynchronous
 
     # ------------------------------------------------------------------ training
 
@@ -137,12 +141,12 @@ class PipelineSteps(StageParameters):
         Raises:
             UserError: the schedule is synchronous.
         """
-        if not self.is_asynchronous:
+        if not self.decision.is_asynchronous:
             raise UserError(
-                f"train_window: the schedule {self.schedule_name!r} updates all stages together; call train_step, or "
-                f"use one of {', '.join(ASYNCHRONOUS_SCHEDULES)}"
+                f"train_window: the schedule {self.decision.config.schedule!r} updates all stages together; call "
+                f"train_step, or use one of {', '.join(ASYNCHRONOUS_SCHEDULES)}"
             )
-        self.zero_grad()
+        self.parameters.zero_grad()
         micro_batches: list[MicroBatch] = []
         sizes: list[int] = []
         for number, batches in enumerate(steps):
@@ -152,7 +156,7 @@ class PipelineSteps(StageParameters):
         squares: list[list[torch.Tensor]] = [[] for _ in sizes]
 
         def update_stage(stage: int, step: int) -> None:
-            parameters = list(self.models[stage].parameters.values())
+            parameters = list(self.parameters.models[stage].parameters.values())
             square = sum(sums_of_squares(parameters), torch.zeros((), dtype=torch.float64))
             if self.world.leads(stage):
                 squares[step].append(square)
@@ -160,9 +164,9 @@ class PipelineSteps(StageParameters):
             for parameter in parameters:
                 parameter.grad = None
 
-        table = self.schedule(sizes)
+        table = self.decision.schedule(sizes)
         with self._keeping_random_state():
-            result = self._executor.run(table, micro_batches, update_stage=update_stage, is_measured=times is not None)
+            result = self.executor.run(table, micro_batches, update_stage=update_stage, is_measured=times is not None)
         losses: list[list[torch.Tensor]] = [[] for _ in sizes]
         for index, outputs in result.outputs.items():
             losses[table.step_of[index]].append(outputs["loss"])
@@ -172,11 +176,6 @@ class PipelineSteps(StageParameters):
         if times is not None:
             times.extend(result.times)
         return numbers
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether each stage updates its weights by itself, so that steps run in windows."""
-        return self.schedule_name in ASYNCHRONOUS_SCHEDULES
 
     def train_ahead(
         self, batches: Sequence[Batch], times: list[ActionTime] | None, update: Callable[[], None]
@@ -217,7 +216,7 @@ class PipelineSteps(StageParameters):
         """
         times: list[ActionTime] = []
         self._train(batches, times, _waiting(update), waits=True)
-        self.zero_grad()
+        self.parameters.zero_grad()
         return times
 
     def _train(
@@ -228,20 +227,20 @@ class PipelineSteps(StageParameters):
         *,
         waits: bool,
     ) -> LossAndNorm:
-        if self.is_asynchronous:
+        if self.decision.is_asynchronous:
             raise UserError(
-                f"the schedule {self.schedule_name!r} updates each stage by itself, after each step of a window: call "
-                "train_window, or use a synchronous schedule, such as 1f1b"
+                f"the schedule {self.decision.config.schedule!r} updates each stage by itself, after each step of a "
+                "window: call train_window, or use a synchronous schedule, such as 1f1b"
             )
-        self._replicas.begin()
+        self.parameters.replicas.begin()
         micro_batches = self._micro_batches(batches, self.step)
         numbers: list[LossAndNorm] = []
 
         def reduce(result: StepResult) -> None:
             entered.close()
-            self._replicas.finish()
-            self.ties.reduce_gradients()
-            parameters = () if update is None else self._counted_parameters()
+            self.parameters.replicas.finish()
+            self.parameters.ties.reduce_gradients()
+            parameters = () if update is None else self.parameters.counted()
             numbers.append(begin_loss_and_norm(result.loss, parameters, self.world))
             if waits:
                 numbers[0]()
@@ -251,8 +250,8 @@ class PipelineSteps(StageParameters):
         with ExitStack() as entered:
             entered.enter_context(keeping_weights(self.adapter.autocast))
             entered.enter_context(self._keeping_random_state())
-            result = self._executor.run(
-                self.schedule(len(micro_batches)),
+            result = self.executor.run(
+                self.decision.schedule(len(micro_batches)),
                 micro_batches,
                 StepOptions(loss_scale=self.loss_scale),
                 reduce=reduce,
@@ -265,27 +264,27 @@ class PipelineSteps(StageParameters):
 
     def _micro_batches(self, batches: Sequence[Batch], step: int, first: int = 0) -> list[MicroBatch]:
         """The micro-batches of a training step, whose indices begin with `first`."""
-        self._trained.check(self.models, self.peft)
-        self.ties.refresh_copies()
+        self.parameters.trainable.check(self.parameters.models)
+        self.parameters.ties.refresh_copies()
         micro_batches = make_micro_batches(
             self.adapter,
             [self._with_reference(batch) for batch in batches],
             self.num_micro_batches,
-            self.seed,
+            self.parameters.seed,
             step,
             first=first,
             length_bucketing=self.length_bucketing,
             packing=self.packing,
-            is_compiled=self.config.torch_compile,
-            loss=self.loss,
+            is_compiled=self.decision.config.torch_compile,
+            loss=self.decision.loss,
         )
-        if self._may_lack_overlap and not self.is_asynchronous:
+        if self._may_lack_overlap:
             self._may_lack_overlap = False
             if len(micro_batches) == 1:
+                num_stages = self.decision.config.num_stages
                 logger.warning(
-                    f"num_micro_batches is 1 and num_stages is {self.num_stages}: one stage works at a time, and "
-                    f"nothing overlaps; give num_micro_batches={4 * self.num_stages}, say, or 'auto' with an example "
-                    "of a mini-batch"
+                    f"num_micro_batches is 1 and num_stages is {num_stages}: one stage works at a time, and nothing "
+                    f"overlaps; give num_micro_batches={4 * num_stages}, say, or 'auto' with an example of a mini-batch"
                 )
         if not self._is_packing_verified and any(one.is_packed for one in micro_batches):
             verify_packing(self.adapter)
@@ -334,14 +333,14 @@ class PipelineSteps(StageParameters):
         """
         options = StepOptions(is_likelihood_only=True)
         with ExitStack() as disabled:
-            if self.peft is not None and not with_adapters:
-                for stage in self.models.values():
+            if self.adapter.peft is not None and not with_adapters:
+                for stage in self.parameters.models.values():
                     disabled.enter_context(without_adapters(stage.model))
             return self._evaluate(self.adapter.as_rows(rows), options).row_nll.neg()
 
     def _with_reference(self, batch: Batch) -> Batch:
         """The mini-batch with the entry "ref_logps", if the loss needs it."""
-        if not self.loss.needs_reference or "ref_logps" in batch:
+        if not self.decision.loss.needs_reference or "ref_logps" in batch:
             return batch
         if not self.has_new_adapters:
             raise UserError(
@@ -352,18 +351,22 @@ class PipelineSteps(StageParameters):
         return {**batch, "ref_logps": self.log_probs(batch, with_adapters=False)}
 
     def _evaluate(self, rows: Batch, options: StepOptions) -> Evaluation:
-        self.ties.refresh_copies()
+        self.parameters.ties.refresh_copies()
         # Its number names its mini-batch in metrics; there is no dropout to seed.
         self._num_evaluations += 1
         micro_batches = make_micro_batches(
-            self.adapter, [rows], self.num_micro_batches, self.seed, self._num_evaluations, loss=self.loss
+            self.adapter,
+            [rows],
+            self.num_micro_batches,
+            self.parameters.seed,
+            self._num_evaluations,
+            loss=self.decision.loss,
         )
         with self._in_evaluation():
-            table = self.schedule(len(micro_batches), "forward_only")
-            outputs = self._executor.run(table, micro_batches, options).outputs
+            table = self.decision.schedule(len(micro_batches), "forward_only")
+            outputs = self.executor.run(table, micro_batches, options).outputs
         return Evaluation.gathered(outputs, [one.num_rows for one in micro_batches], self.world)
 
-    @by_every_process
     def generate(self, **inputs: Any) -> Any:
         """Generate token ids like the plain model's `generate`: by search or sampling, with a cache.
 
@@ -380,42 +383,14 @@ class PipelineSteps(StageParameters):
         Raises:
             UserError: an argument is unknown or not supported.
         """
-        self.ties.refresh_copies()
+        self.parameters.ties.refresh_copies()
         with self._in_evaluation():
-            return self._generator.generate(inputs)
+            return self.generator.generate(inputs)
 
     @cached_property
-    def _generator(self) -> Generator:
-        return Generator(self.adapter, self.partition, self.models, self._edges, self.world)
-
-    def schedule(self, num_micro_batches: int | Sequence[int], name: str | None = None) -> Schedule:
-        """The table for this many micro-batches; by default that of training.
-
-        Args:
-            num_micro_batches: of an asynchronous schedule it may be a list, with the number of each step of a window.
-            name: of another schedule.
-
-        Raises:
-            ScheduleError: the table was read from a file and has fewer.
-        """
-        steps = None if isinstance(num_micro_batches, int) else num_micro_batches
-        total = num_micro_batches if isinstance(num_micro_batches, int) else sum(num_micro_batches)
-        if self._table is not None and name is None:
-            return self._table.of_first(total)
-        return build(
-            name or self.schedule_name,
-            self.num_stages,
-            total,
-            self.world.placement,
-            self._table_recompute,
-            steps=steps,
-        )
-
-    # ------------------------------------------------------------------ between steps
-
-    def holding_weights(self) -> AbstractContextManager[None]:
-        """Context manager in which no weight changes, as in an evaluation: copies of tied parameters are sent once."""
-        return self.ties.holding_values()
+    def generator(self) -> Generator:
+        """What generates."""
+        return Generator(self.adapter, self.decision.partition, self.parameters.models, self.edges, self.world)
 
     @contextmanager
     def _in_evaluation(self) -> Iterator[None]:

@@ -1,0 +1,168 @@
+"""From a model's spec to its adapter, known and checked before any weight is read."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
+
+from hf_gpipe import strict_json
+from hf_gpipe.adapters import Adapter, Autocast, adapter_for, is_known_exact
+from hf_gpipe.adapters.chain import Chain, is_chain
+from hf_gpipe.adapters.classifiers import classifier_of
+from hf_gpipe.adapters.feed_forward import feed_forward_outputs
+from hf_gpipe.adapters.guards import check_as_configured, check_classes, check_model, check_sizes
+from hf_gpipe.adapters.head import FoundProjection
+from hf_gpipe.adapters.patches import find_patches
+from hf_gpipe.adapters.peft_resolve import resolve_peft
+from hf_gpipe.adapters.text import TextAdapter
+from hf_gpipe.checkpoint.configuration import read_config
+from hf_gpipe.errors import CheckpointError, UserError
+from hf_gpipe.model.exactness import verify
+from hf_gpipe.model.spec import ModelSource, ModelSpec
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def open_model(spec: ModelSpec, device: torch.device, example: Any = None) -> Adapter:
+    """Read and check a model, without its weights.
+
+    Args:
+        spec: of the model.
+        device: where this process computes.
+        example: of a mini-batch, by which the layers of a chain are followed.
+
+    Raises:
+        UserError: the model cannot be split exactly, differs from its configuration, or does not fit the options.
+    """
+    model = spec.model
+    if isinstance(model, nn.Module) and is_chain(model):
+        _check_chain(spec, model)
+        return Chain(model, example)
+    check_model(model)
+    _check_options(spec)
+    adapter = adapter_of(spec, device)
+    layers = tuple(name for layer in adapter.layers for name in layer.all_modules)
+    check_classes(adapter.reference, layers)
+    if not is_known_exact(adapter):
+        verify(adapter)
+    if (generation_config := _generation_config_of(model)) is not None:
+        adapter.reference.generation_config = generation_config
+    if isinstance(model, PreTrainedModel):
+        expected = adapter.reference
+        if adapter.peft is not None and spec.has_peft_layers:
+            expected = adapter.skeleton()
+            adapter.peft.inject(expected)
+        check_as_configured(model, expected)
+        adapter.patches = find_patches(model, expected, layers)
+        if any(patch.layer == adapter.layers[-1].name for patch in adapter.patches):
+            adapter.projection = FoundProjection((), "a function of its head was replaced")
+    return adapter
+
+
+def adapter_of(spec: ModelSpec, device: torch.device | None = None) -> TextAdapter:
+    """The adapter of a model by its configuration alone, with nothing checked that needs more.
+
+    Args:
+        spec: of the model.
+        device: where autocast is observed; None: without autocast.
+
+    Raises:
+        UserError: transformers cannot read the configuration, or the family or an option is not supported.
+    """
+    model, weights = spec.model, read_dtype(spec.dtype, "dtype")
+    model_class, attn_implementation = None, spec.attn_implementation
+    if isinstance(model, PreTrainedModel):
+        if weights not in (None, model.dtype):
+            raise UserError(f"dtype={weights}: the given model is {model.dtype}; convert it before, with model.to")
+        config, weights, model_class = model.config, model.dtype, type(model)
+        attn_implementation = attn_implementation or config._attn_implementation
+    elif isinstance(model, PreTrainedConfig):
+        config = model
+    else:
+        assert isinstance(model, str | os.PathLike)
+        config = read_config(model, trust_remote_code=spec.trust_remote_code, overrides=spec.config_overrides)
+    weights = weights or read_dtype(getattr(config, "dtype", None), "the configuration's dtype") or torch.float32
+    adapter = adapter_for(
+        config,
+        weights,
+        attn_implementation,
+        model_class or classifier_of(config),
+        trust_remote_code=spec.trust_remote_code,
+        autocast=None if spec.autocast is None or device is None else Autocast(spec.autocast, device),
+        quantization_config=spec.quantization_config,
+    )
+    # A language model's checkpoint, read as a classifier.
+    adapter.may_lack_head = adapter.is_classifier and "architectures" in (spec.config_overrides or {})
+    if spec.depth_scaled_feed_forward:
+        feed_forward_outputs(adapter)  # raises its error before any weight is made
+        adapter.depth_scaled_feed_forward = True
+    if spec.peft_config is not None:
+        resolve_peft(adapter, spec.peft_name, spec.peft_config, is_new=not spec.has_peft_layers)
+    return adapter
+
+
+def read_dtype(given: Any, what: str) -> torch.dtype | None:
+    """The type of the weights, given as a type or its name; None for the model's own. Raises UserError for others."""
+    if given is None or given == "auto":
+        return None
+    dtype = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
+    if dtype not in _DTYPES:
+        names = ", ".join(str(one).removeprefix("torch.") for one in _DTYPES)
+        raise UserError(f"{what} is {given!r}; expected one of {names}, or 'auto' for the model's own")
+    return dtype
+
+
+def _check_options(spec: ModelSpec) -> None:
+    """Raise UserError where options do not go with the form of the model, or with each other."""
+    model = spec.model
+    if spec.config_overrides and not isinstance(model, str | os.PathLike):
+        raise UserError("config_overrides go with a Hub id or directory; change the configuration that you give")
+    if spec.depth_scaled_feed_forward and not isinstance(model, PreTrainedConfig):
+        raise UserError(
+            "depth_scaled_feed_forward is for a new model, and this one has its weights; leave it out, or give a "
+            "configuration"
+        )
+    if spec.depth_scaled_feed_forward and spec.quantization_config is not None:
+        raise UserError("depth_scaled_feed_forward and quantization_config exclude each other; leave one of them out")
+    if isinstance(model, PreTrainedModel) and spec.quantization_config is not None:
+        raise UserError(
+            "quantization_config is for weights that are read; give the model's Hub id or directory, or load the "
+            "model with quantization_config in from_pretrained"
+        )
+
+
+def _check_chain(spec: ModelSpec, model: nn.Module) -> None:
+    """Raise UserError where an option is for Hugging Face models."""
+    names = ("attn_implementation", "config_overrides", "peft_config", "quantization_config", "autocast")
+    others = {name: getattr(spec, name) for name in (*names, "depth_scaled_feed_forward")}
+    others["dtype"] = read_dtype(spec.dtype, "dtype")
+    if asked := [name for name, value in others.items() if value]:
+        raise UserError(
+            f"{asked[0]} is for Hugging Face models, and the model is a {type(model).__name__}, which is taken as it "
+            "is; leave it out"
+        )
+
+
+def _generation_config_of(model: ModelSource) -> GenerationConfig | None:
+    """The generation configuration that comes with the model; None: transformers derives it."""
+    if isinstance(model, PreTrainedModel):
+        return copy.deepcopy(getattr(model, "generation_config", None))
+    if isinstance(model, PreTrainedConfig):
+        return None
+    assert isinstance(model, str | os.PathLike)
+    file = Path(model) / GENERATION_CONFIG_NAME
+    if file.exists():
+        check_sizes(strict_json.read(file, dict[str, Any], allows_nan=True), f"{file}: ")
+    try:
+        return GenerationConfig.from_pretrained(str(model))
+    except OSError:
+        return None
+    except Exception as error:  # the library raises whatever its reading comes upon
+        raise CheckpointError(f"cannot read {file}: {error}") from error

@@ -1,0 +1,86 @@
+"""The stages of this process, built with their weights and connected."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from transformers import PreTrainedConfig
+
+from hf_gpipe.adapters import Adapter
+from hf_gpipe.errors import UserError
+from hf_gpipe.model.assembly import assemble
+from hf_gpipe.model.opening import read_dtype
+from hf_gpipe.model.stage_parameters import StageParameters
+from hf_gpipe.pipeline.decision import Decision, PipelineRequest
+from hf_gpipe.pipeline.steps import Steps
+from hf_gpipe.recipe import TrainingSection
+from hf_gpipe.runtime.edges import connect
+from hf_gpipe.runtime.executor import Executor
+from hf_gpipe.runtime.loss import whole_logits
+from hf_gpipe.runtime.ties import trained_by_several
+
+logger = logging.getLogger(__name__)
+
+
+def build(request: PipelineRequest, decision: Decision) -> Steps:
+    """Build the stages of this process and connect them. Every process calls it.
+
+    Raises UserError where weights cannot be made, or the stages cannot be trained as the schedule says.
+    """
+    adapter, config, world = decision.adapter, decision.config, decision.world
+    sent = _boundary_dtype(config.boundary_dtype, adapter)
+    seed = TrainingSection.seed if request.seed is None else request.seed
+    weights = None if isinstance(request.model.model, PreTrainedConfig) else request.model.model
+    models = {
+        stage: assemble(adapter, decision.partition[stage], weights, device, seed)
+        for stage, device in world.stage_devices.items()
+    }
+    for stage, model in models.items():
+        if stage in decision.recompute.block_stages:
+            model.checkpoint_blocks()
+        if config.torch_compile:
+            model.compile_blocks(config.torch_compile_backend)
+    parameters = StageParameters(adapter, models, world, config.zero, seed)
+    if decision.is_asynchronous:
+        _check_no_tie(decision, parameters)
+    stages = parameters.trainable.stages(models, decision.loss)
+    if config.num_stages - 1 in models and (reason := whole_logits(adapter, decision.loss)):
+        logger.warning(f"training makes the logits of a micro-batch whole: {reason}")
+    edges = connect(world, lambda stage, name: adapter.carry_dtype(decision.partition[stage][0], name), sent)
+    executor = Executor(stages, edges, world.worker, parameters.replicas)
+    executor.prepare(decision.schedule(config.num_micro_batches * request.inputs.accumulation))
+    if request.model.saved_adapters is not None:
+        parameters.load_pretrained(request.model.saved_adapters)
+    return Steps(
+        decision,
+        parameters,
+        stages,
+        edges,
+        executor,
+        num_micro_batches=config.num_micro_batches,
+        length_bucketing=request.length_bucketing,
+        packing=request.inputs.packing,
+        has_new_adapters=request.model.has_new_adapters,
+    )
+
+
+def _boundary_dtype(name: str | None, adapter: Adapter) -> torch.dtype | None:
+    """The type that `boundary_dtype` names. Raises UserError unless it is narrower than the model's."""
+    dtype = read_dtype(name, "boundary_dtype")
+    if dtype is not None and dtype.itemsize >= adapter.dtype.itemsize:
+        raise UserError(
+            f"boundary_dtype is {name} and the model's type is {str(adapter.dtype).removeprefix('torch.')}, which "
+            "is not wider: nothing would be sent in fewer bytes; name a narrower type, or leave boundary_dtype out"
+        )
+    return dtype
+
+
+def _check_no_tie(decision: Decision, parameters: StageParameters) -> None:
+    """Raise UserError, on every process, where stages that update by themselves would train one parameter."""
+    for name, stages in trained_by_several(parameters.models, decision.world).items():
+        raise UserError(
+            f"schedule {decision.config.schedule!r}: {name} is tied, stages {stages} train it, and each of them would "
+            "update it at another time; use a model whose weights are not tied (tie_word_embeddings: false), a "
+            "partition that puts its layers into one stage, or a synchronous schedule, such as 1f1b"
+        )

@@ -1,0 +1,187 @@
+"""What a pipeline is asked to be, and what is decided, the same in all processes, before any weight is made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hf_gpipe.adapters import Adapter, is_known_exact
+from hf_gpipe.adapters.chain import is_chain
+from hf_gpipe.adapters.text import TextAdapter, check_reads_text
+from hf_gpipe.errors import UserError
+from hf_gpipe.model.exactness import verify, verify_packing
+from hf_gpipe.model.opening import open_model
+from hf_gpipe.model.spec import ModelSpec
+from hf_gpipe.partition import partition as cut
+from hf_gpipe.planner.decide import Planning, settled
+from hf_gpipe.planner.links import Machines
+from hf_gpipe.planner.plan import Plan
+from hf_gpipe.planner.preflight import compare_with_machines
+from hf_gpipe.planner.workload import OF_THE_READER, PlanInputs
+from hf_gpipe.recipe import DecidedConfig, PipelineConfig
+from hf_gpipe.recipe.pipeline import OF_EACH_PROCESS
+from hf_gpipe.runtime.agreement import compare
+from hf_gpipe.runtime.custom_loss import loss_of
+from hf_gpipe.runtime.loss import PLAIN, Loss
+from hf_gpipe.runtime.micro_batch import Batch
+from hf_gpipe.runtime.recompute import Recompute
+from hf_gpipe.runtime.world import World
+from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
+from hf_gpipe.schedule.builders import build
+from hf_gpipe.schedule.file import TABLE_SUFFIX, is_table_file, recompute_under
+from hf_gpipe.schedule.table import Schedule
+
+
+@dataclass(frozen=True)
+class PipelineRequest:
+    """A pipeline as it is asked for. `Pipeline` says what its arguments mean.
+
+    Attributes:
+        model: the model.
+        config: how it is cut and run.
+        inputs: of the planner; its `packing` says whether training packs rows.
+        seed: None: the default of recipes.
+        loss: of training; of a model that classifies rows in another way, the plain one is replaced.
+        length_bucketing: whether training sorts rows by length.
+    """
+
+    model: ModelSpec
+    config: PipelineConfig
+    inputs: PlanInputs = field(default_factory=PlanInputs)
+    seed: int | None = None
+    loss: Loss = PLAIN
+    length_bucketing: bool = False
+
+    def compare(self) -> None:
+        """Compare it with that of the other processes. Every process calls it. Raises DisagreementError."""
+        compare(self._compared, "arguments of the Pipeline")
+
+    def _compared(self) -> dict[str, Any]:
+        same = {name: value for name, value in vars(self.config).items() if name not in OF_EACH_PROCESS}
+        if is_table_file(self.config.schedule):
+            same["schedule"] = TABLE_SUFFIX  # the main process reads it, and the others may know another path
+        same |= {name: value for name, value in vars(self.inputs).items() if name not in OF_THE_READER}
+        of_tokens = self.loss.of_tokens
+        same |= {"label_smoothing": of_tokens.label_smoothing, "logit_clipping": of_tokens.logit_clipping}
+        same |= {"seed": self.seed, "loss": self.loss, "length_bucketing": self.length_bucketing}
+        return same | self.model.compared()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A model, cut into stages that have their places, and the tables to run.
+
+    Attributes:
+        given, config, planned, loss, links: as of `Pipeline`.
+        adapter: of the model.
+        partition: the layers of each stage.
+        world: where the stages are.
+        table: of the schedule, where it is the file of one.
+        planning: the planner's inputs.
+    """
+
+    given: PipelineConfig
+    config: DecidedConfig
+    planned: str | None
+    adapter: Adapter
+    loss: Loss
+    partition: Sequence[range]
+    world: World
+    links: Sequence[str]
+    table: Schedule | None
+    planning: Planning
+
+    @classmethod
+    def of(cls, request: PipelineRequest, world: World) -> Decision:
+        """Every process calls it, with the same request. Raises UserError where the request cannot be met."""
+        inputs, source = request.inputs, request.model.model
+        example = inputs.example
+        if is_chain(source):  # which the planner does not know
+            inputs = replace(inputs, example=None)
+        given = settled(request.config, inputs, world)
+        if is_chain(source) and not given.is_decided:
+            raise UserError(
+                f"the planner knows Hugging Face models alone, and the model is a {type(source).__name__}; give "
+                "numbers in place of 'auto', and a partition by count or by numbers of layers"
+            )
+        # Read before any weight is made: a table that cannot be run costs no time.
+        table = world.from_reader(lambda: given.table(inputs.accumulation, world.num_processes))
+        if table is not None:
+            given = replace(given, recompute=recompute_under(table, given.recompute))
+            inputs = replace(inputs, tables={given.schedule: table})
+
+        # The model without its weights.
+        adapter = open_model(request.model, world.device, example)
+        if isinstance(source, str) and not os.path.isdir(source):
+            # Each machine has the Hub's model in a cache of its own.
+            commit = getattr(adapter.given_config, "_commit_hash", None)
+            compare(lambda: {"the model's commit": commit}, source)
+        loss = loss_of(adapter, request.loss)
+        if inputs.packing:
+            verify_packing(adapter)
+
+        # What the planner decides, and whether the machines can do it.
+        planning = Planning(inputs, adapter, loss.planned, world, Machines.of(world))
+        config, planned = planning.decide(given)
+        config.check_micro_batches(inputs.accumulation)
+        partition = cut(len(adapter.layers), config.num_stages, config.partition)
+        placement = config.placed(config.schedule) if table is None else table.placement
+        world = world.placed(placement)
+        links = compare_with_machines(planning, config, world)
+        if table is not None:
+            table = replace(table, placement=world.placement)
+        decision = cls(given, config, planned, adapter, loss, partition, world, links, table, planning)
+        splits_backward = decision.schedule(config.num_micro_batches * inputs.accumulation).split
+        if splits_backward and isinstance(adapter, TextAdapter) and not is_known_exact(adapter):
+            verify(adapter, splits_backward=True)
+        return decision
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether each stage updates its weights by itself, so that steps run in windows."""
+        return self.config.schedule in ASYNCHRONOUS_SCHEDULES
+
+    @property
+    def recompute(self) -> Recompute:
+        """What is recomputed, by the table and inside of stages."""
+        return Recompute.parse(self.config.recompute, self.config.num_stages)
+
+    def schedule(self, num_micro_batches: int | Sequence[int], name: str | None = None) -> Schedule:
+        """The table for this many micro-batches; by default that of training.
+
+        Args:
+            num_micro_batches: of an asynchronous schedule it may be a list, with the number of each step of a window.
+            name: of another schedule.
+
+        Raises:
+            ScheduleError: the table was read from a file and has fewer.
+        """
+        steps = None if isinstance(num_micro_batches, int) else num_micro_batches
+        total = num_micro_batches if isinstance(num_micro_batches, int) else sum(num_micro_batches)
+        if self.table is not None and name is None:
+            return self.table.of_first(total)
+        name, num_stages = name or self.config.schedule, self.config.num_stages
+        return build(name, num_stages, total, self.world.placement, self.recompute.of_table, steps=steps)
+
+    def plan(self, batch: Batch | None = None) -> Plan:
+        """Return the planner's prediction of a step of this pipeline, on the device of this process.
+
+        Args:
+            batch: the step's only mini-batch, as `train_step` takes it; None: the constructor's `example`, accumulated.
+
+        Raises:
+            UserError: there is neither, or the size of the optimizer's state is not known.
+        """
+        check_reads_text(self.adapter, "plan")
+        config, inputs, table = self.config, self.planning.inputs, self.table
+        if batch is not None:
+            inputs = replace(inputs, example=batch, accumulation=1)
+            if table is not None:
+                # With fewer micro-batches the table recomputes less.
+                table = table.of_first(config.num_micro_batches)
+                if config.recompute != "block":
+                    config = replace(config, recompute=recompute_under(table, "stage"))
+                inputs = replace(inputs, tables={config.schedule: table})
+        return replace(self.planning, inputs=inputs).planner(config).plan(config)

@@ -1,0 +1,281 @@
+"""`Pipeline`: a Hugging Face model in stages, and the calls that train, evaluate, save and show it."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import cached_property
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_gpipe.errors import UserError
+from hf_gpipe.model.spec import ModelSource, ModelSpec
+from hf_gpipe.model.stage_parameters import StageParameters
+from hf_gpipe.pipeline.building import build
+from hf_gpipe.pipeline.decision import Decision, PipelineRequest
+from hf_gpipe.pipeline.look import html_of, text_of
+from hf_gpipe.pipeline.steps import Steps
+from hf_gpipe.pipeline.whole import refresh, whole_model
+from hf_gpipe.planner.workload import PlanInputs
+from hf_gpipe.recipe import ModelSection, PipelineConfig, TrainingSection
+from hf_gpipe.runtime.calls import by_every_process
+from hf_gpipe.runtime.custom_loss import asked_loss
+from hf_gpipe.runtime.device_choice import DeviceChoice, world_for
+from hf_gpipe.runtime.joining import join_job
+from hf_gpipe.runtime.loss import Loss
+from hf_gpipe.runtime.world import World
+from hf_gpipe.schedule.table import Schedule
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+Method = Callable[Concatenate[Any, Arguments], Result]
+
+
+def _of(part: str, method: Method[Arguments, Result]) -> Method[Arguments, Result]:
+    """A method of `Pipeline` that one of its parts has."""
+
+    @functools.wraps(method)
+    def delegated(self: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        return method(getattr(self, part), *args, **kwargs)
+
+    return delegated
+
+
+def _attribute(part: str, name: str) -> Any:
+    """An attribute of `Pipeline` that one of its parts has."""
+    return property(
+        operator.attrgetter(f"{part}.{name}"), lambda pipe, value: setattr(getattr(pipe, part), name, value)
+    )
+
+
+class Pipeline:
+    """A model trained by pipeline parallelism, exactly like the plain model (GPipe, arXiv 1811.06965).
+
+    In one process without a launcher all stages live in it. Under torchrun, `accelerate launch` or
+    `python -m hf_gpipe.train` every process creates the same Pipeline and holds its own stages.
+
+    Args:
+        model: a PreTrainedModel (its weights are taken, and shared where the device is the same), a configuration
+            (weights are initialised), or a Hub id or directory (weights are loaded). The directory may have saved PEFT
+            adapters alone, which are trained on; their adapter_config.json names the model.
+        num_stages, num_micro_batches, schedule, recompute, partition: as in `PipelineConfig`, in place of
+            `config`. A `schedule` that ends in .txt is the path of a table, which the main process reads: it has this
+            many stages, processes and micro-batches (times `accumulation`), and its R say what is recomputed.
+        seed: of initial weights and dropout. None: the default of recipes; a trainer's `args.seed` then counts for
+            dropout.
+        config: how the model is cut and run. The planner decides the values "auto", and a partition by cost, from
+            `plan_inputs`. With them it also decides micro-batches, schedule, recomputation and partition where they are
+            not given. Without them there is then one micro-batch, the schedule is gpipe, stages are recomputed, and
+            each has the same number of layers.
+        plan_inputs: an example of a mini-batch and facts about the optimizer, for the planner.
+        dtype: type of the weights, or its name, such as "bfloat16"; None or "auto": the model's own, or float32 for a
+            configuration without one.
+        attn_implementation: "eager", "sdpa" ...; None: transformers chooses.
+        trust_remote_code: whether a Hub model may run Python code of its own.
+        config_overrides: values of the model's configuration to change; only with an id or directory.
+        label_smoothing: share of the target's probability that is spread over the vocabulary.
+        logit_clipping: the loss of training is that of logits.clamp(-c, c), with c this number; evaluation, generation
+            and the saved model do not clip. None: no clipping.
+        loss: in place of the cross-entropy of the target tokens: a `LogitsLoss`, a `RowLoss`, or another `Loss`.
+        depth_scaled_feed_forward: whether the last projection of each feed-forward block starts 1/L times as large, L
+            being the layers of its stack; for a configuration only, whose weights are new.
+        device: where this process computes, in place of the config's `device` and `devices`. A list, such as
+            ["cuda:0", "cuda:1"], names the devices of this machine. Each of its processes takes an equal part, and
+            spreads its stages over it.
+        peft_config: a peft.LoraConfig to add adapters, or a directory of saved adapters; everything else is frozen. A
+            model that has PEFT adapters already, or is a PeftModel, is taken as it is.
+        quantization_config: a transformers.BitsAndBytesConfig: linear layers are quantised while they are loaded, each
+            as soon as it is read, and only adapters can be trained on them. A model or checkpoint that bitsandbytes has
+            quantised already is taken as it is. Needs the package bitsandbytes.
+        autocast: torch.bfloat16 or torch.float16: every forward computes under torch.autocast, in training, evaluation
+            and generation; weights and their gradients keep their own type. None: everything computes in that type.
+        length_bucketing: whether training sorts the rows of a mini-batch by length before it is cut, and cuts it so
+            that the largest micro-batch has as few tokens, padding included, as possible.
+        packing: whether training packs the rows of a mini-batch: each micro-batch is one row, of documents that do not
+            see each other, without padding. Loss and gradients stay those of the rows.
+        settings: other fields of `PipelineConfig` (`memory` also as a number of bytes, `torch_compile` also as the name
+            of a backend) and of `PlanInputs` (`example`, `optim`, `accumulation`), in place of the two objects.
+
+    Attributes:
+        config: the `PipelineConfig` without "auto".
+        decision: what is the same in all processes, such as the schedule's tables.
+        steps: what runs the tables.
+        weights: the parameters of this process's stages.
+        loss: of training.
+        has_new_adapters: whether the model has PEFT adapters that `peft_config` has added.
+        given: the `PipelineConfig` that was asked for; "auto" where the planner decides what was not given.
+        planned: the planner's choice and the reason, in one line; None if it had nothing to decide.
+        has_given_seed: whether the constructor was given a seed.
+        weights_seed: the seed of the weights that were initialised here; None: all weights were there.
+        links: lines about the links between machines, measured and as the planner assumes them; empty on one machine.
+        step: optimizer steps begun; dropout depends on it.
+        window: the table of the last window that has run under an asynchronous schedule.
+        stash_bytes: the most that old versions of weights have held in this process in that window.
+        loss_scale: factor of the loss before backward, and so of the gradients, so that small ones are not 0 in float16
+            (Micikevicius et al. 2018, section 3.2). Whoever sets it must divide the gradients by it.
+
+    Raises:
+        UserError, or a subclass: an argument is not supported.
+    """
+
+    def __init__(
+        self,
+        model: ModelSource,
+        num_stages: int | str | None = None,
+        num_micro_batches: int | str | None = None,
+        schedule: str | None = None,
+        recompute: str | Sequence[str | int] | None = None,
+        partition: str | Sequence[int] | None = None,
+        seed: int | None = None,
+        *,
+        config: PipelineConfig | None = None,
+        plan_inputs: PlanInputs | None = None,
+        dtype: torch.dtype | str | None = None,
+        attn_implementation: str | None = ModelSection.attn_implementation,
+        trust_remote_code: bool = ModelSection.trust_remote_code,
+        config_overrides: Mapping[str, Any] | None = None,
+        label_smoothing: float = TrainingSection.label_smoothing_factor,
+        logit_clipping: float | None = TrainingSection.logit_clipping,
+        loss: Loss | None = None,
+        depth_scaled_feed_forward: bool = ModelSection.depth_scaled_feed_forward,
+        device: DeviceChoice = None,
+        peft_config: Any = None,
+        quantization_config: Any = None,
+        autocast: torch.dtype | None = None,
+        length_bucketing: bool = False,
+        packing: bool = False,
+        **settings: Any,
+    ) -> None:
+        spec = ModelSpec.of(
+            model,
+            peft_config=peft_config,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            config_overrides=config_overrides,
+            depth_scaled_feed_forward=depth_scaled_feed_forward,
+            autocast=autocast,
+            quantization_config=quantization_config,
+        )
+        inputs = _plan_inputs(plan_inputs, settings, packing=packing)
+        asked = PipelineConfig.of(
+            config,
+            num_stages=num_stages,
+            num_micro_batches=num_micro_batches,
+            schedule=schedule,
+            recompute=recompute,
+            partition=partition,
+            **settings,
+        )
+        loss = asked_loss(loss, label_smoothing, logit_clipping, packing=inputs.packing)
+        request = PipelineRequest(spec, asked, inputs, seed, loss, length_bucketing)
+        join_job()
+        request.compare()
+        self._make(request, world_for(asked, device))
+
+    @classmethod
+    def of(cls, request: PipelineRequest, world: World) -> Pipeline:
+        """The pipeline that a recipe or a trainer asks for, on chosen devices. Raises as the constructor does."""
+        request.compare()
+        pipe = cls.__new__(cls)
+        pipe._make(request, world)
+        return pipe
+
+    def _make(self, request: PipelineRequest, world: World) -> None:
+        # What is decided: nothing of this takes memory.
+        decision = self.decision = Decision.of(request, world)
+        self.given, self.config, self.planned = decision.given, decision.config, decision.planned
+        self.adapter, self.loss = decision.adapter, decision.loss
+        self.world, self.links = decision.world, decision.links
+        self.partition, self.num_stages = decision.partition, self.config.num_stages
+        self.schedule_name, self.recompute = self.config.schedule, self.config.recompute
+
+        # What is built: the stages of this process, with their weights.
+        self.steps = build(request, decision)
+        self.weights, self.stages = self.steps.parameters, self.steps.stages
+        self.models, self.ties = self.weights.models, self.weights.ties
+        self.has_given_seed = request.seed is not None
+        self.weights_seed = self.seed if request.model.makes_weights(self.adapter) else None
+
+    # What its parts have; their docstrings say what it means.
+
+    step: int = _attribute("steps", "step")
+    window: Schedule | None = _attribute("steps", "window")
+    stash_bytes: int = _attribute("steps", "stash_bytes")
+    loss_scale: float = _attribute("steps", "loss_scale")
+    num_micro_batches: int = _attribute("steps", "num_micro_batches")
+    length_bucketing: bool = _attribute("steps", "length_bucketing")
+    packing: bool = _attribute("steps", "packing")
+    has_new_adapters: bool = _attribute("steps", "has_new_adapters")
+    seed: int = _attribute("weights", "seed")
+
+    train_step = _of("steps", Steps.train_step)
+    train_on = _of("steps", Steps.train_on)
+    train_ahead = _of("steps", Steps.train_ahead)
+    train_window = _of("steps", Steps.train_window)
+    eval_step = _of("steps", Steps.eval_step)
+    eval_on = _of("steps", Steps.eval_on)
+    log_probs = _of("steps", Steps.log_probs)
+    generate = by_every_process(_of("steps", Steps.generate))
+
+    named_parameters = _of("weights", StageParameters.named_parameters)
+    parameters = _of("weights", StageParameters.parameters)
+    shard_optimizer = _of("weights", StageParameters.shard_optimizer)
+    zero_grad = _of("weights", StageParameters.zero_grad)
+    clip_grad_norm_ = _of("weights", StageParameters.clip_grad_norm_)
+    clip_stage_grad_norm_ = _of("weights", StageParameters.clip_stage_grad_norm_)
+    grad_norm = _of("weights", StageParameters.grad_norm)
+    load_pretrained = _of("weights", StageParameters.load_pretrained)
+    save_pretrained = by_every_process(_of("weights", StageParameters.save_pretrained))
+
+    schedule = _of("decision", Decision.schedule)
+    plan = _of("decision", Decision.plan)
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether each stage updates its weights by itself, so that steps run in windows."""
+        return self.decision.is_asynchronous
+
+    # ------------------------------------------------------------------ the whole model
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The whole Hugging Face model, with the tensors that are trained.
+
+        It has the library's class, names, configuration and generation configuration. The parameters of this process's
+        stages are the trained ones themselves, the others are on the meta device. `save_pretrained` and `generate` are
+        the pipeline's, so every process must call them. Its forward works only if one process has all stages on one
+        device. Training runs the modules of the stages: hooks and the mode of these modules have no effect on it.
+
+        Raises:
+            UserError: one of its parameters was replaced or added, and would not be trained.
+        """
+        refresh(self._whole)
+        return self._whole
+
+    @cached_property
+    def _whole(self) -> PreTrainedModel:
+        return whole_model(self.weights, generate=self.generate, save_pretrained=self.save_pretrained)
+
+    # ------------------------------------------------------------------ what it shows
+
+    def __repr__(self) -> str:
+        return text_of(self.decision, self.models)
+
+    def _repr_html_(self) -> str:
+        return html_of(repr(self), self.schedule(self.num_micro_batches))
+
+
+def _plan_inputs(given: PlanInputs | None, settings: dict[str, Any], *, packing: bool) -> PlanInputs:
+    """The planner's inputs that were given whole, or among other settings, of which they are taken out."""
+    values = {one.name: settings.pop(one.name) for one in fields(PlanInputs) if one.name in settings}
+    if given is not None and values:
+        raise UserError(f"plan_inputs and {', '.join(values)} are given; put all into plan_inputs")
+    inputs = given or PlanInputs(**values)
+    return replace(inputs, packing=True) if packing else inputs
