@@ -34,7 +34,7 @@ from bench.planned import CPU, Case, profile, tiny, train_pipeline
 from bench.runner import parser as numbers_parser
 
 from hf_gpipe.planner.costs import mean_costs
-from hf_gpipe.planner.links import Machines
+from hf_gpipe.planner.links import cluster_of, measure_machines
 from hf_gpipe.planner.measure import this_machine
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.traffic import traffic
@@ -81,12 +81,11 @@ def sent_bytes() -> int:
 def measure(case: Case, num_steps: int) -> dict[str, Any]:
     """Predict a case and run it. Every machine calls it; the result is that of all."""
     everyone = World.of_job()
-    machines = Machines.of(everyone)
-    machines.measure_neighbours(everyone)
+    measure_machines(everyone)
     costs = mean_costs(everyone.gather_objects(profile(case)))
     device = this_machine(CPU)
     inputs = PlanInputs(Workload(case.rows, case.source, case.target))
-    planner = Planner(lambda _: costs, inputs, device, cluster=machines.cluster(device.link))
+    planner = Planner(lambda _: costs, inputs, device, cluster=cluster_of(everyone, device.link))
     plan = planner.plan(case.settings)
     sent: list[int] = []
     _, seconds = train_pipeline(case, num_steps + 1, lambda: sent.append(sent_bytes()))

@@ -223,7 +223,7 @@ MUTANTS = (
     Mutant(
         "communicators are not set up",
         EDGES,
-        "if world.rank in (link.sender, link.receiver):",
+        "if world.rank in (sender, receiver):",
         "if False:",
         "two processes wait for each other in the first step",
     ),
@@ -244,7 +244,7 @@ MUTANTS = (
     Mutant(
         "processes keep the first device as current",
         "runtime/device_choice.py",
-        "torch.cuda.set_device(devices[0])",
+        "torch.cuda.set_device(torch.device(devices[0]))",
         "pass",
         "every process takes memory on the first device",
     ),

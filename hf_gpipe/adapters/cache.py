@@ -21,7 +21,7 @@ from hf_gpipe.adapters.stage_model import StageModel
 from hf_gpipe.errors import UnsupportedModelError
 
 
-class _Count:
+class CountingSlot:
     """Slot of a block on another stage: counts the tokens that the block has seen, and stores none of them."""
 
     cumulative_length = 0
@@ -33,11 +33,11 @@ class _Count:
         pass
 
 
-class _FullCount(_Count, DynamicLayer):
+class _FullCount(CountingSlot, DynamicLayer):
     """Slot of a block that attends to the whole past."""
 
 
-class _SlidingCount(_Count, DynamicSlidingWindowLayer):
+class _SlidingCount(CountingSlot, DynamicSlidingWindowLayer):
     """Slot of a block that attends to a window of the past."""
 
 
@@ -68,7 +68,7 @@ class StageCache(DynamicCache):
     def advance(self, num_tokens: int) -> None:
         """Count the tokens of one forward in the slots of other stages' blocks; the own slots have grown already."""
         for slot in self.layers:
-            if isinstance(slot, _Count):
+            if isinstance(slot, CountingSlot):
                 slot.cumulative_length += num_tokens
 
 

@@ -242,6 +242,8 @@ class StageModel:
             if hasattr(module, "gradient_checkpointing"):
                 module._gradient_checkpointing_func = function
                 module.gradient_checkpointing = True
+                # A block that runs again writes the same keys and values again: a cache of chunks may be kept.
+                module._can_checkpoint_with_cache = True
 
     def replace_parameter(self, name: str, parameter: nn.Parameter) -> None:
         """Replace a parameter by another tensor, wherever this stage uses it."""

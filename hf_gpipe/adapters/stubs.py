@@ -64,16 +64,22 @@ class EmbeddingStub(nn.Module):
     """Replaces an embedding or its projection of another stage: returns zeros of the right shape, without memory.
 
     The model still computes positions and masks from the ids; the zeros themselves never reach a layer.
+
+    Args:
+        width: of the embeddings.
+        dtype: of the embeddings.
+        is_of_positions: whether it replaces a table of positions, which may be called with the mask of all tokens so
+            far in place of the ids of a chunk.
     """
 
-    def __init__(self, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, width: int, dtype: torch.dtype, *, is_of_positions: bool = False) -> None:
         super().__init__()
-        self.width = width
+        self.width, self._is_of_positions = width, is_of_positions
         self.zero = torch.zeros((), dtype=dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        if not tensors:  # a table of positions, called with a shape
+        if self._is_of_positions or not tensors:  # such a table may also be called with a shape
             return self.zero.expand(1, 1, self.width)
         # Ids (B, T), or hidden states (B, T, D) of another width.
         return self.zero.expand(*tensors[0].shape[:2], self.width)

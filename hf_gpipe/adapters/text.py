@@ -109,7 +109,8 @@ class TextAdapter(Adapter):
             return PassThrough(port)
         module = self.reference.get_submodule(name)
         own_width = getattr(module, "embedding_dim", None) or getattr(module, "out_features", None)
-        return EmbeddingStub(own_width or self.stack_width(layer.stack), self.dtype)
+        width = own_width or self.stack_width(layer.stack)
+        return EmbeddingStub(width, self.dtype, is_of_positions=is_position_table(name))
 
     def hidden_shape(self, boundary: int, ids: torch.Tensor) -> tuple[int, ...]:
         """Shape of the hidden states that layer `boundary` receives for ids (B, T); (B, T, D) in most models."""

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import shutil
-import socket
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -240,14 +239,14 @@ def check_shared(output_dir: Path, world: World) -> None:
         write_together(output_dir, world, write)
         deadline = time.monotonic() + _APPEARS_SECONDS
         unseen = [rank for rank, file in enumerate(files) if not _appears(file, deadline)]
-        places = world.gather_objects((socket.gethostname(), str(output_dir.resolve()), unseen))
+        places = world.gather_objects((str(output_dir.resolve()), unseen))
     finally:
         files[world.rank].unlink(missing_ok=True)
-    for rank, (host, path, others) in enumerate(places):
+    for rank, (path, others) in enumerate(places):
         if others:
             raise CheckpointError(
-                f"process {rank} (on {host}, in {path}) does not see what process {others[0]} (on "
-                f"{places[others[0]][0]}, in {places[others[0]][1]}) writes; every process writes its own stages, so "
+                f"process {rank} (on {world.hosts[rank]}, in {path}) does not see what process {others[0]} (on "
+                f"{world.hosts[others[0]]}, in {places[others[0]][0]}) writes; every process writes its own stages, so "
                 "the output directory must be one that all machines share, given by the same absolute path"
             )
 

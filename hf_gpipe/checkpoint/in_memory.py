@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import shutil
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from uuid import uuid4
@@ -55,14 +54,13 @@ class MemoryCheckpoints:
 
     def __init__(self, output_dir: Path, world: World) -> None:
         self._world = world
-        lacking = [host for host, has in world.gather_objects((socket.gethostname(), ROOT.is_dir())) if not has]
+        hosts = world.hosts
+        lacking = [host for host, has in zip(hosts, world.gather_objects(ROOT.is_dir()), strict=True) if not has]
         if lacking:
             raise CheckpointError(f"machine {lacking[0]} has no {ROOT}; leave memory_save_steps out")
-        hosts = world.gather_objects(socket.gethostname())
-        self._own = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
         #: The first process of each machine, which does what is done once on it.
         self._firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
-        self._is_first = world.rank == self._own[0]
+        self._is_first = world.rank == world.neighbours[0]
         self._writer = self._firsts.index(hosts.index(hosts[world.writer]))
         self.folder = ROOT / world.from_writer(lambda: _name_of(output_dir))
 
@@ -150,7 +148,8 @@ class MemoryCheckpoints:
             self._exchange(path, self._world, lambda machine, owner, name: True)
             digests_here = Digests.read(path)
             assert digests_here is not None, "it was read before"
-            digests_here.check_share(self._own.index(self._world.rank), len(self._own))
+            own = self._world.neighbours
+            digests_here.check_share(own.index(self._world.rank), len(own))
             read_state(path)
             read_trainer_state(path)
         except CheckpointError as error:

@@ -24,8 +24,8 @@ from uuid import uuid4
 
 from hf_gpipe.errors import EXIT_USER_ERROR, CheckpointError, UserError
 from hf_gpipe.runtime import failures
+from hf_gpipe.runtime.facts import boot_id
 from hf_gpipe.runtime.failures import Failure
-from hf_gpipe.runtime.preflight import boot_id
 from hf_gpipe.runtime.world import World
 
 LOCK_FILE = ".hf_gpipe.lock"

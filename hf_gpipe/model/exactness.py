@@ -28,7 +28,7 @@ from hf_gpipe.partition import partition
 from hf_gpipe.runtime.channel import LocalChannel
 from hf_gpipe.runtime.edges import Edge
 from hf_gpipe.runtime.executor import Executor
-from hf_gpipe.runtime.micro_batch import make_micro_batches, split_rows
+from hf_gpipe.runtime.micro_batch import chunks_of, make_micro_batches, split_rows
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.ties import share_within_process
 from hf_gpipe.schedule.builders import build as build_schedule
@@ -444,16 +444,32 @@ def _check_coefficient(model: PreTrainedModel, rows: Batch, dtype: torch.dtype, 
 
 
 def split_step(
-    model: PreTrainedModel, adapter: Adapter, batch: Batch, num_stages: int, *, splits_backward: bool = False
+    model: PreTrainedModel,
+    adapter: Adapter,
+    batch: Batch,
+    num_stages: int,
+    *,
+    splits_backward: bool = False,
+    chunks: int = 1,
+    recomputes_blocks: bool = False,
 ) -> Step:
-    """Run the same step in stages, all of them in this process, with recomputation."""
+    """Run the same step in stages, all of them in this process, with recomputation, of stages or of blocks."""
     cpu, models = torch.device("cpu"), stage_models(model, adapter, num_stages)
     stages = {
         n: Stage(one, lambda boundary: dict.fromkeys(adapter.sources(boundary), True)) for n, one in models.items()
     }
     edges = {(number, 0, 0): Edge(LocalChannel(cpu), LocalChannel(cpu)) for number in range(num_stages - 1)}
-    micro_batches = make_micro_batches(adapter, [batch], MICRO_BATCHES, 0, 0)
-    table = build_schedule("gpipe", num_stages, MICRO_BATCHES, Placement.spread(num_stages, 1), recompute="stage")
+    micro_batches = make_micro_batches(adapter, [batch], MICRO_BATCHES, 0, 0, sequence_chunks=chunks)
+    for one in models.values() if recomputes_blocks else ():
+        one.checkpoint_blocks()
+    table = build_schedule(
+        "gpipe",
+        num_stages,
+        len(micro_batches),
+        Placement.spread(num_stages, 1),
+        recompute="none" if recomputes_blocks else "stage",
+        chunks=chunks_of(micro_batches),
+    )
     if splits_backward:
         table = _with_weights_last(table)
     loss = Executor(stages, edges, 0).run(table, micro_batches).loss

@@ -49,7 +49,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
         logger.warning(f"training makes the logits of a micro-batch whole: {reason}")
     edges = connect(world, lambda stage, name: adapter.carry_dtype(decision.partition[stage][0], name), sent)
     executor = Executor(stages, edges, world.worker, parameters.replicas)
-    executor.prepare(decision.schedule(config.num_micro_batches * request.inputs.accumulation))
+    executor.prepare(decision.full_table)
     if request.model.saved_adapters is not None:
         parameters.load_pretrained(request.model.saved_adapters)
     return Steps(

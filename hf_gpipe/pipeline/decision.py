@@ -10,19 +10,20 @@ from typing import Any
 from hf_gpipe.adapters import Adapter, is_known_exact
 from hf_gpipe.adapters.chain import is_chain
 from hf_gpipe.adapters.text import TextAdapter, check_reads_text
-from hf_gpipe.errors import UserError
+from hf_gpipe.errors import ScheduleError, UserError
+from hf_gpipe.model.chunks import verify_chunks
 from hf_gpipe.model.exactness import verify, verify_packing
 from hf_gpipe.model.opening import open_model
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.decide import Planning, settled
-from hf_gpipe.planner.links import Machines
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.preflight import compare_with_machines
 from hf_gpipe.planner.workload import OF_THE_READER, PlanInputs
 from hf_gpipe.recipe import DecidedConfig, PipelineConfig
 from hf_gpipe.recipe.pipeline import OF_EACH_PROCESS
 from hf_gpipe.runtime.agreement import compare
+from hf_gpipe.runtime.chunks import check_chunks
 from hf_gpipe.runtime.custom_loss import loss_of
 from hf_gpipe.runtime.loss import PLAIN, Loss
 from hf_gpipe.runtime.micro_batch import Batch
@@ -121,9 +122,11 @@ class Decision:
         loss = loss_of(adapter, request.loss)
         if inputs.packing:
             verify_packing(adapter)
+        if given.sequence_chunks > 1:
+            check_chunks(adapter, is_loss_of_tokens=loss.is_of_tokens, packing=inputs.packing)
 
         # What the planner decides, and whether the machines can do it.
-        planning = Planning(inputs, adapter, loss.planned, world, Machines.of(world))
+        planning = Planning(inputs, adapter, loss.planned, world)
         config, planned = planning.decide(given)
         config.check_micro_batches(inputs.accumulation)
         partition = cut(len(adapter.layers), config.num_stages, config.partition)
@@ -131,11 +134,12 @@ class Decision:
         world = world.placed(placement)
         links = compare_with_machines(planning, config, world)
         if table is not None:
-            table = replace(table, placement=world.placement)
+            table = replace(table, placement=replace(world.placement, chunks=table.chunks))
         decision = cls(given, config, planned, adapter, loss, partition, world, links, table, planning)
-        splits_backward = decision.schedule(config.num_micro_batches * inputs.accumulation).split
-        if splits_backward and isinstance(adapter, TextAdapter) and not is_known_exact(adapter):
+        if decision.full_table.split and isinstance(adapter, TextAdapter) and not is_known_exact(adapter):
             verify(adapter, splits_backward=True)
+        if config.sequence_chunks > 1 and isinstance(adapter, TextAdapter):
+            verify_chunks(adapter, recomputes_blocks="block" in config.recompute)
         return decision
 
     @property
@@ -148,22 +152,34 @@ class Decision:
         """What is recomputed, by the table and inside of stages."""
         return Recompute.parse(self.config.recompute, self.config.num_stages)
 
-    def schedule(self, num_micro_batches: int | Sequence[int], name: str | None = None) -> Schedule:
+    @property
+    def full_table(self) -> Schedule:
+        """The table of training for as many micro-batches as a step has at most."""
+        chunks = self.config.sequence_chunks
+        return self.schedule(self.config.num_micro_batches * self.planning.inputs.accumulation * chunks, chunks=chunks)
+
+    def schedule(self, num_micro_batches: int | Sequence[int], name: str | None = None, chunks: int = 1) -> Schedule:
         """The table for this many micro-batches; by default that of training.
 
         Args:
             num_micro_batches: of an asynchronous schedule it may be a list, with the number of each step of a window.
             name: of another schedule.
+            chunks: into how many chunks of tokens each row is cut; each counts as a micro-batch.
 
         Raises:
-            ScheduleError: the table was read from a file and has fewer.
+            ScheduleError: the table was read from a file and has fewer, or cuts rows into other chunks.
         """
         steps = None if isinstance(num_micro_batches, int) else num_micro_batches
         total = num_micro_batches if isinstance(num_micro_batches, int) else sum(num_micro_batches)
         if self.table is not None and name is None:
+            if chunks != self.table.chunks:
+                raise ScheduleError(
+                    f"the table {self.table.name!r} cuts rows into {self.table.chunks} chunks, and those of this step "
+                    f"are in {chunks}; give rows of at least {self.table.chunks} tokens."
+                )
             return self.table.of_first(total)
         name, num_stages = name or self.config.schedule, self.config.num_stages
-        return build(name, num_stages, total, self.world.placement, self.recompute.of_table, steps=steps)
+        return build(name, num_stages, total, self.world.placement, self.recompute.of_table, steps=steps, chunks=chunks)
 
     def plan(self, batch: Batch | None = None) -> Plan:
         """Return the planner's prediction of a step of this pipeline, on the device of this process.

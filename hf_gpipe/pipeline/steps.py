@@ -29,7 +29,14 @@ from hf_gpipe.runtime.gradient_norm import (
     begin_losses_and_norms,
     sums_of_squares,
 )
-from hf_gpipe.runtime.micro_batch import Batch, LogitsCallback, MicroBatch, StepOptions, make_micro_batches
+from hf_gpipe.runtime.micro_batch import (
+    Batch,
+    LogitsCallback,
+    MicroBatch,
+    StepOptions,
+    chunks_of,
+    make_micro_batches,
+)
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
@@ -251,7 +258,7 @@ class Steps:
             entered.enter_context(keeping_weights(self.adapter.autocast))
             entered.enter_context(self._keeping_random_state())
             result = self.executor.run(
-                self.decision.schedule(len(micro_batches)),
+                self.decision.schedule(len(micro_batches), chunks=chunks_of(micro_batches)),
                 micro_batches,
                 StepOptions(loss_scale=self.loss_scale),
                 reduce=reduce,
@@ -276,6 +283,7 @@ class Steps:
             length_bucketing=self.length_bucketing,
             packing=self.packing,
             is_compiled=self.decision.config.torch_compile,
+            sequence_chunks=self.decision.config.sequence_chunks,
             loss=self.decision.loss,
         )
         if self._may_lack_overlap:

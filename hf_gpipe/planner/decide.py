@@ -12,7 +12,7 @@ from hf_gpipe.planner.choose import best_plan, micro_batch_counts
 from hf_gpipe.planner.costs import ModelCosts, mean_costs
 from hf_gpipe.planner.devices import Device
 from hf_gpipe.planner.limits import ALIKE, MemoryLimit, limit_text
-from hf_gpipe.planner.links import Machines, steady
+from hf_gpipe.planner.links import cluster_of, measure_machines, steady
 from hf_gpipe.planner.measure import profile_layers, rated_machine, steady_memory, this_machine
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.times import seconds_text
@@ -52,15 +52,13 @@ class Planning:
         inputs: the mini-batch and the optimizer.
         adapter: the model's.
         loss: of the micro-batch.
-        world: the processes, and their devices.
-        machines: of the processes.
+        world: the processes, their devices, and what was measured of their links.
     """
 
     inputs: PlanInputs
     adapter: Adapter
     loss: Loss
     world: World
-    machines: Machines
 
     def decide(self, config: PipelineConfig) -> tuple[DecidedConfig, str | None]:
         """Decide what a configuration leaves open. Every process calls it; the main process decides for its own device.
@@ -78,8 +76,8 @@ class Planning:
             num_stages, _ = config.mesh
             stages = cut(len(self.adapter.layers), num_stages, config.partition)
             return config.decided(partition=tuple(map(len, stages))), None
-        if self.machines.are_several:
-            self.machines.measure_neighbours(self.world)
+        if self.world.has_several_machines:
+            measure_machines(self.world)
         measured = self._measure(config) if config.partition == "profile" else {}
         memory = self._memory_bytes() if config.memory is None else config.memory_bytes
 
@@ -98,7 +96,7 @@ class Planning:
         It is measured where the configuration asks for that, by the partition "profile".
         """
         of_machine = this_machine if config.partition == "profile" else rated_machine
-        return of_machine(self.world.device, self.world.num_on_this_machine)
+        return of_machine(self.world.device, len(self.world.neighbours))
 
     def planner(
         self,
@@ -118,8 +116,8 @@ class Planning:
             UserError: there is no example.
         """
         device = self.world.device
-        this = self.device(config) if decides else this_machine(device, self.world.num_on_this_machine)
-        cluster = self.machines.cluster(this.link)
+        this = self.device(config) if decides else this_machine(device, len(self.world.neighbours))
+        cluster = cluster_of(self.world, this.link)
         return Planner.of(
             self.adapter,
             self.inputs,
@@ -134,8 +132,8 @@ class Planning:
 
     def _memory_bytes(self) -> MemoryLimit:
         """The memory of each process's device; one number where all are nearly alike."""
-        mine = steady_memory(self.world.device, self.world.num_on_this_machine)
-        limits = tuple(self.world.gather_objects(mine))
+        hosts = self.world.hosts
+        limits = tuple(steady_memory(rank.devices[0], hosts.count(rank.host)) for rank in self.world.ranks)
         return min(limits) if max(limits) < ALIKE * min(limits) else limits
 
     def _measure(self, config: PipelineConfig) -> dict[int, ModelCosts]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
@@ -16,7 +14,7 @@ import torch.distributed as dist
 
 from hf_gpipe.partition.cluster import Cluster, Level
 from hf_gpipe.planner.devices import Link
-from hf_gpipe.runtime.world import World
+from hf_gpipe.runtime.world import MeasuredLink, World
 from hf_gpipe.schedule.placement import Placement
 
 #: Messages grow until one takes so long and so many round trips, or has the last size. TCP begins slowly: on a link
@@ -26,79 +24,40 @@ _FIRST_BYTES, _LAST_BYTES, _GROWTH = 1 << 16, 1 << 25, 8
 _NUM_TRIPS = 5
 
 
-@dataclass(frozen=True)
-class MeasuredLink:
-    """The link between two machines, or between two processes of one.
-
-    Attributes:
-        hosts: the names of the machines.
-        ranks: the two processes that have measured it.
-        bytes_per_second: in one direction.
-        latency_seconds: of a small message.
-    """
-
-    hosts: tuple[str, str]
-    ranks: tuple[int, int]
-    bytes_per_second: float
-    latency_seconds: float
+def measure_machines(world: World) -> None:
+    """Measure the links that follow machine by machine, before there is a plan. Every process calls it."""
+    names = list(dict.fromkeys(world.hosts))
+    following = pairwise([*names, names[0]] if len(names) > 2 else names)
+    measure(world, [(world.hosts.index(one), world.hosts.index(other)) for one, other in following])
 
 
-class Machines:
-    """The machine of each process, and what was measured of the links between them.
+def measure(world: World, pairs: Sequence[tuple[int, int]]) -> list[MeasuredLink]:
+    """The links between pairs of processes, measured unless they were. Every process calls it."""
+    ends = [frozenset(world.hosts[rank] for rank in pair) for pair in pairs]
+    missing = [pair for pair, hosts in zip(pairs, ends, strict=True) if hosts not in world.links]
+    for link in measure_links(world, missing):
+        world.links[frozenset(link.hosts)] = link
+    return [world.links[hosts] for hosts in ends]
+
+
+def cluster_of(world: World, inside: Link) -> Cluster | None:
+    """The machines as a cluster with the slowest link that was measured between two; None where none was.
 
     Args:
-        hosts: the name of each process's machine.
+        world: the processes, with what was measured of their links.
+        inside: the link between the processes of a machine.
     """
-
-    def __init__(self, hosts: Sequence[str]) -> None:
-        self.hosts = tuple(hosts)
-        self._measured: dict[frozenset[str], MeasuredLink] = {}
-
-    @classmethod
-    def of(cls, world: World) -> Machines:
-        """Those of a job. Every process calls it."""
-        return cls(world.gather_objects(socket.gethostname()))
-
-    @property
-    def are_several(self) -> bool:
-        """Whether there is more than one machine."""
-        return len(set(self.hosts)) > 1
-
-    def measure_neighbours(self, world: World) -> None:
-        """Measure the links that follow machine by machine, before there is a plan. Every process calls it."""
-        self.measure(world, [(self.hosts.index(one), self.hosts.index(other)) for one, other in self._neighbours()])
-
-    def _neighbours(self) -> list[tuple[str, str]]:
-        names = list(dict.fromkeys(self.hosts))
-        return list(pairwise([*names, names[0]] if len(names) > 2 else names))
-
-    def measure(self, world: World, pairs: Sequence[tuple[int, int]]) -> list[MeasuredLink]:
-        """The links between pairs of processes, measured unless they were. Every process calls it."""
-        missing = [pair for pair in pairs if self._ends(pair) not in self._measured]
-        for link in measure_links(world, self.hosts, missing):
-            self._measured[frozenset(link.hosts)] = link
-        return [self._measured[self._ends(pair)] for pair in pairs]
-
-    def _ends(self, pair: tuple[int, int]) -> frozenset[str]:
-        return frozenset(self.hosts[rank] for rank in pair)
-
-    def cluster(self, inside: Link) -> Cluster | None:
-        """The machines as a cluster with the slowest link that was measured between two; None where none was.
-
-        Args:
-            inside: the link between the processes of a machine.
-        """
-        between = [link for ends, link in self._measured.items() if len(ends) > 1]
-        if not between:
-            return None
-        slowest = min(link.bytes_per_second for link in between), max(link.latency_seconds for link in between)
-        counts = Counter(self.hosts)
-        names, count = list(counts), counts[self.hosts[0]]
-        if self.hosts != tuple(name for name in names for _ in range(count)):
-            # Levels are of equal parts. Without them no link is taken for faster than it is.
-            return Cluster((Level(len(self.hosts), *slowest),))
-        machine = Level(count, inside.bytes_per_second, inside.latency_seconds)
-        return Cluster((machine, Level(len(names), *slowest)))
+    between = [link for ends, link in world.links.items() if len(ends) > 1]
+    if not between:
+        return None
+    slowest = min(link.bytes_per_second for link in between), max(link.latency_seconds for link in between)
+    counts = Counter(world.hosts)
+    names, count = list(counts), counts[world.hosts[0]]
+    if world.hosts != tuple(name for name in names for _ in range(count)):
+        # Levels are of equal parts. Without them no link is taken for faster than it is.
+        return Cluster((Level(len(world.hosts), *slowest),))
+    machine = Level(count, inside.bytes_per_second, inside.latency_seconds)
+    return Cluster((machine, Level(len(names), *slowest)))
 
 
 def steady(cluster: Cluster) -> Cluster:
@@ -134,14 +93,8 @@ def pairs_to_measure(placement: Placement, hosts: Sequence[str]) -> list[tuple[i
     return list(first.values())
 
 
-def measure_links(world: World, hosts: Sequence[str], pairs: Sequence[tuple[int, int]]) -> list[MeasuredLink]:
-    """Measure the links between pairs of processes, one after the other. Every process calls it.
-
-    Args:
-        world: of the pipeline.
-        hosts: the machine of each process.
-        pairs: the processes at the ends of each link.
-    """
+def measure_links(world: World, pairs: Sequence[tuple[int, int]]) -> list[MeasuredLink]:
+    """Measure the links between pairs of processes, one after the other. Every process calls it."""
     mine = {}
     for first, second in pairs:
         if world.rank == first:
@@ -150,7 +103,7 @@ def measure_links(world: World, hosts: Sequence[str], pairs: Sequence[tuple[int,
             _answer(world, first)
         world.barrier()
     measured = {pair: value for one in world.gather_objects(mine) for pair, value in one.items()}
-    return [MeasuredLink((hosts[pair[0]], hosts[pair[1]]), pair, *measured[pair]) for pair in pairs]
+    return [MeasuredLink((world.hosts[pair[0]], world.hosts[pair[1]]), pair, *measured[pair]) for pair in pairs]
 
 
 def _send_and_measure(world: World, peer: int) -> tuple[float, float]:

@@ -7,7 +7,6 @@ stage spends once per micro-batch on masks, positions and calls. `this_machine` 
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
@@ -28,6 +27,7 @@ from hf_gpipe.planner.layers import LayerTracer, ModelLayers
 from hf_gpipe.planner.tracing import context_of
 from hf_gpipe.planner.tracker import Tracker
 from hf_gpipe.planner.workload import Workload
+from hf_gpipe.runtime.facts import DeviceFacts
 from hf_gpipe.runtime.loss import PLAIN, Loss
 from hf_gpipe.runtime.stage import Stage
 
@@ -196,7 +196,7 @@ def this_machine(device: torch.device, num_processes: int = 1) -> Device:
         num_processes: processes that will share a CPU's memory.
     """
     rates = {dtype: _matrix_rate(getattr(torch, dtype), device) for dtype in _DTYPES}
-    memory = device_memory(device, num_processes)
+    memory = device_memory(DeviceFacts.of(device), num_processes)
     if device.type == "cuda":
         name, link, reserved_share = torch.cuda.get_device_name(device), LINKS["pcie4"], Device.reserved_share
     else:
@@ -220,28 +220,22 @@ def rated_machine(device: torch.device, num_processes: int = 1) -> Device:
         device: a CUDA device or the CPU.
         num_processes: processes that will share a CPU's memory.
     """
-    memory = steady_memory(device, num_processes)
+    memory = steady_memory(DeviceFacts.of(device), num_processes)
     if device.type == "cuda":
         of = torch.cuda.get_device_properties(device)
         return replace(like_gpu(of.name, of.total_memory, (of.major, of.minor)), memory_bytes=memory)
     return replace(cpu(torch.get_num_threads()), memory_bytes=memory, reserved_share=_RESERVED_SHARE)
 
 
-def steady_memory(device: torch.device, num_processes: int = 1) -> int:
+def steady_memory(device: DeviceFacts, num_processes: int = 1) -> int:
     """Bytes as in `device_memory`, of a GPU rounded down to sixteenths of all: a little less free changes no choice."""
     memory = device_memory(device, num_processes)
-    if device.type != "cuda":
-        return memory
-    _, total = torch.cuda.mem_get_info(device)
-    return total // 16 * (16 * memory // total)
+    return device.total_bytes // 16 * (16 * memory // device.total_bytes) if device.is_gpu else memory
 
 
-def device_memory(device: torch.device, num_processes: int = 1) -> int:
+def device_memory(device: DeviceFacts, num_processes: int = 1) -> int:
     """Bytes that a process can have of a device, as in `this_machine`."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free + torch.cuda.memory_reserved(device))
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_processes
+    return device.free_bytes if device.is_gpu else device.total_bytes // num_processes
 
 
 def _matrix_rate(dtype: torch.dtype, device: torch.device) -> float:

@@ -10,7 +10,7 @@ from functools import cache, cached_property
 import torch
 
 from hf_gpipe.adapters import Adapter
-from hf_gpipe.errors import ScheduleError
+from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.partition import stages_of
 from hf_gpipe.partition.cluster import Cluster
@@ -283,6 +283,12 @@ class Planner:
         Raises:
             ScheduleError: there is none, or the schedule is a table that was read and does not have these numbers.
         """
+        if settings.sequence_chunks > 1:
+            raise UserError(
+                f"sequence_chunks is {settings.sequence_chunks}, and the planner does not know the costs of chunks "
+                "yet; give num_stages, num_micro_batches, schedule, recompute and partition, none of them auto or by "
+                "cost, or leave sequence_chunks out"
+            )
         name, num_stages, num_processes = settings.schedule, settings.num_stages, settings.num_processes
         num_micro_batches = self.micro_batches_of_step(settings.num_micro_batches)
         if (given := self.inputs.tables.get(name)) is not None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-
-import torch
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.partition.cluster import Level
 from hf_gpipe.planner.decide import Planning
-from hf_gpipe.planner.links import MeasuredLink, pairs_to_measure
-from hf_gpipe.planner.measure import device_memory
+from hf_gpipe.planner.links import cluster_of, measure, pairs_to_measure
 from hf_gpipe.planner.network import one_level
 from hf_gpipe.planner.times import seconds_text
 from hf_gpipe.planner.traffic import bytes_text
 from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.recipe.sizes import size_text
-from hf_gpipe.runtime.world import World
+from hf_gpipe.runtime.facts import RankFacts
+from hf_gpipe.runtime.world import MeasuredLink, World
 
 #: A link that is so much slower than the planner assumed makes its times worthless.
 _MUCH_SLOWER = 2.0
@@ -26,7 +23,7 @@ _MUCH_SLOWER = 2.0
 def compare_with_machines(planning: Planning, config: DecidedConfig, world: World) -> list[str]:
     """Check the memory that a plan needs, and measure its links. Every process calls it.
 
-    Where all processes are on one machine it costs one small message, unless the configuration asks for
+    Where all processes are on one machine it does nothing, unless the configuration asks for
     `measure_links`.
 
     Returns:
@@ -36,73 +33,53 @@ def compare_with_machines(planning: Planning, config: DecidedConfig, world: Worl
         UserError: on every process: a machine has less free memory than its processes need. Where the configuration
             says how much `memory` there is, that is believed.
     """
-    machines = planning.machines
-    if not machines.are_several and not config.measure_links:
+    if not world.has_several_machines and not config.measure_links:
         return []
-    free = world.gather_objects([free_bytes(device) for device in world.devices])
     peaks, assumed = world.from_reader(lambda: _planned(planning, config), takes_long=True)
-    if peaks and config.memory is None:
-        is_shared = world.device.type == "cpu"
-        if lacking := memory_problems(machines.hosts, free, peaks, is_shared=is_shared):
-            raise UserError("; ".join(lacking))
-    pairs = pairs_to_measure(world.placement, machines.hosts)
-    return [_line(link, assumed) for link in machines.measure(world, pairs)]
+    if peaks and config.memory is None and (lacking := memory_problems(world.ranks, peaks)):
+        raise UserError("; ".join(lacking))
+    return [_line(link, assumed) for link in measure(world, pairs_to_measure(world.placement, world.hosts))]
 
 
 def _planned(planning: Planning, config: DecidedConfig) -> tuple[list[int], Level]:
     """The bytes that each process needs, or none where no example of a mini-batch is given; and the assumed link."""
     device = planning.device(config)
-    assumed = (planning.machines.cluster(device.link) or one_level(device, 1)).levels[-1]
+    assumed = (cluster_of(planning.world, device.link) or one_level(device, 1)).levels[-1]
     if planning.inputs.example is None:
         return [], assumed
     return [process.memory.total for process in planning.planner(config, decides=True).plan(config).processes], assumed
 
 
-def memory_problems(
-    hosts: Sequence[str], free: Sequence[Sequence[int]], peaks: Sequence[int], *, is_shared: bool
-) -> list[str]:
+def memory_problems(ranks: Sequence[RankFacts], peaks: Sequence[int]) -> list[str]:
     """The machines that have too little free memory, a sentence each.
 
     Args:
-        hosts: the machine of each process.
-        free: bytes of each device of each process.
+        ranks: the facts of each process. On the CPU the processes of a machine share its memory.
         peaks: bytes that each process needs at the fullest moment of a step.
-        is_shared: whether the processes of a machine share its memory, as on the CPU.
     """
     advice = (
         "end what else runs there, use more or smaller stages, recompute more, or set pipeline.memory to what there is "
         "for each process"
     )
     found = []
-    if not is_shared:
-        for rank, (host, own, need) in enumerate(zip(hosts, free, peaks, strict=True)):
-            if need > sum(own):
-                found.append(
-                    f"machine {host}: process {rank} needs {size_text(need)} by the plan and its GPU has "
-                    f"{size_text(sum(own))} free; {advice}"
-                )
-        return found
-    for host in dict.fromkeys(hosts):
-        ranks = [rank for rank, one in enumerate(hosts) if one == host]
-        need, there = sum(peaks[rank] for rank in ranks), min(free[rank][0] for rank in ranks)
-        if need > there:
-            names = ", ".join(map(str, ranks))
+    of_host: dict[str, list[int]] = {}
+    for rank, (facts, need) in enumerate(zip(ranks, peaks, strict=True)):
+        there = sum(device.free_bytes for device in facts.devices)
+        if not facts.devices[0].is_gpu:
+            of_host.setdefault(facts.host, []).append(rank)
+        elif need > there:
             found.append(
-                f"machine {host}: its processes ({names}) need {size_text(need)} by the plan and {size_text(there)} "
-                f"are free; {advice}"
+                f"machine {facts.host}: process {rank} needs {size_text(need)} by the plan and its GPU has "
+                f"{size_text(there)} free; {advice}"
+            )
+    for host, own in of_host.items():
+        need, there = sum(peaks[rank] for rank in own), min(ranks[rank].devices[0].free_bytes for rank in own)
+        if need > there:
+            found.append(
+                f"machine {host}: its processes ({', '.join(map(str, own))}) need {size_text(need)} by the plan and "
+                f"{size_text(there)} are free; {advice}"
             )
     return found
-
-
-def free_bytes(device: torch.device) -> int:
-    """The free memory of a device now; of the CPU what the system can give without swapping."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        return 1024 * int(lines["MemAvailable"].split()[0])
-    except (OSError, KeyError):
-        return device_memory(device)
 
 
 def _line(link: MeasuredLink, assumed: Level) -> str:

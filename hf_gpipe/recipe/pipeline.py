@@ -16,6 +16,7 @@ from hf_gpipe.schedule import (
     ASYNCHRONOUS_SCHEDULES,
     SCHEDULES,
     TABLE_SUFFIX,
+    WITHOUT_CHUNKS,
     Placement,
     Schedule,
     is_table_file,
@@ -107,6 +108,12 @@ class PipelineConfig:
     its part of the weights, and gets the rest from the others (ZeRO-1); 0: each replica keeps and updates all. With
     `replicas` auto, 1 counts where the planner chooses replicas."""
 
+    sequence_chunks: Count = 1
+    """Into how many chunks of tokens the rows are cut in training, which go through the stages one after another, each
+    as a micro-batch would: for long rows, of which a mini-batch has few. For decoder-only models whose layers keep
+    nothing of earlier tokens but keys and values. Evaluation and generation do not cut rows, and the planner does not
+    know the costs of chunks yet: what it would choose has to be given. 1: rows are whole."""
+
     boundary_dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """The type in which hidden states and their gradients are sent from stage to stage, narrower than the model's, for
     slow links; it rounds them. null: the model's type, and nothing is rounded."""
@@ -167,6 +174,12 @@ class PipelineConfig:
             )
         if self.schedule in ASYNCHRONOUS_SCHEDULES:
             self._check_asynchronous()
+        if self.sequence_chunks > 1 and self.schedule in WITHOUT_CHUNKS:
+            known = [name for name in SYNCHRONOUS_SCHEDULES if name not in WITHOUT_CHUNKS]
+            raise UserError(
+                f"sequence_chunks is {self.sequence_chunks} and schedule is {self.schedule}, which has no order for "
+                f"rows that are cut into chunks; use one of {', '.join(known)}, or leave sequence_chunks out."
+            )
         self.memory_bytes  # noqa: B018  # raises for a text that is no size
 
     def _check_asynchronous(self) -> None:
@@ -278,7 +291,7 @@ class PipelineConfig:
         Args:
             can_plan: whether the shape of a mini-batch and the memory of the optimizer are known.
         """
-        is_auto = can_plan and self.schedule in (None, AUTO, *SYNCHRONOUS_SCHEDULES)
+        is_auto = can_plan and self.sequence_chunks == 1 and self.schedule in (None, AUTO, *SYNCHRONOUS_SCHEDULES)
         values: dict[str, Any] = {name: AUTO if is_auto else PLANNED[name] for name in self.not_given}
         return replace(self, **values) if values else self
 
@@ -392,8 +405,8 @@ class PipelineConfig:
         num_stages, replicas = self.mesh
         step: int | str = self.num_micro_batches
         if isinstance(step, int):
-            step *= accumulation
-        table = read_table(self.schedule, num_stages, step, num_processes, replicas)
+            step *= accumulation * self.sequence_chunks
+        table = read_table(self.schedule, num_stages, step, num_processes, replicas, self.sequence_chunks)
         recompute_under(table, self.recompute)
         return table
 

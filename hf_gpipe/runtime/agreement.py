@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import socket
 from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -52,11 +51,11 @@ def compare(given: Callable[[], Mapping[str, Any]], what: str) -> None:
     settings = given()
     mine = {name: value.value if isinstance(value, Noted) else text_of(value) for name, value in settings.items()}
     notes = {name: value.note for name, value in settings.items() if isinstance(value, Noted)}
-    told = world.gather_objects((socket.gethostname(), mine, notes))
-    differing = {name for _, own, _ in told for name, value in own.items() if value != told[0][1].get(name)}
+    told = world.gather_objects((mine, notes))
+    differing = {name for own, _ in told for name, value in own.items() if value != told[0][0].get(name)}
     everyone = [
         (host, {n: f"{noted[n]} ({v})" if n in noted and n in differing else v for n, v in own.items()})
-        for host, own, noted in told
+        for host, (own, noted) in zip(world.hosts, told, strict=True)
     ]
     if problems := preflight.disagreements(everyone):
         raise DisagreementError(f"{what}: {'; '.join(problems)}; give all processes the same")

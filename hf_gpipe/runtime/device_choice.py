@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -32,7 +31,7 @@ def world_for(config: PipelineConfig, device: DeviceChoice = None) -> World:
             exist, or two processes share a GPU.
     """
     alone = World.of_job()
-    rank, count = alone.rank, alone.num_processes
+    count = alone.num_processes
     if config.num_processes not in (None, count):
         raise UserError(
             f"num_processes is {config.num_processes} and {count} are running; leave it out, or start "
@@ -52,10 +51,10 @@ def world_for(config: PipelineConfig, device: DeviceChoice = None) -> World:
         if isinstance(wish, UserError):
             raise wish
         wishes.append(wish)
-    devices = tuple(torch.device(name) for name in _assign(wishes)[rank])
-    if devices[0].type == "cuda":
-        torch.cuda.set_device(devices[0])
-    return World(rank, count, devices)
+    devices = _assign(wishes, alone.hosts)[alone.rank]
+    if devices[0].startswith("cuda"):
+        torch.cuda.set_device(torch.device(devices[0]))
+    return alone.on(devices)
 
 
 @sendable
@@ -64,13 +63,11 @@ class _Wish:
     """The devices that a process asks for, and those that it can see.
 
     Attributes:
-        host: the name of its machine.
         names: devices; "cuda" without a number stands for any GPU.
         is_list: whether `names` are those of all processes of the machine.
         gpus: the UUIDs of the GPUs that it sees, by their number.
     """
 
-    host: str
     names: tuple[str, ...]
     is_list: bool
     gpus: tuple[str, ...]
@@ -90,7 +87,7 @@ class _Wish:
             number = torch.device(name).index
             if name.startswith("cuda:") and number >= len(gpus):
                 raise UserError(f"device {name!r} was asked for and torch finds {len(gpus)} CUDA devices")
-        return cls(socket.gethostname(), names, is_list, gpus)
+        return cls(names, is_list, gpus)
 
 
 def _named(device: torch.device | str | None) -> str:
@@ -106,7 +103,7 @@ def _named(device: torch.device | str | None) -> str:
     return str(chosen)
 
 
-def _assign(wishes: Sequence[_Wish]) -> list[list[str]]:
+def _assign(wishes: Sequence[_Wish], hosts: Sequence[str]) -> list[list[str]]:
     """The names of the devices of each process, in order of rank.
 
     Raises:
@@ -116,14 +113,15 @@ def _assign(wishes: Sequence[_Wish]) -> list[list[str]]:
     assigned: list[list[str]] = []
     for rank, wish in enumerate(wishes):
         assigned.append([])
-        for name in _own_names(rank, wishes):
+        for name in _own_names(rank, wishes, hosts):
             if name.startswith("cuda"):
-                number = _free(wish, taken) if name == "cuda" else int(name.removeprefix("cuda:"))
-                other = taken.setdefault((wish.host, wish.gpus[number]), rank)
+                host = hosts[rank]
+                number = _free(host, wish, taken) if name == "cuda" else int(name.removeprefix("cuda:"))
+                other = taken.setdefault((host, wish.gpus[number]), rank)
                 if other != rank:
                     raise UserError(
                         f"processes {other} and {rank} would share one GPU: cuda:{number} of process {rank} on host "
-                        f"{wish.host} ({wish.gpus[number]}), where it sees {len(wish.gpus)}; set CUDA_VISIBLE_DEVICES "
+                        f"{host} ({wish.gpus[number]}), where it sees {len(wish.gpus)}; set CUDA_VISIBLE_DEVICES "
                         "for each process, start fewer processes (a process can hold several stages), or use "
                         "device: cpu"
                     )
@@ -133,12 +131,12 @@ def _assign(wishes: Sequence[_Wish]) -> list[list[str]]:
     return assigned
 
 
-def _own_names(rank: int, wishes: Sequence[_Wish]) -> tuple[str, ...]:
+def _own_names(rank: int, wishes: Sequence[_Wish], hosts: Sequence[str]) -> tuple[str, ...]:
     """The devices that a process asks for itself: of a list for the whole machine its part."""
     mine = wishes[rank]
     if not mine.is_list:
         return mine.names
-    neighbours = [other for other, wish in enumerate(wishes) if wish.host == mine.host]
+    neighbours = [other for other, host in enumerate(hosts) if host == hosts[rank]]
     share, rest = divmod(len(mine.names), len(neighbours))
     if rest or not share:
         raise UserError(
@@ -149,9 +147,9 @@ def _own_names(rank: int, wishes: Sequence[_Wish]) -> tuple[str, ...]:
     return mine.names[first : first + share]
 
 
-def _free(wish: _Wish, taken: Mapping[tuple[str, str], int]) -> int:
+def _free(host: str, wish: _Wish, taken: Mapping[tuple[str, str], int]) -> int:
     """The number of the first GPU that no process has; without one, of the first."""
-    return next((number for number, gpu in enumerate(wish.gpus) if (wish.host, gpu) not in taken), 0)
+    return next((number for number, gpu in enumerate(wish.gpus) if (host, gpu) not in taken), 0)
 
 
 def _check_kinds(assigned: Sequence[Sequence[str]]) -> None:

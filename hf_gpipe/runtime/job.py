@@ -27,7 +27,8 @@ from torch.distributed import distributed_c10d
 
 from hf_gpipe.errors import EXIT_FAILURE, UserError
 from hf_gpipe.recipe import PipelineConfig
-from hf_gpipe.runtime import preflight
+from hf_gpipe.runtime import network, preflight
+from hf_gpipe.runtime.facts import RankFacts
 from hf_gpipe.runtime.heartbeat import Heartbeat
 from hf_gpipe.runtime.meeting import meet
 from hf_gpipe.runtime.open_files import check_open_files
@@ -75,7 +76,6 @@ class Job:
         in_forked_child: functions that a forked child of this process calls first, such as a data loader's worker.
         calls: what runtime/calls.py knows of the calls that every process must make; None before the first.
         is_in_call: whether this process is in such a call.
-        machines: of several machines a line about each; empty otherwise.
         answers: of the store at which the processes have met; None: there is none.
         failure: what `failures.note` has noted of this process; None: nothing.
         is_failing: whether this process has told why it fails, or tells it now.
@@ -91,7 +91,6 @@ class Job:
         self.in_forked_child: list[Callable[[], None]] = []
         self.calls: Any = None
         self.is_in_call = False
-        self.machines: list[str] = []
         self.answers: Answers | None = None
         self.failure: Any = None
         self.is_failing = False
@@ -99,9 +98,10 @@ class Job:
         self._store: dist.Store | None = None
         self._heartbeat: Heartbeat | None = None
         self._world: dist.ProcessGroup | None = None
+        self._ranks: tuple[RankFacts, ...] = ()
         self._common_groups: dict[tuple[str, str], dist.ProcessGroup] = {}
         self._work_files: dict[str, int] = {}
-        self._num_waits = 0
+        self._num_exchanges = 0
         self._abort_file: int | None = None
 
     @classmethod
@@ -144,11 +144,9 @@ class Job:
         if is_new:
             job._meet_the_others(timedelta(seconds=timeout_seconds), settings or {})
         elif settings is not None and dist.is_initialized() and dist.get_world_size() > 1:
-            job._num_waits += 1
-            store, rank, size = distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+            job._follow_default_group()
             limit = timedelta(seconds=APART_SECONDS)
-            store = signed(store, "group")
-            job.machines = preflight.check(store, rank, size, settings, limit, f"hf_gpipe/started/{job._num_waits}")
+            job._ranks = preflight.check(*job._of_default_group(), settings, limit, job._next_prefix())
         return job
 
     @property
@@ -166,7 +164,7 @@ class Job:
         _show_stack_on_demand()
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         check_open_files(int(os.environ["WORLD_SIZE"]))
-        preflight.check_main_address(int(os.environ["RANK"]))
+        network.check_main_address(int(os.environ["RANK"]))
         apart = timedelta(seconds=APART_SECONDS)
         try:
             store, rank, size = next(iter(dist.rendezvous("env://", timeout=apart)))
@@ -179,12 +177,14 @@ class Job:
         of_start = dist.PrefixStore(self.start, store)
         self._store = signed(of_start, self.start)
         # The time limit is that of messages. Processes may start further apart, so they meet here first.
-        self.machines = preflight.check(self._store, rank, size, settings, max(apart, timeout))
+        ranks = preflight.check(self._store, rank, size, settings, max(apart, timeout))
         if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
-            preflight.stay_on_loopback()
+            network.stay_on_loopback()
         # NCCL asks the store from threads of its own for as long as the process lives, which must not need Python.
         of_torch = of_start if "nccl" in backend else self._store
         dist.init_process_group(backend, store=of_torch, rank=rank, world_size=size, timeout=timeout)
+        self._follow_default_group()
+        self._ranks = ranks
         self.answers.limit = timeout
         self._heartbeat = Heartbeat(self._store, rank, size, timeout)
 
@@ -213,6 +213,33 @@ class Job:
         os.write(self._abort_file, f"{NCCL_LIMIT}{limit.total_seconds():g}\n".encode())
         faulthandler.enable(file=self._abort_file)
 
+    def ranks(self) -> tuple[RankFacts, ...]:
+        """The facts of all processes of the default group, by rank.
+
+        They are told when the processes meet; in a process group that was there before, the first call tells them,
+        which every process makes.
+        """
+        self._follow_default_group()
+        if not self._ranks:
+            facts, limit = RankFacts.of_this_process(), max(timedelta(seconds=APART_SECONDS), self.limit)
+            self._ranks = preflight.exchange(*self._of_default_group(), facts, limit, self._next_prefix())
+        return self._ranks
+
+    def _follow_default_group(self) -> None:
+        """Forget the groups and facts of a default group that the user has ended, before joining another."""
+        if self._world is not dist.group.WORLD:
+            self._world, self._common_groups, self._ranks = dist.group.WORLD, {}, ()
+
+    @staticmethod
+    def _of_default_group() -> tuple[dist.Store, int, int]:
+        """Its store, this process's rank, and the number of processes."""
+        return signed(distributed_c10d._get_default_store(), "group"), dist.get_rank(), dist.get_world_size()
+
+    def _next_prefix(self) -> str:
+        """The prefix of the keys of the next exchange in a default group's store."""
+        self._num_exchanges += 1
+        return f"hf_gpipe/started/{self._num_exchanges}"
+
     def common_group(self, backend: str, thread: str = "") -> dist.ProcessGroup:
         """Our group of all processes on this backend. The first call, which every process makes, creates it.
 
@@ -220,8 +247,7 @@ class Job:
             backend: of torch.distributed.
             thread: whose messages it is for; threads must not send in one group at the same time.
         """
-        if self._world is not dist.group.WORLD:  # the user has ended the one before, and joined another
-            self._world, self._common_groups = dist.group.WORLD, {}
+        self._follow_default_group()
         key = backend, thread
         if key not in self._common_groups:
             self._common_groups[key] = self.new_group(range(dist.get_world_size()), backend)
@@ -242,7 +268,7 @@ class Job:
             assert self.answers is not None, "it is made with the heartbeat"
             self.answers.stop()
             self._heartbeat = self.answers = None
-        self._world, self._common_groups = None, {}
+        self._world, self._common_groups, self._ranks = None, {}, ()
         dist.destroy_process_group()
         self._store = None  # torch's groups had it
 

@@ -11,6 +11,7 @@ from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.dropout import key, mix
 from hf_gpipe.adapters.packing import packed_parts
 from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.runtime.chunks import Chunk, cut, num_chunks
 from hf_gpipe.runtime.loss import NOT_PACKED, PLAIN, Loss, Reads
 
 Batch = Mapping[str, torch.Tensor]
@@ -35,6 +36,7 @@ class MicroBatch:
         num_units: units of the loss in the whole mini-batch, by which its sum is divided; at least 1.
         num_micro_batches: of the step; an auxiliary loss is the mean over them.
         mini_batch: the number of the step, or of the evaluation, and that of its mini-batch in it.
+        chunk: the tokens of its rows that it has; None: all.
         shapes: of what crosses each boundary, by name, for those that were asked for.
     """
 
@@ -45,11 +47,12 @@ class MicroBatch:
     num_micro_batches: int
     mini_batch: tuple[int, int] = (0, 0)
     row_seeds: tuple[int, ...] = ()
+    chunk: Chunk | None = None
     shapes: dict[int, Mapping[str, tuple[int, ...]]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def num_rows(self) -> int:
-        return len(self.inputs["labels"])
+        return len(next(iter(self.inputs.values())))
 
     @property
     def is_packed(self) -> bool:
@@ -178,6 +181,7 @@ def make_micro_batches(
     length_bucketing: bool = False,
     packing: bool = False,
     is_compiled: bool = False,
+    sequence_chunks: int = 1,
     loss: Loss = PLAIN,
 ) -> list[MicroBatch]:
     """The micro-batches of one step: of one mini-batch, or of several whose gradients are accumulated.
@@ -192,6 +196,8 @@ def make_micro_batches(
         length_bucketing: whether a mini-batch is cut by tokens, after its rows have been sorted by length.
         packing: whether the rows of a mini-batch are packed, shared out by tokens. Those of a flattened one always are.
         is_compiled: whether the blocks are compiled by torch.compile.
+        sequence_chunks: into how many chunks of tokens rows are cut, each a micro-batch of the table; fewer where a
+            micro-batch has fewer tokens in a row.
         loss: says how many units there are, and which rows stay together.
 
     Raises:
@@ -236,10 +242,36 @@ def make_micro_batches(
     for one in inputs:
         adapter.check_inputs(one)
     count = sum(int(loss.row_units(adapter.targets(one)).sum()) for one in inputs)
-    return [
+    whole = [
         MicroBatch(first + i, one, mix(seed, step, i), max(count, 1), len(inputs), (step, owner), of_rows)
         for i, (one, owner, of_rows) in enumerate(zip(inputs, owners, row_seeds, strict=True))
     ]
+    chunks = num_chunks(inputs, sequence_chunks)
+    if chunks == 1:
+        return whole
+    of_chunks = (chunk for one in whole for chunk in _in_chunks(one, chunks, adapter))
+    return [replace(chunk, index=first + number) for number, chunk in enumerate(of_chunks)]
+
+
+def _in_chunks(whole: MicroBatch, count: int, adapter: Adapter) -> list[MicroBatch]:
+    """The chunks of a micro-batch in place of it, all with its index. A chunk's seeds depend on its number too."""
+    length = whole.inputs["input_ids"].shape[1]
+    return [
+        replace(
+            whole,
+            inputs=adapter.with_known_masks(part),
+            seed=mix(whole.seed, number),
+            row_seeds=tuple(mix(row, number) for row in whole.row_seeds),
+            chunk=Chunk(whole.index, start, length, count),
+        )
+        for number, (start, part) in enumerate(cut(whole.inputs, count, adapter))
+    ]
+
+
+def chunks_of(micro_batches: Sequence[MicroBatch]) -> int:
+    """Into how many chunks the rows of a step's micro-batches are cut."""
+    chunk = micro_batches[0].chunk
+    return 1 if chunk is None else chunk.of
 
 
 def on_devices(

@@ -12,6 +12,8 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hf_gpipe.adapters import StageModel
+from hf_gpipe.adapters.base import Inputs
+from hf_gpipe.adapters.chunk_cache import RowCache
 from hf_gpipe.adapters.head import DeferredLogits
 from hf_gpipe.adapters.weight_gradients import Product, kept_bytes
 from hf_gpipe.runtime.channel import Shapes
@@ -69,6 +71,8 @@ class Stage:
         self._live: dict[int, _Live] = {}
         #: Of each micro-batch between its I and W the parts of its weight gradients.
         self._kept: dict[int, list[Product]] = {}
+        #: Of rows that are cut into chunks the keys and values, between the first F and the last B or I.
+        self._row_caches: dict[int, RowCache] = {}
 
     @property
     def is_first(self) -> bool:
@@ -116,6 +120,9 @@ class Stage:
                 live.loss.copy_(graph.loss.detach())
         elif roots := graph.roots:
             torch.autograd.backward(list(roots.values()), [gradients[name] for name in roots])
+        chunk = live.context.micro_batch.chunk
+        if chunk is not None and not chunk.start:
+            del self._row_caches[chunk.sequence]
         return {
             name: tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
             for name, tensor in graph.inputs.items()
@@ -215,6 +222,7 @@ class Stage:
         """Drop everything of the current step, after a failure."""
         self._live.clear()
         self._kept.clear()
+        self._row_caches.clear()
         self.end_step()
 
     def end_step(self) -> None:
@@ -258,11 +266,21 @@ class Stage:
                 # A view: its gradient is not that of the logits.
                 keep = head.register_forward_pre_hook(lambda _, args: found.update(hidden=args[0].view_as(args[0])))
                 hooks.enter_context(keep)
-            outputs = self.model(micro_batch.inputs, carry, micro_batch.seed, deferred, micro_batch.row_seeds)
+            inputs = self._with_past(micro_batch)
+            outputs = self.model(inputs, carry, micro_batch.seed, deferred, micro_batch.row_seeds)
         if not loss.adds_auxiliary:
             outputs.pop("auxiliary_loss", None)
         read = LossInputs(micro_batch.inputs, micro_batch.num_units, logits=outputs.pop("logits", None), **found)
         return outputs, deferred, read
+
+    def _with_past(self, micro_batch: MicroBatch) -> Inputs:
+        """The inputs of a micro-batch; a chunk attends to the keys and values of the chunks before it."""
+        if (chunk := micro_batch.chunk) is None:
+            return micro_batch.inputs
+        if chunk.sequence not in self._row_caches:
+            self._row_caches[chunk.sequence] = RowCache(self.model, chunk.length)
+        cache = self._row_caches[chunk.sequence].at(chunk.start)
+        return {**micro_batch.inputs, "past_key_values": cache, "use_cache": True}
 
     def _loss_of(
         self, loss: Loss, read: LossInputs, deferred: DeferredLogits | None, added: torch.Tensor | None

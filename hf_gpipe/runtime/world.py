@@ -1,4 +1,4 @@
-"""The world of a pipeline: its processes, their ranks, roles, devices and stages, and all that they tell each other
+"""The world of a pipeline: the facts of its ranks, their roles, devices and stages, and all that they tell each other
 outside of a step's table.
 
 The default group of torch.distributed may be the user's, on any backend and with messages of its own. So the processes
@@ -8,7 +8,6 @@ talk over groups of their own: gloo for CPU tensors and values (wire.py), NCCL f
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.runtime import wire
+from hf_gpipe.runtime.facts import DeviceFacts, RankFacts
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.waiting import working
 from hf_gpipe.schedule.placement import Placement
@@ -30,6 +30,23 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
+class MeasuredLink:
+    """The link between two machines, or between two processes of one.
+
+    Attributes:
+        hosts: the names of the machines.
+        ranks: the two processes that have measured it.
+        bytes_per_second: in one direction.
+        latency_seconds: of a small message.
+    """
+
+    hosts: tuple[str, str]
+    ranks: tuple[int, int]
+    bytes_per_second: float
+    latency_seconds: float
+
+
+@dataclass(frozen=True)
 class World:
     """The processes of a pipeline, as seen by this process; they are numbered by their rank.
 
@@ -37,20 +54,56 @@ class World:
     """
 
     rank: int
-    num_processes: int
-    devices: tuple[torch.device, ...]
-    """The devices of this process, in order."""
+    ranks: tuple[RankFacts, ...]
+    """The facts of each process."""
     thread: str = field(default="", kw_only=True)
     """Name of the thread that sends messages here, if it is not the main one: each thread needs groups of its own."""
 
     stages_placed: Placement | None = field(default=None, kw_only=True)
     """Where the stages are, once a pipeline has placed them."""
+    links: dict[frozenset[str], MeasuredLink] = field(default_factory=dict, kw_only=True, compare=False)
+    """What was measured of the links between machines, by their names."""
 
     @classmethod
     def of_job(cls) -> World:
-        """The processes of the running job, on the CPU. Without torch.distributed there is one, number 0."""
-        rank, count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        return cls(rank, count, (_CPU,))
+        """The processes of the running job, on the CPU. Without torch.distributed there is one, number 0.
+
+        The first call, by every process, may exchange their facts (`Job.ranks`).
+        """
+        if not dist.is_initialized():
+            return cls(0, (RankFacts.of_this_process(),))
+        return cls(dist.get_rank(), Job.current().ranks())
+
+    def on(self, devices: Sequence[str]) -> Self:
+        """The same processes, this one on these devices. Every process calls it with its own."""
+        mine = tuple(DeviceFacts.of(torch.device(name)) for name in devices)
+        everyone = zip(self.ranks, self.gather_objects(mine), strict=True)
+        return replace(self, ranks=tuple(replace(rank, devices=own) for rank, own in everyone))
+
+    # ------------------------------------------------------------------ facts
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The name of each process's machine."""
+        return tuple(rank.host for rank in self.ranks)
+
+    @property
+    def has_several_machines(self) -> bool:
+        return len(set(self.hosts)) > 1
+
+    @property
+    def neighbours(self) -> tuple[int, ...]:
+        """The ranks of the processes on this machine, this one among them."""
+        return tuple(rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank])
+
+    @cached_property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The devices of this process, in order."""
+        return tuple(torch.device(one.name) for one in self.ranks[self.rank].devices) or (_CPU,)
 
     @property
     def device(self) -> torch.device:
@@ -61,35 +114,28 @@ class World:
         """The same processes, for messages that a thread of this name sends while the main thread sends others."""
         return replace(self, thread=name)
 
-    @property
-    def num_on_this_machine(self) -> int:
-        """How many of the processes share this machine; all of them where no launcher says it."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", self.num_processes))
-
     # ------------------------------------------------------------------ stages
 
     def placed(self, placement: Placement) -> Self:
-        """The world of a pipeline whose stages are placed so. Every process must call it.
+        """The world of a pipeline whose stages are placed so.
 
         The stages of a process are spread over its devices, consecutive ones together. The result's placement names the
         devices of all stages, if a process has several.
 
         Raises:
-            UserError: on every process, if one has more devices than stages.
+            UserError: a process has more devices than stages.
         """
         names: dict[tuple[int, int], str] = {}
-        has_several = False
-        everyone = self.gather_objects([str(device) for device in self.devices])
-        for rank, given in enumerate(everyone):
-            stages = placement.stages_of(rank)
+        for worker in range(placement.num_processes):
+            stages, (rank, *_) = placement.stages_of(worker), placement.ranks_of(worker)
+            given = [one.name for one in self.ranks[rank].devices] or [str(_CPU)]
             if len(given) > len(stages):
                 raise UserError(
                     f"{len(given)} devices for the {len(stages)} stages of process {rank}: {', '.join(given)}; "
                     "name at most one per stage"
                 )
-            names.update({(stage, rank): given[i * len(given) // len(stages)] for i, stage in enumerate(stages)})
-            has_several |= len(given) > 1
-        if has_several:
+            names.update({(stage, worker): given[i * len(given) // len(stages)] for i, stage in enumerate(stages)})
+        if any(len(rank.devices) > 1 for rank in self.ranks):
             placement = Placement(placement.workers, [names[place] for place in placement.places])
         return replace(self, stages_placed=placement)
 

@@ -7,7 +7,15 @@ run, `simulate` predicts its time, `draw_text`, `draw_png`, `write_trace` and `b
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES, LONGEST_WINDOW
 from hf_gpipe.schedule.breakdown import Breakdown, Parts, breakdown
-from hf_gpipe.schedule.builders import RECOMPUTE_MODES, SCHEDULES, SPLIT_SCHEDULES, V_SHAPED, build, placement_for
+from hf_gpipe.schedule.builders import (
+    RECOMPUTE_MODES,
+    SCHEDULES,
+    SPLIT_SCHEDULES,
+    V_SHAPED,
+    WITHOUT_CHUNKS,
+    build,
+    placement_for,
+)
 from hf_gpipe.schedule.draw import draw_png, draw_text
 from hf_gpipe.schedule.file import TABLE_SUFFIX, is_table_file, read_table, recompute_under
 from hf_gpipe.schedule.kinds import ActionKind
@@ -26,6 +34,7 @@ __all__ = [
     "SPLIT_SCHEDULES",
     "TABLE_SUFFIX",
     "V_SHAPED",
+    "WITHOUT_CHUNKS",
     "Action",
     "ActionKind",
     "Breakdown",

@@ -18,10 +18,10 @@ from typing import TypeAlias
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.kinds import BACKWARD, INPUT, KINDS, REDUCE, ActionKind, kind_of
 
-TEXT_VERSION = 4
+TEXT_VERSION = 5
 """Version of the text of a table and its actions. It changes with a new kind of action or a new meaning of a word.
-Version 2 has G and several workers per stage, version 3 I and W, version 4 several steps and the versions of weights; a
-text of an earlier version means the same in it."""
+Version 2 has G and several workers per stage, version 3 I and W, version 4 several steps and the versions of weights,
+version 5 chunks of rows; a text of an earlier version means the same in it."""
 
 _NUMBER = r"0|[1-9][0-9]{0,8}"
 _ACTION_TEXT = re.compile(rf"({_NUMBER})([A-Z])({_NUMBER})?")

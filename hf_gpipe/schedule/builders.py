@@ -15,6 +15,7 @@ Every table runs to its end if sends do not wait, and also if every send and eve
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 
 from hf_gpipe.errors import ScheduleError, nearest
@@ -27,7 +28,7 @@ from hf_gpipe.schedule.placement import Placement, replicas_of
 from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations, with_recomputations
 from hf_gpipe.schedule.table import MOST_ACTIONS, Schedule
 from hf_gpipe.schedule.validate import check_table
-from hf_gpipe.schedule.zero_bubble import v_half, whole_backwards, zb_h1, zb_h2, zb_v
+from hf_gpipe.schedule.zero_bubble import forwards_ahead, v_half, whole_backwards, zb_h1, zb_h2, zb_v
 
 Builder = Callable[[int, int, Placement, Limits], list[list[Action]]]
 """(num_stages, num_micro_batches, placement, limits of live graphs) -> each process's actions, without G and U."""
@@ -45,11 +46,17 @@ def naive(num_stages: int, num_micro_batches: int, placement: Placement, limits:
         stage 1  .. F0 .. .. .. B0 -- .. .. .. F1 .. .. .. B1 -- .. ..
         stage 2  .. .. F0 B0 -- .. .. .. .. .. .. F1 B1 -- .. .. .. ..
     """
-    orders = [
-        [action for m in range(num_micro_batches) for action in (_forward(s, m), _backward(s, m))]
-        for s in range(num_stages)
-    ]
+    orders = [_one_row_after_another(s, num_micro_batches, placement) for s in range(num_stages)]
     return merge_with_recomputations(orders, placement, limits)
+
+
+def _one_row_after_another(stage: int, num_micro_batches: int, placement: Placement) -> list[Action]:
+    """The order of a stage that runs the backwards of a micro-batch, or of a row's chunks, right after its forwards."""
+    order: list[Action] = []
+    for first in range(0, num_micro_batches, placement.chunks):
+        row = range(first, min(first + placement.chunks, num_micro_batches))
+        order += [_forward(stage, m) for m in row] + [_backward(stage, m) for m in reversed(row)]
+    return order
 
 
 def gpipe(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
@@ -90,11 +97,12 @@ def gpipe_fused(num_stages: int, num_micro_batches: int, placement: Placement, l
         stage 2  .. .. F0 B0 -- F1 B1 -- F2 B2 -- .. .. .. ..
     """
     last = num_stages - 1
+    micro_batches = range(num_micro_batches)
     orders = [
-        [_forward(s, m) for m in range(num_micro_batches)] + [_backward(s, m) for m in range(num_micro_batches)]
+        [_forward(s, m) for m in micro_batches] + [_backward(s, m) for m in placement.backward_order(micro_batches)]
         for s in range(last)
     ]
-    orders.append([action for m in range(num_micro_batches) for action in (_forward(last, m), _backward(last, m))])
+    orders.append(_one_row_after_another(last, num_micro_batches, placement))
     return merge_with_recomputations(orders, placement, fused_last(limits))
 
 
@@ -111,6 +119,9 @@ def one_forward_one_backward(
     r is the number of the stage's replicas and n that of all replicas of stages s to K-1. It is K-s where all stages
     have as many.
 
+    Where rows are cut into c chunks, the first backward is that of a row's last chunk, so a stage starts with c-1
+    forwards more (Seq1F1B, arXiv 2406.03488, section 3).
+
     K = 3, M = 4, without recomputation and with it:
 
         stage 0  F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- .. B2 -- .. B3 --
@@ -123,14 +134,12 @@ def one_forward_one_backward(
     """
     orders: list[list[Action]] = []
     for s, workers in enumerate(placement.workers):
-        # Of all replicas from this stage on, the share of one replica of the stage, rounded up. Without replicas: K-s.
-        in_flight = -(-sum(placement.replicas[s:]) // len(workers))
+        ahead = forwards_ahead(placement, s)
         order: list[Action] = []
         for process in workers:
             own = placement.micro_batches_of(s, process, num_micro_batches)
-            ahead = in_flight - 1
             order += [_forward(s, m) for m in own[:ahead]]
-            for index, m in enumerate(own):
+            for index, m in enumerate(placement.backward_order(own)):
                 order += [_forward(s, later) for later in own[index + ahead : index + ahead + 1]]
                 order.append(_backward(s, m))
         orders.append(order)
@@ -191,6 +200,9 @@ SPLIT_SCHEDULES: dict[str, Builder] = {"zb_h1": zb_h1, "zb_h2": zb_h2, "zb_v": z
 V_SHAPED = ("zb_v", "v_half")
 """Those whose stages are placed in the shape of a V."""
 
+WITHOUT_CHUNKS = ("interleaved_1f1b", *V_SHAPED, *ASYNCHRONOUS_SCHEDULES)
+"""Those whose order is not known for rows that are cut into chunks."""
+
 #: The synchronous ones. `hf_gpipe.schedule.asynchronous` has the others.
 SCHEDULES: dict[str, Builder] = {
     "naive": naive,
@@ -245,6 +257,7 @@ def build(
     recompute: str | tuple[int | None, ...] = "stage",
     replicas: int | Sequence[int] | None = None,
     steps: Sequence[int] | None = None,
+    chunks: int = 1,
 ) -> Schedule:
     """Build and check the table of a schedule. Equal arguments give the same object.
 
@@ -255,7 +268,7 @@ def build(
         name: one of `SCHEDULES` or `ASYNCHRONOUS_SCHEDULES`.
         num_stages: K, at least 1.
         num_micro_batches: M, at least 1, of the whole mini-batch; it may be smaller than K. Of an asynchronous
-            schedule those of all steps.
+            schedule those of all steps. Of rows that are cut into chunks the number of all chunks.
         placement: where the stages are; None: each replica of a stage in its own process.
         recompute: "stage": a backward (B or I) is preceded by a recomputation R of its stage, but for the last stage of
             all but naive and gpipe; "none": no R; or for each stage the most autograd graphs that it may
@@ -263,10 +276,12 @@ def build(
             `hf_gpipe.schedule.recompute`.
         replicas: the number of replicas of every stage, or of each; None: the placement's, without a placement 1.
         steps: of an asynchronous schedule the number of micro-batches of each step; None: one step.
+        chunks: into how many chunks of tokens each row is cut, each a micro-batch of the table.
 
     Raises:
         ScheduleError: an unknown name or mode, K or M below 1, limits that do not fit the stages, a placement of
-            another number of stages or replicas, or one that the schedule cannot use.
+            another number of stages or replicas, or one that the schedule cannot use, rows that lack chunks, or chunks
+            that the schedule has no order for.
     """
     _check_name(name)
     is_asynchronous = name in ASYNCHRONOUS_SCHEDULES
@@ -287,6 +302,19 @@ def build(
             f"at most {MOST_ACTIONS} actions, and these are more: let one of the numbers be smaller."
         )
     placement = placement or Placement.one_stage_each(num_stages, 1 if replicas is None else replicas)
+    if chunks > 1:
+        if name in WITHOUT_CHUNKS:
+            known = [one for one in SCHEDULES if one not in WITHOUT_CHUNKS]
+            raise ScheduleError(
+                f"schedule {name!r} has no order for rows that are cut into chunks (chunks is {chunks}); use one of "
+                f"{', '.join(known)}, or let chunks be 1."
+            )
+        if num_micro_batches % chunks:
+            raise ScheduleError(
+                f"schedule {name!r}: num_micro_batches is {num_micro_batches} and chunks is {chunks}: each row has all "
+                "its chunks; use a multiple of chunks."
+            )
+        placement = replace(placement, chunks=chunks)
     if placement.num_stages != num_stages:
         raise ScheduleError(
             f"schedule {name!r}: num_stages is {num_stages}, but the placement is of {placement.num_stages} stages."

@@ -87,6 +87,10 @@ class ActionKind(str):
     """Kinds that come before it, where the table has them: of the same stage and micro-batch, or step."""
     needed_by: tuple[ActionKind, ...] = ()
     """Kinds that it comes before. So a new kind need not change another record."""
+    chunk_before: int = 0
+    """Where rows are cut into chunks: the chunk of which the same work comes before it on the stage. -1: the one before
+    it in the row, as a forward attends to what comes before; 1: the one after it, whose backward leaves the gradients
+    of keys and values; 0: none."""
     after_update: bool = False
     """Whether it comes after U of the step before, at which the gradients of that step are dropped."""
     way: int = -1
@@ -182,18 +186,18 @@ _HALF, _USED = ("backward_seconds", Fraction(1, 2)), (Held.INPUT, Held.GRAPH)
 # fmt: off
 FORWARD = add_kind(ActionKind(
     "F", "forward", (("forward_seconds", 1),), "forward", "#5b9bd5", ticks=1,
-    way=1, sends=True, rule=_ONCE, in_training_only=False,
+    way=1, sends=True, chunk_before=-1, rule=_ONCE, in_training_only=False,
     receives=Held.INPUT, makes=Held.GRAPH, frees=(Held.INPUT,), working=Held.FORWARD, working_alone=Held.FORWARD_ONLY))
 RECOMPUTE = add_kind(ActionKind(
     "R", "recompute", (("recompute_seconds", 1), ("forward_seconds", 1)), "recompute", "#f2c14e", ticks=1,
     needs=(FORWARD,), fills_idle=True, makes=Held.GRAPH, working=Held.FORWARD))
 BACKWARD = add_kind(ActionKind(
     "B", "backward", (("backward_seconds", 1),), "backward", "#2a7f62", "white", ticks=2,
-    needs=(FORWARD, RECOMPUTE), after_update=True, sends=True, rule=_ONCE, completes_micro_batch=True,
+    needs=(FORWARD, RECOMPUTE), chunk_before=1, after_update=True, sends=True, rule=_ONCE, completes_micro_batch=True,
     receives=Held.GRADIENT, frees=_USED, working=Held.BACKWARD))
 INPUT = add_kind(ActionKind(
     "I", "input gradient", (("input_seconds", 1), _HALF), "backward", "#5fb49c", ticks=1,
-    needs=(FORWARD, RECOMPUTE), after_update=True, sends=True, rule=_PARTS, part_of=BACKWARD,
+    needs=(FORWARD, RECOMPUTE), chunk_before=1, after_update=True, sends=True, rule=_PARTS, part_of=BACKWARD,
     receives=Held.GRADIENT, makes=Held.DEFERRED, frees=_USED, working=Held.BACKWARD))
 WEIGHT = add_kind(ActionKind(
     "W", "weight gradient", (("weight_seconds", 1), _HALF), "backward", "#1f4e3d", "white", ticks=1,

@@ -113,7 +113,7 @@ def listed(
 class _Lane:
     """A stage on one of its workers, and how many F, I and W it has done."""
 
-    def __init__(self, stage: int, process: int, own: range, ranks: tuple[int, int, int]) -> None:
+    def __init__(self, stage: int, process: int, own: Sequence[int], ranks: tuple[int, int, int]) -> None:
         self.stage, self.process, self.own, self.ranks = stage, process, own, ranks
         self.done = [0, 0, 0]
 

@@ -18,26 +18,35 @@ class Placement:
     """Which workers, and which device of each, hold each stage.
 
     The workers of a stage are its replicas. Builders deal micro-batches out to them in turn: micro-batch m runs on the
-    stage's replica m % r, where r is their number (the round robin of PipeDream's 1F1B-RR, arXiv 1806.03377). Where an
-    action runs, its row in the table says. Several stages may share a worker, in any order.
+    stage's replica m % r, where r is their number (the round robin of PipeDream's 1F1B-RR, arXiv 1806.03377). Where
+    rows are cut into c chunks, each a micro-batch, all of a row run on replica (m // c) % r. Where an action runs, its
+    row in the table says. Several stages may share a worker, in any order.
 
     Args:
         workers: of each stage its worker, or the workers of its replicas in order.
         devices: the device string of each stage on each of its workers, for example "cuda:1", in the order of `places`;
             None: the process's default device.
+        chunks: into how many chunks of tokens each row is cut; those of a row are consecutive micro-batches.
 
     Raises:
-        ScheduleError: no stage, a worker without a stage or twice in one, or devices that do not fit the places.
+        ScheduleError: no chunk, no stage, a worker without a stage or twice in one, or devices that do not fit the
+            places.
     """
 
     workers: tuple[tuple[int, ...], ...]
     """Of each stage the workers of its replicas. The workers are numbered from 0, and each holds a stage."""
     devices: tuple[str, ...] | None
+    chunks: int
 
-    def __init__(self, workers: Sequence[int | Sequence[int]], devices: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, workers: Sequence[int | Sequence[int]], devices: Sequence[str] | None = None, chunks: int = 1
+    ) -> None:
         every = tuple((own,) if isinstance(own, int) else tuple(own) for own in workers)
         object.__setattr__(self, "workers", every)
         object.__setattr__(self, "devices", None if devices is None else tuple(devices))
+        object.__setattr__(self, "chunks", chunks)
+        if chunks < 1:
+            raise ScheduleError(f"chunks is {chunks}: a row has at least one chunk.")
         if not every:
             raise ScheduleError("a placement has no stage: name the process of at least one.")
         for stage, own in enumerate(every):
@@ -142,10 +151,10 @@ class Placement:
         starts = range(0, times * self.num_processes, self.num_processes)
         workers = [[start + process for start in starts for process in own] for own in self.workers]
         if self.devices is None:
-            return Placement(workers)
+            return Placement(workers, chunks=self.chunks)
         devices = dict(zip(self.places, self.devices, strict=True))
         copied = [devices[stage, process] for stage, own in enumerate(self.workers) for _ in starts for process in own]
-        return Placement(workers, copied)
+        return Placement(workers, copied, self.chunks)
 
     @property
     def num_stages(self) -> int:
@@ -204,7 +213,7 @@ class Placement:
                 f"what concerns a whole step of stage {stage} stands on each of the processes {list(own)}; ask for "
                 "`workers`."
             )
-        return own[micro_batch % len(own)]
+        return own[micro_batch // self.chunks % len(own)]
 
     def device_of(self, stage: int, process: int) -> str | None:
         """The device string of a stage in one of its workers; None: the process's default device."""
@@ -218,10 +227,16 @@ class Placement:
         """The stages that a worker holds, ascending."""
         return tuple(stage for stage, own in enumerate(self.workers) if process in own)
 
-    def micro_batches_of(self, stage: int, process: int, num_micro_batches: int) -> range:
+    def micro_batches_of(self, stage: int, process: int, num_micro_batches: int) -> Sequence[int]:
         """The micro-batches, of so many, that a stage runs in one of its workers; it may be none."""
-        own = self.workers[stage]
-        return range(own.index(process), num_micro_batches, len(own))
+        own, chunks = self.workers[stage], self.chunks
+        if chunks == 1:
+            return range(own.index(process), num_micro_batches, len(own))
+        return [m for m in range(num_micro_batches) if m // chunks % len(own) == own.index(process)]
+
+    def backward_order(self, micro_batches: Sequence[int]) -> list[int]:
+        """Micro-batches in the order of their backwards: the rows in order, of each row the last chunk first."""
+        return sorted(micro_batches, key=lambda m: (m // self.chunks, -m))
 
     @property
     def edges(self) -> tuple[tuple[int, int, int], ...]:

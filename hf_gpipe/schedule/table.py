@@ -3,7 +3,7 @@
 A table is plain data. The same object is validated, simulated, drawn and executed, and it has a text form that can be
 read, compared and edited. GPipe with two stages and two micro-batches, recomputation on:
 
-    table: 4
+    table: 5
     schedule: gpipe
     num_stages: 2
     num_micro_batches: 2
@@ -23,6 +23,11 @@ An asynchronous table has several steps, and each stage updates its weights afte
 says that micro-batch 7 reads version 3 of stage 2's weights, in its forward, recomputation and backward: those after
 three updates of this table. Without it a forward reads the newest version. A line `stashes: no` after the steps says
 that no old version is kept: recomputations and backwards then read the newest version too.
+
+A line `chunks: 4` after the placement says that rows are cut into 4 chunks of tokens, and each chunk is a micro-batch
+of the table: number m is chunk m % 4 of the rows m // 4. A stage runs a chunk's forward after that of the chunk before
+it, and its backward after that of the chunk after it. All chunks of a row run on one replica of a stage, (m // 4) % r
+where the stage has r of them.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ from functools import cached_property
 from typing import NoReturn
 
 from hf_gpipe.errors import ScheduleError, nearest
-from hf_gpipe.schedule.actions import TEXT_VERSION, Action, parse_number
+from hf_gpipe.schedule.actions import TEXT_VERSION, Action, gradient_action, parse_number
 from hf_gpipe.schedule.kinds import FORWARD, INPUT, RECOMPUTE, ActionKind, Held
 from hf_gpipe.schedule.placement import Placement
 
@@ -41,7 +46,7 @@ MOST_ACTIONS = 600_000
 """The most actions of a table: of more, the checks alone would take minutes."""
 
 _HEADER_KEYS = ("table", "schedule", "num_stages", "num_micro_batches", "placement")
-_OPTIONAL_KEYS = ("steps", "stashes", "devices")
+_OPTIONAL_KEYS = ("chunks", "steps", "stashes", "devices")
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,23 @@ class Schedule:
         return frozenset(
             (action.stage, action.micro_batch) for actions in self.actions for action in actions if action.kind == INPUT
         )
+
+    @property
+    def chunks(self) -> int:
+        """Into how many chunks of tokens each row is cut; each chunk counts as a micro-batch."""
+        return self.placement.chunks
+
+    def chunk_before(self, action: Action) -> Action | None:
+        """The action on another chunk of the same row that comes before this one on the same stage; None: there is
+        none."""
+        if not action.kind.chunk_before or action.micro_batch is None:
+            return None
+        other = action.micro_batch + action.kind.chunk_before
+        if other < 0 or other // self.chunks != action.micro_batch // self.chunks:
+            return None
+        if action.kind.takes_gradient:
+            return gradient_action(action.stage, other, self.split)
+        return Action(action.kind, action.stage, other)
 
     @property
     def is_asynchronous(self) -> bool:
@@ -229,6 +251,8 @@ class Schedule:
             f"num_micro_batches: {self.num_micro_batches}",
             f"placement: {self.placement}",
         ]
+        if self.chunks > 1:
+            lines.append(f"chunks: {self.chunks}")
         if self.steps is not None:
             lines.append(f"steps: {' '.join(map(str, self.steps))}")
         if not self.stashes:
@@ -319,7 +343,7 @@ class Schedule:
             fail("stashes", "no, or no such line")
         devices = tuple(header["devices"].split()) if "devices" in header else None
         try:
-            placement = Placement(read_workers(), devices)
+            placement = Placement(read_workers(), devices, read("chunks") if "chunks" in header else 1)
         except ScheduleError as error:
             raise error if error.line else ScheduleError(f"line {places['placement']}: {error}", "placement") from None
         try:

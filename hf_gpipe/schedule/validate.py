@@ -63,6 +63,13 @@ def _check_shape(schedule: Schedule) -> None:
             f"num_stages is {num_stages} and num_micro_batches is {num_micro_batches}; both must be at least 1.",
             "num_stages" if num_stages < 1 else "num_micro_batches",
         )
+    if num_micro_batches % placement.chunks or (placement.chunks > 1 and schedule.is_asynchronous):
+        _fail(
+            schedule,
+            f"chunks is {placement.chunks} and num_micro_batches {num_micro_batches}: a table of one step can cut its "
+            "rows into chunks, and each row has all of them; use a multiple of chunks, and leave steps out.",
+            "chunks",
+        )
     if placement.num_stages != num_stages:
         _fail(
             schedule,
@@ -128,9 +135,10 @@ def _check_home(schedule: Schedule, process: int, action: Action) -> None:
     if process not in own:
         problem = f"stage {action.stage} is placed on {' and '.join(map(str, own))}"
     elif process not in _homes(schedule, action):
+        row = f"{action.micro_batch}{f' // {schedule.chunks}' if schedule.chunks > 1 else ''}"
         problem = (
-            f"micro-batch {action.micro_batch} belongs to replica {action.micro_batch} % {len(own)} of stage "
-            f"{action.stage}, on {_homes(schedule, action)[0]}"
+            f"micro-batch {action.micro_batch} belongs to replica {row} % {len(own)} of stage {action.stage}, on "
+            f"{_homes(schedule, action)[0]}"
         )
     else:
         return
@@ -140,7 +148,9 @@ def _check_home(schedule: Schedule, process: int, action: Action) -> None:
 def _homes(schedule: Schedule, action: Action) -> tuple[int, ...]:
     """The processes on which an action stands: one, or for G and U every replica of its stage."""
     own = schedule.placement.workers[action.stage]
-    return own if action.micro_batch is None else (own[action.micro_batch % len(own)],)
+    if action.micro_batch is None:
+        return own
+    return (schedule.placement.worker_of(action.stage, action.micro_batch),)
 
 
 def _check_complete(schedule: Schedule, positions: list[dict[Action, int]]) -> None:
@@ -208,6 +218,8 @@ def _check_order_in_process(schedule: Schedule, positions: list[dict[Action, int
 def _needs_of_own_stage(schedule: Schedule, process: int, action: Action) -> list[Action]:
     """What an action needs that stands in the same process. A table without it is complete all the same."""
     needs = list(schedule.concerned(process, action, needs_of(action.kind)))
+    if (before := schedule.chunk_before(action)) is not None:
+        needs.append(before)
     step = action.step if action.micro_batch is None else schedule.step_of[action.micro_batch]
     if step and action.kind.after_update:
         # The gradients of the step before are dropped at its update.

@@ -128,12 +128,24 @@ def whole_backwards(order: Sequence[Action], process: int, placement: Placement)
     return result
 
 
+def forwards_ahead(placement: Placement, stage: int) -> int:
+    """The forwards that a replica of a stage runs in 1F1B before it runs each forward with one backward.
+
+    Of all replicas from this stage on it is the share of one replica of the stage, rounded up, less one. Without
+    replicas it is K-s-1. Of a row in c chunks the last one's backward is first, so it is c-1 more; where stages differ
+    in their replicas, a later stage takes whole rows from them in turn, so it is the share in rows.
+    """
+    in_flight = -(-sum(placement.replicas[stage:]) // len(placement.workers[stage]))
+    chunks = placement.chunks
+    return in_flight * chunks - 1 if len(set(placement.replicas)) > 1 else in_flight - 1 + chunks - 1
+
+
 def _split_1f1b(num_micro_batches: int, placement: Placement, limits: Limits, *, doubled: bool) -> list[list[Action]]:
     """1F1B in which W follows some micro-batches after I."""
     orders: list[list[Action]] = []
     for stage, workers in enumerate(placement.workers):
-        # With replicas: of all replicas from this stage on, and of all before it, the share of one replica.
-        ahead = -(-sum(placement.replicas[stage:]) // len(workers)) - 1
+        ahead = forwards_ahead(placement, stage)
+        # With replicas: of all replicas before this stage the share of one replica.
         behind = -(-sum(placement.replicas[:stage]) // len(workers))
         order: list[Action] = []
         for process in workers:
@@ -141,12 +153,13 @@ def _split_1f1b(num_micro_batches: int, placement: Placement, limits: Limits, *,
             spare = max(0, len(own) - ahead - behind - 1) if doubled else 0
             first, late = ahead + min(ahead, spare), behind + min(behind, spare)
             order += [Action(_F, stage, m) for m in own[:first]]
-            for index, m in enumerate(own):
+            backwards = placement.backward_order(own)
+            for index, m in enumerate(backwards):
                 order += [Action(_F, stage, later) for later in own[index + first : index + first + 1]]
                 order.append(Action(_I, stage, m))
                 if index >= late:
-                    order.append(Action(_W, stage, own[index - late]))
-            order += [Action(_W, stage, m) for m in own[max(len(own) - late, 0) :]]
+                    order.append(Action(_W, stage, backwards[index - late]))
+            order += [Action(_W, stage, m) for m in backwards[max(len(own) - late, 0) :]]
         orders.append(order)
     return merge_with_recomputations(orders, placement, fused_last(limits))
 
@@ -170,7 +183,7 @@ def _check_v_shape(name: str, placement: Placement) -> int:
     return len(workers) // 2
 
 
-def _zb_v_order(number: int, num_processes: int, own: range) -> list[Action]:
+def _zb_v_order(number: int, num_processes: int, own: Sequence[int]) -> list[Action]:
     """The order of one process. It has a fixed pattern, in which each kind of action takes the next micro-batch."""
     down, up = number, 2 * num_processes - 1 - number
     deeper = num_processes - number

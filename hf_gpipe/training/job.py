@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -245,29 +244,28 @@ def _checkpoint_of(recipe: Recipe, output_dir: Path, world: World, job: Job) -> 
 
     job.note("checking the checkpoint")
     world.from_writer(prepare)
-    hosts = world.gather_objects(socket.gethostname())
-    if len(set(hosts)) > 1:
+    if world.has_several_machines:
         check_shared(output_dir, world)
-        _check_same_data(recipe, hosts, world)
+        _check_same_data(recipe, world)
     if recipe.training.resume == "never":
         return None
     keeps = recipe.training.memory_save_steps is not None
     return newest_checkpoint(output_dir, world, MemoryCheckpoints(output_dir, world) if keeps else None)
 
 
-def _check_same_data(recipe: Recipe, hosts: Sequence[str], world: World) -> None:
+def _check_same_data(recipe: Recipe, world: World) -> None:
     """Raise DataError, on every process, where machines have different copies of the data.
 
     Only the main process reads them, and a machine may be without; but after a restart it may be another's turn.
     """
-    is_first = hosts.index(hosts[world.rank]) == world.rank
+    is_first = world.neighbours[0] == world.rank
     digests = world.gather_objects(digest_of_files(recipe.data) if is_first else "")
-    digest_of = {host: digest for host, digest in zip(hosts, digests, strict=True) if digest}
+    digest_of = {host: digest for host, digest in zip(world.hosts, digests, strict=True) if digest}
     if len(set(digest_of.values())) > 1:
         copies = ", ".join(f"{digest} on {host}" for host, digest in digest_of.items())
         raise DataError(
             f"data.path {recipe.data.path}: the files differ between the machines (hashes: {copies}); copy them from "
-            f"{hosts[world.reader]}, or put them where all machines see them"
+            f"{world.hosts[world.reader]}, or put them where all machines see them"
         )
 
 

@@ -119,7 +119,7 @@ class TrainingLoop:
             TrainingStopped: a signal came, and the last step is saved.
         """
         try:
-            with self._stop_request or nullcontext(), advising(self._pipe.plan, self._pipe.world.rank):
+            with self._stop_request or nullcontext(), advising(self._pipe.plan, self._pipe.world.worker):
                 self._run_epochs()
                 self._end_save()
             return self._finish()

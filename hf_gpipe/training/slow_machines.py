@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterable, Sequence
 from statistics import median
 
@@ -37,7 +36,7 @@ class SlowMachines:
 
     def __init__(self, pipe: Pipeline, every: int | None) -> None:
         self._pipe, self._world = pipe, pipe.world
-        self._hosts = [] if every is None else self._world.gather_objects(socket.gethostname())
+        self._hosts = self._world.hosts
         self._every = every if len(set(self._hosts)) > 1 else None
         self._num_steps = 0
         self._seconds: list[float] = []

@@ -11,7 +11,6 @@ import contextlib
 import os
 import select
 import signal
-import socket
 import threading
 import time
 from types import FrameType
@@ -52,9 +51,8 @@ class StopRequest:
     """
 
     def __init__(self, world: World, stop_seconds: float) -> None:
-        me = socket.gethostname(), os.getpid()
         #: The other processes of the pipeline that are on this machine.
-        self._peers = [pid for host, pid in world.gather_objects(me) if host == me[0] and pid != me[1]]
+        self._peers = [world.ranks[rank].pid for rank in world.neighbours if rank != world.rank]
         self._rank = world.rank
         self._stop_seconds = stop_seconds
         self._stop = StopSignal()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import Recipe
-from hf_gpipe.runtime.job import Job
+from hf_gpipe.runtime.preflight import machines
 from hf_gpipe.schedule import Breakdown
 
 
@@ -29,7 +29,7 @@ def start_text(recipe: Recipe, pipe: Pipeline, corpus: str, checkpoint: Path | N
         f"data       {corpus}; mini-batches of {_mini_batch(recipe)}",
         f"output     {recipe.training.output_dir}",
     ]
-    lines += [f"machine    {line}" for line in Job.current().machines]
+    lines += [f"machine    {line}" for line in machines(pipe.world.ranks)]
     lines += [f"link       {line}" for line in pipe.links]
     if checkpoint is not None:
         lines.append(f"resuming   from {checkpoint}")

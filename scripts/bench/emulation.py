@@ -7,7 +7,6 @@ or reductions take a time, their links are emulated too (`slow_links.py`).
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -265,7 +264,7 @@ def emulate(
 def _emulate_process(settings: list[Emulated], steps: int) -> list[list[Step]]:
     """One process's part of each step of each setting."""
     machine.wake_up_on_time()
-    ready = [_Pipeline(setting, int(os.environ["RANK"])) for setting in settings]
+    ready = [_Pipeline(setting) for setting in settings]
     found: list[list[Step]] = [[] for _ in settings]
     for step in range(steps + 1):
         for i in range(len(settings))[:: -1 if step % 2 else 1]:
@@ -292,10 +291,9 @@ def _late_seconds(setting: Emulated, one: ActionTime) -> float:
 class _Pipeline:
     """One process's stages, edges and executor."""
 
-    def __init__(self, setting: Emulated, rank: int) -> None:
+    def __init__(self, setting: Emulated) -> None:
         self.table = setting.table()
-        placement, device = self.table.placement, torch.device("cpu")
-        world = World(rank, placement.num_processes, (device,), stages_placed=placement)
+        world = World.of_job().placed(self.table.placement)
         boundary = torch.zeros(setting.boundary_bytes // _FLOAT_BYTES)
         if setting.transfer_seconds is not None:
             boundary = torch.zeros(1, dtype=torch.float64)
@@ -311,7 +309,7 @@ class _Pipeline:
             ties = SimpleNamespace(names=frozenset(), owner_stage=names)
             seconds = dict(enumerate(setting.reduction_seconds()))
             self.replicas = SlowReplicas(waiting, ties, world, seconds)
-        self.executor = Executor(stages, edges, rank, self.replicas)
+        self.executor = Executor(stages, edges, world.worker, self.replicas)
         self.world = world
         #: Of the step before, where several run one after another.
         self.earlier: Callable[[], torch.Tensor] | None = None

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+import socket
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from hf_gpipe.checkpoint import in_memory
 from hf_gpipe.checkpoint.directory import checkpoints
 from hf_gpipe.checkpoint.in_memory import MemoryCheckpoints
 from hf_gpipe.errors import CheckpointError, UserError
+from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.world import World
 from hf_gpipe.training.checkpoints import Checkpoints
 from tests.gloo import run_gloo
@@ -39,7 +40,8 @@ def be_on(folder: Path, machines: list[int]) -> None:
     root = folder / f"memory-{machine}"
     root.mkdir(exist_ok=True)
     in_memory.ROOT = root
-    in_memory.socket = SimpleNamespace(gethostname=lambda: f"host{machine}")  # type: ignore[attr-defined]
+    socket.gethostname = lambda: f"host{machine}"
+    Job.current()._ranks = ()  # as in new processes
 
 
 def trained_in_memory(folder: Path, **values: Any) -> Any:

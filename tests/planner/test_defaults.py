@@ -23,6 +23,7 @@ from hf_gpipe.planner.measure import rated_machine, steady_memory
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import PipelineConfig, TrainingSection
 from hf_gpipe.recipe.pipeline import PLANNED
+from hf_gpipe.runtime.facts import DeviceFacts
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.training import arguments
 from tests.gloo import run_gloo
@@ -156,7 +157,7 @@ def test_the_data_sheet_of_a_gpu(
 def test_the_device_that_is_decided_for(monkeypatch: pytest.MonkeyPatch) -> None:
     found = rated_machine(torch.device("cpu"), 2)
     assert found.flops_per_second == cpu(torch.get_num_threads()).flops_per_second
-    assert found.memory_bytes == measure.device_memory(torch.device("cpu"), 2)
+    assert found.memory_bytes == measure.device_memory(DeviceFacts.of(torch.device("cpu")), 2)
     assert cpu(4).flops_for("float32") == 4 * cpu(1).flops_for("float32")
     gpu = torch.device("cuda", 5)
     free = [int(78.9 * GIB), int(78.2 * GIB), 40 * GIB]
@@ -164,7 +165,7 @@ def test_the_device_that_is_decided_for(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
     memory = []
     while free:
-        memory.append(steady_memory(gpu))
+        memory.append(steady_memory(DeviceFacts.of(gpu)))
         del free[0]
     assert memory == [75 * GIB, 75 * GIB, 40 * GIB], "a little more or less that others hold changes nothing"
 

@@ -28,6 +28,8 @@ def _see(gpus: list[str]) -> list[torch.device]:
     torch.cuda.device_count = lambda: len(gpus)
     torch.cuda.get_device_properties = lambda number: SimpleNamespace(uuid=gpus[number])
     torch.cuda.set_device = chosen.append
+    torch.cuda.mem_get_info = lambda device: (1 << 30, 1 << 30)
+    torch.cuda.memory_reserved = lambda device: 0
     return chosen
 
 
@@ -46,6 +48,11 @@ def _choose(gpus: list[list[str]], hosts: list[str], choice: list[DeviceChoice])
     return [str(one) for one in world.stage_devices.values()]
 
 
+#: What `_see` replaces.
+REPLACED = (
+    *("is_available", "device_count", "get_device_properties"),
+    *("set_device", "mem_get_info", "memory_reserved"),
+)
 ALL = ["GPU-a", "GPU-b"]
 
 
@@ -68,8 +75,8 @@ def test_each_process_has_its_own(
     assert run_gloo(_choose, 2, gpus, hosts, choice) == expected
 
 
-def _wish(host: str = "n", names: tuple[str, ...] = ("cuda",), gpus: tuple[str, ...] = ("GPU-a",)) -> _Wish:
-    return _Wish(host, names, len(names) > 1, gpus)
+def _wish(names: tuple[str, ...] = ("cuda",), gpus: tuple[str, ...] = ("GPU-a",)) -> _Wish:
+    return _Wish(names, len(names) > 1, gpus)
 
 
 @pytest.mark.parametrize(
@@ -79,19 +86,20 @@ def _wish(host: str = "n", names: tuple[str, ...] = ("cuda",), gpus: tuple[str, 
          "sees 1; set CUDA_VISIBLE_DEVICES for each process, start fewer processes .*, or use device: cpu"),
         ([_wish(names=("cuda:0",)), _wish(names=("cuda:1",), gpus=("GPU-b", "GPU-a"))], "cuda:1 of process 1"),
         ([_wish(names=("cpu", "cuda:0")), _wish(names=("cpu", "cuda:0"))], "on different kinds|on one kind of device"),
+        ([_wish(names=("cpu",)), _wish()], "process 0 on cpu and process 1 on cuda: the processes of a pipeline"),
         ([_wish(names=("cuda:0", "cuda:0", "cuda:0"))] * 2, "3 cannot be shared out evenly between the 2 processes"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_had_is_refused(wishes: list[_Wish], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        _assign(wishes)
+        _assign(wishes, ["n", "n"])
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=6))
 def test_processes_of_several_hosts_never_share(hosts: list[int]) -> None:
     """In any order of ranks over the hosts."""
     gpus = tuple(f"GPU-{number}" for number in range(6))
-    names = _assign([_wish(str(host), gpus=gpus) for host in hosts])
+    names = _assign([_wish(gpus=gpus)] * len(hosts), list(map(str, hosts)))
     found = [(host, *own) for host, own in zip(hosts, names, strict=True)]
     assert len(set(found)) == len(hosts)
     assert max(int(own[0][5:]) for own in names) == max(map(hosts.count, hosts)) - 1
@@ -111,7 +119,7 @@ def test_an_error_of_one_process_is_raised_in_all() -> None:
 
 def test_only_the_devices_of_the_configuration_are_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the process asks before the model is made: the current device gets a context, which takes memory."""
-    for name in ("is_available", "device_count", "get_device_properties", "set_device"):
+    for name in REPLACED:
         monkeypatch.setattr(torch.cuda, name, getattr(torch.cuda, name))
     chosen = _see([*ALL, "GPU-c"])
     world = world_for(PipelineConfig(num_stages=2, devices=("cuda:2", "cuda:1")))
@@ -121,7 +129,7 @@ def test_only_the_devices_of_the_configuration_are_touched(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("device", "message"), [("cuda:2", "torch finds 2 CUDA devices"), ("cudda", "is not one of")])
 def test_a_device_that_does_not_exist(device: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("is_available", "device_count", "get_device_properties", "set_device"):
+    for name in REPLACED:
         monkeypatch.setattr(torch.cuda, name, getattr(torch.cuda, name))
     _see(ALL)
     with pytest.raises(UserError, match=message):
@@ -131,6 +139,6 @@ def test_a_device_that_does_not_exist(device: str, message: str, monkeypatch: py
 def test_a_number_of_processes_that_does_not_fit() -> None:
     with pytest.raises(UserError, match="num_processes is 2 and 1 are running"):
         world_for(PipelineConfig(num_stages=2, num_processes=2))
-    three = World(0, 1, (torch.device("cpu"),) * 3)
+    three = World.of_job().on(["cpu"] * 3)
     with pytest.raises(UserError, match="3 devices for the 2 stages of process 0: cpu, cpu, cpu"):
         three.placed(Placement.spread(2, 1))

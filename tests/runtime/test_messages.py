@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from hf_gpipe.runtime.channel import Channel, LocalChannel, RemoteChannel
 from hf_gpipe.runtime.device_choice import world_for
 from hf_gpipe.runtime.edges import Edge, connect
 from hf_gpipe.runtime.executor import Executor
+from hf_gpipe.runtime.facts import DeviceFacts, RankFacts
 from hf_gpipe.runtime.micro_batch import MicroBatch
 from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule import Placement, Schedule, build, placement_for
@@ -190,8 +192,9 @@ def test_communicators_are_shared_and_set_up_one_after_another(
     for rank in range(placement.num_processes):
         log.clear()
         names = placement.devices or ("cuda:0",) * placement.num_stages
-        own = tuple(dict.fromkeys(torch.device(names[stage]) for stage in placement.stages_of(rank)))
-        world = Stub(rank, placement.num_processes, own, stages_placed=placement)
+        own = dict.fromkeys(names[stage] for stage in placement.stages_of(rank))
+        facts = replace(RankFacts.of_this_process(), devices=tuple(DeviceFacts(name, 1, 1) for name in own))
+        world = Stub(rank, (facts,) * placement.num_processes, stages_placed=placement)
         found = connect(world, lambda stage, name: torch.float32)
         assert {stage for stage, _, _ in found} == {
             s for s in range(placement.num_stages - 1) if {s, s + 1} & set(world.local_stages)

@@ -17,14 +17,16 @@ from transformers import LlamaConfig
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.planner import links
-from hf_gpipe.planner import preflight as plan_preflight
 from hf_gpipe.planner.devices import Link
-from hf_gpipe.planner.links import Machines, MeasuredLink, pairs_to_measure
+from hf_gpipe.planner.links import cluster_of, pairs_to_measure
 from hf_gpipe.planner.preflight import memory_problems
 from hf_gpipe.recipe import AUTO, parse_recipe
-from hf_gpipe.runtime import preflight
-from hf_gpipe.runtime.preflight import Facts, check_main_address, complaints, unreached
-from hf_gpipe.runtime.world import World
+from hf_gpipe.runtime import facts as facts_module
+from hf_gpipe.runtime import network, preflight
+from hf_gpipe.runtime.facts import DeviceFacts, RankFacts
+from hf_gpipe.runtime.network import check_main_address
+from hf_gpipe.runtime.preflight import complaints, unreached
+from hf_gpipe.runtime.world import MeasuredLink, World
 from hf_gpipe.schedule import Placement
 from hf_gpipe.training.job import _check_same_data
 from tests.gloo import run_gloo
@@ -32,9 +34,15 @@ from tests.gloo import run_gloo
 GIB = 1 << 30
 
 
-def facts(host: str, **values: Any) -> Facts:
-    common = {"boot": host, "versions": {"torch": "2.13"}, "settings": {"a": "1", "b": "2"}, "address": "10.0.0.1"}
-    return Facts(**{"host": host, **common, **values})
+def facts(host: str, **values: Any) -> RankFacts:
+    common = {
+        "boot": host,
+        "pid": 1,
+        "versions": {"torch": "2.13"},
+        "settings": {"a": "1", "b": "2"},
+        "address": "10.0.0.1",
+    }
+    return RankFacts(**{"host": host, **common, **values})
 
 
 @pytest.mark.parametrize(
@@ -59,7 +67,7 @@ def facts(host: str, **values: Any) -> Facts:
          ["2 machines have the name n; give each its own (hostnamectl set-hostname NAME)"]),
     ],
 )  # fmt: skip
-def test_each_thing_that_is_wrong_is_named(everyone: list[Facts], told: list[str]) -> None:
+def test_each_thing_that_is_wrong_is_named(everyone: list[RankFacts], told: list[str]) -> None:
     assert complaints(everyone) == told
 
 
@@ -88,7 +96,7 @@ def test_a_machine_that_cannot_be_reached_is_named() -> None:
 def test_the_main_process_is_not_looked_for_in_vain(
     address: str, rank: int, message: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "_LISTENS_SECONDS", 0.0)
+    monkeypatch.setattr(network, "_LISTENS_SECONDS", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     for name, value in {
@@ -118,31 +126,36 @@ def test_one_machine_may_stand_for_several(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_gloo_listens_where_its_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    assert preflight.gloo_address({"lo": "127.0.0.1", "ib0": "10.9.9.9"}) == "10.9.9.9"
+    assert network.gloo_address({"lo": "127.0.0.1", "ib0": "10.9.9.9"}) == "10.9.9.9"
     with pytest.raises(UserError, match="GLOO_SOCKET_IFNAME is 'ib0'; the interfaces with an address are lo, eth0"):
-        preflight.gloo_address({"lo": "127.0.0.1", "eth0": "10.9.9.9"})
+        network.gloo_address({"lo": "127.0.0.1", "eth0": "10.9.9.9"})
 
 
 def test_memory_is_counted_per_machine_on_the_cpu_and_per_process_on_gpus() -> None:
     hosts, peaks = ["n", "n", "m"], [2 * GIB, 3 * GIB, 4 * GIB]
-    assert memory_problems(hosts, [[5 * GIB], [5 * GIB], [4 * GIB]], peaks, is_shared=True) == []
-    (found,) = memory_problems(hosts, [[5 * GIB], [4 * GIB], [4 * GIB]], peaks, is_shared=True)
+
+    def ranks(kind: str, *free: list[int]) -> list[RankFacts]:
+        devices = [tuple(DeviceFacts(kind, one * GIB, 8 * GIB) for one in own) for own in free]
+        return [facts(host, devices=own) for host, own in zip(hosts, devices, strict=True)]
+
+    assert memory_problems(ranks("cpu", [5], [5], [4]), peaks) == []
+    (found,) = memory_problems(ranks("cpu", [5], [4], [4]), peaks)
     assert "machine n: its processes (0, 1) need 5 GiB by the plan and 4 GiB are free" in found.replace(".0", "")
-    assert memory_problems(hosts, [[GIB, GIB], [3 * GIB], [4 * GIB]], peaks, is_shared=False) == []
-    (found,) = memory_problems(hosts, [[2 * GIB], [3 * GIB], [3 * GIB]], peaks, is_shared=False)
+    assert memory_problems(ranks("cuda:0", [1, 1], [3], [4]), peaks) == []
+    (found,) = memory_problems(ranks("cuda:0", [2], [3], [3]), peaks)
     assert found.startswith("machine m: process 2 needs 4")
 
 
 def test_machines_are_levels_of_a_cluster() -> None:
     fast = Link("inside", 1e10, 1e-6)
-    assert Machines(["n", "n"]).cluster(fast) is None
+    assert cluster_of(World(0, (facts("n"),) * 2), fast) is None
 
     def cluster(*hosts: str) -> list[tuple[int, float, float]]:
-        machines = Machines(hosts)
+        world = World(0, tuple(map(facts, hosts)))
         for number, host in enumerate(hosts[1:], 1):
             ends = frozenset((hosts[0], host))
-            machines._measured[ends] = MeasuredLink((hosts[0], host), (0, number), 1e9 / number, number / 1e4)
-        made = machines.cluster(fast)
+            world.links[ends] = MeasuredLink((hosts[0], host), (0, number), 1e9 / number, number / 1e4)
+        made = cluster_of(world, fast)
         assert made is not None
         return [(level.parts, level.bytes_per_second, level.latency_seconds) for level in made.levels]
 
@@ -174,12 +187,12 @@ def _on_two_machines(folder: Path) -> list[Any]:
     host = "nm"[rank]
     socket.gethostname = lambda: host
     os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    preflight.addresses = lambda: {"eth0": "10.0.0.1", "lo": "127.0.0.1"}
-    preflight.is_loopback = lambda address: address == "127.0.1.1"
+    facts_module.addresses = lambda: {"eth0": "10.0.0.1", "lo": "127.0.0.1"}
+    preflight.is_loopback = facts_module.is_loopback = lambda address: address == "127.0.1.1"
     store, limit = distributed_c10d._get_default_store(), timedelta(seconds=30)
 
     def check(case: str, address: str, **settings: str) -> str:
-        preflight.gloo_address = lambda found: address
+        facts_module.gloo_address = lambda found: address
         return _error(preflight.check, store, rank, 2, settings, limit, case)
 
     found: list[Any] = [
@@ -190,7 +203,7 @@ def _on_two_machines(folder: Path) -> list[Any]:
     config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=1)
     example = {"input_ids": torch.ones(2, 4, dtype=torch.int64), "labels": torch.ones(2, 4, dtype=torch.int64)}
     found.append(Pipeline(config, 2, 2, example=example).links)
-    plan_preflight.free_bytes = lambda device: 1000 if rank else 1 << 40
+    facts_module.available_memory = lambda: 1000 if rank else 1 << 40
     found.append(_error(Pipeline, config, 2, 2, example=example))
     found.append(Pipeline(config, 2, 2, example=example, memory="1GiB").links != [])
     for rate in (1e12, 1e4):
@@ -209,7 +222,7 @@ def _on_two_machines(folder: Path) -> list[Any]:
     )
     for path in ("pairs.jsonl", "../n/pairs.jsonl"):
         recipe = parse_recipe(text.format(path))
-        found.append(_error(_check_same_data, recipe, ["n", "m"], World.of_job()))
+        found.append(_error(_check_same_data, recipe, World.of_job()))
     return found
 
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from hf_gpipe.errors import MessageError, UserError
 from hf_gpipe.runtime import secret
+from hf_gpipe.runtime.facts import RankFacts
 from hf_gpipe.runtime.meeting import meet
-from hf_gpipe.runtime.preflight import Facts
 from hf_gpipe.runtime.secret import SECRET_VARIABLE, SignedStore, new_secret, signed, store_on_loopback
 from scripts.random_faults.peers import flood, listening
 
@@ -202,4 +202,4 @@ def test_processes_meet_in_a_signed_store() -> None:
 )  # fmt: skip
 def test_what_a_peer_tells_at_the_start_is_read_strictly(told: bytes) -> None:
     with pytest.raises(MessageError, match="what a process has told at the start is not hf_gpipe's"):
-        Facts.read(told)
+        RankFacts.read(told)

@@ -165,7 +165,7 @@ def test_the_page_of_schedules_draws_the_real_tables() -> None:
         *(("zb_v", 2, 4), ("v_half", 4, 4)),
     ):
         drawn = draw_text(simulate(table(name, processes, micro_batches), EQUAL))
-        assert "".join(f"    {line}\n" for line in drawn.splitlines()) in page
+        assert f"{drawn.strip()}\n" in page
 
 
 def test_a_limit_without_room_for_one_micro_batch() -> None:

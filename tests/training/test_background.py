@@ -173,14 +173,3 @@ def test_a_process_that_is_killed_while_it_writes_leaves_the_checkpoint_before(t
     assert not (tmp_path / ".checkpoint-4.tmp").exists()
     for name, tensor in weights(whole).items():
         assert torch.equal(weights(resumed)[name], tensor), name
-
-
-@pytest.mark.parametrize(("limit", "used", "expected"), [("max", 0, 900), ("500", 450, 80)])
-def test_a_container_has_the_memory_of_its_limit(
-    limit: str, used: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, text in (("max", limit), ("current", str(used)), ("stat", "anon 400\ninactive_file 30\n")):
-        (tmp_path / f"memory.{name}").write_text(text)
-    monkeypatch.setattr(background, "_CGROUP", tmp_path)
-    monkeypatch.setattr(background.psutil, "virtual_memory", lambda: type("", (), {"available": 900}))
-    assert background.available_memory() == expected

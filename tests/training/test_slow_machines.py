@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import logging
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch.distributed as dist
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import Pipeline
@@ -30,8 +32,6 @@ class Others:
         self.factors = [1.0] * len(hosts)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        if isinstance(value, str):
-            return self.hosts
         return [None if value is None else value * factor for factor in self.factors]
 
 
@@ -118,8 +118,9 @@ def _messages(folder: str) -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger(slow_machines.__name__).addHandler(handler)
+    rank, calls = dist.get_rank(), 0
+    socket.gethostname = lambda: f"host{rank}"
     made = trainer(Path(folder), slow_machine_steps=2, max_steps=6)
-    rank, calls = made.world.rank, 0
 
     def seconds(actions: Any) -> float | None:
         nonlocal calls
@@ -128,7 +129,6 @@ def _messages(folder: str) -> list[str]:
         return 3.0 if rank == 1 and calls > 2 else 1.0
 
     slow_machines.seconds_of_forward = seconds
-    slow_machines.socket = SimpleNamespace(gethostname=lambda: f"host{rank}")  # type: ignore[assignment]
     made.train()
     return found
 

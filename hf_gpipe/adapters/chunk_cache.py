@@ -1,0 +1,145 @@
+"""The keys and values of rows that are cut into chunks: a chunk's blocks add theirs, and attend to all before it.
+
+A long row is cut into chunks of tokens, which go through the stages one after another (TeraPipe, arXiv 2102.07988,
+section 3; Seq1F1B, arXiv 2406.03488). A causal model needs nothing of an earlier chunk but the keys and values of each
+block, and transformers' own cache brings these to the family's own attention. Backward runs over the chunks in reverse:
+what the backward of a chunk finds for the keys and values of earlier chunks waits here for their backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from hf_gpipe.adapters.cache import CountingSlot, StageCache
+from hf_gpipe.adapters.stage_model import StageModel
+from hf_gpipe.errors import UnsupportedModelError
+
+
+class _States:
+    """The keys, or the values, of some rows in one block: (B, heads, T, width), and their gradient."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._states: torch.Tensor | None = None
+        self._gradient: torch.Tensor | None = None
+
+    def put(self, states: torch.Tensor, start: int) -> torch.Tensor:
+        """Write those of the tokens from `start` on; returns all. To write the same again changes nothing."""
+        if self._states is None:
+            self._states = states.new_zeros((*states.shape[:-2], self._length, states.shape[-1]))
+        self._states[..., start : start + states.shape[-2], :] = states
+        # A graph keeps a view, and later chunks write beside it: autograd need not count their writes.
+        return self._states.data
+
+    def gradient(self) -> torch.Tensor:
+        """The sum of the gradients so far, for all tokens."""
+        assert self._states is not None, "a backward without its forward"
+        if self._gradient is None:
+            self._gradient = torch.zeros_like(self._states)
+        return self._gradient
+
+
+class _Append(torch.autograd.Function):
+    """Adds a chunk's keys or values to those of the chunks before it; returns these from token `first` on."""
+
+    @staticmethod
+    def forward(ctx: Any, added: torch.Tensor, states: _States, start: int, first: int) -> torch.Tensor:
+        stop = start + added.shape[-2]
+        ctx.of = states, start, first, stop
+        return states.put(added, start)[..., first:stop, :]
+
+    @staticmethod
+    def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        states, start, first, stop = ctx.of
+        gradient = states.gradient()
+        gradient[..., first:stop, :] += outer[0]
+        return gradient[..., start:stop, :].clone(), None, None, None
+
+
+class _Slot(DynamicLayer):
+    """The slot of one block at the beginning of a chunk."""
+
+    def __init__(self, parts: tuple[_States, _States], start: int) -> None:
+        CacheLayerMixin.__init__(self)
+        self._parts, self._start = parts, start
+        self._stop = start
+        self.is_initialized = True
+
+    @property
+    def _first(self) -> int:
+        """The first token that the chunk attends to."""
+        return 0
+
+    def get_seq_length(self) -> int:
+        return self._stop
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._start + query_length - self._first, self._first
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # Set, not added: a block that is run again for its gradients comes here a second time.
+        self._stop = self._start + key_states.shape[-2]
+        append: Callable[..., torch.Tensor] = _Append.apply
+        keys, values = (
+            append(states, part, self._start, self._first)
+            for states, part in zip((key_states, value_states), self._parts, strict=True)
+        )
+        return keys, values
+
+
+class _SlidingSlot(_Slot, DynamicSlidingWindowLayer):
+    """The same of a block that attends to a window: what lies before the window is not read."""
+
+    def __init__(self, parts: tuple[_States, _States], start: int, sliding_window: int) -> None:
+        _Slot.__init__(self, parts, start)
+        self.sliding_window = sliding_window
+        self.record_past = False
+
+    @property
+    def _first(self) -> int:
+        return max(self._start - self.sliding_window + 1, 0)
+
+    @property
+    def cumulative_length(self) -> int:
+        return self._stop
+
+
+class RowCache:
+    """The keys and values of a micro-batch's rows in the blocks of one stage, between its first F and its last B.
+
+    Args:
+        stage: the model of the stage.
+        length: tokens of the rows.
+    """
+
+    def __init__(self, stage: StageModel, length: int) -> None:
+        self._stage = stage
+        blocks = stage.adapter.stacks[-1].blocks
+        self._parts = [(_States(length), _States(length)) for _ in blocks]
+
+    def at(self, start: int) -> StageCache:
+        """The cache that the stage's model gets with the chunk that begins at a token.
+
+        Raises UnsupportedModelError where a block keeps anything other than keys and values of the past or of a window.
+        """
+        cache = StageCache(self._stage)
+        cache.advance(start)
+        for index, slot in enumerate(cache.layers):
+            if isinstance(slot, CountingSlot):
+                continue
+            if type(slot) is DynamicLayer:
+                cache.layers[index] = _Slot(self._parts[index], start)
+            elif type(slot) is DynamicSlidingWindowLayer:
+                cache.layers[index] = _SlidingSlot(self._parts[index], start, slot.sliding_window)
+            else:
+                raise UnsupportedModelError(
+                    f"{self._stage.adapter.config.model_type}: block {index} keeps a {type(slot).__name__}, which "
+                    "cannot be cut into chunks of tokens; leave pipeline.sequence_chunks at 1"
+                )
+        return cache

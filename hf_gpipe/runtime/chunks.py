@@ -1,0 +1,87 @@
+"""Cuts the rows of a micro-batch into chunks of tokens, which go through the stages one after another.
+
+One long row then fills the pipeline as many micro-batches would, and a stage keeps the activations of a chunk in place
+of those of the row (TeraPipe, arXiv 2102.07988; Seq1F1B, arXiv 2406.03488; SlimPipe, arXiv 2504.14519). The chunks are
+equally long: borders of equal time would make the first chunk the longest, and it decides the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from hf_gpipe.adapters import Adapter
+from hf_gpipe.adapters.text import TextAdapter
+from hf_gpipe.errors import DataError, UserError
+
+Inputs = Mapping[str, torch.Tensor]
+
+
+class Chunk(NamedTuple):
+    """The place of a chunk in its rows.
+
+    Attributes:
+        sequence: the number of the rows' micro-batch, were it not cut.
+        start: its first token.
+        length: tokens of the rows.
+        of: chunks of the rows.
+    """
+
+    sequence: int
+    start: int
+    length: int
+    of: int
+
+
+def check_chunks(adapter: Adapter, *, is_loss_of_tokens: bool, packing: bool) -> None:
+    """Raise UserError where rows cannot be cut into chunks, because of the model, the loss or packing."""
+    model = type(adapter.reference).__name__
+    reason = None
+    if not isinstance(adapter, TextAdapter):
+        reason = f"{model} does not read text"
+    elif adapter.config.is_encoder_decoder:
+        reason = f"{model} has an encoder, whose tokens attend to later ones"
+    elif adapter.is_classifier:
+        reason = f"{model} scores rows as a whole"
+    elif adapter.routers:
+        reason = f"the auxiliary loss of {model} is of whole rows; set output_router_logits to false to leave it out"
+    elif not is_loss_of_tokens:
+        reason = "the loss needs whole rows"
+    elif packing:
+        reason = "packed documents share a row"
+    if reason is not None:
+        raise UserError(f"sequence_chunks cannot be more than 1: {reason}; leave it out")
+
+
+def num_chunks(inputs: Sequence[Inputs], most: int) -> int:
+    """How many chunks the rows of all micro-batches of a step can be cut into: at most one for each token."""
+    return most if most == 1 else min(most, *(one["input_ids"].shape[1] for one in inputs))
+
+
+def cut(inputs: Inputs, count: int, adapter: Adapter) -> list[tuple[int, dict[str, torch.Tensor]]]:
+    """Cut prepared inputs on the CPU; returns the first token and the inputs of each chunk.
+
+    A chunk has the targets of its own tokens, as `shift_labels`, and the mask of all tokens up to its last one.
+
+    Raises:
+        DataError: an entry of the mini-batch has no value for each token.
+    """
+    ids = inputs["input_ids"]
+    of_tokens = {name: tensor for name, tensor in inputs.items() if name != "labels"}
+    of_tokens["shift_labels"] = adapter.targets(inputs)
+    of_tokens.setdefault("attention_mask", torch.ones_like(ids))
+    if odd := [name for name, tensor in of_tokens.items() if tensor.shape != ids.shape]:
+        raise DataError(
+            f"{odd[0]} has the shape {tuple(of_tokens[odd[0]].shape)} and input_ids {tuple(ids.shape)}; to cut rows "
+            "into chunks (sequence_chunks), each entry needs one value for each token"
+        )
+    mask = of_tokens.pop("attention_mask")
+    borders = [round(ids.shape[1] * place / count) for place in range(count + 1)]
+    parts = []
+    for start, stop in pairwise(borders):
+        own = {name: tensor[:, start:stop] for name, tensor in of_tokens.items()}
+        parts.append((start, {**own, "attention_mask": mask[:, :stop]}))
+    return parts

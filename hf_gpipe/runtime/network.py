@@ -1,0 +1,114 @@
+"""The network interfaces of this machine: where gloo and NCCL listen, and whether the main process can be found."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+
+from hf_gpipe.errors import UserError
+
+#: How long a machine tries to reach another one. A firewall that drops packets answers nothing.
+REACH_SECONDS = 5.0
+#: How long the main process may take to listen after another process has started.
+_LISTENS_SECONDS = 30.0
+#: The request for the IPv4 address of an interface (netdevice(7)).
+_SIOCGIFADDR = 0x8915
+
+
+def check_main_address(rank: int) -> None:
+    """Raise UserError where this process could never find the main one, instead of trying for minutes.
+
+    Args:
+        rank: of this process.
+    """
+    own = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    if rank < own or own == 0 or int(os.environ.get("WORLD_SIZE", "1")) == own:
+        return  # on one machine with the main process
+    name, here = os.environ.get("MASTER_ADDR", ""), socket.gethostname()
+    advice = (
+        "give MASTER_ADDR the first machine's address in your network (torchrun: --local-addr on that machine), or "
+        f"correct /etc/hosts on {here}"
+    )
+    try:
+        address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        raise UserError(
+            f"machine {here} finds no address for {name!r}, the first machine's name (MASTER_ADDR): "
+            f"{error.strerror}; {advice}"
+        ) from None
+    if is_loopback(str(address)) and not _answers(str(address), int(os.environ.get("MASTER_PORT", "0"))):
+        raise UserError(
+            f"on machine {here} the first machine's name {name!r} (MASTER_ADDR) resolves to {address}, which is {here} "
+            f"itself; {advice}"
+        )
+
+
+def _answers(address: str, port: int) -> bool:
+    """Whether the main process, or its agent, soon listens on this very machine, as where one stands for several."""
+    deadline = time.monotonic() + _LISTENS_SECONDS
+    while True:
+        with suppress(OSError), socket.create_connection((address, port), REACH_SECONDS):
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address reaches no further than its own machine; also for an empty one."""
+    return not address or ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def gloo_address(found: Mapping[str, str]) -> str:
+    """The address at which gloo listens, as ProcessGroupGloo::createDefaultDevice chooses it.
+
+    Args:
+        found: from `addresses`.
+
+    Raises:
+        UserError: GLOO_SOCKET_IFNAME names an interface that does not exist.
+    """
+    if names := os.environ.get("GLOO_SOCKET_IFNAME"):
+        name = names.split(",")[0]
+        if found and name not in found:
+            raise UserError(f"GLOO_SOCKET_IFNAME is {names!r}; the interfaces with an address are {', '.join(found)}")
+        return found.get(name, "")
+    with suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind) as tried:
+                tried.bind((address[0], 0))
+                return str(address[0])
+    return "127.0.0.1"
+
+
+def stay_on_loopback() -> None:
+    """Let gloo and NCCL listen where no other machine reaches them, unless their variables say where.
+
+    Only for processes that are all on this machine.
+    """
+    for name, address in addresses().items():
+        if is_loopback(address):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+            return
+
+
+def addresses() -> dict[str, str]:
+    """The IPv4 address of each network interface that has one; on Linux only."""
+    found: dict[str, str] = {}
+    if not sys.platform.startswith("linux"):
+        return found
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has none
+                answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found

@@ -1,0 +1,280 @@
+"""Rows cut into chunks of tokens: the loss and every gradient of whole rows."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from hf_gpipe import Pipeline, RowLoss
+from hf_gpipe.errors import DataError, ScheduleError, UnsupportedModelError, UserError
+from hf_gpipe.model.exactness import Batch, Step, exact_clone, plain_step
+from hf_gpipe.schedule import SCHEDULES, WITHOUT_CHUNKS, Schedule, build, check_table, simulate
+from hf_gpipe.schedule.simulate import Costs
+from scripts.families import default_config
+from scripts.random_cases.in_float64 import InFloat64
+from tests.gloo import run_gloo
+from tests.oracle import gathered_gradients, padded_batch, plain_model, run_plain, tiny_config
+
+TOLERANCE = 1e-10
+CUT_SCHEDULES = [name for name in SCHEDULES if name not in WITHOUT_CHUNKS]
+
+
+def clone(family: str, attention: str = "sdpa") -> PreTrainedModel:
+    """A tiny clone of a family in float64, without an auxiliary loss."""
+    model = exact_clone(default_config(family), torch.float64)
+    model.set_attn_implementation(attention)
+    if hasattr(model.config, "output_router_logits"):
+        model.config.output_router_logits = False
+    return model
+
+
+def rows(num_rows: int, length: int, padding: str = "right") -> Batch:
+    """Rows of different lengths; those on the left or on the right are padded."""
+    generator = torch.Generator().manual_seed(length)
+    ids = torch.randint(3, 20, (num_rows, length), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(1, num_rows):
+        if padding == "right":
+            mask[row, length - row % length :] = 0
+        elif padding == "left":
+            mask[row, : row % length] = 0
+    return {
+        "input_ids": ids.masked_fill(mask == 0, 0),
+        "attention_mask": mask,
+        "labels": ids.masked_fill(mask == 0, -100),
+    }
+
+
+def step(pipe: Pipeline, batch: Any) -> Step:
+    pipe.zero_grad()
+    return Step(float(pipe.train_step(batch)), gathered_gradients(pipe), torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "num_stages", "chunks", "options"),
+    [
+        ("llama", "eager", 3, 5, {"schedule": "1f1b"}),
+        ("llama", "sdpa", 2, 3, {"schedule": "zb_h1", "recompute": "none"}),
+        ("qwen3", "sdpa", 3, 2, {"schedule": "gpipe", "recompute": "block"}),
+        ("gemma3_text", "sdpa", 2, 4, {"schedule": "1f1b", "recompute": [1, 2]}),
+        ("mistral", "sdpa", 3, 3, {"schedule": "gpipe_fused"}),
+        ("gpt2", "sdpa", 2, 3, {"schedule": "zb_h2"}),
+        ("opt", "sdpa", 3, 3, {"schedule": "1f1b"}),
+        ("gpt_neox", "sdpa", 2, 7, {"schedule": "naive"}),
+        ("falcon", "sdpa", 1, 3, {"schedule": "1f1b"}),
+        ("bloom", "eager", 2, 3, {"schedule": "1f1b"}),
+        ("mixtral", "sdpa", 2, 3, {"schedule": "gpipe"}),
+        ("cohere2", "sdpa", 2, 3, {"schedule": "1f1b"}),
+    ],
+)
+def test_exact(family: str, attention: str, num_stages: int, chunks: int, options: dict[str, Any]) -> None:
+    # What blocks run again in backward is outside of the mode.
+    with nullcontext() if options.get("recompute") == "block" else InFloat64():
+        model, batch = clone(family, attention), rows(4, 23)
+        expected = plain_step(model, batch)
+        pipe = Pipeline(model, num_stages, 2, sequence_chunks=chunks, **options)
+        assert step(pipe, batch).difference(expected) <= TOLERANCE
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    num_stages=st.integers(1, 4),
+    num_micro_batches=st.integers(1, 3),
+    chunks=st.integers(2, 6),
+    length=st.integers(1, 13),
+    padding=st.sampled_from(["right", "left", "none"]),
+    schedule=st.sampled_from([name for name in CUT_SCHEDULES if name != "forward_only"]),
+    recompute=st.sampled_from(["none", "stage", "block"]),
+    tied=st.booleans(),
+)
+def test_any_step_is_exact(
+    num_stages: int,
+    num_micro_batches: int,
+    chunks: int,
+    length: int,
+    padding: str,
+    schedule: str,
+    recompute: str,
+    tied: bool,
+) -> None:
+    model, batch = plain_model(tiny_config("llama", tied=tied)), rows(3, length + 1, padding)
+    model.set_attn_implementation("sdpa")
+    expected = plain_step(model, batch)
+    options = {"schedule": schedule, "recompute": recompute, "sequence_chunks": chunks}
+    pipe = Pipeline(model, num_stages, num_micro_batches, **options)
+    assert step(pipe, batch).difference(expected) <= TOLERANCE
+    assert not any(stage._row_caches for stage in pipe.stages.values())
+
+
+def test_the_reference_of_the_oracle_is_the_plain_loop() -> None:
+    """The comparison above and the oracle of the other tests agree on one case."""
+    config = tiny_config("llama")
+    with InFloat64():
+        model, batch = plain_model(config), padded_batch(config)
+        expected = run_plain(model, batch, 2)
+        found = step(Pipeline(model, 2, 2, "1f1b", sequence_chunks=3), batch)
+        assert abs(found.loss - expected.loss) <= TOLERANCE
+
+
+def in_processes(replicas: int, zero: int) -> list[float]:
+    with InFloat64():
+        model, batch = plain_model(tiny_config("llama")), rows(4, 11)
+        pipe = Pipeline(model, 2, 4, "1f1b", replicas=replicas, zero=zero, sequence_chunks=3)
+        found = step(pipe, batch)
+        expected = plain_step(plain_model(tiny_config("llama")), batch)
+        return [found.difference(expected)]
+
+
+@pytest.mark.parametrize(("num_processes", "replicas", "zero"), [(2, 1, 0), (4, 2, 1)])
+def test_in_several_processes(num_processes: int, replicas: int, zero: int) -> None:
+    """All chunks of a row are on one replica, which has its keys and values."""
+    for (difference,) in run_gloo(in_processes, num_processes, replicas, zero):
+        assert difference <= TOLERANCE
+
+
+def test_dropout_does_not_depend_on_the_stages() -> None:
+    config = tiny_config("llama", dropout=0.3)
+    batch = rows(2, 12)
+    losses = []
+    for num_stages, schedule, recompute in ((1, "gpipe", "none"), (3, "1f1b", "stage"), (2, "zb_h1", "none")):
+        pipe = Pipeline(config, num_stages, 2, schedule, recompute, sequence_chunks=3, seed=5, dtype="float64")
+        losses.append(step(pipe, batch).loss)
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-12)
+
+
+def test_evaluation_and_generation_take_whole_rows() -> None:
+    config, batch = tiny_config("llama"), rows(4, 11)
+    whole, cut = (Pipeline(config, 2, 2, sequence_chunks=chunks, dtype="float64") for chunks in (1, 3))
+    assert torch.equal(whole.eval_step(batch).row_nll, cut.eval_step(batch).row_nll)
+    prompt = {"input_ids": batch["input_ids"][:1]}
+    options = {"max_new_tokens": 3, "do_sample": False}
+    assert torch.equal(whole.generate(**prompt, **options), cut.generate(**prompt, **options))
+
+
+# ---------------------------------------------------------------------- tables
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(CUT_SCHEDULES),
+    num_stages=st.integers(1, 4),
+    num_rows=st.integers(1, 4),
+    chunks=st.integers(1, 5),
+    replicas=st.sampled_from([1, 2, (1, 2), (3, 1, 2)]),
+    recompute=st.sampled_from(["none", "stage"]),
+)
+def test_every_table_of_chunks_can_be_run(
+    name: str, num_stages: int, num_rows: int, chunks: int, replicas: int | tuple[int, ...], recompute: str
+) -> None:
+    if isinstance(replicas, tuple):
+        num_stages = len(replicas)
+    table = build(name, num_stages, num_rows * chunks, recompute=recompute, replicas=replicas, chunks=chunks)
+    check_table(table)
+    assert Schedule.from_text(table.text()) == table
+    if chunks == 1:
+        assert table == build(name, num_stages, num_rows, recompute=recompute, replicas=replicas)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 8, 16])
+def test_one_row_fills_the_pipeline_as_micro_batches_would(chunks: int) -> None:
+    table = build("1f1b", 4, chunks, recompute="none", chunks=chunks)
+    assert simulate(table, Costs(forward_seconds=1, backward_seconds=2)).total_seconds == 3 * (chunks + 3)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("0F1 0F0 0B1 0B0 0U", "0F1 comes before 0F0"),
+        ("0F0 0F1 0B0 0B1 0U", "0B0 comes before 0B1"),
+        ("0F0 0F1 0I0 0I1 0W0 0W1 0U", "0I0 comes before 0I1"),
+    ],
+)
+def test_a_table_in_another_order_is_an_error(row: str, message: str) -> None:
+    text = f"table: 5\nschedule: mine\nnum_stages: 1\nnum_micro_batches: 2\nplacement: 0\nchunks: 2\nprocess 0: {row}\n"
+    with pytest.raises(ScheduleError, match=message):
+        check_table(Schedule.from_text(text))
+
+
+def test_a_table_has_all_chunks_of_a_row() -> None:
+    with pytest.raises(ScheduleError, match="each row has all its chunks"):
+        build("1f1b", 2, 5, chunks=2)
+    text = build("1f1b", 1, 4, chunks=2).text().replace("chunks: 2", "chunks: 3")
+    with pytest.raises(ScheduleError, match="chunks is 3 and num_micro_batches 4"):
+        check_table(Schedule.from_text(text))
+
+
+def test_a_table_from_a_file_says_the_chunks(tmp_path: Any) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text(build("1f1b", 2, 6, build("1f1b", 2, 6).placement.spread(2, 1), chunks=3).text())
+    with pytest.raises(ScheduleError, match="cuts rows into 3 chunks, and sequence_chunks is 1"):
+        Pipeline(tiny_config("llama"), 2, 2, str(path))
+    with InFloat64():
+        model, batch = plain_model(tiny_config("llama")), rows(2, 9)
+        expected = plain_step(model, batch)
+        pipe = Pipeline(model, 2, 2, str(path), sequence_chunks=3)
+        assert step(pipe, batch).difference(expected) <= TOLERANCE
+        with pytest.raises(ScheduleError, match="give rows of at least 3 tokens"):
+            pipe.train_step(rows(2, 2))
+
+
+# ---------------------------------------------------------------------- what cannot be cut
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_v", "pipedream"])
+def test_a_schedule_without_an_order_is_an_error(schedule: str) -> None:
+    with pytest.raises(UserError, match=f"sequence_chunks is 2 and schedule is {schedule}"):
+        Pipeline(tiny_config("llama"), 2, 2, schedule, sequence_chunks=2)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("marian", {}, "has an encoder"),
+        ("llama", {"packing": True}, "packed documents share a row"),
+        ("llama", {"loss": RowLoss(lambda log_probs: -log_probs)}, "the loss needs whole rows"),
+    ],
+)
+def test_what_needs_whole_rows_is_an_error(family: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=f"sequence_chunks cannot be more than 1: .*{message}"):
+        Pipeline(tiny_config(family), 2, 2, sequence_chunks=2, **options)
+
+
+def test_an_auxiliary_loss_is_an_error() -> None:
+    config = exact_clone(default_config("mixtral"), torch.float64).config
+    config.output_router_logits = True
+    with pytest.raises(UserError, match="the auxiliary loss of MixtralForCausalLM is of whole rows"):
+        Pipeline(config, 2, 2, sequence_chunks=2)
+
+
+@pytest.mark.parametrize("family", ["bert-generation", "mamba", "bert"])
+def test_a_family_whose_rows_cannot_be_cut_is_an_error(family: str) -> None:
+    """Of some the clone fails, and others would silently give other gradients."""
+    with pytest.raises(UnsupportedModelError, match=r"rows cut into chunks|cannot be cut"):
+        Pipeline(exact_clone(default_config(family), torch.float64), 2, 2, sequence_chunks=2)
+
+
+@pytest.mark.parametrize("options", [{"schedule": "auto"}, {"num_micro_batches": "auto"}, {"partition": "flops"}])
+def test_what_the_planner_would_choose_is_an_error(options: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="the planner does not know the costs of chunks yet; give num_stages"):
+        Pipeline(tiny_config("llama"), 2, sequence_chunks=2, example=rows(2, 6), **options)
+
+
+def test_what_is_not_given_is_not_planned() -> None:
+    pipe = Pipeline(tiny_config("llama"), 2, sequence_chunks=2, example=rows(2, 6))
+    assert (pipe.config.num_micro_batches, pipe.config.schedule, pipe.config.recompute) == (1, "gpipe", "stage")
+    with pytest.raises(UserError, match="the planner does not know the costs of chunks yet"):
+        pipe.plan()
+
+
+def test_an_entry_without_a_value_for_each_token_is_an_error() -> None:
+    pipe = Pipeline(tiny_config("llama"), 2, 2, sequence_chunks=2)
+    batch = rows(2, 6)
+    batch["attention_mask"] = torch.ones(2, 1, 6, 6, dtype=torch.bool)
+    with pytest.raises(DataError, match="to cut rows into chunks"):
+        pipe.train_step(batch)
