@@ -75,7 +75,7 @@ def saving_text(plan: Plan) -> str:
     """The memory of the hosts that checkpoints take, for people; empty where they take none."""
     inputs, parts = plan.planner.inputs, []
     if inputs.saves_in_background:
-        parts.append(f"in the background from copies in the memory of the hosts: {_sum_text(copy_bytes(plan))}")
+        parts.append(f"in the background from copies in CPU memory: {_sum_text(copy_bytes(plan))}")
     if inputs.keeps_in_memory:
         kept = kept_bytes(plan)
         largest = max(range(len(kept)), key=lambda number: kept[number])
@@ -90,7 +90,7 @@ def offload_text(plan: Plan) -> str:
     """The memory of the hosts that an offloaded optimizer needs, as a line of the report; empty without one."""
     if not plan.planner.inputs.offload_optimizer:
         return ""
-    return f"its state and copies of the weights are in the memory of the hosts: {_sum_text(offloaded_bytes(plan))}"
+    return f"its state and copies of the weights are in CPU memory: {_sum_text(offloaded_bytes(plan))}"
 
 
 def _sum_text(sizes: Sequence[int]) -> str:

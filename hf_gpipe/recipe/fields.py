@@ -147,7 +147,7 @@ class TrainingSection:
     """Seed of the initial weights, of dropout and of the order of examples; independent of the number of stages."""
 
     max_steps: Annotated[Count | None, MAY_CHANGE] = None
-    """Number of updates; null: `num_train_epochs` decides."""
+    """Number of optimizer steps; null: `num_train_epochs` decides."""
 
     num_train_epochs: Annotated[Positive, MAY_CHANGE] = 3.0
     """Number of passes over the training split, if `max_steps` is null."""
@@ -166,8 +166,8 @@ class TrainingSection:
 
     packing: bool = False
     """Whether the rows of a training mini-batch are packed: each micro-batch is one row of whole examples without
-    padding, which do not see each other. Mini-batches, loss and gradients stay those of the rows. Models that
-    cannot keep examples apart are refused."""
+    padding, which do not see each other. Mini-batches, loss and gradients stay those of the rows. Models that cannot
+    keep examples apart are not supported."""
 
     learning_rate: NotNegative = 5e-5
     """Peak learning rate."""
@@ -186,10 +186,11 @@ class TrainingSection:
     `decay_steps`."""
 
     decay_steps: Annotated[CountOrZero, MAY_CHANGE] = 0
-    """With warmup_stable_decay: number of updates at the end over which the learning rate falls to 0, by a cosine."""
+    """With warmup_stable_decay: number of optimizer steps at the end over which the learning rate falls to 0, by a
+    cosine."""
 
     warmup_steps: NotNegative = 0.0
-    """Number of updates over which the learning rate rises from 0; a value below 1 is a share of all updates."""
+    """Number of optimizer steps over which the learning rate rises from 0; a value below 1 is a share of all steps."""
 
     optim: Literal["adamw_torch_fused", "adamw_torch", "adafactor", "sgd", "adagrad", "rmsprop"] = "adamw_torch_fused"
     """The optimizer."""
@@ -216,8 +217,8 @@ class TrainingSection:
     """Whether the optimizer updates float32 copies of bfloat16 or float16 weights."""
 
     offload_optimizer: Annotated[bool, MAY_CHANGE] = False
-    """Whether the optimizer's state is in the memory of the host, which updates copies of the weights there: for GPUs
-    that have too little for it. A step then waits for the host, and for gradients and weights on their way."""
+    """Whether the optimizer's state is in CPU memory, where copies of the weights are updated: for GPUs that have too
+    little for it. A step then waits for the host, and for gradients and weights on their way."""
 
     on_nonfinite_loss: Annotated[Literal["ignore", "skip", "stop"], MAY_CHANGE] = "ignore"
     """Action if a step's loss or gradient is inf or NaN. ignore: update anyway, as transformers' Trainer does; skip: no
@@ -234,15 +235,15 @@ class TrainingSection:
     clipping."""
 
     logging_steps: Annotated[Count, MAY_CHANGE] = 10
-    """Number of updates between two lines of metrics."""
+    """Number of optimizer steps between two lines of metrics."""
 
     timeline_steps: Annotated[Count | None, MAY_CHANGE] = 10
-    """With several processes, number of updates between two that are timed to log their idle share (`bubble`); null:
-    none is timed."""
+    """With several processes, number of optimizer steps between two that are timed to log their idle share (`bubble`);
+    null: none is timed."""
 
     slow_machine_steps: Annotated[Count | None, MAY_CHANGE] = 100
-    """On several machines, the number of updates between two comparisons of how long each of them computes, so that a
-    slow one is named; ten of these updates are timed. null: none is compared."""
+    """On several machines, the number of optimizer steps between two comparisons of how long each of them computes, so
+    that a slow one is named; ten of these steps are timed. null: none is compared."""
 
     report_to: Annotated[list[Text], MAY_CHANGE] = field(default_factory=list)
     """Services that get the metrics besides the console and metrics.jsonl, such as [tensorboard], [wandb] or [mlflow],
@@ -261,25 +262,25 @@ class TrainingSection:
     """Whether a repository that is made is private; null: the account's default."""
 
     eval_steps: Annotated[Count | None, MAY_CHANGE] = None
-    """Number of updates between two evaluations of the validation loss; null: none during training."""
+    """Number of optimizer steps between two evaluations of the validation loss; null: none during training."""
 
     save_steps: Annotated[Count | None, MAY_CHANGE] = 500
-    """Number of updates between two checkpoints; null: none during training."""
+    """Number of optimizer steps between two checkpoints; null: none during training."""
 
     memory_save_steps: Annotated[Count | None, MAY_CHANGE] = None
-    """Number of updates between two checkpoints that the machines keep in their memory (/dev/shm), for a start after a
-    fault: each has the files of its own stages, and those of the machine before it. null: none."""
+    """Number of optimizer steps between two checkpoints that the machines keep in their memory (/dev/shm), for a start
+    after a fault: each has the files of its own stages, and those of the machine before it. null: none."""
 
     save_total_limit: Annotated[Count | None, MAY_CHANGE] = 2
     """Number of checkpoints to keep, the newest ones; null: all."""
 
     load_best_model_at_end: Annotated[bool, MAY_CHANGE] = False
     """Whether the trained model is that of the checkpoint with the least validation loss, not the last one; as many
-    updates must lie between two checkpoints as between two evaluations."""
+    steps must lie between two checkpoints as between two evaluations."""
 
     save_in_background: Annotated[Literal["auto", "always", "never"], MAY_CHANGE] = "auto"
-    """Whether a checkpoint is copied to the memory of the host and written while training goes on. auto: where the
-    copies take at most half of the memory that is available."""
+    """Whether a checkpoint is copied to CPU memory and written while training goes on. auto: where the copies take at
+    most half of the memory that is available."""
 
     stop_seconds: Annotated[Positive, MAY_CHANGE] = 30.0
     """Seconds that training has after SIGTERM or SIGINT to end its step and save; after that it ends without saving."""

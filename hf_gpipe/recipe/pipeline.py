@@ -62,9 +62,9 @@ class PipelineConfig:
 
     schedule: Annotated[str, OneOf((*TRAINING_SCHEDULES, AUTO), TABLE_SUFFIX), OR_NULL] = None  # type: ignore[assignment]
     """Order of work. gpipe: as in the paper; gpipe_fused: the last stage runs each backward right after its forward;
-    1f1b: least memory; interleaved_1f1b: several stages per process, assigned in turn; zb_h1: 1f1b with gradients of
-    inputs and weights apart, a third of its bubble in its memory; zb_h2: twice the memory, no bubble between steps
-    that do not wait for each other; zb_v: two stages per process in a V, a sixth of 1f1b's bubble in its memory;
+    1f1b: least memory; interleaved_1f1b: several stages per process, assigned in turn; zb_h1: 1f1b with a split
+    backward, a third of its bubble in its memory; zb_h2: twice the memory, no bubble between steps that do not wait
+    for each other; zb_v: two stages per process in a V, a sixth of 1f1b's bubble in its memory;
     v_half: the same in half of it, with half of 1f1b's bubble; naive: no pipelining; auto: the planner chooses one of
     these, but not naive; or the file of a table of your own, such as tables/mine.txt, whose R actions are the
     recomputations (python -m hf_gpipe plan RECIPE --table writes one). Asynchronous, with other numbers than the
