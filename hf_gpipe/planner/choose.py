@@ -15,7 +15,7 @@ from operator import attrgetter
 from hf_gpipe.errors import PartitionError, ScheduleError, UserError
 from hf_gpipe.planner.cut import cut_plan
 from hf_gpipe.planner.meshes import Meshes, with_mesh
-from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.plan import Plan, Planner, check_known
 from hf_gpipe.recipe import AUTO, PipelineConfig
 from hf_gpipe.schedule import SPLIT_SCHEDULES, V_SHAPED, Placement, replicas_of
 
@@ -56,6 +56,7 @@ def best_plan(planner: Planner, config: PipelineConfig) -> Plan:
 
 def allowed_plans(planner: Planner, config: PipelineConfig) -> list[Plan]:
     """The plans that a configuration allows and that are worth a try, at least one. Raises as `best_plan`."""
+    check_known(config)
     config = config.settled(can_plan=True)
     if config.is_mesh_open:
         outcomes = _searched(planner, config)

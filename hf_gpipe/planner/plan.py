@@ -24,7 +24,7 @@ from hf_gpipe.planner.network import Network, one_level
 from hf_gpipe.planner.prefix_sums import LayerSums
 from hf_gpipe.planner.times import TimeEstimate, time_of
 from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch, sent_share
-from hf_gpipe.recipe import DecidedConfig
+from hf_gpipe.recipe import DecidedConfig, PipelineConfig
 from hf_gpipe.runtime.loss import PLAIN, Loss
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.schedule import (
@@ -291,12 +291,7 @@ class Planner:
         Raises:
             ScheduleError: there is none, or the schedule is a table that was read and does not have these numbers.
         """
-        if settings.sequence_chunks > 1:
-            raise UserError(
-                f"sequence_chunks is {settings.sequence_chunks}, and the planner does not know the costs of chunks "
-                "yet; give num_stages, num_micro_batches, schedule, recompute and partition, none of them auto or by "
-                "cost, or leave sequence_chunks out"
-            )
+        check_known(settings)
         name, num_stages, num_processes = settings.schedule, settings.num_stages, settings.num_processes
         num_micro_batches = self.micro_batches_of_step(settings.num_micro_batches)
         if (given := self.inputs.tables.get(name)) is not None:
@@ -362,6 +357,16 @@ class Planner:
                 )
             )
         return Plan(settings, self, costs, tuple(plans), tuple(processes), timeline)
+
+
+def check_known(config: PipelineConfig) -> None:
+    """Raise UserError for what cannot be planned."""
+    if config.sequence_chunks > 1:
+        raise UserError(
+            f"sequence_chunks is {config.sequence_chunks}, and the planner does not know the costs of chunks yet; give "
+            "num_stages, num_micro_batches, schedule, recompute and partition, none of them auto or by cost, or leave "
+            "sequence_chunks out"
+        )
 
 
 def inner_recompute(settings: DecidedConfig) -> list[InnerRecompute]:
