@@ -1,8 +1,8 @@
 """PipeDream's configurations, found again: python scripts/pipedream_table.py
 
-For the models of PipeDream's evaluation, built from their public shapes (pipedream_models.py), the partitioner is run
+For the models of PipeDream's evaluation, built from their public shapes (pipedream/models.py), the partitioner is run
 on the paper's clusters A and B, as levels and as one flat level, with the published formula and with rings
-(hf_gpipe/partition/pricing.py). The column "paper" is Table 1 of SOSP 2019 as we know it; it was not checked against
+(pipedream/pricing.py). The column "paper" is Table 1 of SOSP 2019 as we know it; it was not checked against
 the text. 15-1 for VGG-16, the straight pipelines of GNMT-16 and GNMT-8 on 4 GPUs and data parallelism for ResNet-50
 are also in the authors' public code. For GNMT-16 on 16 GPUs it has 14 stages.
 
@@ -17,11 +17,11 @@ import sys
 import time
 from itertools import groupby, takewhile
 
-from pipedream_models import UTILISATION, Model, awd_lm, gnmt, resnet50, vgg16
+from pipedream.hierarchical import ClusterPlan, communicated_bytes, data_parallel, flat, partition_cluster, plan_of
+from pipedream.models import UTILISATION, Model, awd_lm, gnmt, resnet50, vgg16
+from pipedream.pricing import Objective
 
 from hf_gpipe.partition.cluster import Cluster, parse_cluster
-from hf_gpipe.partition.hierarchical import ClusterPlan, communicated_bytes, data_parallel, partition_cluster, plan_of
-from hf_gpipe.partition.pricing import Objective
 
 PUBLISHED, RING = Objective(published=True), Objective()
 LOWER, HIGHER = (0.5, 0.4, 0.3, 0.2), (0.8, 1.0, 1.3, 1.6, 2.0)
@@ -38,12 +38,12 @@ CASES = (
 )
 
 
-def cluster_of(text: str, flat: bool) -> Cluster:
+def cluster_of(text: str, is_flat: bool) -> Cluster:
     """A single server is one level already."""
     cluster = parse_cluster(text)
     if cluster.levels[-1].parts == 1:
         cluster = Cluster(cluster.levels[:-1])
-    return cluster.flat() if flat else cluster
+    return flat(cluster) if is_flat else cluster
 
 
 def plan(model: Model, cluster: Cluster, objective: Objective, utilisation: float = UTILISATION) -> ClusterPlan:
@@ -92,7 +92,7 @@ def configurations() -> list[str]:
     header = ("model", "cluster", "paper, not checked", "speed-up", "formula on levels", "formula, flat")
     lines = markdown([*header, "rings on levels", "rings, flat", "speed-up, rings flat", "holds"])
     for model, cluster, paper, speedup in CASES:
-        flat = cluster_of(cluster, flat=True)
+        one_level = cluster_of(cluster, is_flat=True)
         plans = [
             plan(model, cluster_of(cluster, is_flat), objective)
             for objective in (PUBLISHED, RING)
@@ -100,8 +100,8 @@ def configurations() -> list[str]:
         ]
         cells = [model.name, cluster.replace("@pipedream-", " ").upper().replace("X", "x"), paper, f"{speedup:g}"]
         cells += [short(one.replication) for one in plans]
-        ratio = alone(model, flat, RING).seconds / plans[-1].seconds
-        lines.append(f"| {' | '.join([*cells, f'{ratio:.2f}', holds(model, flat, RING)])} |")
+        ratio = alone(model, one_level, RING).seconds / plans[-1].seconds
+        lines.append(f"| {' | '.join([*cells, f'{ratio:.2f}', holds(model, one_level, RING)])} |")
     return lines
 
 
@@ -111,7 +111,7 @@ def traffic() -> list[str]:
     lines = markdown([*header, "the paper, not checked"])
     said = {"ResNet-50": "more (figure 17)", "AWD LM": "88% less"}
     for model in (vgg16(), resnet50(), gnmt(8), gnmt(16), awd_lm()):
-        for cluster in (cluster_of("1x4@pipedream-a", flat=False), cluster_of("4x4@pipedream-a", flat=True)):
+        for cluster in (cluster_of("1x4@pipedream-a", is_flat=False), cluster_of("4x4@pipedream-a", is_flat=True)):
             best = partition_cluster(model.costs(), cluster, PUBLISHED, one_stage=False)
             before = megabytes_per_sample(alone(model, cluster, PUBLISHED), model)
             after = megabytes_per_sample(best, model)

@@ -30,7 +30,8 @@ from transformers import GPTNeoXConfig
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.partition import by_cost, stages_of
-from hf_gpipe.planner.devices import LINKS, Link, device
+from hf_gpipe.partition.cluster import Level
+from hf_gpipe.planner.devices import LINKS, device
 from hf_gpipe.planner.layers import LayerTracer
 from hf_gpipe.planner.prefix_sums import LayerSums
 from hf_gpipe.planner.workload import Workload
@@ -77,7 +78,7 @@ def replications(num_devices: int) -> Iterator[tuple[int, ...]]:
         yield tuple(after - before for before, after in pairwise((0, *cuts, num_devices)))
 
 
-def step(sums: LayerSums, replicas: Sequence[int], num_micro_batches: int, link: Link) -> Step:
+def step(sums: LayerSums, replicas: Sequence[int], num_micro_batches: int, link: Level) -> Step:
     """The fastest schedule of one replication."""
 
     def seconds(start: int, stop: int) -> float:

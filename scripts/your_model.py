@@ -11,12 +11,13 @@ import argparse
 import csv
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from hf_gpipe.commands.plan import read_request
 from hf_gpipe.errors import UserError
-from hf_gpipe.planner.choose import best_plan, rank
+from hf_gpipe.planner.choose import best_plan
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.recipe import PipelineConfig
 
@@ -103,7 +104,7 @@ def cells_of(size: str, method: str, counts: Iterable[int] = COUNTS, cards: Iter
                 found += filter(None, [_best(request.planner.within(limit), request.config, count)])
         for gb in cards:
             fit = [plan for plan in plans[device(gb)] if plan.peak_bytes <= _limit(gb)]
-            yield Cell(size, method, count, gb, **_described(min(fit, key=rank, default=None), count))
+            yield Cell(size, method, count, gb, **_described(min(fit, key=attrgetter("sort_key"), default=None), count))
 
 
 def _limit(gb: int) -> int:
@@ -134,7 +135,7 @@ def _best(planner: Planner, config: PipelineConfig, count: int) -> Plan | None:
                 plans.append(best_plan(planner, replace(config, **mesh, recompute=recompute, partition="auto")))
             except UserError:
                 continue
-    return min((plan for plan in plans if plan.fits), key=rank, default=None)
+    return min((plan for plan in plans if plan.fits), key=attrgetter("sort_key"), default=None)
 
 
 def write_cells(cells: Iterable[Cell]) -> None:

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 # Top to bottom, as in docs/architecture.md. Those of one line do not import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
+    ("text",),
     ("schedule",),
     ("partition",),
     ("recipe",),
@@ -33,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-WITHOUT_TORCH = ("errors", "schedule", "partition", "recipe", "strict_json")
+WITHOUT_TORCH = ("errors", "text", "schedule", "partition", "recipe", "strict_json")
 HEAVY = {"torch", "transformers"}
 
 

@@ -34,7 +34,7 @@ class _EndOfStageError(Exception):
 class _Stub(nn.Module):
     """Replaces a module of another stage: at the end of the stage it ends the forward, before it it returns zeros.
 
-    The zeros have the right shape and no memory. They never reach a layer.
+    The zeros have the right shape, and memory for what the model's own forward does in place. They never reach a layer.
     """
 
     def __init__(self, chain: Chain, name: str, port: Port | None) -> None:
@@ -47,7 +47,7 @@ class _Stub(nn.Module):
             self.port.captured = first
             raise _EndOfStageError
         made = self._chain.observed.made[self._name]
-        return tree_map_only(torch.Tensor, lambda t: first.new_zeros((), dtype=t.dtype).expand(t.shape), made)
+        return tree_map_only(torch.Tensor, lambda t: first.new_zeros(t.shape, dtype=t.dtype), made)
 
 
 class Chain(Adapter):

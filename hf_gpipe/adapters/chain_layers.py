@@ -5,6 +5,7 @@ A module without parameters belongs to the layer before it; if it is called seve
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -19,17 +20,24 @@ from hf_gpipe.errors import UnsupportedModelError
 
 
 def parts_of_sequential(model: nn.Module) -> tuple[Layer, ...]:
-    """The layers of an nn.Sequential: its parts, and in place of an nn.Sequential among them its own."""
-    names = list(_parts(model, ""))
-    counts = Counter(id(model.get_submodule(name)) for name in names)
-    return _grouped(model, names, {name for name in names if counts[id(model.get_submodule(name))] > 1})
+    """The layers of an nn.Sequential: its parts, and in place of an nn.Sequential among them its own.
+
+    A part that stands in several places is replaced by copies there, whose parameters are tied.
+    """
+    return _grouped(model, list(_parts(model, "", set())), set())
 
 
-def _parts(module: nn.Module, prefix: str) -> Iterator[str]:
+def _parts(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[str]:
     for name, part in module._modules.items():
-        if part is not None and type(part).forward is nn.Sequential.forward:
-            yield from _parts(part, f"{prefix}{name}.")
-        elif part is not None:
+        if part is None:
+            continue
+        if part in seen:
+            kept: dict[int, Any] = {id(tensor): tensor for tensor in (*part.parameters(), *part.buffers())}
+            part = module._modules[name] = copy.deepcopy(part, kept)
+        seen.add(part)
+        if type(part).forward is nn.Sequential.forward:
+            yield from _parts(part, f"{prefix}{name}.", seen)
+        else:
             yield f"{prefix}{name}"
 
 

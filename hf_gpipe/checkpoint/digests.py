@@ -137,7 +137,7 @@ class Digests:
             size = status.st_size
             if isinstance(entry, str):
                 return [Part(file, None, 0, size, entry)]
-            header = _read_header(path)
+            header = read_header(path)
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} is missing") from error
         except OSError as error:
@@ -258,7 +258,7 @@ def entry_of_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Entry:
         tensors: what was written: contiguous, on the CPU.
     """
     return {
-        "header": digest(_read_header(path)),
+        "header": digest(read_header(path)),
         "tensors": {name: digest(t.reshape(-1).view(torch.uint8).numpy()) for name, t in tensors.items()},
     }
 
@@ -267,7 +267,7 @@ def _first_line(rest: bytes) -> bytes:
     return f'{{"digest": "{digest(rest)}",\n'.encode()
 
 
-def _read_header(path: Path) -> bytes:
+def read_header(path: Path) -> bytes:
     """The length and the header of a safetensors file; fewer bytes if the file is shorter."""
     with path.open("rb") as file:
         length = file.read(8)

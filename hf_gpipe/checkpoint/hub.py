@@ -98,7 +98,8 @@ def take(stage: StageModel, source: torch.nn.Module, device: torch.device) -> No
     if stage.adapter.quantisation is not None:
         for module in quantised_layers(source):
             restore(module)
-    tensors = {**dict(source.named_parameters(remove_duplicate=False)), **dict(source.named_buffers())}
+    tensors: dict[str, torch.Tensor] = dict(source.named_parameters(remove_duplicate=False))
+    tensors |= dict(source.named_buffers(remove_duplicate=False))
     # By the source's parameter, so that tied parameters stay tied on another device.
     parameters: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import struct
 from pathlib import Path
 
-from hf_gpipe.checkpoint.digests import DIGESTS_FILE
+from hf_gpipe.checkpoint.digests import DIGESTS_FILE, read_header
 from hf_gpipe.errors import CheckpointError
 
 #: Files that are read whole: a configuration, an index, digests of every tensor, the model's own code.
@@ -14,8 +13,6 @@ _WHOLE = ("*config.json", "*.index.json", "*.py", DIGESTS_FILE)
 _WEIGHTS = "*.safetensors"
 #: Of a file with weights the header is read, and so many blocks at equal distances: 1 MiB of a file of any size.
 _NUM_BLOCKS, _BLOCK_BYTES = 256, 4096
-#: A longer header is not one, as safetensors says too.
-_MOST_HEADER_BYTES = 100_000_000
 
 
 def digest_of_model(directory: Path) -> str:
@@ -35,12 +32,9 @@ def digest_of_model(directory: Path) -> str:
 
 
 def _samples(path: Path) -> bytes:
-    size = path.stat().st_size
+    size, samples = path.stat().st_size, [read_header(path)]
     with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
-        samples = [file.read(min(length, _MOST_HEADER_BYTES))]
-        distance = max(_BLOCK_BYTES, size // _NUM_BLOCKS)
-        for start in range(file.tell(), size, distance):
+        for start in range(len(samples[0]), size, max(_BLOCK_BYTES, size // _NUM_BLOCKS)):
             file.seek(start)
             samples.append(file.read(_BLOCK_BYTES))
     return b"".join(samples)

@@ -148,8 +148,7 @@ def pending_state(
                 tensors[stage_of[name]][f"{name}/{slot}"] = value
             else:
                 values.setdefault(name, {})[slot] = _json(value, f"optimizer state {slot!r} of {name}")
-    options = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
-    groups = _json(options, "an optimizer's option")
+    groups = _json(options_of_groups(optimizer), "an optimizer's option")
     schedule = None if scheduler is None else _json(scheduler.state_dict(), "the scheduler's state")
     progress = _json({"has_digests": True, **asdict(run)}, "progress")
 
@@ -186,6 +185,11 @@ def pending_state(
         return {f"{FOLDER}/{file}": entry for file, entry in files.items()}
 
     return PendingWrite(tensors, write)
+
+
+def options_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The options of each of an optimizer's groups of parameters."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def load_state(

@@ -14,7 +14,7 @@ from hf_gpipe.data.fields import PLACEHOLDER, PairFields
 from hf_gpipe.data.formats import Row
 from hf_gpipe.data.pairs import SPLITS
 from hf_gpipe.data.sources import Part, Rows, check_count, languages_of_parts
-from hf_gpipe.errors import DataError, listed, nearest
+from hf_gpipe.errors import DataError, listed, nearest, one_line
 from hf_gpipe.recipe import DataSection
 
 
@@ -137,7 +137,9 @@ class HubRows:
         try:
             return next(rows, None)
         except Exception as error:  # the network, the file system and the file formats raise many classes
-            raise DataError(f"{self._where} cannot be read: {_line(error)}") from error
+            raise DataError(
+                f"{self._where} cannot be read: {one_line(str(error) or type(error).__name__, 300)}"
+            ) from error
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the shards; epoch 0 keeps the original order."""
@@ -162,12 +164,9 @@ def _asked(path: str, subset: str | None, ask: Callable[[], Any]) -> Any:
         datasets.disable_progress_bars()
         return ask()
     except Exception as error:  # of a data set's files and of the network the library raises many classes
-        raise DataError(f"data.path: no data set can be read at {name}: {_line(error)}") from error
+        raise DataError(
+            f"data.path: no data set can be read at {name}: {one_line(str(error) or type(error).__name__, 300)}"
+        ) from error
     finally:
         if not were_disabled:
             datasets.enable_progress_bars()
-
-
-def _line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else f"{text[:300]}..."

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 from hf_gpipe.errors import UserError, nearest
@@ -23,7 +23,7 @@ _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 @dataclass(frozen=True)
 class Level:
-    """Equal parts that one kind of link connects.
+    """Equal parts that one kind of link connects; a link by itself connects two.
 
     Attributes:
         parts: how many; of the innermost level these are devices.
@@ -72,11 +72,6 @@ class Cluster:
     def devices_in(self, depth: int) -> int:
         """The devices in one component that has the innermost `depth` levels; 1 for depth 0."""
         return prod(level.parts for level in self.levels[:depth])
-
-    def flat(self) -> Cluster:
-        """The same devices as one level whose links are the slowest of all, so that stages may take any of them."""
-        slowest = min(self.levels, key=lambda level: level.bytes_per_second)
-        return Cluster((replace(slowest, parts=self.num_devices),))
 
     def __str__(self) -> str:
         """The counts alone, such as 4x8."""

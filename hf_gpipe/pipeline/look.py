@@ -8,9 +8,9 @@ from html import escape
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.pipeline.decision import Decision
-from hf_gpipe.recipe.sizes import size_text
 from hf_gpipe.schedule import Costs, Schedule, simulate
 from hf_gpipe.schedule.draw import figure
+from hf_gpipe.text import size_text
 
 
 def text_of(decision: Decision, models: Mapping[int, StageModel]) -> str:

@@ -63,7 +63,8 @@ class Pipeline:
     Args:
         model: a PreTrainedModel (its weights are taken, and shared where the device is the same), a configuration
             (weights are initialised), or a Hub id or directory (weights are loaded). The directory may have saved PEFT
-            adapters alone, which are trained on; their adapter_config.json names the model.
+            adapters alone, which are trained on; their adapter_config.json names the model. An nn.Sequential, or
+            another torch module whose layers are found by `example`, is taken like a PreTrainedModel.
         num_stages, num_micro_batches, schedule, recompute, partition: as in `PipelineConfig`, in place of
             `config`. A `schedule` that ends in .txt is the path of a table, which the main process reads: it has this
             many stages, processes and micro-batches (times `accumulation`), and its R say what is recomputed.

@@ -105,7 +105,8 @@ class Steps:
 
         Args:
             batch: tensors with the same number of rows: input_ids (N, T), attention_mask (N, T), labels (N, T), -100
-                where there is no target; or a sequence of such mini-batches, accumulated in one pass.
+                where there is no target; or a sequence of such mini-batches, accumulated in one pass. Of a model that
+                does not read text: labels, and what its forward takes.
             times: list to which the times of this process's actions are appended.
             update: the action U of the table, such as to clip and to step an optimizer. It is called in every process
                 with the loss and the norm of the gradient, once the gradients are complete; its errors are raised here.

@@ -13,10 +13,9 @@ from hf_gpipe.errors import StageError, UserError
 from hf_gpipe.planner.choose import best_plan, micro_batch_counts
 from hf_gpipe.planner.limits import limit_text
 from hf_gpipe.planner.plan import Plan, Planner
-from hf_gpipe.planner.times import seconds_text
 from hf_gpipe.recipe import AUTO, PipelineConfig
-from hf_gpipe.recipe.sizes import size_text
 from hf_gpipe.runtime import failures
+from hf_gpipe.text import seconds_text, size_text
 
 #: A plan that was to fit and did not is mended by one that needs this share of it at most.
 _SAFE_SHARE = 0.9
@@ -39,7 +38,7 @@ def smallest_fix(plan: Plan) -> str:
             if changed.settings.num_processes == plan.settings.num_processes:
                 return f"{fix}."
             break
-        least = min(least, changed, key=lambda one: one.peak_bytes)
+        least = min(least, changed, key=lambda plan: plan.peak_bytes)
     adapters = "; ".join(_adapters_that_fit(plan))
     if not fix:
         fix = (
@@ -64,12 +63,12 @@ def _adapters_that_fit(plan: Plan) -> Iterator[str]:
             lighter = make()
         except UserError:
             continue  # not for this model or task
-        changes = ((f"{keys} with {words}", one) for words, one in _changed_plans(lighter.planner, lighter))
-        for words, one in chain([(keys, lighter)], changes):
-            if one.settings.num_processes != plan.settings.num_processes:
+        changes = ((f"{keys} with {words}", candidate) for words, candidate in _changed_plans(lighter.planner, lighter))
+        for words, candidate in chain([(keys, lighter)], changes):
+            if candidate.settings.num_processes != plan.settings.num_processes:
                 break
-            if one.fits:
-                yield f"{words} {_fits(one)}"
+            if candidate.fits:
+                yield f"{words} {_fits(candidate)}"
                 break
 
 
@@ -143,7 +142,7 @@ def advising(plan: Callable[[], Plan], rank: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not any(_is_want_of_memory(one) for one in _causes(error)):
+        if not any(_is_want_of_memory(cause) for cause in _causes(error)):
             raise
         failures.note(error)  # planning takes seconds
         what = str(error) if isinstance(error, StageError) else f"process {rank}: {error!r}"
@@ -161,10 +160,10 @@ def _advice(plan: Callable[[], Plan]) -> str:
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
     """An exception, what caused it, and so on."""
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        found = found.__cause__
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
 
 
 def _is_want_of_memory(error: BaseException) -> bool:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.planner.choose import MOST_ACTIONS, allowed_plans, micro_batch_counts, num_actions, rank
+from hf_gpipe.planner.choose import allowed_plans, micro_batch_counts, work
 from hf_gpipe.planner.plan import Plan
-from hf_gpipe.planner.times import seconds_text
 from hf_gpipe.recipe import AUTO
 from hf_gpipe.schedule import is_table_file
+from hf_gpipe.text import seconds_text
 
 #: A smaller share of the time is not worth a change.
 _LARGE_BUBBLE = 0.2
 #: M and mini-batches are tried up to so many times their size: each size of micro-batch is traced anew.
 _MOST_TIMES = 4
+#: In actions that are simulated: a few seconds.
+_MOST_WORK = 20_000
 
 
 def smaller_bubble(plan: Plan) -> str:
@@ -25,7 +28,7 @@ def smaller_bubble(plan: Plan) -> str:
     settings, table = plan.settings, plan.timeline.schedule
     if plan.bubble <= _LARGE_BUBBLE or not plan.fits or table.is_asynchronous or is_table_file(settings.schedule):
         return ""
-    best = min((plan, *_of_the_same_mini_batch(plan)), key=rank)
+    best = min((plan, *_of_the_same_mini_batch(plan)), key=attrgetter("sort_key"))
     if best.bubble < plan.bubble:
         return f"{_changes(plan, best)} fits: {_with(best)}"
     for times in (2, _MOST_TIMES):
@@ -45,18 +48,18 @@ def smaller_bubble(plan: Plan) -> str:
 def _of_the_same_mini_batch(plan: Plan) -> list[Plan]:
     """The plans with other schedules, and with more micro-batches."""
     plans: list[Plan] = []
-    least, room = plan.settings.num_micro_batches, MOST_ACTIONS
+    least, room = plan.settings.num_micro_batches, _MOST_WORK
     counts = micro_batch_counts(plan.planner.rows, AUTO)
-    for count in (least, *(one for one in counts if least < one <= _MOST_TIMES * least)):
+    for count in (least, *(larger for larger in counts if least < larger <= _MOST_TIMES * least)):
         config = plan.settings.replaced(schedule=AUTO, num_micro_batches=count)
         if room <= 0:
             break
         try:
-            found = allowed_plans(plan.planner, config)
+            allowed = allowed_plans(plan.planner, config)
         except UserError:
             continue
-        plans += found
-        room -= len(found) * num_actions(plan.planner, config)
+        plans += allowed
+        room -= len(allowed) * work(plan.planner, config)
     return plans
 
 

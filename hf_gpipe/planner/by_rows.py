@@ -33,9 +33,9 @@ class ByRows(Generic[Numbers]):
     def __call__(self, rows: int) -> Numbers:
         """The value of a number of rows."""
         if rows not in self._computed:
-            found = self._on_line(rows)
-            if found is not None:
-                return found
+            value = self._on_line(rows)
+            if value is not None:
+                return value
             if len(self._computed) == 1 and rows > FEWEST_ROWS and self._can_be_linear():
                 # Of several sizes the next ones are between this and the largest.
                 self._computed.setdefault(FEWEST_ROWS, self._compute(FEWEST_ROWS))
@@ -62,7 +62,7 @@ def _at(rows: int, first: tuple[int, Any], last: tuple[int, Any]) -> Any:
     if isinstance(start, tuple):
         if len(start) != len(end):
             return None
-        values = [_at(rows, (low, one), (high, other)) for one, other in zip(start, end, strict=True)]
+        values = [_at(rows, (low, first_value), (high, other)) for first_value, other in zip(start, end, strict=True)]
         return None if None in values else start._make(values) if hasattr(start, "_make") else tuple(values)
     if start == end:
         return start

@@ -118,9 +118,9 @@ class Seconds:
     def combined(cls, measured: Collection[Seconds], combine: Callable[[Iterable[float]], float]) -> Seconds:
         """The mean or median of several measurements, whichever `combine` computes."""
         return cls(
-            combine(one.forward_only for one in measured),
-            combine(one.forward for one in measured),
-            combine(one.backward for one in measured),
+            combine(seconds.forward_only for seconds in measured),
+            combine(seconds.forward for seconds in measured),
+            combine(seconds.backward for seconds in measured),
         )
 
 

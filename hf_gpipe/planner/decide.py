@@ -15,12 +15,11 @@ from hf_gpipe.planner.limits import ALIKE, MemoryLimit, limit_text
 from hf_gpipe.planner.links import cluster_of, measure_machines, steady
 from hf_gpipe.planner.measure import profile_layers, rated_machine, steady_memory, this_machine
 from hf_gpipe.planner.plan import Plan, Planner
-from hf_gpipe.planner.times import seconds_text
 from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
-from hf_gpipe.recipe.sizes import size_text
 from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.runtime.world import World
+from hf_gpipe.text import seconds_text, size_text
 
 logger = logging.getLogger(__name__)
 

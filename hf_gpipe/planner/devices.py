@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from hf_gpipe.errors import UserError, nearest
+from hf_gpipe.partition.cluster import Level
 
 Entry = TypeVar("Entry")
 _GIB = 1 << 30
@@ -23,25 +24,6 @@ _CALL_SECONDS = 1e-5
 #: and 0.49 GiB on an RTX 4090 (issues 11 of pinokiofactory/flux-webui and 8 of 3DTopia/Phidias-Diffusion on GitHub).
 #: XLA reserves 0.52 GiB of a TPU (github.com/sokrypton/ColabFold/issues/62).
 _CONTEXT_GIB = 0.5
-
-
-@dataclass(frozen=True)
-class Link:
-    """The link between two devices.
-
-    Attributes:
-        name: as a user writes it.
-        bytes_per_second: in one direction.
-        latency_seconds: of one message.
-    """
-
-    name: str
-    bytes_per_second: float
-    latency_seconds: float
-
-    def seconds(self, size_bytes: float) -> float:
-        """How long a message travels."""
-        return self.latency_seconds + size_bytes / self.bytes_per_second
 
 
 @dataclass(frozen=True)
@@ -66,7 +48,7 @@ class Device:
     memory_bytes: int | None
     flops_per_second: Mapping[str, float]
     bytes_per_second: float
-    link: Link
+    link: Level
     reserved_share: float = 0.05
     call_seconds: float = 0.0
     is_asynchronous: bool = True
@@ -82,26 +64,26 @@ class Device:
         return self.flops_per_second.get(dtype, half * self.flops_per_second["float32"])
 
 
-LINKS: dict[str, Link] = {
-    link.name: link
-    for link in (
-        Link("nvlink1", 80e9, 5e-6),
-        Link("nvlink2", 150e9, 5e-6),
-        Link("nvlink3", 300e9, 5e-6),
-        Link("nvlink4", 450e9, 5e-6),
+LINKS: dict[str, Level] = {
+    name: Level(2, *link)
+    for name, link in {
+        "nvlink1": (80e9, 5e-6),
+        "nvlink2": (150e9, 5e-6),
+        "nvlink3": (300e9, 5e-6),
+        "nvlink4": (450e9, 5e-6),
         # Of the nominal 15.75, 31.5 and 63 GB/s, what a copy reaches.
-        Link("pcie3", 12.5e9, 1e-5),
-        Link("pcie4", 25e9, 1e-5),
-        Link("pcie5", 50e9, 1e-5),
-        Link("ethernet-10", 1.25e9, 5e-5),
-        Link("ethernet-25", 3.125e9, 5e-5),
-        Link("ethernet-100", 12.5e9, 3e-5),
-        Link("infiniband-200", 25e9, 5e-6),
-        Link("infiniband-400", 50e9, 5e-6),
-        Link("tpu-v3", 82e9, 5e-6),
+        "pcie3": (12.5e9, 1e-5),
+        "pcie4": (25e9, 1e-5),
+        "pcie5": (50e9, 1e-5),
+        "ethernet-10": (1.25e9, 5e-5),
+        "ethernet-25": (3.125e9, 5e-5),
+        "ethernet-100": (12.5e9, 3e-5),
+        "infiniband-200": (25e9, 5e-6),
+        "infiniband-400": (50e9, 5e-6),
+        "tpu-v3": (82e9, 5e-6),
         # Sockets between processes of one machine, whose CPU copies each byte.
-        Link("loopback", 2e9, 1e-4),
-    )
+        "loopback": (2e9, 1e-4),
+    }.items()
 }
 
 
@@ -182,9 +164,9 @@ def like_gpu(name: str, memory_bytes: int, capability: tuple[int, int]) -> Devic
     words = name.lower()
     for known, entries in _KNOWN_AS.items():
         if re.search(rf"\b{known}\b", words):
-            found = min((DEVICES[one] for one in entries), key=lambda one: abs((one.memory_bytes or 0) - memory_bytes))
-            return replace(found, link=LINKS["pcie4"]) if "pcie" in words else found
-    entry = _OF_CAPABILITY[max(one for one in _OF_CAPABILITY if one <= capability)]
+            sheet = min((DEVICES[one] for one in entries), key=lambda one: abs((one.memory_bytes or 0) - memory_bytes))
+            return replace(sheet, link=LINKS["pcie4"]) if "pcie" in words else sheet
+    entry = _OF_CAPABILITY[max(known for known in _OF_CAPABILITY if known <= capability)]
     return replace(DEVICES[entry], link=LINKS["pcie4"])
 
 
@@ -209,22 +191,22 @@ def device(name: str, link: str | None = None) -> Device:
     Raises:
         UserError: an unknown device or link.
     """
-    found = _find("device", name, DEVICES)
-    return found if link is None else replace(found, link=link_between(link))
+    entry = _find("device", name, DEVICES)
+    return entry if link is None else replace(entry, link=link_between(link))
 
 
-def link_between(name: str) -> Link:
+def link_between(name: str) -> Level:
     """A link of the table by its name, or one by its bandwidth, such as "25GB/s" or "100Gb/s".
 
     Raises:
         UserError: neither.
     """
     if name[:1].isdigit():
-        return Link(name, read_bandwidth(name, "the link"), LINKS["ethernet-100"].latency_seconds)
+        return Level(2, read_bandwidth(name, "the link"), LINKS["ethernet-100"].latency_seconds)
     return _find("link", name, LINKS)
 
 
-def custom(memory_bytes: int | None, flops_per_second: float, bytes_per_second: float, link: Link) -> Device:
+def custom(memory_bytes: int | None, flops_per_second: float, bytes_per_second: float, link: Level) -> Device:
     """A device that is in no table, with one rate for all types."""
     rates = {"float32": flops_per_second, "float64": flops_per_second}
     return Device("given", memory_bytes, rates, bytes_per_second, link, call_seconds=_CALL_SECONDS)

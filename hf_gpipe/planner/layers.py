@@ -107,7 +107,7 @@ class LayerTracer:
     Attributes:
         layers: of the model.
         run: the model whose layers are run for it.
-        like: for each layer of the model, the number of the one that is run for it.
+        representative_layer: for each layer of the model, the number of the one that is run for it.
         loss: of the micro-batch.
     """
 
@@ -119,7 +119,7 @@ class LayerTracer:
         as_on_gpu: bool = False,
     ) -> None:
         self.layers = ModelLayers(adapter)
-        self.run, self.like = to_run(self.layers)
+        self.run, self.representative_layer = to_run(self.layers)
         self.loss = loss
         self._as_on_gpu = as_on_gpu
         self._recomputes_blocks = self._can_recompute_blocks()
@@ -133,14 +133,14 @@ class LayerTracer:
         adapter, layers = self.layers.adapter, self.layers
         workload = workload.within(adapter)
         inputs = workload.inputs(adapter)
-        traced = {index: self._traced(index, workload, inputs) for index in dict.fromkeys(self.like)}
+        traced = {index: self._traced(index, workload, inputs) for index in dict.fromkeys(self.representative_layer)}
         owner: dict[str, int] = {}
         for index, names in enumerate(layers.shared):
             for name in names:
                 owner.setdefault(name, index)
         costs = []
         for index, layer in enumerate(adapter.layers):
-            one = traced[self.like[index]]
+            traced_layer = traced[self.representative_layer[index]]
             sizes = boundary_bytes(adapter, index, inputs)
             wanted = layers.wants_gradient(index) if index else {}
             costs.append(
@@ -151,19 +151,19 @@ class LayerTracer:
                     parameters=layers.own[index],
                     shared=tuple(SharedParameter(n, layers.sizes[n], owner[n]) for n in layers.shared[index]),
                     buffer_bytes=layers.buffer_bytes[index],
-                    forward_flops=one.trace.forward_flops,
-                    backward_flops=one.trace.backward_flops,
-                    weight_flops=0 if layer.kind == "head" else one.trace.weight_flops,
+                    forward_flops=traced_layer.trace.forward_flops,
+                    backward_flops=traced_layer.trace.backward_flops,
+                    weight_flops=0 if layer.kind == "head" else traced_layer.trace.weight_flops,
                     input_bytes=sum(sizes.values()),
                     gradient_input_bytes=sum(size for name, size in sizes.items() if wanted[name]),
-                    forward_working_bytes=one.trace.forward_peak,
-                    forward_only_working_bytes=one.trace.forward_only_peak + one.received_bytes,
-                    plain=one.plain,
-                    block=one.block,
-                    deferred_bytes=one.trace.deferred,
-                    forward_calls=one.trace.forward_calls,
-                    backward_calls=one.trace.backward_calls,
-                    stage_calls=one.trace.stage_calls,
+                    forward_working_bytes=traced_layer.trace.forward_peak,
+                    forward_only_working_bytes=traced_layer.trace.forward_only_peak + traced_layer.received_bytes,
+                    plain=traced_layer.plain,
+                    block=traced_layer.block,
+                    deferred_bytes=traced_layer.trace.deferred,
+                    forward_calls=traced_layer.trace.forward_calls,
+                    backward_calls=traced_layer.trace.backward_calls,
+                    stage_calls=traced_layer.trace.stage_calls,
                 )
             )
         compute = adapter.dtype if adapter.autocast is None else adapter.autocast.dtype
@@ -260,8 +260,8 @@ class LayerTracer:
                 return not (has_head or workload.is_packed or stage.is_real)
 
             self._by_rows[key] = ByRows(compute, can_be_linear)
-        found: Numbers = self._by_rows[key](workload.rows)
-        return found
+        numbers: Numbers = self._by_rows[key](workload.rows)
+        return numbers
 
     def _stage(self, start: int, stop: int, *, recompute_blocks: bool) -> StageTracer:
         """These layers of the model that is run, as a stage."""
@@ -389,7 +389,7 @@ def _short_adapter(adapter: Adapter) -> Adapter | None:
             setattr(short, name, FEW_BLOCKS)
             for list_name, entries in _block_lists(config, count).items():
                 setattr(short, list_name, entries[:FEW_BLOCKS])
-    found = type(adapter)(
+    few = type(adapter)(
         short,
         adapter.dtype,
         adapter.attn_implementation,
@@ -399,5 +399,5 @@ def _short_adapter(adapter: Adapter) -> Adapter | None:
         quantisation=adapter.quantisation,
     )
     # A function or an adapter on the head may have changed it.
-    found.projection, found.peft = adapter.projection, adapter.peft
-    return found
+    few.projection, few.peft = adapter.projection, adapter.peft
+    return few

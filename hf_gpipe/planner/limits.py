@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.recipe.sizes import size_text
 from hf_gpipe.schedule import Placement
+from hf_gpipe.text import size_text
 
 MemoryLimit: TypeAlias = int | tuple[int, ...] | None
 """Bytes that any process may use, or each of them; None: no limit is known."""

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from hf_gpipe.partition.cluster import Cluster, Level
-from hf_gpipe.planner.devices import Link
 from hf_gpipe.runtime.world import MeasuredLink, World
 from hf_gpipe.schedule.placement import Placement
 
@@ -40,7 +39,7 @@ def measure(world: World, pairs: Sequence[tuple[int, int]]) -> list[MeasuredLink
     return [world.links[hosts] for hosts in ends]
 
 
-def cluster_of(world: World, inside: Link) -> Cluster | None:
+def cluster_of(world: World, inside: Level) -> Cluster | None:
     """The machines as a cluster with the slowest link that was measured between two; None where none was.
 
     Args:

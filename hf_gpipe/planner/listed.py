@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import cast
 
 from hf_gpipe.errors import ScheduleError, UserError
-from hf_gpipe.planner.choose import rank
 from hf_gpipe.planner.plan import Plan, stage_layers
 from hf_gpipe.schedule import Action, Schedule
 from hf_gpipe.schedule.kinds import UPDATE
@@ -41,8 +41,10 @@ def listed_plan(plan: Plan) -> Plan:
         raise UserError("--listed: training.gradient_accumulation_steps must be 1; raise num_micro_batches instead.")
     stages, sums = stage_layers(settings), planner.sums(settings.num_micro_batches)
     costs = planner.table_costs(settings, table)
-    kept = [sums.graphs[one.inner].kept_bytes(one.start, one.stop) for one in stages]
-    deferred = [min(sums.deferred_bytes(one.start, one.stop), most) for one, most in zip(stages, kept, strict=True)]
+    kept = [sums.graphs[stage.inner].kept_bytes(stage.start, stage.stop) for stage in stages]
+    deferred = [
+        min(sums.deferred_bytes(stage.start, stage.stop), most) for stage, most in zip(stages, kept, strict=True)
+    ]
     # Without replicas each boundary has one edge.
     messages = cast(Mapping[tuple[int, int, int], float], costs.transfer_seconds)
     work = Work(
@@ -57,16 +59,16 @@ def listed_plan(plan: Plan) -> Plan:
     own = [sum(kept[stage] for stage in placement.stages_of(process)) for process in range(size)]
     plans = [plan]
     for most in sorted({min(n, count) for n in (size // 2 + 1, size, 3 * size // 2, 2 * size - 1, count)}):
-        orders = best_listed(placement, count, work, [most * one for one in own]).orders
+        orders = best_listed(placement, count, work, [most * size for size in own]).orders
         rows = [
             (*order, *(Action(UPDATE, stage) for stage in placement.stages_of(process)))
             for process, order in enumerate(orders)
         ]
-        found = Schedule(TABLE_FILE, placement.num_stages, count, placement, tuple(rows))
+        listed = Schedule(TABLE_FILE, placement.num_stages, count, placement, tuple(rows))
         other = copy.copy(planner)
-        other.inputs = replace(planner.inputs, tables={TABLE_FILE: found})
+        other.inputs = replace(planner.inputs, tables={TABLE_FILE: listed})
         try:
             plans.append(other.plan(replace(settings, schedule=TABLE_FILE)))
         except ScheduleError:
             continue
-    return min(plans, key=rank)
+    return min(plans, key=attrgetter("sort_key"))

@@ -32,7 +32,7 @@ def choose_recompute(planner: Planner, settings: DecidedConfig) -> RecomputeChoi
     limits = limits_of(planner.memory_bytes, placement)
     entries: list[str | int] = ["none"] * settings.num_stages
     for own in dict.fromkeys(map(placement.stages_of, range(placement.num_processes))):
-        limit = min((one for stage in own if (one := limits[stage]) is not None), default=None)
+        limit = min((own_limit for stage in own if (own_limit := limits[stage]) is not None), default=None)
         if limit is None:
             return "none"
         for stage, entry in _Room(bound, layers, own).fill(limit).items():

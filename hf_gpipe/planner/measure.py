@@ -21,8 +21,9 @@ from torch import nn
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.model.assembly import assemble
+from hf_gpipe.partition.cluster import Level
 from hf_gpipe.planner.costs import ModelCosts, Seconds
-from hf_gpipe.planner.devices import LINKS, Device, Link, cpu, like_gpu
+from hf_gpipe.planner.devices import LINKS, Device, cpu, like_gpu
 from hf_gpipe.planner.layers import LayerTracer, ModelLayers
 from hf_gpipe.planner.tracing import context_of
 from hf_gpipe.planner.tracker import Tracker
@@ -78,14 +79,15 @@ def profile_layers(
     try:
         inputs = {name: tensor.to(device) for name, tensor in workload.inputs(tracer.run.adapter).items()}
         clock = _Clock(tracer.run, inputs, device, loss, repeats, budget_seconds, barrier or _alone)
-        measured, beyond_layers = _of_classes(dict.fromkeys(tracer.like), clock)
+        measured, beyond_layers = _of_classes(dict.fromkeys(tracer.representative_layer), clock)
         update = None if make_optimizer is None else clock.update_seconds(make_optimizer)
     finally:
         generator.set_state(state)
     return replace(
         costs,
         layers=tuple(
-            replace(layer, seconds=measured[like]) for layer, like in zip(costs.layers, tracer.like, strict=True)
+            replace(layer, seconds=measured[number])
+            for layer, number in zip(costs.layers, tracer.representative_layer, strict=True)
         ),
         stage_seconds=beyond_layers,
         update_seconds_per_parameter=update,
@@ -287,7 +289,7 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _loopback(size_bytes: int = 1 << 25) -> Link:
+def _loopback(size_bytes: int = 1 << 25) -> Level:
     """Measure the link between two processes of this machine through sockets, as gloo uses them.
 
     Both ends send and receive at once, as in a reduction over replicas: copying takes their cores' time.
@@ -309,4 +311,4 @@ def _loopback(size_bytes: int = 1 << 25) -> Link:
         for thread in threads:
             thread.join()
         seconds = time.perf_counter() - start
-    return Link("loopback", size_bytes / seconds, 1e-4)
+    return Level(2, size_bytes / seconds, 1e-4)

@@ -37,7 +37,7 @@ def read_cluster(text: str, device: Device) -> Cluster:
     if counts is None:
         return parse_cluster(text)
     links = zip((int(counts[2]), int(counts[1])), (device.link, BETWEEN_MACHINES), strict=True)
-    return Cluster(tuple(Level(count, link.bytes_per_second, link.latency_seconds) for count, link in links))
+    return Cluster(tuple(replace(link, parts=count) for count, link in links))
 
 
 def is_cluster(text: str) -> bool:
@@ -47,7 +47,7 @@ def is_cluster(text: str) -> bool:
 
 def one_level(device: Device, num_devices: int) -> Cluster:
     """So many devices, each pair of which has the device's link."""
-    return Cluster((Level(num_devices, device.link.bytes_per_second, device.link.latency_seconds),))
+    return Cluster((replace(device.link, parts=num_devices),))
 
 
 class Network:

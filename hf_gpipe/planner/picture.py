@@ -70,7 +70,7 @@ def memory_figure(plan: Plan, width_inches: float) -> Figure:
         left = [start + width for start, width in zip(left, widths, strict=True)]
     if (limit := plan.planner.memory_bytes) is not None:
         limits = limit if isinstance(limit, tuple) else (limit,) * len(processes)
-        at = [one / _GIB for one in limits]
+        at = [size / _GIB for size in limits]
         starts, ends = [row - 0.5 for row in rows], [row + 0.5 for row in rows]
         panel.vlines(at, starts, ends, color="black", linestyle="--", linewidth=1, label="limit")
     panel.set_ylim(len(processes) - 0.5, -0.5)

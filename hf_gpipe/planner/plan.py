@@ -22,10 +22,9 @@ from hf_gpipe.planner.measure import profile_layers
 from hf_gpipe.planner.memory import MemoryBound, MemoryEstimate, StageLayers, estimate_memory
 from hf_gpipe.planner.network import Network, one_level
 from hf_gpipe.planner.prefix_sums import LayerSums
-from hf_gpipe.planner.times import TimeEstimate, seconds_text, time_of
+from hf_gpipe.planner.times import TimeEstimate, time_of
 from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch, sent_share
 from hf_gpipe.recipe import DecidedConfig
-from hf_gpipe.recipe.sizes import size_text
 from hf_gpipe.runtime.loss import PLAIN, Loss
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.schedule import (
@@ -38,6 +37,7 @@ from hf_gpipe.schedule import (
     recompute_under,
     simulate,
 )
+from hf_gpipe.text import seconds_text, size_text
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,14 @@ class Plan:
     def fits(self) -> bool:
         """Whether every process stays within its limit; True where none is known."""
         return self.planner.memory_bytes is None or self.fullness <= 1
+
+    @property
+    def sort_key(self) -> tuple[float, ...]:
+        """The better of two plans has the smaller one: what fits, then the shorter step, or the lesser memory."""
+        if not self.fits:
+            return (1.0, self.fullness)
+        # A gain below the model's own error is none: then the fewer messages and the less memory.
+        return (0.0, float(f"{self.step_seconds:.3g}"), self.settings.num_micro_batches, self.peak_bytes)
 
 
 class Planner:
@@ -409,13 +417,16 @@ def _table_costs(
     share = sent_share(settings.boundary_dtype, sums.costs.dtype)
     boundaries = [share * sums.costs.layers[stage.start].input_bytes for stage in stages[1:]]
     return Costs(
-        forward_seconds=[one.first_forward(share) for one, share in zip(seconds, recompute_shares(table), strict=True)],
-        recompute_seconds=[one.forward for one in seconds],
-        backward_seconds=[one.backward for one in seconds],
-        input_seconds=[one.backward - weight for one, weight in zip(seconds, weights, strict=True)],
+        forward_seconds=[
+            stage_seconds.first_forward(share)
+            for stage_seconds, share in zip(seconds, recompute_shares(table), strict=True)
+        ],
+        recompute_seconds=[own.forward for own in seconds],
+        backward_seconds=[own.backward for own in seconds],
+        input_seconds=[own.backward - weight for own, weight in zip(seconds, weights, strict=True)],
         weight_seconds=weights,
         update_seconds=[
-            update(number, *one) for number, one in enumerate(zip(stages, table.placement.replicas, strict=True))
+            update(number, *stage) for number, stage in enumerate(zip(stages, table.placement.replicas, strict=True))
         ],
         transfer_seconds=network.transfer_seconds(boundaries),
         reduce_seconds=[

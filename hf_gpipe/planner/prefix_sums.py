@@ -69,16 +69,16 @@ class LayerSums:
         layers = costs.layers
         seconds = [layer.seconds or estimated_seconds(layer, costs.compute_dtype, device) for layer in layers]
         self._stage_seconds = costs.stage_seconds or estimated_stage_seconds(layers, device)
-        self._forward_only = RangeSum(one.forward_only for one in seconds)
-        self._forward = RangeSum(one.forward for one in seconds)
-        self._backward = RangeSum(one.backward for one in seconds)
+        self._forward_only = RangeSum(own.forward_only for own in seconds)
+        self._forward = RangeSum(own.forward for own in seconds)
+        self._backward = RangeSum(own.backward for own in seconds)
         # Of a measured backward too W is the share of its operations.
         self.weight_seconds = RangeSum(
-            one.backward * layer.weight_flops / layer.backward_flops if layer.backward_flops else 0.0
-            for layer, one in zip(layers, seconds, strict=True)
+            own.backward * layer.weight_flops / layer.backward_flops if layer.backward_flops else 0.0
+            for layer, own in zip(layers, seconds, strict=True)
         )
         self._blocks_again = RangeSum(
-            one.forward if layer.kind == "block" else 0.0 for layer, one in zip(layers, seconds, strict=True)
+            own.forward if layer.kind == "block" else 0.0 for layer, own in zip(layers, seconds, strict=True)
         )
         self.forward_flops = RangeSum(layer.forward_flops for layer in layers)
         self.backward_flops = RangeSum(layer.backward_flops for layer in layers)

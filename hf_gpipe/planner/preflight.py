@@ -9,12 +9,10 @@ from hf_gpipe.partition.cluster import Level
 from hf_gpipe.planner.decide import Planning
 from hf_gpipe.planner.links import cluster_of, measure, pairs_to_measure
 from hf_gpipe.planner.network import one_level
-from hf_gpipe.planner.times import seconds_text
-from hf_gpipe.planner.traffic import bytes_text
 from hf_gpipe.recipe import DecidedConfig
-from hf_gpipe.recipe.sizes import size_text
 from hf_gpipe.runtime.facts import RankFacts
 from hf_gpipe.runtime.world import MeasuredLink, World
+from hf_gpipe.text import bytes_text, seconds_text, size_text
 
 #: A link that is so much slower than the planner assumed makes its times worthless.
 _MUCH_SLOWER = 2.0

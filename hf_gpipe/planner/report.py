@@ -15,12 +15,11 @@ from hf_gpipe.planner.limits import limit_of, limit_text
 from hf_gpipe.planner.memory import MemoryEstimate
 from hf_gpipe.planner.plan import Plan, Planner, StagePlan
 from hf_gpipe.planner.saving import copy_bytes, kept_bytes, offload_text, offloaded_bytes, saving_text
-from hf_gpipe.planner.search import Found
-from hf_gpipe.planner.times import seconds_text
-from hf_gpipe.planner.traffic import bytes_text, is_mesh, mesh_dict, mesh_lines, traffic
-from hf_gpipe.recipe.sizes import size_text
+from hf_gpipe.planner.search import SearchResult
+from hf_gpipe.planner.traffic import is_mesh, mesh_dict, mesh_lines, traffic
 from hf_gpipe.schedule import is_table_file, staleness
 from hf_gpipe.schedule.messages import num_communicators
+from hf_gpipe.text import bytes_text, count_text, seconds_text, size_text, table_text
 
 #: From here on consecutive stages that are alike share a line of the table.
 _MANY_STAGES = 17
@@ -53,7 +52,7 @@ def report(plan: Plan) -> str:
     columns = f"{workload.source_tokens} + {workload.target_tokens}" if is_encoder_decoder else workload.target_tokens
     num_micro_batches = plan.timeline.schedule.num_micro_batches // plan.timeline.schedule.num_steps
     lines = [
-        ("model", f"{_count(total.count)} parameters in {len(costs.layers)} layers, {_types(plan)}"),
+        ("model", f"{count_text(total.count)} parameters in {len(costs.layers)} layers, {_types(plan)}"),
         (
             "mini-batch",
             f"{planner.rows} rows of {columns} tokens, as {num_micro_batches} micro-batches of at most {workload.rows}"
@@ -69,7 +68,6 @@ def report(plan: Plan) -> str:
     if costs.whole_logits:
         lines.append(("logits", f"made whole: {costs.whole_logits}"))
     lines += mesh_lines(plan)
-    rows = "\n".join(_table(plan))
     lines_after = [
         ("step", _step(plan)),
         ("memory", memory_why(plan)),
@@ -80,7 +78,7 @@ def report(plan: Plan) -> str:
         *asynchronous_lines(plan),
         ("verdict", verdict(plan)),
     ]
-    return "\n".join([*map(_line, lines), "", rows, "", *map(_line, filter(itemgetter(1), lines_after))])
+    return "\n".join([*map(_line, lines), "", _table(plan), "", *map(_line, filter(itemgetter(1), lines_after))])
 
 
 def asynchronous_lines(plan: Plan) -> list[tuple[str, str]]:
@@ -138,28 +136,22 @@ def time_why(plan: Plan) -> str:
     )
 
 
-def search_report(found: Found) -> str:
+def search_report(result: SearchResult) -> str:
     """The best plans of a search, by time under the limit, and the one with the least memory.
 
     The order of the processes is given where it is not the usual one.
     """
-    lines = [f"tried {found.num_tried} ways"]
-    shown, leanest = found.fastest[:8], found.leanest
-    rows = [_search_row(plan) for plan in (*shown, leanest)]
-    widths = [max(map(len, column)) for column in zip(_SEARCH_HEADER, *rows, strict=True)]
-
-    def line(row: Sequence[str]) -> str:
-        cells = zip(row, widths, strict=True)
-        return "  ".join(cell.rjust(w) if i < _NUMBERS else cell.ljust(w) for i, (cell, w) in enumerate(cells)).rstrip()
-
+    shown = result.fastest[:8]
+    rows = [_SEARCH_HEADER, *map(_search_row, (*shown, result.leanest))]
+    header, *lines, leanest = table_text(rows, left=range(_NUMBERS, len(_SEARCH_HEADER))).split("\n")
+    parts = [f"tried {result.num_tried} ways", ""]
     if shown:
-        lines += ["", "fastest that fit, the best of each K, replicas and order:", line(_SEARCH_HEADER)]
-        lines += map(line, rows[:-1])
-        lines += ["", "as overrides: " + overrides(shown[0])]
-        lines += [f"{name:12}  {text}" for name, text in mesh_lines(shown[0])]
+        parts += ["fastest that fit, the best of each K, replicas and order:", header, *lines]
+        parts += ["", "as overrides: " + overrides(shown[0])]
+        parts += [f"{name:12}  {text}" for name, text in mesh_lines(shown[0])]
     else:
-        lines += ["", "none of them fits"]
-    return "\n".join([*lines, "", "least memory:", line(_SEARCH_HEADER), line(rows[-1])])
+        parts.append("none of them fits")
+    return "\n".join([*parts, "", "least memory:", header, leanest])
 
 
 def overrides(plan: Plan) -> str:
@@ -251,7 +243,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
     return {name: getattr(plan.settings, name) for name in names} | optimizer
 
 
-def _table(plan: Plan) -> list[str]:
+def _table(plan: Plan) -> str:
     header = ("stage", "process", "layers", "parameters", "weights", "grads", "optimizer", "kept", "working", "total")
     rows: list[tuple[str, ...]] = [(*header, "busy", "first layer .. last layer")]
     groups: list[list[StagePlan]] = [[stage] for stage in plan.stages]
@@ -264,23 +256,16 @@ def _table(plan: Plan) -> list[str]:
         sizes = (weights, memory.gradients, memory.optimizer, kept, memory.working + memory.reserve)
         rows.append(
             (
-                _span([one.number for one in group]),
-                _span([one.process for one in group]),
+                _span([member.number for member in group]),
+                _span([member.process for member in group]),
                 str(len(stage.layers)),
-                _count(stage.num_parameters),
+                count_text(stage.num_parameters),
                 *(size_text(size) for size in (*sizes, memory.total)),
                 seconds_text(stage.busy_seconds),
                 f"{stage.first_layer} .. {group[-1].last_layer}",
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column == len(row) - 1 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    return table_text(rows, left=(len(rows[0]) - 1,))
 
 
 def _looks(stage: StagePlan) -> tuple[Any, ...]:
@@ -346,13 +331,6 @@ def runs_text(entries: Sequence[Any]) -> str:
 
 def _span(numbers: Sequence[int]) -> str:
     return str(numbers[0]) if numbers[0] == numbers[-1] else f"{numbers[0]}-{numbers[-1]}"
-
-
-def _count(number: int) -> str:
-    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if number >= size:
-            return f"{number / size:.4g}{unit}"
-    return str(number)
 
 
 def _line(item: tuple[str, str]) -> str:

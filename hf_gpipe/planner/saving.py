@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from hf_gpipe.planner.costs import Parameters
 from hf_gpipe.planner.plan import Plan, StagePlan
 from hf_gpipe.planner.workload import ITEM_BYTES, OPTIMIZER_SLOTS
-from hf_gpipe.recipe.sizes import size_text
+from hf_gpipe.text import size_text
 
 
 def copy_bytes(plan: Plan) -> list[int]:

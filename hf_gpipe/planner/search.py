@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.planner.choose import allowed_plans, few_micro_batches, rank
+from hf_gpipe.planner.choose import allowed_plans, first_micro_batches
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.recipe import AUTO, PipelineConfig
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search.
 
     Attributes:
@@ -26,7 +27,7 @@ class Found:
     num_tried: int
 
 
-def search(planner: Planner, config: PipelineConfig) -> Found:
+def search(planner: Planner, config: PipelineConfig) -> SearchResult:
     """Try K, replicas, the order of the processes, M, schedule, recomputation and partition on a number of processes.
 
     The configuration itself is among what is tried. Of all others its number of processes and `zero` alone count.
@@ -37,21 +38,21 @@ def search(planner: Planner, config: PipelineConfig) -> Found:
     free = config.with_auto(config.processes)
     plans = allowed_plans(planner, free)
     meshes: dict[object, Plan] = {}
-    for plan in sorted(plans, key=rank):
+    for plan in sorted(plans, key=attrgetter("sort_key")):
         meshes.setdefault(_mesh_of(plan), plan)
     asked = [] if config.is_mesh_open else [config]
-    for one in (*asked, *_lean(planner, list(meshes.values()))):
+    for each in (*asked, *_lean(planner, list(meshes.values()))):
         try:
-            plans += allowed_plans(planner, one)
+            plans += allowed_plans(planner, each)
         except UserError:
             continue
     best: dict[object, Plan] = {}
-    for plan in sorted(plans, key=rank):
+    for plan in sorted(plans, key=attrgetter("sort_key")):
         if plan.fits:
             best.setdefault(_mesh_of(plan), plan)
     leanest = min(plans, key=lambda plan: (plan.fullness, plan.step_seconds))
     fastest = sorted(best.values(), key=lambda plan: (plan.step_seconds, plan.peak_bytes))
-    return Found(tuple(fastest), leanest, len(plans))
+    return SearchResult(tuple(fastest), leanest, len(plans))
 
 
 def _mesh_of(plan: Plan) -> object:
@@ -63,9 +64,7 @@ def _lean(planner: Planner, plans: list[Plan]) -> Iterator[PipelineConfig]:
     most = max(plans, key=lambda plan: plan.settings.num_stages)
     for plan in (most,) if most is plans[0] else (most, plans[0]):
         for recompute in (AUTO, "block", "stage"):
-            yield plan.settings.replaced(
-                schedule="1f1b",
-                recompute=recompute,
-                partition=AUTO,
-                num_micro_batches=few_micro_batches(planner, AUTO, plan.settings.num_processes)[-1],
+            config = plan.settings.replaced(
+                schedule="1f1b", recompute=recompute, partition=AUTO, num_micro_batches=AUTO
             )
+            yield replace(config, num_micro_batches=first_micro_batches(planner, config)[-1])

@@ -37,8 +37,3 @@ def time_of(timeline: Timeline, process: int) -> TimeEstimate:
     step = float(timeline.total_seconds) / timeline.schedule.num_steps
     parts = {kind.part: sum(value for other, value in seconds.items() if other.part == kind.part) for kind in seconds}
     return TimeEstimate(**parts, bubble=max(step - sum(seconds.values()), 0.0))
-
-
-def seconds_text(seconds: float) -> str:
-    """A time for people: "1.23 s", "45.6 ms"."""
-    return f"{seconds:.3g} s" if seconds >= 1 or seconds == 0 else f"{1000 * seconds:.3g} ms"

@@ -7,6 +7,7 @@ from typing import Any
 
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.workload import sent_share
+from hf_gpipe.text import bytes_text
 
 
 @dataclass(frozen=True)
@@ -75,21 +76,13 @@ def mesh_lines(plan: Plan) -> list[tuple[str, str]]:
     return [("cluster", f"{cluster}: {', each of '.join(links)}"), *lines]
 
 
-def bytes_text(size: float) -> str:
-    """Of a message, in decimal units as the rates of links."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.3g} {unit}"
-    return f"{size:.3g} B"
-
-
 def mesh_dict(plan: Plan) -> dict[str, Any]:
     """The same for JSON: bytes, seconds and numbers."""
     cluster, sent = plan.planner.cluster, traffic(plan)
     return {
         "cluster": None
         if cluster is None
-        else {"name": str(cluster), "levels": [asdict(one) for one in cluster.levels]},
+        else {"name": str(cluster), "levels": [asdict(level) for level in cluster.levels]},
         "replicas": plan.settings.replicas,
         "processes_of_stages": [list(own) for own in plan.timeline.schedule.placement.workers],
         "bytes_per_row": {**asdict(sent), "total": sent.total},

@@ -139,8 +139,8 @@ class Workload:
         on_cpu = {name: tensor.cpu() for name, tensor in tensors_of(batch).items()}
         if packing or is_flattened(on_cpu):
             documents = packed_parts(on_cpu, num_micro_batches, target_keys)[0]
-            sources = [len(one["input_ids"]) for one in documents]
-            targets = [len(one["labels"]) for one in documents] if target_keys else sources
+            sources = [len(document["input_ids"]) for document in documents]
+            targets = [len(document["labels"]) for document in documents] if target_keys else sources
             return cls.packed(len(documents), _mean_and_most(sources), _mean_and_most(targets))
         num_rows, source = batch["input_ids"].shape
         mask = batch.get("attention_mask")

@@ -38,13 +38,3 @@ def read_bytes(text: str, name: str) -> int:
     if size < 1:
         raise UserError(f"{name} is {text!r}; it must be at least one byte.")
     return size
-
-
-def size_text(size_bytes: float) -> str:
-    """A size for people: "11.3 GiB", "512 KiB", "0 B"."""
-    size, unit = float(size_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if abs(size) < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.0f} {unit}" if abs(size) >= 100 else f"{size:.3g} {unit}"

@@ -43,7 +43,9 @@ def world_for(config: PipelineConfig, device: DeviceChoice = None) -> World:
             f"process holds at least one stage; start at most {config.places}, or raise num_stages or replicas"
         )
     try:
-        mine: _Wish | UserError = _Wish.of(device if device is not None else config.devices or config.device)
+        mine: _DeviceRequest | UserError = _DeviceRequest.of(
+            device if device is not None else config.devices or config.device
+        )
     except UserError as error:
         mine = error
     wishes = []
@@ -59,7 +61,7 @@ def world_for(config: PipelineConfig, device: DeviceChoice = None) -> World:
 
 @sendable
 @dataclass(frozen=True)
-class _Wish:
+class _DeviceRequest:
     """The devices that a process asks for, and those that it can see.
 
     Attributes:
@@ -73,7 +75,7 @@ class _Wish:
     gpus: tuple[str, ...]
 
     @classmethod
-    def of(cls, choice: DeviceChoice) -> _Wish:
+    def of(cls, choice: DeviceChoice) -> _DeviceRequest:
         """Raises UserError for a device that does not exist."""
         is_list = isinstance(choice, Sequence) and not isinstance(choice, str)
         given: Any = choice if is_list else [choice]
@@ -103,7 +105,7 @@ def _named(device: torch.device | str | None) -> str:
     return str(chosen)
 
 
-def _assign(wishes: Sequence[_Wish], hosts: Sequence[str]) -> list[list[str]]:
+def _assign(wishes: Sequence[_DeviceRequest], hosts: Sequence[str]) -> list[list[str]]:
     """The names of the devices of each process, in order of rank.
 
     Raises:
@@ -131,7 +133,7 @@ def _assign(wishes: Sequence[_Wish], hosts: Sequence[str]) -> list[list[str]]:
     return assigned
 
 
-def _own_names(rank: int, wishes: Sequence[_Wish], hosts: Sequence[str]) -> tuple[str, ...]:
+def _own_names(rank: int, wishes: Sequence[_DeviceRequest], hosts: Sequence[str]) -> tuple[str, ...]:
     """The devices that a process asks for itself: of a list for the whole machine its part."""
     mine = wishes[rank]
     if not mine.is_list:
@@ -147,7 +149,7 @@ def _own_names(rank: int, wishes: Sequence[_Wish], hosts: Sequence[str]) -> tupl
     return mine.names[first : first + share]
 
 
-def _free(host: str, wish: _Wish, taken: Mapping[tuple[str, str], int]) -> int:
+def _free(host: str, wish: _DeviceRequest, taken: Mapping[tuple[str, str], int]) -> int:
     """The number of the first GPU that no process has; without one, of the first."""
     return next((number for number, gpu in enumerate(wish.gpus) if (host, gpu) not in taken), 0)
 

@@ -151,7 +151,7 @@ def first_failure(children: Sequence[Child]) -> Failure | None:
         child = min(silent, key=lambda c: (c.exit_code == -signal.SIGTERM, c.rank in aborted, c.exit_code or 0, c.rank))
         if child.rank in aborted:
             return _with_stuck(aborted[child.rank], ended)
-        return _failure(_without_a_word(child) + _noticed(consequences))
+        return _failure(_unreported_exit(child) + _noticed(consequences))
     if ended:
         return _with_stuck(_failure("the processes did not end together"), ended)
     return consequences[0] if consequences else None
@@ -199,7 +199,7 @@ def _aborted_by_nccl(child: Child) -> Failure | None:
     return replace(_failure(message), traceback=stacks)
 
 
-def _without_a_word(child: Child) -> str:
+def _unreported_exit(child: Child) -> str:
     code = child.exit_code or 0
     work = read_note(work_file(child.folder, child.rank))
     where = f" while {work}" if work else ""

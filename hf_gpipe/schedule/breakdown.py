@@ -12,6 +12,7 @@ from typing import Any
 from hf_gpipe.schedule.kinds import KINDS, Resource, awaited_by
 from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.simulate import Seconds, Span, Timeline
+from hf_gpipe.text import table_text
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,7 @@ class Breakdown:
                 rows += [[f"  stage {stage}", *self._cells(of_stage)] for stage, of_stage in own.items()]
         if len(self.processes) > 1:
             rows.append(["mean", *self._cells(self.mean)])
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = []
-        for first, *cells in rows:
-            lines.append("  ".join([first.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]))
-        return "\n".join(lines)
+        return table_text(rows)
 
     def _cells(self, parts: Parts) -> list[str]:
         return [self._cell(getattr(parts, field.name)) for field in fields(Parts)]

@@ -22,7 +22,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from hf_gpipe.checkpoint.directory import checkpoints
-from hf_gpipe.checkpoint.state import TRAINER_STATE_FILE, read_state
+from hf_gpipe.checkpoint.state import TRAINER_STATE_FILE, options_of_groups, read_state
 from hf_gpipe.errors import CheckpointError, UserError
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.pipeline import ModelSource, Pipeline, PipelineRequest
@@ -73,8 +73,7 @@ def options_of(optimizer: torch.optim.Optimizer | None) -> Any:
     """What is compared of a given optimizer: its class, and the options of its groups of parameters."""
     if optimizer is None:
         return None
-    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    return type(optimizer).__name__, groups
+    return type(optimizer).__name__, options_of_groups(optimizer)
 
 
 def pipeline_of(

@@ -39,10 +39,10 @@ from hf_gpipe.checkpoint.together import write_once
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import AUTO
-from hf_gpipe.recipe.sizes import size_text
 from hf_gpipe.runtime import failures
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.world import World
+from hf_gpipe.text import size_text
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.background import begun, has_memory_for
 from hf_gpipe.training.loss_scaling import LossScaler

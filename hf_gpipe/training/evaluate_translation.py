@@ -21,6 +21,7 @@ from hf_gpipe.data.tokenized import IGNORE_INDEX, TokenizedPairs
 from hf_gpipe.errors import DataError
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.wire import sendable
+from hf_gpipe.text import table_text
 from hf_gpipe.training.generating import Generation
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.predicting import predict
@@ -155,12 +156,7 @@ class TranslationReport:
         header = ["language", "pairs", "nll", "nll/char", "exact", "BLEU", "chrF", "copy: exact", "BLEU", "chrF"]
         if self.is_long:
             header[0] = "languages"
-        cells = [header, *([language, *_cells(scores)] for language, scores in rows)]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-        return "\n".join(
-            "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-            for row in cells
-        )
+        return table_text([header, *([language, *_cells(scores)] for language, scores in rows)])
 
     def text(self, split: str) -> str:
         """The quality of each language and some translations, for people."""

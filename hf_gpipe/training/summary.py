@@ -9,6 +9,7 @@ from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import Recipe
 from hf_gpipe.runtime.preflight import machines
 from hf_gpipe.schedule import Breakdown
+from hf_gpipe.text import count_text
 
 
 def say(text: str) -> None:
@@ -22,7 +23,7 @@ def start_text(recipe: Recipe, pipe: Pipeline, corpus: str, checkpoint: Path | N
     sizes = ", ".join(str(len(layers)) for layers in pipe.partition)
     processes = pipe.world.num_processes
     lines = [
-        f"model      {reference.config.model_type}, {_count(reference.num_parameters())} parameters, "
+        f"model      {reference.config.model_type}, {count_text(reference.num_parameters(), '.2f')} parameters, "
         f"{len(pipe.adapter.layers)} layers",
         f"pipeline   K = {pipe.num_stages} stages of {sizes} layers in {processes} process{'es' * (processes > 1)}, "
         f"M = {pipe.num_micro_batches} micro-batches, schedule {pipe.schedule_name}, recompute {pipe.recompute}",
@@ -59,10 +60,3 @@ def end_text(quality: str, output_dir: Path, files: Mapping[str, str]) -> str:
 def _mini_batch(recipe: Recipe) -> str:
     tokens = recipe.training.batch_tokens
     return f"{recipe.training.batch_size} rows" if tokens is None else f"about {tokens} target tokens"
-
-
-def _count(number: int) -> str:
-    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if number >= size:
-            return f"{number / size:.2f}{unit}"
-    return str(number)

@@ -13,6 +13,7 @@ import torch
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+from hf_gpipe.checkpoint.state import options_of_groups
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.shards import treats_elements_alone
@@ -113,7 +114,7 @@ class StageUpdates:
     def __call__(self, stage: int, step: int, norm: torch.Tensor) -> None:
         """An `UpdateStage` of `Pipeline.train_window`."""
         is_first = step == len(self._settings)
-        now = _settings_of(self._optimizer)
+        now = options_of_groups(self._optimizer)
         if is_first:
             self._settings.append(now)
         if self._max_norm:
@@ -138,10 +139,6 @@ class StageUpdates:
         self._optimizer.step()
         for parameter, gradient in others:
             parameter.grad = gradient
-
-
-def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def _set(optimizer: torch.optim.Optimizer, settings: Sequence[dict[str, Any]]) -> None:

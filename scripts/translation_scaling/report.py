@@ -10,7 +10,7 @@ import torch
 import transformers
 from bench.report import table
 
-from hf_gpipe.recipe.sizes import size_text
+from hf_gpipe.text import size_text
 from translation_scaling.differences import FEWEST_LANGUAGES, RESAMPLES, Difference, TestPairs, compare_all
 from translation_scaling.draw import BUCKETS_FILE, LANGUAGES_FILE, TRANSFER_FILE
 from translation_scaling.learning import Learning, Size, learning

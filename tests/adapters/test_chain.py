@@ -39,7 +39,7 @@ class Tagger(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.embed, self.blocks = nn.Embedding(20, 8), nn.ModuleList(Block(8, dropout) for _ in range(3))
-        self.dropout, self.act, self.head = nn.Dropout(dropout), nn.ReLU(), nn.Linear(8, 20)
+        self.dropout, self.act, self.head = nn.Dropout(dropout), nn.ReLU(inplace=True), nn.Linear(8, 20)
         self.head.weight = self.embed.weight
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,8 @@ def tagger(dropout: float = 0.0) -> Tagger:
 def plain_step(model: nn.Module, batch: Batch, num_micro_batches: int) -> Result:
     count, value = int((batch["labels"] != -100).sum()), 0.0
     for rows in split_rows(batch, num_micro_batches):
-        logits = model(**{name: tensor for name, tensor in rows.items() if name != "labels"})
+        given = {name: tensor for name, tensor in rows.items() if name != "labels"}
+        logits = model(**given) if len(given) > 1 else model(*given.values())
         loss = F.cross_entropy(logits.flatten(0, 1), rows["labels"].flatten(), reduction="sum") / count
         loss.backward()
         value += loss.item()
@@ -88,6 +89,20 @@ def test_layers_are_found_by_running_the_module(num_stages: int, schedule: str) 
     assert_same(run_pipeline(pipe, longer), plain_step(copy.deepcopy(model), longer, 3))
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_part_of_an_nn_sequential_may_stand_in_several_places(schedule: str) -> None:
+    torch.manual_seed(0)
+    act, twice = nn.ReLU(inplace=True), nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    model = nn.Sequential(nn.Linear(6, 8), act, twice, act, twice, nn.Unflatten(1, (1, 8)), nn.Linear(8, 20)).double()
+    model[0].requires_grad_(False)
+    batch = {"x": torch.randn(4, 6, dtype=torch.float64), "labels": torch.tensor([[3], [19], [-100], [0]])}
+    expected = plain_step(copy.deepcopy(model), batch, 2)
+    assert expected.gradients.keys() == {"2.0.weight", "2.0.bias", "6.weight", "6.bias"}
+    pipe = Pipeline(model, 4, 2, schedule)
+    assert_same(run_pipeline(pipe, batch), expected)
+    assert not pipe.stages[1].trainable_inputs["hidden"], "nothing before it is trained"
+
+
 def test_dropout_does_not_depend_on_the_stages() -> None:
     batch = tagged()
     results = [
@@ -105,6 +120,8 @@ def _train_and_save(directory: Path) -> None:
     pipe = Pipeline(model, 2, 3, "1f1b", example=batch)
     assert_same(run_pipeline(pipe, batch), expected)
     pipe.save_pretrained(directory)
+    model.zero_grad()
+    assert_same(run_pipeline(Pipeline(model, 1, 3, replicas=2, example=batch), batch), expected)
 
 
 def test_two_processes(tmp_path: Path) -> None:

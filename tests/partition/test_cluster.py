@@ -30,10 +30,6 @@ def test_named_clusters_and_their_links() -> None:
     assert parse_cluster("1x4@pipedream-a").levels[0] == CLUSTERS["pipedream-a"].levels[0]
 
 
-def test_a_flat_cluster_has_the_slowest_link_everywhere() -> None:
-    assert CLUSTERS["pipedream-a"].flat().levels == (Level(16, 1.25e9, 5e-5),)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

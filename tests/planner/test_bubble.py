@@ -8,9 +8,9 @@ from dataclasses import replace
 from hf_gpipe.planner.bubble import smaller_bubble
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.report import report
-from hf_gpipe.planner.times import seconds_text
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.schedule import build
+from hf_gpipe.text import seconds_text
 from tests.planner.models import DEVICE, MIB, blocks, settings
 
 

@@ -233,8 +233,8 @@ def test_a_short_model_tells_all_of_a_long_one(family: str, monkeypatch: pytest.
             setattr(config, name, 5)
     adapter = adapter_for(config)
     monkeypatch.setattr(planner_layers, "FEW_BLOCKS", 3)
-    few, like = to_run(ModelLayers(adapter))
-    assert len(few.adapter.layers) < len(like) == len(adapter.layers)
+    few, representative = to_run(ModelLayers(adapter))
+    assert len(few.adapter.layers) < len(representative) == len(adapter.layers)
     short = LayerTracer(adapter).costs(WORKLOAD)
     monkeypatch.setattr(planner_layers, "FEW_BLOCKS", 99)
     assert to_run(ModelLayers(adapter))[0].adapter is adapter
@@ -248,9 +248,9 @@ def test_a_class_of_layers_that_a_short_model_lacks_is_run_in_the_whole_one(monk
     config.layer_types = ["full_attention"] * 3 + ["sliding_attention"]
     monkeypatch.setattr(planner_layers, "FEW_BLOCKS", 2)
     adapter = adapter_for(config)
-    few, like = to_run(ModelLayers(adapter))
+    few, representative = to_run(ModelLayers(adapter))
     assert few.adapter is adapter
-    assert like[1:5] == [1, 1, 1, 4]
+    assert representative[1:5] == [1, 1, 1, 4]
 
 
 def test_blocks_of_two_kinds_are_told_apart() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations, pairwise, permutations
+from operator import attrgetter
 
 import pytest
 from hypothesis import given, settings
@@ -11,10 +12,10 @@ from hypothesis import strategies as st
 
 from hf_gpipe.errors import PartitionError, UserError
 from hf_gpipe.partition.cluster import parse_cluster
-from hf_gpipe.planner.choose import best_plan, rank
+from hf_gpipe.planner.choose import best_plan
 from hf_gpipe.planner.costs import ModelCosts
 from hf_gpipe.planner.limits import limits_of
-from hf_gpipe.planner.mesh import Mesh, meshes
+from hf_gpipe.planner.meshes import with_mesh
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.search import search
 from hf_gpipe.planner.workload import PlanInputs, Workload
@@ -47,10 +48,10 @@ def brute_force(within: Planner, config: PipelineConfig) -> Plan:
         if max(placement.replicas) > int(config.num_micro_batches):
             continue
         try:
-            plans.append(best_plan(within, Mesh.of(placement).configure(config, int(config.num_micro_batches))))
+            plans.append(best_plan(within, with_mesh(config, placement)))
         except PartitionError:
             continue
-    return min(plans, key=rank)
+    return min(plans, key=attrgetter("sort_key"))
 
 
 @settings(deadline=None, max_examples=25)
@@ -91,21 +92,9 @@ def test_the_choice_is_the_best_of_all(data: st.DataObject) -> None:
     assert plan.settings.num_processes == num_processes
     assert plan.fits == expected.fits
     if plan.fits:
-        assert rank(plan)[1] <= rank(expected)[1]
+        assert plan.sort_key[1] <= expected.sort_key[1]
     # The configuration alone makes the same plan.
     assert within.plan(plan.settings).step_seconds == plan.step_seconds
-
-
-@settings(deadline=None, max_examples=10)
-@given(st.data())
-def test_no_step_is_shorter_than_its_bound(data: st.DataObject) -> None:
-    layers = [layer(f"h.{index}", flops=data.draw(st.integers(1, 6))) for index in range(data.draw(st.integers(1, 6)))]
-    within = planner(model(*layers), rows=8)
-    config = replace(FREE, num_processes=data.draw(st.integers(1, 6)), num_micro_batches=data.draw(st.integers(6, 8)))
-    config = replace(config, recompute=data.draw(st.sampled_from(["none", "stage"])), partition="count")
-    for bound, one in meshes(within, config, [int(config.num_micro_batches)]):
-        for schedule in ("gpipe", "1f1b", "gpipe_fused"):
-            assert best_plan(within, replace(one, schedule=schedule)).step_seconds >= bound * (1 - 1e-9)
 
 
 def test_a_dear_head_gets_more_replicas() -> None:
@@ -158,7 +147,7 @@ def test_zero_counts_where_there_are_replicas() -> None:
     assert best_plan(within, replace(config, replicas=1)).settings.zero == 0
 
 
-def test_many_processes_are_planned_by_the_dynamic_programme() -> None:
+def test_stages_stay_inside_of_machines_that_are_far_apart() -> None:
     """Eight blocks on 2x4 devices whose machines are far apart: little crosses between them."""
     within = planner(blocks(8, weights=1000 * MIB), rows=16)
     within.cluster = parse_cluster("2x4@100MB/s,100GB/s")

@@ -1,59 +1,78 @@
-"""Orders of unlike processes: of few processes all are tried, and the chosen one is the best."""
+"""The search for a mesh: of few processes all meshes are tried in all orders, and to every other it can come."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations, pairwise, permutations
+from operator import attrgetter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.errors import PartitionError
-from hf_gpipe.planner.choose import best_plan, rank
-from hf_gpipe.planner.mesh import Mesh
-from hf_gpipe.planner.orders import exchanges, kinds_of, orders
+from hf_gpipe.partition.cluster import parse_cluster
+from hf_gpipe.planner.choose import best_plan
+from hf_gpipe.planner.meshes import Meshes, device_classes, with_mesh
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.recipe import PipelineConfig
-from hf_gpipe.schedule import Placement, placement_for
-from tests.planner.models import MIB, layer, model, planner
+from hf_gpipe.schedule import Placement
+from tests.planner.models import MIB, blocks, layer, model, planner
 
 FREE = PipelineConfig("auto", 4, "1f1b", "none", "auto", replicas="auto")
 
 
-def looks(placement: Placement, kinds: list[int]) -> dict[tuple[int, ...], list[int]]:
-    """The kinds of the processes that hold the same stages."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    for process, kind in enumerate(kinds):
-        found.setdefault(placement.stages_of(process), []).append(kind)
-    return {stages: sorted(own) for stages, own in found.items()}
+def meshes(num_processes: int, speeds: list[float] | None = None, **options: object) -> Meshes:
+    """Those of a model of 12 blocks."""
+    within = planner(blocks(12), rows=num_processes)
+    within.speeds = speeds
+    return Meshes(within, replace(FREE, num_processes=num_processes, **options))  # type: ignore[arg-type]  # fields
+
+
+def looks(placement: Placement, speeds: list[float]) -> tuple[tuple[float, ...], ...]:
+    """The speeds of the processes of each stage."""
+    return tuple(tuple(sorted(speeds[process] for process in own)) for own in placement.workers)
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.data())
-def test_few_processes_have_all_orders_that_differ(data: st.DataObject) -> None:
+def test_the_search_begins_with_every_mesh_of_few_processes(data: st.DataObject) -> None:
     num_processes = data.draw(st.integers(1, 4))
-    kinds = data.draw(st.lists(st.integers(0, 2), min_size=num_processes, max_size=num_processes))
-    replicas = data.draw(st.sampled_from([one for one in (1, 2, 4) if num_processes % one == 0]))
-    num_stages = num_processes // replicas * data.draw(st.sampled_from([1, 2]))
-    given_order = placement_for("gpipe", num_stages, num_processes, replicas)
-    found = orders(given_order, kinds)
-    expected = []
-    for names in permutations(range(num_processes)):
-        one = looks(Placement([[names[process] for process in own] for own in given_order.workers]), kinds)
-        if one not in expected:
-            expected.append(one)
-    assert found[0] == given_order
-    assert len(found) == len(expected)
-    assert all(looks(one, kinds) in expected for one in found)
-    for one in exchanges(given_order, kinds):
-        assert looks(one, kinds) in expected
-        assert looks(one, kinds) != looks(given_order, kinds)
+    speeds = data.draw(st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=num_processes, max_size=num_processes))
+    first = [looks(placement, speeds) for placement in meshes(num_processes, speeds).first()]
+    assert len(set(first)) == len(first), "of meshes that look alike there is one"
+    for count in range(1, num_processes + 1):
+        for cuts in combinations(range(1, num_processes), count - 1):
+            for row in permutations(range(num_processes)):
+                placement = Placement([row[start:stop] for start, stop in pairwise((0, *cuts, num_processes))])
+                assert looks(placement, speeds) in first
 
 
-def test_processes_that_can_stay_stay() -> None:
+@pytest.mark.parametrize(("num_stages", "number"), [("auto", 2**5), (3, 10)])
+def test_every_mesh_can_be_reached(num_stages: int | str, number: int) -> None:
+    """Six processes can be shared out to stages in 32 ways, and to three stages in 10."""
+    mesh = meshes(6, num_stages=num_stages)
+    waiting = mesh.first()
+    reached = {}
+    while waiting:
+        placement = waiting.pop()
+        reached[placement] = None
+        waiting += [other for other in mesh.beside(placement) if other not in reached]
+    alone = [placement for placement in reached if len(placement.places) == 6]
+    assert len({placement.replicas for placement in alone}) == len(alone) == number
+
+
+def test_unlike_processes_change_places_and_the_others_stay() -> None:
     pipelines = Placement([(0, 2), (1, 3)])
-    assert [str(one) for one in orders(pipelines, [0, 0, 1, 1])] == ["0,2 1,3", "3,2 1,0", "0,1 2,3"]
+    beside = meshes(4, [1.0, 1.0, 2.0, 2.0], num_stages=2, replicas=2).beside(pipelines)
+    assert {str(placement) for placement in beside} == {"3,2 1,0", "0,1 2,3"}
+
+
+def test_a_cut_moves_in_all_machines_at_once() -> None:
+    within = planner(blocks(12), rows=8)
+    within.cluster = parse_cluster("2x4@1GB/s,10GB/s")
+    beside = Meshes(within, replace(FREE, num_processes=8)).beside(Placement([(0, 4, 1, 5), (2, 6, 3, 7)]))
+    assert Placement([(0, 4, 1, 5, 2, 6), (3, 7)]) in beside
 
 
 def brute_force(within: Planner, config: PipelineConfig) -> Plan:
@@ -63,12 +82,11 @@ def brute_force(within: Planner, config: PipelineConfig) -> Plan:
         for cuts in combinations(processes[1:], count - 1):
             for names in permutations(processes):
                 workers = [names[start:stop] for start, stop in pairwise((0, *cuts, config.processes))]
-                one = Mesh.of(Placement(workers)).configure(config, 4)
                 try:
-                    plans.append(best_plan(within, one))
+                    plans.append(best_plan(within, with_mesh(config, Placement(workers))))
                 except PartitionError:
                     continue
-    return min(plans, key=rank)
+    return min(plans, key=attrgetter("sort_key"))
 
 
 @settings(deadline=None, max_examples=10)
@@ -93,7 +111,7 @@ def test_the_chosen_order_is_the_best_of_all(data: st.DataObject) -> None:
     plan = best_plan(within, config)
     assert plan.fits == expected.fits
     if plan.fits:
-        assert rank(plan)[1] <= rank(expected)[1]
+        assert plan.sort_key[1] <= expected.sort_key[1]
     assert within.plan(plan.settings).step_seconds == plan.step_seconds
 
 
@@ -125,12 +143,11 @@ def test_two_processes_are_exchanged_as_long_as_it_helps() -> None:
     plan = best_plan(within, replace(config, replicas="auto"))
     assert plan.timeline.schedule.placement.workers[3] == (0,)
     assert plan.step_seconds < 0.6 * best_plan(within, config).step_seconds
-    assert kinds_of(None, within.speeds, 5) == list(range(5))
+    assert device_classes(None, within.speeds, 5) == list(range(5))
 
 
-def test_many_processes_that_are_hardly_alike_have_some_orders() -> None:
+def test_devices_that_differ_a_little_are_of_one_class() -> None:
     free = [80_000 * MIB - index * MIB for index in range(31)]
-    assert set(kinds_of((*free, 70_000 * MIB), None, 32)) == {0, 1}, "what is free differs a little on equal devices"
-    together = Placement([tuple(range(32))])
-    assert orders(together, range(32)) == [together]
-    assert orders(Placement([tuple(range(16)), tuple(range(16, 32))]), range(32))
+    assert set(device_classes((*free, 70_000 * MIB), None, 32)) == {0, 1}, (
+        "what is free differs a little on equal devices"
+    )

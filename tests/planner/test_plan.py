@@ -9,13 +9,14 @@ import pytest
 
 from hf_gpipe.errors import PartitionError, UserError
 from hf_gpipe.planner.advice import smallest_fix
-from hf_gpipe.planner.choose import best_plan, choose_partition
+from hf_gpipe.planner.choose import best_plan
+from hf_gpipe.planner.cut import choose_partition
 from hf_gpipe.planner.live_graphs import choose_recompute
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.search import search
 from hf_gpipe.recipe import PipelineConfig
-from hf_gpipe.recipe.sizes import size_text
 from hf_gpipe.runtime.recompute import Recompute
+from hf_gpipe.text import size_text
 from tests.planner.models import MIB, blocks, layer, model, planner, settings
 
 

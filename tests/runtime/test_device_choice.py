@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import PipelineConfig
-from hf_gpipe.runtime.device_choice import DeviceChoice, _assign, _Wish, world_for
+from hf_gpipe.runtime.device_choice import DeviceChoice, _assign, _DeviceRequest, world_for
 from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule.placement import Placement
 from tests.gloo import run_gloo
@@ -75,8 +75,8 @@ def test_each_process_has_its_own(
     assert run_gloo(_choose, 2, gpus, hosts, choice) == expected
 
 
-def _wish(names: tuple[str, ...] = ("cuda",), gpus: tuple[str, ...] = ("GPU-a",)) -> _Wish:
-    return _Wish(names, len(names) > 1, gpus)
+def _wish(names: tuple[str, ...] = ("cuda",), gpus: tuple[str, ...] = ("GPU-a",)) -> _DeviceRequest:
+    return _DeviceRequest(names, len(names) > 1, gpus)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def _wish(names: tuple[str, ...] = ("cuda",), gpus: tuple[str, ...] = ("GPU-a",)
         ([_wish(names=("cuda:0", "cuda:0", "cuda:0"))] * 2, "3 cannot be shared out evenly between the 2 processes"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_had_is_refused(wishes: list[_Wish], message: str) -> None:
+def test_what_cannot_be_had_is_refused(wishes: list[_DeviceRequest], message: str) -> None:
     with pytest.raises(UserError, match=message):
         _assign(wishes, ["n", "n"])
 

@@ -15,9 +15,9 @@ from torch.distributed import distributed_c10d
 from transformers import LlamaConfig
 
 from hf_gpipe.errors import UserError
+from hf_gpipe.partition.cluster import Level
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.planner import links
-from hf_gpipe.planner.devices import Link
 from hf_gpipe.planner.links import cluster_of, pairs_to_measure
 from hf_gpipe.planner.preflight import memory_problems
 from hf_gpipe.recipe import AUTO, parse_recipe
@@ -147,7 +147,7 @@ def test_memory_is_counted_per_machine_on_the_cpu_and_per_process_on_gpus() -> N
 
 
 def test_machines_are_levels_of_a_cluster() -> None:
-    fast = Link("inside", 1e10, 1e-6)
+    fast = Level(2, 1e10, 1e-6)
     assert cluster_of(World(0, (facts("n"),) * 2), fast) is None
 
     def cluster(*hosts: str) -> list[tuple[int, float, float]]:

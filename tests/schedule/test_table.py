@@ -170,7 +170,7 @@ def test_text_round_trip_is_exact(schedule: Schedule) -> None:
     ("old", "new", "message"),
     [
         ("table: 5\n", "", "^line 1: found 'schedule: gpipe', expected a line that starts with table:"),
-        ("table: 5", "table: 6", "^line 1: .*version .6., and this version of hf_gpipe reads versions 1, 2, 3, 4 and 5"),
+        (
             "table: 5",
             "table: 6",
             "^line 1: .*version '6', and this version of hf_gpipe reads versions 1, 2, 3, 4 and 5",

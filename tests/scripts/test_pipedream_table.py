@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from pipedream_models import Model, awd_lm, gnmt, resnet50, vgg16
+from pipedream.hierarchical import data_parallel, partition_cluster, plan_of
+from pipedream.models import Model, awd_lm, gnmt, resnet50, vgg16
+from pipedream.pricing import Objective
 from pipedream_table import PUBLISHED, RING, cluster_of, configurations, holds, kind, megabytes_per_sample, plan, short
-
-from hf_gpipe.partition.hierarchical import data_parallel, partition_cluster, plan_of
-from hf_gpipe.partition.pricing import Objective
 
 
 @pytest.mark.parametrize(
@@ -58,15 +57,15 @@ def test_published_configurations_are_found(
 
 def test_vgg_keeps_its_linear_layers_on_one_gpu() -> None:
     """The published split: all convolutions on 15 GPUs, the three linear layers on the last."""
-    found = plan(vgg16(), cluster_of("4x4@pipedream-a", flat=True), RING)
+    found = plan(vgg16(), cluster_of("4x4@pipedream-a", is_flat=True), RING)
     assert [len(stage.layers) for stage in found.stages] == [13, 3]
     assert kind(found) == "two stages"
-    assert holds(vgg16(), cluster_of("4x4@pipedream-a", flat=True), RING) == "0.5 to 2"
+    assert holds(vgg16(), cluster_of("4x4@pipedream-a", is_flat=True), RING) == "0.5 to 2"
 
 
 def test_bytes_a_sample_order_as_in_figure_17() -> None:
     """Without data parallelism ResNet-50 sends more, the others far less."""
-    cluster = cluster_of("1x4@pipedream-a", flat=False)
+    cluster = cluster_of("1x4@pipedream-a", is_flat=False)
     for model in (vgg16(), gnmt(8), gnmt(16), resnet50()):
         alone = plan_of(data_parallel(len(model.layers), cluster), model.costs(), cluster, PUBLISHED)
         other = partition_cluster(model.costs(), cluster, PUBLISHED, one_stage=False)

@@ -88,7 +88,8 @@ def test_what_was_chosen_for_micro_batches_stays_on_resuming(tmp_path: Path, mon
     before = ["pipeline.num_micro_batches=4", "pipeline.schedule=gpipe", "training.on_nonfinite_loss=stop"]
     job.run(parse_recipe(RECIPE.format(folder=tmp_path), before), Job.current())
     seen: list[Pipeline] = []
-    monkeypatch.setattr(job, "Pipeline", lambda *args, **options: seen.append(Pipeline(*args, **options)) or seen[-1])
+    made_of = Pipeline.of
+    monkeypatch.setattr(Pipeline, "of", lambda *args: seen.append(made_of(*args)) or seen[-1])
     for key, steps in (("auto", 3), ("null", 4)):
         again = [f"pipeline.num_micro_batches={key}", f"training.max_steps={steps}"]
         job.run(parse_recipe(RECIPE.format(folder=tmp_path), again), Job.current())

@@ -9,17 +9,18 @@ from math import ceil, inf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from hf_gpipe.errors import PartitionError
-from hf_gpipe.partition.cluster import Cluster, Level
-from hf_gpipe.partition.hierarchical import (
+from pipedream.hierarchical import (
     Part,
     communicated_bytes,
+    flat,
     partition_cluster,
     partitions_by_stages,
     plan_of,
 )
-from hf_gpipe.partition.pricing import LayerCosts, MemoryCosts, Objective
+from pipedream.pricing import LayerCosts, MemoryCosts, Objective
+
+from hf_gpipe.errors import PartitionError
+from hf_gpipe.partition.cluster import CLUSTERS, Cluster, Level
 
 STEADY, PUBLISHED = Objective(), Objective(published=True)
 
@@ -48,18 +49,18 @@ def _with_inner(
             yield (Part(start, stop, replicas[0], inner), *rest)
 
 
-def flat(parts: tuple[Part, ...], copies: int = 1) -> list[tuple[Part, int]]:
+def placed(parts: tuple[Part, ...], copies: int = 1) -> list[tuple[Part, int]]:
     """The stages that devices hold, in order, each with all its replicas."""
     found = []
     for part in parts:
         own = copies * part.replicas
-        found += flat(part.inner, own) if part.inner else [(part, own)]
+        found += placed(part.inner, own) if part.inner else [(part, own)]
     return found
 
 
 def in_flight(parts: tuple[Part, ...], objective: Objective) -> dict[int, int]:
     """Micro-batches in flight on a replica, by the stage's first layer."""
-    stages = flat(parts)
+    stages = placed(parts)
     counts = {}
     for index, (stage, replicas) in enumerate(stages):
         counts[stage.start] = ceil(sum(others for _, others in stages[index:]) / replicas)
@@ -150,7 +151,7 @@ def compare(problem: tuple[LayerCosts, Cluster, Objective, MemoryCosts | None]) 
     layers, cluster, _, _ = problem
     least: dict[int, float] = {}
     for parts in pipelines(cluster, len(cluster.levels), 0, len(layers)):
-        count = len(flat(parts))
+        count = len(placed(parts))
         least[count] = min(least.get(count, inf), seconds_of(parts, *problem))
     by_stages = {len(plan.stages): plan for plan in partitions_by_stages(*problem)}
     assert set(by_stages) == {count for count, seconds in least.items() if seconds < inf}
@@ -168,7 +169,7 @@ def compare(problem: tuple[LayerCosts, Cluster, Objective, MemoryCosts | None]) 
     assert plan.seconds == pytest.approx(best, rel=1e-12, abs=1e-12)
     assert seconds_of(plan.parts, *problem) == pytest.approx(best, rel=1e-12, abs=1e-12)
     assert [(stage.layers.start, stage.replicas) for stage in plan.stages] == [
-        (part.start, replicas) for part, replicas in flat(plan.parts)
+        (part.start, replicas) for part, replicas in placed(plan.parts)
     ]
     assert sorted(rank for stage in plan.stages for rank in stage.ranks) == list(range(cluster.num_devices))
     assert [layer for stage in plan.stages for layer in stage.layers] == list(range(len(layers)))
@@ -259,3 +260,7 @@ def test_memory_decides_between_stages_recomputation_and_zero() -> None:
 def test_wrong_arguments_are_named(call: Callable[[], object], message: str) -> None:
     with pytest.raises(PartitionError, match=message):
         call()
+
+
+def test_a_flat_cluster_has_the_slowest_links() -> None:
+    assert flat(CLUSTERS["pipedream-a"]).levels == (Level(16, 1.25e9, 5e-5),)

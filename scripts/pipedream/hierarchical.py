@@ -23,7 +23,7 @@ import numpy as np
 
 from hf_gpipe.errors import PartitionError
 from hf_gpipe.partition.cluster import Cluster
-from hf_gpipe.partition.pricing import Array, LayerCosts, MemoryCosts, Objective, Pricing
+from pipedream.pricing import Array, LayerCosts, MemoryCosts, Objective, Pricing
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,12 @@ def _best(
             f"{limit}; allow more memory or recomputation, or use more devices or smaller micro-batches."
         )
     return _plan(pricing, stages)
+
+
+def flat(cluster: Cluster) -> Cluster:
+    """The same devices as one level whose links are the slowest of all, so that stages may take any of them."""
+    slowest = min(cluster.levels, key=lambda level: level.bytes_per_second)
+    return Cluster((replace(slowest, parts=cluster.num_devices),))
 
 
 def plan_of(

@@ -1,0 +1,24 @@
+"""Of text models the shapes and types at a boundary are formulas of the configuration: stages send just that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_gpipe.adapters import build_adapter
+from hf_gpipe.model.exactness import exact_clone, padded_batch, stage_models
+from scripts.families import default_config
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt_neox", "gemma2", "mixtral", "t5", "marian"])
+def test_formulas_of_shapes(family: str) -> None:
+    model = exact_clone(default_config(family), torch.float32)
+    adapter = build_adapter(model.config, torch.float32, "eager", type(model))
+    models = stage_models(model, adapter, len(adapter.layers))
+    for length in (3, 5):
+        batch = {name: tensor[:, :length] for name, tensor in padded_batch(model).items()}
+        inputs, carry = adapter.prepare(batch), {}
+        for stage in list(models.values())[:-1]:
+            carry = stage(inputs, carry)
+            assert {name: tuple(t.shape) for name, t in carry.items()} == adapter.carry_shapes(stage.stop, inputs)
+            assert all(t.dtype == adapter.carry_dtype(stage.stop, name) for name, t in carry.items())
