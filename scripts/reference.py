@@ -198,14 +198,15 @@ def recipes_page() -> str:
 
 def devices_page() -> str:
     """The planner's table of devices and links."""
+    names = {link: name for name, link in LINKS.items()}
     devices = [
         f"| `{device.name}` | {(device.memory_bytes or 0) / 2**30:.1f} | {device.flops_for('float32') / 1e12:g} | "
-        f"{device.flops_for('bfloat16') / 1e12:g} | {device.bytes_per_second / 1e12:g} | `{device.link.name}` |"
+        f"{device.flops_for('bfloat16') / 1e12:g} | {device.bytes_per_second / 1e12:g} | `{names[device.link]}` |"
         for device in DEVICES.values()
     ]
     links = [
-        f"| `{link.name}` | {link.bytes_per_second / 1e9:g} | {link.latency_seconds * 1e6:g} |"
-        for link in LINKS.values()
+        f"| `{name}` | {link.bytes_per_second / 1e9:g} | {link.latency_seconds * 1e6:g} |"
+        for name, link in LINKS.items()
     ]
     return DEVICES_PAGE.format(note=NOTE, devices="\n".join(devices), links="\n".join(links))
 
