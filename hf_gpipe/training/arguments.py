@@ -76,6 +76,7 @@ class PipelineTrainingArguments(TrainingArguments):
     memory: str | None = _key(PipelineConfig, "memory")
     replicas: int | list[int] | str = _decided("replicas")
     zero: int = _decided("zero")
+    sequence_chunks: int = _decided("sequence_chunks")
     boundary_dtype: str | None = _key(PipelineConfig, "boundary_dtype")
     timeline_steps: int | None = _key(TrainingSection, "timeline_steps")
     slow_machine_steps: int | None = _key(TrainingSection, "slow_machine_steps")
@@ -210,7 +211,7 @@ class PipelineTrainingArguments(TrainingArguments):
         """The pipeline that these arguments ask for."""
         same_name = (
             *("num_stages", "num_micro_batches", "schedule", "recompute", "partition", "memory", "replicas", "zero"),
-            *("boundary_dtype", "torch_compile"),
+            *("sequence_chunks", "boundary_dtype", "torch_compile"),
         )
         given = {name: getattr(self, name) for name in same_name}
         if self.is_checkpointing and given["recompute"] is None:

@@ -61,6 +61,7 @@ CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "memory": ({"memory": 1 << 30}, "2GiB", "1GiB"),
     "replicas": (WITH_REPLICAS, 1, 2),
     "zero": (WITH_REPLICAS, 0, 1),
+    "sequence_chunks": ({"sequence_chunks": 3, "schedule": "1f1b"}, 2, 3),
     "boundary_dtype": ({"boundary_dtype": "bfloat16"}, "float16", "bfloat16"),
     "torch_compile": ({}, True, False),
     "torch_compile_backend": ({"torch_compile": "eager"}, "aot_eager", "eager"),
@@ -130,7 +131,7 @@ def test_the_command_line_tells_given_values_from_others() -> None:
     words = ["--output_dir", "out", "--use_cpu", "True"]
     (args,) = parser.parse_args_into_dataclasses(words)
     given = "num_stages num_micro_batches schedule recompute partition memory replicas zero boundary_dtype packing"
-    assert [getattr(args, name) for name in given.split()] == [None] * 10
+    assert [getattr(args, name) for name in (*given.split(), "sequence_chunks")] == [None] * 11
     (args,) = parser.parse_args_into_dataclasses([*words, "--packing", "False", "--zero", "0", "--replicas", "1"])
     assert (args.packing, args.zero, args.replicas) == (False, 0, 1)
     (args,) = parser.parse_args_into_dataclasses([*words, "--packing", "--zero", "1", "--replicas", "2"])
