@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig
 from transformers import PreTrainedModel
 
 from hf_gpipe import Pipeline, RowLoss
@@ -120,6 +121,32 @@ def test_the_reference_of_the_oracle_is_the_plain_loop() -> None:
         expected = run_plain(model, batch, 2)
         found = step(Pipeline(model, 2, 2, "1f1b", sequence_chunks=3), batch)
         assert abs(found.loss - expected.loss) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"peft_config": LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False)},
+        {"length_bucketing": True},
+        {"boundary_dtype": "float32"},
+    ],
+)
+def test_beside_other_options(options: dict[str, Any]) -> None:
+    """Whole rows and rows in chunks give the same step."""
+    batch = rows(4, 11)
+    steps = []
+    for chunks in (1, 3):
+        model = plain_model(tiny_config("llama"))
+        model.set_attn_implementation("sdpa")
+        steps.append(step(Pipeline(model, 2, 2, "1f1b", sequence_chunks=chunks, seed=1, **options), batch))
+    assert steps[1].difference(steps[0]) <= TOLERANCE
+
+
+def test_gradients_are_accumulated_over_mini_batches() -> None:
+    model, batches = plain_model(tiny_config("llama")), [rows(2, 9), rows(2, 7)]
+    model.set_attn_implementation("sdpa")
+    steps = [step(Pipeline(model, 2, 2, "zb_h1", sequence_chunks=k, accumulation=2), batches) for k in (1, 3)]
+    assert steps[1].difference(steps[0]) <= TOLERANCE
 
 
 def in_processes(replicas: int, zero: int) -> list[float]:
