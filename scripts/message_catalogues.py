@@ -212,7 +212,7 @@ def _files(options: argparse.Namespace) -> Iterator[Found]:
 
 
 def _parser() -> Parser:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add, packages = parser.add_argument, f"Debian packages; default: {', '.join(PACKAGES)}"
     add("--output", type=Path, default=Path("data/l10n.jsonl.gz"), help="default: data/l10n.jsonl.gz")
     add("--packages", nargs="+", metavar="NAME", help=packages)

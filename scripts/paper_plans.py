@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
 
     def work() -> int:
-        parser = Parser(prog="python scripts/paper_plans.py", description=__doc__)
+        parser = Parser(__doc__)
         parser.add_argument("recipes", nargs="*", help=f"of {', '.join(MODELS)}; none: all")
         parser.add_argument("--output", type=Path, help="the plans, as JSON")
         options = parser.parse_args(argv)

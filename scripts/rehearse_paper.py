@@ -12,7 +12,6 @@ Exit code: 0 each ran, its loss fell and its model loads; 1 otherwise; 2 an erro
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -120,7 +119,7 @@ def rehearse(name: str, words: Sequence[str], output: Path) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("words", nargs="*", metavar="RECIPE or key=value", help=f"of {', '.join(SIZES)}; default: all")
     parser.add_argument("--steps", type=int, default=50, help="updates of each; default: 50")
     parser.add_argument("--output", type=Path, help="folder of the runs; default: one that is deleted")

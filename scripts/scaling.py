@@ -234,7 +234,7 @@ def _at_least_one(word: str) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     which = "recipes (.yaml) to compare, or names of experiments; key=value overrides a key of all"
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=which)
     for name, text in (
