@@ -208,11 +208,6 @@ def make_micro_batches(
         raise DataError("there is no mini-batch to run on")
     for batch in batches:
         adapter.check_keys(batch)
-        if Reads.TOKENS in loss.reads and batch["labels"].is_floating_point():
-            raise DataError(
-                f"labels have the type {batch['labels'].dtype}, and the loss, a {type(loss).__name__}, needs classes "
-                "or tokens, which are integers; give loss=LogitsLoss(function), or integers"
-            )
         if "shift_labels" in batch and not loss.is_of_tokens:
             raise UserError(f"the batch has 'shift_labels', which {type(loss).__name__} does not read; give labels")
     # On the CPU, where reading a value makes nobody wait.
@@ -241,6 +236,12 @@ def make_micro_batches(
         owners += [number] * (len(inputs) - len(owners))
     for one in inputs:
         adapter.check_inputs(one)
+        labels = one["labels"]
+        if Reads.TOKENS in loss.reads and labels.is_floating_point():
+            raise DataError(
+                f"labels have the type {labels.dtype}, and the loss, a {type(loss).__name__}, needs classes or tokens, "
+                "which are integers; give loss=LogitsLoss(function), or integers"
+            )
     count = sum(int(loss.row_units(adapter.targets(one)).sum()) for one in inputs)
     whole = [
         MicroBatch(first + i, one, mix(seed, step, i), max(count, 1), len(inputs), (step, owner), of_rows)

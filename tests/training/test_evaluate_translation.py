@@ -14,6 +14,7 @@ from sacrebleu.metrics import CHRF
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_gpipe import Pipeline
+from hf_gpipe.adapters import adapter_for
 from hf_gpipe.data.pairs import Pair
 from hf_gpipe.data.tokenizer import train_tokenizer
 from hf_gpipe.errors import DataError
@@ -126,10 +127,8 @@ class _Parrot:
     seed = step = 0
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, dictionary: dict[str, str]) -> None:
-        reference = SimpleNamespace(generation_config=GenerationConfig())
-        self.adapter = SimpleNamespace(
-            config=tiny_config("marian"), autocast=None, reference=reference, is_classifier=False
-        )
+        self.adapter = adapter_for(tiny_config("marian"))
+        self.adapter.reference.generation_config = GenerationConfig()
         self._tokenizer, self._dictionary = tokenizer, dictionary
         self.num_tokens = 0
         self.steps, self.ties = self, SimpleNamespace(holding_values=nullcontext)
