@@ -114,7 +114,7 @@ def _damage_model(folder: Path, choose: random.Random) -> None:
     with digests.updated(newest, None if known is None else known.step) as entries:
         file.write_bytes(changed)
         if is_of_tensors:
-            header = digests._read_header(file)
+            header = digests.read_header(file)
             entry = entries[name]
             assert isinstance(entry, dict)
             entries[name] = {**entry, "header": digests.digest(header)}

@@ -199,7 +199,7 @@ def test_the_page_draws_the_real_tables() -> None:
     replicated = window("pipedream", 2, [2] * 4, replicas=[2, 1])
     for table, costs in ((tables[0], equal), (tables[1], equal), (replicated, figure_8)):
         drawn = draw_text(simulate(table, costs), width=200)
-        assert "\n".join(f"    {line}" for line in drawn.splitlines()) in page
+        assert drawn.strip() in page
     for name, table, m in (
         ("pipedream", tables[0], 5),
         ("pipedream_vertical", window("pipedream_vertical", 4, [1] * 8), 5),
