@@ -19,6 +19,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.planner.layers import LayerTracer
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import parse_recipe
+from hf_gpipe.runtime.device_choice import world_for
 from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 from hf_gpipe.training import job
 from hf_gpipe.training.from_recipe import check_model, model_config
@@ -183,7 +184,7 @@ training: {output_dir: out, logit_clipping: 30}
     assert found == (3, 3, 24, 2, 4, 16)
     assert not config.is_gated_act
     config.decoder_start_token_id = 0  # a run takes it from the tokenizer
-    pipe = job._pipeline(recipe, config, None)
+    pipe = job._pipeline(recipe, config, None, world_for(recipe.pipeline))
     assert next(iter(pipe.stages.values())).loss.logit_clipping == 30.0
 
 
