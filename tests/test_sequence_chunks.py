@@ -272,6 +272,15 @@ def test_what_needs_whole_rows_is_an_error(family: str, options: dict[str, Any],
         Pipeline(tiny_config(family), 2, 2, sequence_chunks=2, **options)
 
 
+def test_a_flattened_mini_batch_is_an_error() -> None:
+    """Its row is made of documents, and a chunk of it attended to other documents."""
+    pipe = Pipeline(tiny_config("llama"), 2, 1, sequence_chunks=3)
+    ids = torch.arange(3, 15)[None]
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    with pytest.raises(UserError, match="packed documents share a row"):
+        pipe.train_step({"input_ids": ids, "labels": ids, "position_ids": positions})
+
+
 def test_an_auxiliary_loss_is_an_error() -> None:
     config = exact_clone(default_config("mixtral"), torch.float64).config
     config.output_router_logits = True

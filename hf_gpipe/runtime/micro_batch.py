@@ -11,7 +11,7 @@ from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.dropout import key, mix
 from hf_gpipe.adapters.packing import packed_parts
 from hf_gpipe.errors import DataError, UserError
-from hf_gpipe.runtime.chunks import Chunk, cut, num_chunks
+from hf_gpipe.runtime.chunks import Chunk, check_chunks, cut, num_chunks
 from hf_gpipe.runtime.loss import NOT_PACKED, PLAIN, Loss, Reads
 
 Batch = Mapping[str, torch.Tensor]
@@ -202,7 +202,7 @@ def make_micro_batches(
 
     Raises:
         DataError: a mini-batch cannot be cut, a row is too long for the model, or an id is not in its vocabulary.
-        UserError: the rows cannot be packed, because of the model or the loss.
+        UserError: the rows cannot be packed, because of the model or the loss, or packed rows would be cut into chunks.
     """
     if not batches:
         raise DataError("there is no mini-batch to run on")
@@ -220,6 +220,8 @@ def make_micro_batches(
         if packing or adapter.is_flattened(batch):
             if not loss.is_of_tokens:
                 raise UserError(NOT_PACKED.format(type(loss).__name__))
+            if sequence_chunks > 1:
+                check_chunks(adapter, is_loss_of_tokens=True, packing=True)
             parts = packed_parts(batch, num_micro_batches, adapter.target_keys)
             inputs += [adapter.packed(documents, is_compiled=is_compiled) for documents in parts]
             row_seeds += [()] * len(parts)
