@@ -80,7 +80,7 @@ class _Sizes:
 
 
 def _read_off(known: list[tuple[list[int], _Sizes]], sizes: list[int]) -> Observed | None:
-    """What inputs of these sizes pass on, if the observations say it."""
+    """The tensors that inputs of these sizes pass on; None where the observations do not tell."""
     if len(known) < 3 or any(one.form != known[0][1].form for _, one in known):
         return None
     given = torch.tensor([[*one, 1] for one, _ in known], dtype=torch.float64)

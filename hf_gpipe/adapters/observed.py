@@ -29,7 +29,7 @@ class BrokenChainError(UnsupportedModelError):
 
 @dataclass(frozen=True)
 class Observed:
-    """What one forward passed on, as tensors on the meta device.
+    """The tensors that one forward passed on, on the meta device.
 
     Attributes:
         given: the hidden states that each layer receives.

@@ -134,7 +134,7 @@ class ChatEncoder:
 def apply_template(
     tokenizer: PreTrainedTokenizerBase, where: str, row: Mapping[str, Any], messages: Messages, **options: Any
 ) -> Any:
-    """What the tokenizer's chat template makes of some messages of a row. Raises DataError where it refuses them."""
+    """Apply the tokenizer's chat template to some messages of a row. Raises DataError where it refuses them."""
     options |= row.get("chat_template_kwargs", {})
     try:
         return tokenizer.apply_chat_template(list(messages), tools=row.get("tools"), **options)

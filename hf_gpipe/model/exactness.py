@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -156,8 +156,10 @@ class CloneError(UnsupportedModelError):
     """No tiny clone of the plain model can be built and run, so its split cannot be checked."""
 
 
+Result = TypeVar("Result")
+
 #: Of clones that were compared in this process the result, or the error.
-_verified: dict[str, Comparison | UnsupportedModelError] = {}
+_compared: dict[str, Any] = {}
 
 
 def verify(adapter: TextAdapter, *, splits_backward: bool = False) -> None:
@@ -171,19 +173,52 @@ def verify(adapter: TextAdapter, *, splits_backward: bool = False) -> None:
             passed.
     """
     config, model_class, trust_remote_code = adapter.given_config, adapter.compared_class, adapter.trust_remote_code
+    comparison = compared_once(
+        adapter,
+        f"in stages {splits_backward}",
+        lambda: _verify(config, model_class, trust_remote_code, splits_backward),
+    )
+    adapter.padding_matters |= comparison.padding_matters
+
+
+def compared_once(adapter: TextAdapter, what: str, compare: Callable[[], Result]) -> Result:
+    """The result of a comparison, which is made once in a process for equal clones of listed families.
+
+    Args:
+        adapter: the model's.
+        what: names the comparison and its options.
+        compare: makes it.
+
+    Raises:
+        UnsupportedModelError: the comparison raises it.
+    """
+    config = adapter.given_config
     tiny = tiny_config(config).to_json_string(use_diff=False)
-    identity = f"{model_class} {type(config).__qualname__} {trust_remote_code} {splits_backward} {tiny}"
-    found = _verified.get(identity)
-    if found is None:
+    identity = f"{what} {adapter.compared_class} {type(config).__qualname__} {adapter.trust_remote_code} {tiny}"
+    result = _compared.get(identity)
+    if result is None:
         try:
-            found = _verify(config, model_class, trust_remote_code, splits_backward)
+            result = compare()
         except UnsupportedModelError as error:
-            found = error
+            result = error
         if is_listed(config):
-            _verified[identity] = found
-    if isinstance(found, UnsupportedModelError):
-        raise found
-    adapter.padding_matters |= found.padding_matters
+            _compared[identity] = result
+    if isinstance(result, UnsupportedModelError):
+        raise result
+    return cast(Result, result)
+
+
+def clone_of(adapter: TextAdapter, dtype: torch.dtype) -> tuple[PreTrainedModel, TextAdapter]:
+    """A tiny clone of an adapter's model in training mode, and its adapter, with the attention that the model has."""
+    options = {"trust_remote_code": adapter.trust_remote_code}
+    model = exact_clone(adapter.given_config, dtype, adapter.model_class, **options)
+    model.set_attn_implementation(attention_of(adapter))
+    return model, build_adapter(model.config, dtype, attention_of(adapter), type(model))
+
+
+def attention_of(adapter: TextAdapter) -> str:
+    """The attention of a model's clone: that of the model where a CPU has it, else eager."""
+    return "sdpa" if adapter.reference.config._attn_implementation == "sdpa" else "eager"
 
 
 def _verify(
@@ -300,12 +335,10 @@ def verify_packing(adapter: Adapter) -> None:
     adapter = check_reads_text(adapter, "packing=True")
     token = torch.zeros(1, dtype=torch.long)
     adapter.packed([{"input_ids": token, "labels": token}])
-    family, whole = adapter.given_config.model_type, adapter.reference
+    family = adapter.given_config.model_type
     try:
-        options = {"trust_remote_code": adapter.trust_remote_code}
-        model = exact_clone(adapter.given_config, torch.float32, adapter.model_class, **options).eval()
-        attention = "sdpa" if whole.config._attn_implementation == "sdpa" else "eager"
-        clone = build_adapter(model.config, torch.float32, attention, type(model))
+        model, clone = clone_of(adapter, torch.float32)
+        model.eval()
         (stage,) = stage_models(model, clone, 1).values()
         stage.model.eval()
         documents = _documents(model, clone)

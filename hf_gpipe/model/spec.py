@@ -1,4 +1,4 @@
-"""What is asked of a model: where it comes from, and how its weights are read, computed with and trained."""
+"""The model that a user asks for: its source, and how its weights are read, computed with and trained."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class ModelSpec:
         return isinstance(self.model, PreTrainedConfig) or self.has_new_adapters or makes_head
 
     def compared(self) -> dict[str, Any]:
-        """What must be the same of it in all processes (runtime/agreement.py).
+        """Its values, by name; they must be the same in all processes (runtime/agreement.py).
 
         Raises CheckpointError where the files of a directory cannot be read.
         """

@@ -14,7 +14,9 @@ from hf_gpipe.runtime.world import World
 
 @dataclass(frozen=True)
 class TrainableLayers:
-    """What is trained, by `requires_grad` when the stages are made: which gradients are sent depends on it.
+    """The layers and parameters that are trained, by `requires_grad` when the stages are made.
+
+    The gradients that stages send depend on them.
 
     Attributes:
         adapter: of the model.

@@ -1,4 +1,4 @@
-"""What a pipeline is asked to be, and what is decided, the same in all processes, before any weight is made."""
+"""The request for a pipeline, and the decision about it. Both are the same in all processes, and need no weights."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class Decision:
 
     @property
     def recompute(self) -> Recompute:
-        """What is recomputed, by the table and inside of stages."""
+        """The recomputation by the table, and inside of stages."""
         return Recompute.parse(self.config.recompute, self.config.num_stages)
 
     @property

@@ -398,7 +398,7 @@ class Steps:
 
     @cached_property
     def generator(self) -> Generator:
-        """What generates."""
+        """Runs `generate` on the stages of this process."""
         return Generator(self.adapter, self.decision.partition, self.parameters.models, self.edges, self.world)
 
     @contextmanager

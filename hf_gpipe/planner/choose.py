@@ -107,7 +107,7 @@ def _first(planner: Planner, config: PipelineConfig, placements: Sequence[Placem
 def _steps(
     planner: Planner, asked: PipelineConfig, outcomes: Mapping[PipelineConfig, Outcome], meshes: Meshes
 ) -> Iterator[PipelineConfig]:
-    """What differs from the best configurations of the best meshes in the schedule, in M, or in a step of the mesh."""
+    """The configurations one step from the best ones: with another schedule, another M, or a mesh one step away."""
     counts, schedules = micro_batch_counts(planner.rows, asked.num_micro_batches), _schedules(asked)
     ranked = sorted(outcomes, key=lambda config: _sort_key(outcomes[config]))
     of_meshes: dict[object, PipelineConfig] = {}
@@ -151,7 +151,7 @@ def _affordable(
 
 
 def work(planner: Planner, config: PipelineConfig) -> int:
-    """What a plan costs, in actions that are simulated."""
+    """The work that a plan takes, as a number of simulated actions."""
     num_stages, _ = config.mesh
     assert isinstance(config.num_micro_batches, int), "it is decided"
     return _WORK_OF_PLAN + 3 * num_stages * planner.micro_batches_of_step(config.num_micro_batches)
@@ -225,7 +225,7 @@ def micro_batch_counts(rows: int, asked: int | str) -> list[int]:
 
 
 def first_micro_batches(planner: Planner, config: PipelineConfig) -> list[int]:
-    """Those of `micro_batch_counts` with which the search for a mesh begins: at least one a process, and four."""
+    """The numbers of micro-batches with which the search for a mesh begins: about one and four for each process."""
     counts = micro_batch_counts(planner.rows, config.num_micro_batches)
     wanted = [share * config.processes for share in _FIRST_MICRO_BATCHES]
     return sorted({min((count for count in counts if count >= number), default=counts[-1]) for number in wanted})
