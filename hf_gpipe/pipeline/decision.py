@@ -12,8 +12,9 @@ from hf_gpipe.adapters.chain import is_chain
 from hf_gpipe.adapters.text import TextAdapter, check_reads_text
 from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.model.chunks import verify_chunks
-from hf_gpipe.model.exactness import verify, verify_packing
+from hf_gpipe.model.exactness import verify
 from hf_gpipe.model.opening import open_model
+from hf_gpipe.model.packing import verify_packing
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.decide import Planning, settled

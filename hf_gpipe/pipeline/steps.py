@@ -15,7 +15,7 @@ from hf_gpipe.adapters.autocast import keeping_weights
 from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.adapters.peft import without_adapters
 from hf_gpipe.errors import UserError
-from hf_gpipe.model.exactness import verify_packing
+from hf_gpipe.model.packing import verify_packing
 from hf_gpipe.model.stage_parameters import StageParameters
 from hf_gpipe.pipeline.decision import Decision
 from hf_gpipe.runtime.batches import share

@@ -1,0 +1,96 @@
+"""Whether documents that are packed into one row keep apart in a model: a tiny clone says so before use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_gpipe.adapters import Adapter, StageModel
+from hf_gpipe.adapters.document_positions import is_position_table
+from hf_gpipe.adapters.text import check_reads_text
+from hf_gpipe.errors import UnsupportedModelError
+from hf_gpipe.model.exactness import Batch, clone_of, first_line, padded_batch, stage_models
+
+#: The largest difference of the logits of a float32 model with and without packing, relative to their norm.
+PACKING_TOLERANCE = 1e-4
+#: Together longer than the tables of positions of tiny clones: only a document must not be longer.
+PACKED_LENGTHS = (30, 25, 20)
+
+
+def verify_packing(adapter: Adapter) -> None:
+    """Compare logits of documents packed into one row with those of each document alone, on a tiny clone.
+
+    Models with a state beside attention, such as recurrent layers, carry it from one document into the next.
+
+    Raises:
+        UnsupportedModelError: the logits differ, or the clone does not run.
+        UserError: the model has attention that cannot keep documents apart.
+    """
+    adapter = check_reads_text(adapter, "packing=True")
+    token = torch.zeros(1, dtype=torch.long)
+    adapter.packed([{"input_ids": token, "labels": token}])
+    family = adapter.given_config.model_type
+    try:
+        model, clone = clone_of(adapter, torch.float32)
+        model.eval()
+        (stage,) = stage_models(model, clone, 1).values()
+        stage.model.eval()
+        documents = _documents(model, clone)
+        with torch.no_grad():
+            packed = stage(clone.packed(documents), {})["logits"]
+            # Without position ids: where a model's own do not begin at 0, those of packed rows are not the rows' own.
+            rows = [{name: one[name][None] for name in ("input_ids", "labels")} for one in documents]
+            alone = [stage(clone.with_known_masks(clone.prepare(row)), {})["logits"] for row in rows]
+        depends = _depends_on_others(stage, clone.packed(documents), documents)
+    except Exception as error:
+        raise UnsupportedModelError(f"{family}: packed rows of a tiny clone fail: {first_line(error)}") from error
+    expected = torch.cat(alone, dim=1)
+    difference = float((packed - expected).norm() / expected.norm())
+    # Parts of a model that compute in float32 round in another way when shapes change.
+    if depends or not difference <= PACKING_TOLERANCE:
+        raise UnsupportedModelError(
+            f"{family}: rows cannot be packed: documents in one row change each other's logits (by {difference:.0e} on "
+            "a tiny clone); leave packing out, and use a collator that pads"
+        )
+
+
+def _depends_on_others(stage: StageModel, packed: Batch, documents: Sequence[Batch]) -> bool:
+    """Whether the logits of the last document have any gradient at the embeddings of another one.
+
+    However small the values are by which documents change each other, as under a norm with a large epsilon, this
+    gradient is 0 only where nothing connects them.
+    """
+    embedded: list[torch.Tensor] = []
+
+    def as_leaf(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1].clone()  # some models change it in place
+
+    size = stage.model.get_input_embeddings().weight.shape[0]
+    tables = [
+        module
+        for name, module in stage.model.named_modules()
+        if isinstance(module, nn.Embedding) and module.num_embeddings == size and not is_position_table(name)
+    ]
+    handles = [table.register_forward_hook(as_leaf) for table in tables]
+    try:
+        logits = stage(packed, {})["logits"]
+    finally:
+        for handle in handles:
+            handle.remove()
+    last = [len(documents[-1][name]) for name in ("input_ids", "labels")]
+    logits[:, -last[1] :].square().sum().backward()
+    return any(one.grad is not None and bool(one.grad[:, : -max(last)].any()) for one in embedded)
+
+
+def _documents(model: PreTrainedModel, adapter: Adapter) -> list[Batch]:
+    """Documents of unlike lengths, as of `Adapter.packed`."""
+    ids = padded_batch(model)["input_ids"].flatten().repeat(PACKED_LENGTHS[0])
+    sources = [ids[size : 2 * size] for size in PACKED_LENGTHS]
+    if not adapter.target_keys:
+        return [{"input_ids": one, "position_ids": torch.arange(len(one)), "labels": one} for one in sources]
+    return [{"input_ids": one, "labels": other} for one, other in zip(sources, reversed(sources), strict=True)]
