@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 #: Questions within the time limit of a message, and the longest time between two.
 _QUESTIONS_PER_LIMIT, _LONGEST_PAUSE_SECONDS = 4, 10.0
+#: Between two looks whether a store that is asked is still there.
+_LOOK_SECONDS = 0.25
 
 
 class Answers:
@@ -63,8 +65,6 @@ def count_in_store(host: str, port: int, key: str, seconds: float) -> int:
             machine cannot be reached.
         OSError: the store is not there.
     """
-    # torch tries again and again to connect, also where nobody listens any more.
-    socket.create_connection((host, port), timeout=seconds).close()
     found: list[int] = []
 
     def ask() -> None:
@@ -74,9 +74,19 @@ def count_in_store(host: str, port: int, key: str, seconds: float) -> int:
 
     thread = threading.Thread(target=ask, name="hf_gpipe-count", daemon=True)
     thread.start()
-    thread.join(seconds + 1)
+    end = time.monotonic() + seconds + 1
+    while thread.is_alive() and time.monotonic() < end:
+        # torch tries again and again to connect, also where nobody listens any more, and the process that has the
+        # store may end while this one asks.
+        try:
+            socket.create_connection((host, port), timeout=seconds).close()
+        except OSError:
+            thread.join(_LOOK_SECONDS)
+            if not found:
+                raise
+        thread.join(_LOOK_SECONDS)
+    if found:
+        return found[0]
     if thread.is_alive():
         raise TimeoutError(f"the store at {host}:{port} does not answer")
-    if not found:
-        raise ConnectionError(f"there is no store at {host}:{port}")
-    return found[0]
+    raise ConnectionError(f"there is no store at {host}:{port}")

@@ -138,6 +138,15 @@ def test_a_store_that_is_silent_is_no_store_that_is_gone(monkeypatch: pytest.Mon
     assert not failures._is_first()
 
 
+def test_a_store_that_goes_while_it_is_asked_is_gone() -> None:
+    """Process 0 may end after the connection of another one that fails: that one must not tell the cause again."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        threading.Timer(0.5, server.shutdown, [socket.SHUT_RDWR]).start()
+        with pytest.raises(ConnectionRefusedError):
+            count_in_store("127.0.0.1", port, "key", 20.0)
+
+
 def test_one_thread_of_a_process_tells_why_it_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
