@@ -361,6 +361,12 @@ class Planner:
 
 def check_known(config: PipelineConfig) -> None:
     """Raise UserError for what cannot be planned."""
+    if config.offload_weights:
+        raise UserError(
+            "offload_weights is true, and the planner does not know the costs of visits yet; give num_stages, "
+            "num_micro_batches, schedule, recompute and partition, none of them auto or by cost, or leave "
+            "offload_weights out"
+        )
     if config.sequence_chunks > 1:
         raise UserError(
             f"sequence_chunks is {config.sequence_chunks}, and the planner does not know the costs of chunks yet; give "

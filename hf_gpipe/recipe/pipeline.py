@@ -62,7 +62,8 @@ class PipelineConfig:
 
     schedule: Annotated[str, OneOf((*TRAINING_SCHEDULES, AUTO), TABLE_SUFFIX), OR_NULL] = None  # type: ignore[assignment]
     """Order of work. gpipe: as in the paper; gpipe_fused: the last stage runs each backward right after its forward;
-    1f1b: least memory; interleaved_1f1b: several stages per process, assigned in turn; zb_h1: 1f1b with a split
+    1f1b: least memory; interleaved_1f1b: several stages per process, assigned in turn; breadth_first: the same, each
+    stage running all micro-batches before the next; zb_h1: 1f1b with a split
     backward, a third of its bubble in its memory; zb_h2: twice the memory, no bubble between steps that do not wait
     for each other; zb_v: two stages per process in a V, a sixth of 1f1b's bubble in its memory;
     v_half: the same in half of it, with half of 1f1b's bubble; naive: no pipelining; auto: the planner chooses one of
@@ -113,6 +114,13 @@ class PipelineConfig:
     as a micro-batch would: for long rows, of which a mini-batch has few. For decoder-only models whose layers keep
     nothing of earlier tokens but keys and values. Evaluation and generation do not cut rows, and the planner does not
     know the costs of chunks yet: what it would choose has to be given. 1: rows are whole."""
+
+    offload_weights: bool = False
+    """Whether the weights that are not trained, such as those under LoRA adapters, stay in the memory of the host and
+    visit the device of their stage for each run of its actions, so that a device holds about two stages of them and no
+    more: for models larger than all devices together. It takes several stages per process, `recompute: stage`, and by
+    default `schedule: breadth_first`, in which each stage visits twice. On the CPU the weights stay in the checkpoint's
+    files. The planner does not know the costs of visits yet: what it would choose has to be given."""
 
     boundary_dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """The type in which hidden states and their gradients are sent from stage to stage, narrower than the model's, for
@@ -291,8 +299,10 @@ class PipelineConfig:
         Args:
             can_plan: whether the shape of a mini-batch and the memory of the optimizer are known.
         """
-        is_auto = can_plan and self.sequence_chunks == 1 and self.schedule in (None, AUTO, *SYNCHRONOUS_SCHEDULES)
-        values: dict[str, Any] = {name: AUTO if is_auto else PLANNED[name] for name in self.not_given}
+        is_known = self.sequence_chunks == 1 and not self.offload_weights  # to the planner
+        is_auto = can_plan and is_known and self.schedule in (None, AUTO, *SYNCHRONOUS_SCHEDULES)
+        plain = {**PLANNED, "schedule": "breadth_first"} if self.offload_weights else PLANNED
+        values: dict[str, Any] = {name: AUTO if is_auto else plain[name] for name in self.not_given}
         return replace(self, **values) if values else self
 
     @property

@@ -32,7 +32,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action
-from hf_gpipe.schedule.kinds import KINDS, ActionKind, Resource, awaited_by, needs_of
+from hf_gpipe.schedule.kinds import KINDS, ActionKind, Resource, needs_of
 from hf_gpipe.schedule.messages import executable_order
 from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.table import Schedule
@@ -255,7 +255,7 @@ class _Clock:
                 continue
             source = schedule.source(action)  # of an action that concerns a step None
             start = max(start, free_at.get(lane, 0), arrives_at[source] if source else 0)
-            if awaited := awaited_by(kind):
+            if awaited := schedule.awaited_by(kind):
                 collect()
                 for other in schedule.concerned(process, action, awaited):
                     start = max(start, ends_at.get((process, other), 0))
