@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from typing import Any
 
-from hf_gpipe.schedule.kinds import KINDS, Resource
+from hf_gpipe.schedule.kinds import KINDS, Resource, awaited_by
 from hf_gpipe.schedule.simulate import Seconds, Span, Timeline
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.text import table_text
@@ -133,7 +133,8 @@ def _waits(spans: Sequence[Span], schedule: Schedule) -> list[Seconds]:
         action = span.action
         # An update waits for its stage's reduction, and for the actions that the process starts on other devices.
         of_several = placement.has_replicas or placement.devices is not None
-        is_late = any(of_several or not other.is_collective for other in schedule.awaited_by(action.kind))
+        awaited = awaited_by(action.kind)
+        is_late = any(of_several if other.is_collective else other in schedule.kinds for other in awaited)
         receives = is_late or action.source(placement.num_stages) is not None
         waits.append(span.waiting + (span.start - spans[index - 1].end if index > 0 and receives else 0))
     return waits

@@ -197,7 +197,7 @@ def breadth_first(num_stages: int, num_micro_batches: int, placement: Placement,
         stage 3  .. .. .. F0 B0 -- F1 B1 -- .. .. .. .. .. ..
     """
     orders = breadth_first_orders(num_stages, num_micro_batches, placement)
-    return [with_recomputations(order, fused_last(limits)) for order in orders]
+    return merge_with_recomputations(orders, placement, fused_last(limits))
 
 
 def forward_only(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:

@@ -81,14 +81,17 @@ def with_visits(schedule: Schedule) -> Schedule:
     for worker, row in enumerate(schedule.actions):
         begins: defaultdict[int, list[Action]] = defaultdict(list)
         ends: defaultdict[int, list[Action]] = defaultdict(list)
-        counts = [0] * schedule.num_stages
+        num_visits: defaultdict[int, int] = defaultdict(int)
+        free_from: defaultdict[int, int] = defaultdict(int)
         for runs in _runs(schedule, worker):
             for number, (stage, first, last) in enumerate(runs):
-                visit = counts[stage]
-                counts[stage] += 1
-                # Beside the run before it.
-                begins[runs[number - 1][1] if number else first].append(Action(LOAD, stage, step=visit))
+                visit = num_visits[stage]
+                num_visits[stage] += 1
+                # Beside the run before it, but after the stage's own last visit.
+                begin = max(runs[number - 1][1], free_from[stage]) if number else first
+                begins[begin].append(Action(LOAD, stage, step=visit))
                 ends[last].append(Action(DROP, stage, step=visit))
+                free_from[stage] = last + 1
         # A D before the L that takes its room.
         rows.append(tuple(one for at, action in enumerate(row) for one in (*begins[at], action, *ends[at])))
     return replace(schedule, actions=tuple(rows))
