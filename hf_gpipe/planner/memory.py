@@ -13,8 +13,9 @@ from dataclasses import dataclass, fields
 from hf_gpipe.planner.costs import InnerRecompute
 from hf_gpipe.planner.prefix_sums import LayerSums
 from hf_gpipe.schedule import Schedule, Timeline, num_stashes
-from hf_gpipe.schedule.kinds import Held
+from hf_gpipe.schedule.kinds import LOAD, Held
 from hf_gpipe.schedule.occupancy import Amounts, most_of_equal_stages, occupancy
+from hf_gpipe.schedule.visits import most_loaded
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,8 @@ def estimate_memory(
     items = {name: round(size) for name, size in fullest.items()}
     return MemoryEstimate(
         **items | {"boundaries": items.get("boundaries", 0) + ids},
-        parameters=held.num_bytes + sum(int(sums.buffer_bytes(*layers)) for layers in ranges),
+        parameters=_weights(sums, ranges, timeline.schedule, process)
+        + sum(int(sums.buffer_bytes(*layers)) for layers in ranges),
         optimizer=round(
             sum(
                 state_shares[stage] * sums.owned(*layers).trainable_bytes
@@ -101,6 +103,15 @@ def estimate_memory(
         ),
         reserve=round(sums.device.reserved_share * sum(fullest.values())),
     )
+
+
+def _weights(sums: LayerSums, ranges: Sequence[tuple[int, int]], table: Schedule, process: int) -> int:
+    """The bytes of the weights of some stages of a process. Where they visit, each that is there has a buffer."""
+    held = sums.held_by(ranges)
+    if LOAD not in table.kinds:
+        return held.num_bytes
+    largest = max(sums.hosted_bytes(*layers) for layers in ranges)
+    return held.trainable_bytes + largest * min(most_loaded(table)[process], len(ranges))
 
 
 def _amounts(sums: LayerSums, stage: StageLayers, gradient_bytes: float) -> Amounts:

@@ -37,6 +37,8 @@ from hf_gpipe.schedule import (
     recompute_under,
     simulate,
 )
+from hf_gpipe.schedule.kinds import LOAD
+from hf_gpipe.schedule.visits import check_visits
 from hf_gpipe.text import seconds_text, size_text
 
 
@@ -300,14 +302,22 @@ class Planner:
                 raise ScheduleError(f"the table {name} is of other numbers of stages, micro-batches or processes.")
             recompute_under(given, settings.recompute)
             check_processes(self.memory_bytes, self.speeds, given.placement)
-            return given.of_first(num_micro_batches)
+            return self._with_visits(given.of_first(num_micro_batches), settings)
         placement = settings.placed(name)
         check_processes(self.memory_bytes, self.speeds, placement)
         of_table = Recompute.parse(settings.recompute, num_stages).of_table
         if name not in ASYNCHRONOUS_SCHEDULES:
-            return build(name, num_stages, num_micro_batches, placement, of_table)
+            table = build(name, num_stages, num_micro_batches, placement, of_table)
+            return self._with_visits(table, settings)
         steps = [num_micro_batches] * max(4, LONGEST_WINDOW // num_micro_batches)
         return build(name, num_stages, sum(steps), placement, of_table, steps=steps)
+
+    @staticmethod
+    def _with_visits(table: Schedule, settings: DecidedConfig) -> Schedule:
+        if not settings.offload_weights:
+            return table
+        check_visits(table.with_visits)
+        return table.with_visits
 
     def table_costs(self, settings: DecidedConfig, table: Schedule) -> Costs:
         """The seconds of the actions and messages of a table that runs with these settings."""
@@ -361,12 +371,6 @@ class Planner:
 
 def check_known(config: PipelineConfig) -> None:
     """Raise UserError for what cannot be planned."""
-    if config.offload_weights:
-        raise UserError(
-            "offload_weights is true, and the planner does not know the costs of visits yet; give num_stages, "
-            "num_micro_batches, schedule, recompute and partition, none of them auto or by cost, or leave "
-            "offload_weights out"
-        )
     if config.sequence_chunks > 1:
         raise UserError(
             f"sequence_chunks is {config.sequence_chunks}, and the planner does not know the costs of chunks yet; give "
@@ -444,4 +448,5 @@ def _table_costs(
             network.reduce_seconds(number, sums.held(stage.start, stage.stop).trainable_bytes)
             for number, stage in enumerate(stages)
         ],
+        others={LOAD: [sums.load_seconds(stage.start, stage.stop) for stage in stages]},
     )

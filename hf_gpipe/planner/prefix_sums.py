@@ -102,6 +102,16 @@ class LayerSums:
                 held += parameter.size
         return held
 
+    def hosted_bytes(self, start: int, stop: int) -> int:
+        """The bytes of the weights of a stage that visit its device, where any do: those that are not trained."""
+        held = self.held(start, stop)
+        return held.num_bytes - held.trainable_bytes
+
+    def load_seconds(self, start: int, stop: int) -> float:
+        """Seconds in which they are copied to the device. A CPU reads and writes them in its own memory."""
+        rate = HOST_LINK.bytes_per_second if self.device.is_asynchronous else self.device.bytes_per_second / 2
+        return self.hosted_bytes(start, stop) / rate
+
     def owned(self, start: int, stop: int) -> Parameters:
         """The part of `held` that the stage owns: the optimizer's state of it is here."""
         own = self._own[stop] - self._own[start]

@@ -64,6 +64,18 @@ def offloaded_bytes(plan: Plan) -> list[int]:
     return sizes
 
 
+def hosted_bytes(plan: Plan) -> list[int]:
+    """For each process the bytes in the memory of its host of weights that visit its device; 0 where none do."""
+    settings, placement = plan.settings, plan.timeline.schedule.placement
+    sizes = [0] * len(plan.processes)
+    if settings.offload_weights:
+        sums = plan.planner.sums(settings.num_micro_batches)
+        for stage in plan.stages:
+            for process in placement.workers[stage.number]:
+                sizes[process] += sums.hosted_bytes(stage.layers.start, stage.layers.stop)
+    return sizes
+
+
 def _owned(plan: Plan) -> Iterator[tuple[StagePlan, Parameters]]:
     """Each stage with the parameters that it owns."""
     sums = plan.planner.sums(plan.settings.num_micro_batches)
@@ -91,6 +103,13 @@ def offload_text(plan: Plan) -> str:
     if not plan.planner.inputs.offload_optimizer:
         return ""
     return f"its state and copies of the weights are in CPU memory: {_sum_text(offloaded_bytes(plan))}"
+
+
+def visits_text(plan: Plan) -> str:
+    """The memory of the hosts that weights take which visit their devices, as a line of the report; empty without."""
+    if not plan.settings.offload_weights:
+        return ""
+    return f"weights that visit their device are in CPU memory: {_sum_text(hosted_bytes(plan))}"
 
 
 def _sum_text(sizes: Sequence[int]) -> str:
