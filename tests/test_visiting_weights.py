@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from torch.multiprocessing import ProcessRaisedException
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe import Pipeline
@@ -21,7 +22,16 @@ from hf_gpipe.model.exactness import exact_clone
 from hf_gpipe.runtime import visits
 from scripts.families import default_config
 from tests.gloo import run_gloo
-from tests.oracle import Result, assert_same, padded_batch, plain_model, run_pipeline, run_plain, tiny_config
+from tests.oracle import (
+    Result,
+    assert_same,
+    gathered_gradients,
+    padded_batch,
+    plain_model,
+    run_pipeline,
+    run_plain,
+    tiny_config,
+)
 from tests.training.toy import trainer
 
 #: As many stages as visits need where one process has all.
@@ -73,11 +83,38 @@ def test_the_numbers_of_weights_that_stay(family: str, options: dict[str, Any], 
     model, batch = plain_model(config), padded_batch(config)
     plain = run_pipeline(pipeline(copy.deepcopy(model), schedule="gpipe", num_stages=2), batch)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    pipe = pipeline(model, offload_weights=True, **options)
+    pipe = pipeline(model, offload_weights="frozen", **options)
     assert_same(run_pipeline(pipe, batch), plain)
     assert at_home(pipe)
     # Nothing of the given model has changed.
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters() if name in before)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {}),
+        ("marian", {"num_stages": 6, "num_micro_batches": 2}),
+        ("bart", {}),
+        ("t5", {"num_stages": 5}),
+        ("mixtral", {}),
+    ],
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_trained_weights_visit_too(family: str, options: dict[str, Any], tied: bool) -> None:
+    """Their gradients are on the host after the step, and are added to if there are any."""
+    model = model_of(family, tied=tied)
+    model.set_attn_implementation("eager")
+    batch = exactness.padded_batch(model)
+    given = {"num_micro_batches": 3, "attn_implementation": "eager"} | options
+    stays = Pipeline(copy.deepcopy(model), **given | {"num_stages": 2}, schedule="gpipe")
+    comes = Pipeline(model, **{"num_stages": STAGES} | given, offload_weights="all")
+    assert comes.steps.visits.parameters
+    for pipe in (stays, comes):
+        pipe.train_step(batch)
+    found, expected = (Result(float(pipe.train_step(batch)), gathered_gradients(pipe)) for pipe in (comes, stays))
+    assert at_home(comes)
+    assert_same(found, expected, tolerance=1e-12)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "t5", "qwen3", "gemma2", "opt", "bloom", "phi3", "pegasus", "mixtral"])
@@ -85,7 +122,7 @@ def test_other_families(family: str) -> None:
     model = model_of(family)
     batch = exactness.padded_batch(model)
     plain = run_pipeline(pipeline(copy.deepcopy(model), schedule="gpipe", num_stages=2), batch)
-    assert_same(run_pipeline(pipeline(model, offload_weights=True), batch), plain)
+    assert_same(run_pipeline(pipeline(model, offload_weights="frozen"), batch), plain)
 
 
 def test_a_frozen_part_visits_and_the_rest_is_trained() -> None:
@@ -94,7 +131,7 @@ def test_a_frozen_part_visits_and_the_rest_is_trained() -> None:
     for layer in model.model.layers[:3]:
         layer.requires_grad_(False)
     expected = run_plain(model, batch, 3)
-    pipe = Pipeline(model, 6, 3, offload_weights=True, attn_implementation="eager")
+    pipe = Pipeline(model, 6, 3, offload_weights="frozen", attn_implementation="eager")
     assert pipe.schedule_name == "breadth_first"
     assert_same(run_pipeline(pipe, batch), expected)
 
@@ -115,7 +152,7 @@ def test_any_run(data: st.DataObject) -> None:
     peft = adapters(lora_dropout=data.draw(st.sampled_from([0.0, 0.3])))
     common = {"seed": 3, "peft": peft, "num_stages": num_stages}
     stays = pipeline(copy.deepcopy(model), **options, **common)
-    comes = pipeline(model, **options, **common, offload_weights=True)
+    comes = pipeline(model, **options, **common, offload_weights="frozen")
     results = []
     for pipe in (stays, comes):
         losses = [float(pipe.train_step(batches)) for _ in range(2)]  # dropout is another one in each step
@@ -141,14 +178,14 @@ def in_processes(config: PreTrainedConfig, options: dict[str, Any]) -> Result:
 def test_in_processes(num_processes: int, options: dict[str, Any]) -> None:
     config = tiny_config("llama")
     expected = run_pipeline(pipeline(plain_model(config), num_stages=2), padded_batch(config))
-    for found in run_gloo(in_processes, num_processes, config, options | {"offload_weights": True}):
+    for found in run_gloo(in_processes, num_processes, config, options | {"offload_weights": "frozen"}):
         assert_same(found, expected)
 
 
 def test_generation_and_the_saved_adapters(tmp_path: Path) -> None:
     config = tiny_config("llama", tied=False)
     model = plain_model(config)
-    stays, comes = pipeline(copy.deepcopy(model)), pipeline(model, offload_weights=True)
+    stays, comes = pipeline(copy.deepcopy(model)), pipeline(model, offload_weights="frozen")
     prompt = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 10]]), "max_new_tokens": 5}
     assert torch.equal(comes.generate(**prompt), stays.generate(**prompt))
     assert at_home(comes)
@@ -170,8 +207,12 @@ def test_a_training_goes_on_with_and_without(tmp_path: Path) -> None:
         return {name: p.detach().clone() for name, p in made.pipe.named_parameters() if p.requires_grad}
 
     stays = train("stays")
-    comes = {"schedule": "breadth_first", "offload_weights": True}
-    for found in (train("comes", **comes), train("resumed", resume=True, **comes)):
+    frozen = {"schedule": "breadth_first", "offload_weights": "frozen"}
+    every = frozen | {"offload_weights": "all"}
+    for found in (
+        *(train("frozen", **frozen), train("all", **every)),
+        *(train("frozen again", resume=True, **frozen), train("all again", resume=True, **every)),
+    ):
         assert found.keys() == stays.keys()
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, stays[name], rtol=0, atol=1e-6)
@@ -180,7 +221,7 @@ def test_a_training_goes_on_with_and_without(tmp_path: Path) -> None:
 def test_on_the_cpu_the_host_is_the_checkpoint_s_file(tmp_path: Path) -> None:
     config = tiny_config("llama", tied=False)
     plain_model(config).save_pretrained(tmp_path)
-    pipe = pipeline(str(tmp_path), offload_weights=True)
+    pipe = pipeline(str(tmp_path), offload_weights="frozen")
     stored = load_file(tmp_path / "model.safetensors")
     frozen = {n: p for n, p in pipe.named_parameters() if not p.requires_grad and not n.endswith("norm.weight")}
     addresses = sorted(p.data_ptr() for p in frozen.values())
@@ -197,7 +238,7 @@ def test_on_the_cpu_the_host_is_the_checkpoint_s_file(tmp_path: Path) -> None:
 
 def test_a_device_holds_two_stages() -> None:
     config = with_layers(8)
-    pipe = pipeline(plain_model(config), num_stages=8, offload_weights=True)
+    pipe = pipeline(plain_model(config), num_stages=8, offload_weights="frozen")
     pipe.train_step(padded_batch(config))
     pipe.eval_step(padded_batch(config))
     (buffers,) = pipe.steps.visits._free.values()
@@ -207,7 +248,7 @@ def test_a_device_holds_two_stages() -> None:
 
 def test_a_step_that_fails_leaves_the_weights_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config("llama", tied=False)
-    pipe, batch = pipeline(plain_model(config), offload_weights=True), padded_batch(config)
+    pipe, batch = pipeline(plain_model(config), offload_weights="frozen"), padded_batch(config)
     expected = run_pipeline(pipe, batch)
     with monkeypatch.context() as patch:
         patch.setattr(visits.VisitingWeights, "enter", lambda *_: 1 / 0)
@@ -219,20 +260,25 @@ def test_a_step_that_fails_leaves_the_weights_on_the_host(monkeypatch: pytest.Mo
 
 def test_what_cannot_be_done(tmp_path: Path) -> None:
     config = tiny_config("llama", tied=False)
-    with pytest.raises(UserError, match=r"every weight is trained.*train adapters on the model"):
-        Pipeline(plain_model(config), 4, 2, offload_weights=True)
+    with pytest.raises(UserError, match=r"every weight is trained; use all, train adapters on the model"):
+        Pipeline(plain_model(config), 4, 2, offload_weights="frozen")
     with pytest.raises(ScheduleError, match=r"2 of 2.*at least three stages for each process"):
-        pipeline(plain_model(config), num_stages=2, offload_weights=True)
+        pipeline(plain_model(config), num_stages=2, offload_weights="frozen")
     with pytest.raises(ScheduleError, match="recompute 'stage'"):
-        pipeline(plain_model(config), recompute="none", offload_weights=True)
+        pipeline(plain_model(config), recompute="none", offload_weights="frozen")
     with pytest.raises(ScheduleError, match="'pipedream' updates weights within a table"):
-        pipeline(plain_model(config), schedule="pipedream", offload_weights=True)
+        pipeline(plain_model(config), schedule="pipedream", offload_weights="frozen")
     planned = {"schedule": "auto", "example": padded_batch(config), "optim": "adamw_torch"}
-    with pytest.raises(UserError, match="planner does not know the costs of visits yet"):
-        pipeline(plain_model(config), **planned, offload_weights=True)
-    table = pipeline(plain_model(config), offload_weights=True).schedule(3)
+    with pytest.raises(UserError, match="planner chooses nothing for weights that visit"):
+        pipeline(plain_model(config), **planned, offload_weights="frozen")
+    with pytest.raises(ScheduleError, match=r"backwards of stage 3 are in 2 visits.*'breadth_first'"):
+        pipeline(plain_model(config), num_micro_batches=2, schedule="gpipe", offload_weights="all")
+    replicas = {"num_stages": 3, "replicas": 2, "num_processes": 2, "offload_weights": "all"}
+    with pytest.raises(ProcessRaisedException, match="UserError: offload_weights is all and stages have replicas"):
+        run_gloo(in_processes, 2, config, replicas)
+    table = pipeline(plain_model(config), offload_weights="frozen").schedule(3)
     (tmp_path / "mine.txt").write_text(f"{table}")
-    with pytest.raises(UserError, match=r"loads and drops weights .*offload_weights is false"):
+    with pytest.raises(UserError, match=r"loads and drops weights .*offload_weights is not given"):
         pipeline(plain_model(config), schedule=str(tmp_path / "mine.txt"))
-    mine = pipeline(plain_model(config), schedule=str(tmp_path / "mine.txt"), offload_weights=True)
+    mine = pipeline(plain_model(config), schedule=str(tmp_path / "mine.txt"), offload_weights="frozen")
     assert mine.schedule(3) == table

@@ -37,10 +37,10 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     models = {}
     for stage, device in world.stage_devices.items():
         layers = decision.partition[stage]
-        models[stage] = assemble(adapter, layers, weights, device, seed, maps_files=config.offload_weights)
-        if config.offload_weights:
+        models[stage] = assemble(adapter, layers, weights, device, seed, maps_files=config.offload_weights is not None)
+        if config.offload_weights is not None:
             # One stage after another, for together they may not fit.
-            leave_on_host(models[stage])
+            leave_on_host(models[stage], config.offload_weights)
     for stage, model in models.items():
         if stage in decision.recompute.block_stages:
             model.checkpoint_blocks()
@@ -50,7 +50,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     if decision.is_asynchronous:
         _check_no_tie(decision, parameters)
     visits = _visits(decision, models)
-    parameters.ties.leave_out(visits.parameters)
+    parameters.ties.leave_out({one for one in visits.parameters if not one.requires_grad})
     stages = parameters.trainable.stages(models, decision.loss)
     if config.num_stages - 1 in models and (reason := whole_logits(adapter, decision.loss)):
         logger.warning(f"training makes the logits of a micro-batch whole: {reason}")
@@ -75,13 +75,14 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
 
 def _visits(decision: Decision, models: Mapping[int, StageModel]) -> VisitingWeights:
     """The visits of the stages' weights. Raises UserError, on every process, where no weight could visit."""
-    if not decision.config.offload_weights:
+    visitors = decision.config.offload_weights
+    if visitors is None:
         return VisitingWeights({})
-    visits = VisitingWeights(models)
+    visits = VisitingWeights(models, visitors)
     if not any(decision.world.gather_objects(sum(visits.hosted_bytes.values()))):
         raise UserError(
-            "offload_weights is true, and every weight is trained: only weights that stay as they are visit a device; "
-            "train adapters on the model (peft_config, or lora.r), freeze a part of it, or leave offload_weights out"
+            "offload_weights is frozen, and every weight is trained; use all, train adapters on the model "
+            "(peft_config, or lora.r), freeze a part of it, or leave offload_weights out"
         )
     return visits
 

@@ -116,8 +116,8 @@ class Decision:
             given = replace(given, recompute=recompute_under(table, given.recompute))
             if LOAD in table.kinds and not given.offload_weights:
                 raise UserError(
-                    f"the table {table.name!r} loads and drops weights (L and D), and offload_weights is false; set it "
-                    "to true, or leave L and D out of the table"
+                    f"the table {table.name!r} loads and drops weights (L and D), and offload_weights is not given; "
+                    "set it to frozen or all, or leave L and D out of the table"
                 )
             inputs = replace(inputs, tables={given.schedule: table})
 
@@ -147,7 +147,12 @@ class Decision:
         if decision.full_table.split and isinstance(adapter, TextAdapter) and not is_known_exact(adapter):
             verify(adapter, splits_backward=True)
         if config.offload_weights:
-            check_visits(decision.full_table)
+            check_visits(decision.full_table, are_trained=config.offload_weights == "all")
+            if config.offload_weights == "all" and world.placement.has_replicas:
+                raise UserError(
+                    "offload_weights is all and stages have replicas, whose gradients would be on the host when they "
+                    "are summed; use offload_weights frozen, or one replica"
+                )
         if config.sequence_chunks > 1 and isinstance(adapter, TextAdapter):
             verify_chunks(adapter, recomputes_blocks="block" in config.recompute)
         return decision

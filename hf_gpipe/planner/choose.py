@@ -60,9 +60,9 @@ def allowed_plans(planner: Planner, config: PipelineConfig) -> list[Plan]:
     config = config.settled(can_plan=True)
     if config.offload_weights and not config.is_decided:
         raise UserError(
-            "offload_weights is true, and the planner chooses nothing for weights that visit yet; give num_stages, "
-            "num_micro_batches, schedule, recompute and partition, none of them auto or by cost, or leave "
-            "offload_weights out"
+            f"offload_weights is {config.offload_weights}, and the planner chooses nothing for weights that visit yet; "
+            "give num_stages, num_micro_batches, schedule, recompute and partition, none of them auto or by cost, or "
+            "leave offload_weights out"
         )
     if config.is_mesh_open:
         outcomes = _searched(planner, config)

@@ -316,7 +316,7 @@ class Planner:
     def _with_visits(table: Schedule, settings: DecidedConfig) -> Schedule:
         if not settings.offload_weights:
             return table
-        check_visits(table.with_visits)
+        check_visits(table.with_visits, are_trained=settings.offload_weights == "all")
         return table.with_visits
 
     def table_costs(self, settings: DecidedConfig, table: Schedule) -> Costs:

@@ -115,12 +115,14 @@ class PipelineConfig:
     nothing of earlier tokens but keys and values. Evaluation and generation do not cut rows, and the planner does not
     know the costs of chunks yet: what it would choose has to be given. 1: rows are whole."""
 
-    offload_weights: bool = False
-    """Whether the weights that are not trained, such as those under LoRA adapters, stay in the memory of the host and
-    visit the device of their stage for each run of its actions, so that a device holds about two stages of them and no
-    more: for models larger than all devices together. It takes several stages per process, `recompute: stage`, and by
-    default `schedule: breadth_first`, in which each stage visits twice. On the CPU the weights stay in the checkpoint's
-    files. The planner does not know the costs of visits yet: what it would choose has to be given."""
+    offload_weights: Literal["frozen", "all"] | None = None
+    """Weights that stay in the memory of the host and visit the device of their stage for each run of its actions, so
+    that a device holds two stages of them and no more: for models larger than all devices together. frozen: those that
+    are not trained, such as those under LoRA adapters; all: trained ones too, whose gradients go to the host, where the
+    optimizer updates them. It takes at least three stages per process, `recompute: stage`, and by default
+    `schedule: breadth_first`, in which each stage visits twice. On the CPU frozen weights stay in the checkpoint's
+    files. The planner chooses nothing with it: give numbers in place of auto. null: all weights stay on their
+    devices."""
 
     boundary_dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """The type in which hidden states and their gradients are sent from stage to stage, narrower than the model's, for

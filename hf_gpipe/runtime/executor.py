@@ -176,6 +176,7 @@ class Executor:
         self._flush()
         for stage in self._stages.values():
             stage.end_step()
+        self._visits.finish()
         if timer is not None:
             timer.synchronize()
         if reduce is not None:

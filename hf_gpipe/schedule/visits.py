@@ -10,7 +10,7 @@ made and used up in one run.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -141,12 +141,25 @@ def most_loaded(schedule: Schedule) -> list[int]:
     return most
 
 
-def check_visits(schedule: Schedule) -> None:
+def check_visits(schedule: Schedule, *, are_trained: bool = False) -> None:
     """Check that visits make room on a device: no worker has the weights of all its stages there at once.
 
+    Args:
+        schedule: a table with visits.
+        are_trained: whether weights that visit are trained, so that gradients go to the host at the end of a visit.
+
     Raises:
-        ScheduleError: every worker has; says what would help.
+        ScheduleError: every worker has, or a stage would give its gradients to the host in parts; says what would help.
     """
+    for worker in range(len(schedule.actions)) if are_trained else ():
+        visits = schedule.visits(worker)
+        backwards = Counter(v.load.stage for v in visits if any(one.kind.completes_micro_batch for one in v.actions))
+        if again := [stage for stage, count in backwards.items() if count > 1]:
+            raise ScheduleError(
+                f"offload_weights all with schedule {schedule.name!r}: the backwards of stage {again[0]} are in "
+                f"{backwards[again[0]]} visits, and gradients leave the device at the end of one; use schedule "
+                "'breadth_first', or offload_weights frozen."
+            )
     own = [len(schedule.placement.stages_of(worker)) for worker in range(len(schedule.actions))]
     if most_loaded(schedule) == own:
         raise ScheduleError(
