@@ -35,7 +35,7 @@ from hf_gpipe.schedule.builders import build
 from hf_gpipe.schedule.file import TABLE_SUFFIX, is_table_file, recompute_under
 from hf_gpipe.schedule.kinds import LOAD
 from hf_gpipe.schedule.table import Schedule
-from hf_gpipe.schedule.visits import check_visits
+from hf_gpipe.schedule.visits import check_visits, with_visits
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Decision:
             name, num_stages = name or self.config.schedule, self.config.num_stages
             limits = self.recompute.of_table
             table = build(name, num_stages, total, self.world.placement, limits, steps=steps, chunks=chunks)
-        return table.with_visits if self.config.offload_weights else table
+        return with_visits(table) if self.config.offload_weights else table
 
     def plan(self, batch: Batch | None = None) -> Plan:
         """Return the planner's prediction of a step of this pipeline, on the device of this process.

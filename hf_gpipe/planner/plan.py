@@ -37,8 +37,8 @@ from hf_gpipe.schedule import (
     recompute_under,
     simulate,
 )
-from hf_gpipe.schedule.kinds import LOAD
-from hf_gpipe.schedule.visits import check_visits
+from hf_gpipe.schedule.kinds import DROP, LOAD
+from hf_gpipe.schedule.visits import check_visits, with_visits
 from hf_gpipe.text import seconds_text, size_text
 
 
@@ -316,8 +316,9 @@ class Planner:
     def _with_visits(table: Schedule, settings: DecidedConfig) -> Schedule:
         if not settings.offload_weights:
             return table
-        check_visits(table.with_visits, are_trained=settings.offload_weights == "all")
-        return table.with_visits
+        table = with_visits(table)
+        check_visits(table, are_trained=settings.offload_weights == "all")
+        return table
 
     def table_costs(self, settings: DecidedConfig, table: Schedule) -> Costs:
         """The seconds of the actions and messages of a table that runs with these settings."""
@@ -341,7 +342,7 @@ class Planner:
         state_shares = self._state_shares(settings, table)
 
         def memory(process: int, own: Sequence[int]) -> MemoryEstimate:
-            return estimate_memory(sums, stages, timeline, process, own, state_shares)
+            return estimate_memory(sums, stages, timeline, process, own, state_shares, settings.offload_weights)
 
         processes = []
         for number in range(placement.num_processes):
@@ -415,7 +416,7 @@ def _table_costs(
     """The costs for the simulation of a table."""
 
     def update(number: int, stage: StageLayers, count: int) -> float:
-        seconds = sums.update_seconds(stage.start, stage.stop, inputs) / speeds[number]
+        seconds = sums.update_seconds(stage.start, stage.stop, inputs, settings.offload_weights) / speeds[number]
         if not settings.zero or count == 1:
             return seconds
         # Each replica updates a part, and sends it to the others: half of what a reduction takes.
@@ -429,6 +430,7 @@ def _table_costs(
     weights = [
         sums.weight_seconds(stage.start, stage.stop) / speed for stage, speed in zip(stages, speeds, strict=True)
     ]
+    hosted = [sums.hosted(stage.start, stage.stop, settings.offload_weights) for stage in stages]
     share = sent_share(settings.boundary_dtype, sums.costs.dtype)
     boundaries = [share * sums.costs.layers[stage.start].input_bytes for stage in stages[1:]]
     return Costs(
@@ -448,5 +450,8 @@ def _table_costs(
             network.reduce_seconds(number, sums.held(stage.start, stage.stop).trainable_bytes)
             for number, stage in enumerate(stages)
         ],
-        others={LOAD: [sums.load_seconds(stage.start, stage.stop) for stage in stages]},
+        others={
+            LOAD: [sums.copy_seconds(own.num_bytes) for own in hosted],
+            DROP: [sums.copy_seconds(own.trainable_bytes) for own in hosted],
+        },
     )

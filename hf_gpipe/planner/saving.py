@@ -65,14 +65,17 @@ def offloaded_bytes(plan: Plan) -> list[int]:
 
 
 def hosted_bytes(plan: Plan) -> list[int]:
-    """For each process the bytes in the memory of its host of weights that visit its device; 0 where none do."""
-    settings, placement = plan.settings, plan.timeline.schedule.placement
-    sizes = [0] * len(plan.processes)
-    if settings.offload_weights:
-        sums = plan.planner.sums(settings.num_micro_batches)
-        for stage in plan.stages:
-            for process in placement.workers[stage.number]:
-                sizes[process] += sums.hosted_bytes(stage.layers.start, stage.layers.stop)
+    """For each process the bytes in the memory of its host of weights that visit its device; 0 where none do.
+
+    Trained ones have their gradients and the optimizer's state there.
+    """
+    settings, placement, inputs = plan.settings, plan.timeline.schedule.placement, plan.planner.inputs
+    sums, sizes = plan.planner.sums(settings.num_micro_batches), [0] * len(plan.processes)
+    trained = 1 + inputs.state_share(plan.costs.dtype)
+    for stage in plan.stages:
+        hosted = sums.hosted(stage.layers.start, stage.layers.stop, settings.offload_weights)
+        for process in placement.workers[stage.number]:
+            sizes[process] += round(hosted.num_bytes + trained * hosted.trainable_bytes)
     return sizes
 
 
@@ -107,9 +110,10 @@ def offload_text(plan: Plan) -> str:
 
 def visits_text(plan: Plan) -> str:
     """The memory of the hosts that weights take which visit their devices, as a line of the report; empty without."""
-    if not plan.settings.offload_weights:
+    if plan.settings.offload_weights is None:
         return ""
-    return f"weights that visit their device are in CPU memory: {_sum_text(hosted_bytes(plan))}"
+    beside = ", gradients and the optimizer's state" if plan.settings.offload_weights == "all" else ""
+    return f"weights that visit{beside} are in CPU memory: {_sum_text(hosted_bytes(plan))}"
 
 
 def _sum_text(sizes: Sequence[int]) -> str:

@@ -34,6 +34,9 @@ PARTITIONS = (*STRATEGIES, *COST_STRATEGIES, AUTO)
 #: Keys that may have another value in each process.
 OF_EACH_PROCESS = ("device", "devices", "threads_per_process", "memory")
 #: What the planner chooses where it is not given, and what it is where nothing can be planned.
+Visitors = Literal["frozen", "all"]
+"""The weights that visit their device: those that are not trained, or all but trained ones that stages may share."""
+
 PLANNED = {"num_micro_batches": 1, "schedule": "gpipe", "recompute": "stage", "partition": "count"}
 
 RecomputeChoice: TypeAlias = str | tuple[str | int, ...]
@@ -115,7 +118,7 @@ class PipelineConfig:
     nothing of earlier tokens but keys and values. Evaluation and generation do not cut rows, and the planner does not
     know the costs of chunks yet: what it would choose has to be given. 1: rows are whole."""
 
-    offload_weights: Literal["frozen", "all"] | None = None
+    offload_weights: Visitors | None = None
     """Weights that stay in the memory of the host and visit the device of their stage for each run of its actions, so
     that a device holds two stages of them and no more: for models larger than all devices together. frozen: those that
     are not trained, such as those under LoRA adapters; all: trained ones too, whose gradients go to the host, where the

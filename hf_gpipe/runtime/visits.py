@@ -15,16 +15,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.errors import UserError
-
-Visitors = Literal["frozen", "all"]
-"""The weights that visit: those that are not trained, or all but trained ones that several stages may share."""
+from hf_gpipe.recipe.pipeline import Visitors
 
 #: Each weight of a buffer begins at a multiple of it, as memory that CUDA hands out.
 _ALIGNMENT = 512

@@ -68,6 +68,8 @@ class Held(StrEnum):
     """The extra memory of the stage's first B or W, which makes the gradients of the weights."""
     WEIGHT_GRADIENTS = "gradients of weights"
     """From the end of the first B or W on."""
+    VISITING_GRADIENTS = "gradients of visiting weights"
+    """The same of weights that visit: to the end of D."""
 
     __hash__ = str.__hash__
 

@@ -158,6 +158,11 @@ class Timeline:
         return 1 - _busy(spans) / available if available else 0
 
     @cached_property
+    def ends(self) -> Mapping[tuple[int, Action], Seconds]:
+        """By process, when each action ended."""
+        return {(span.process, span.action): span.end for span in self.spans}
+
+    @cached_property
     def spans_of(self) -> tuple[Mapping[int, list[Span]], ...]:
         """For each stage, by micro-batch, the spans of its actions in order, all of which run on one replica."""
         stages: tuple[defaultdict[int, list[Span]], ...]

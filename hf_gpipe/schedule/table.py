@@ -44,7 +44,7 @@ from hf_gpipe.errors import ScheduleError, nearest
 from hf_gpipe.schedule.actions import TEXT_VERSION, Action, gradient_action, parse_number
 from hf_gpipe.schedule.kinds import DROP, FORWARD, INPUT, LOAD, RECOMPUTE, ActionKind, Held, awaited_by
 from hf_gpipe.schedule.placement import Placement
-from hf_gpipe.schedule.visits import Visit, visits_of, with_visits
+from hf_gpipe.schedule.visit import Visit, visits_of
 
 MOST_ACTIONS = 600_000
 """The most actions of a table: of more, the checks alone would take minutes."""
@@ -83,6 +83,14 @@ class Schedule:
 
     def __str__(self) -> str:
         return self.text()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Computed once, for a table is a key of caches and may have many actions."""
+        return hash((self.name, self.placement, self.actions, self.steps, self.versions, self.stashes))
 
     @cached_property
     def is_training(self) -> bool:
@@ -205,12 +213,6 @@ class Schedule:
             visits = visits_of(row, self.placement, worker) if self.kinds & {LOAD, DROP} else []
             every.append({one: v for v in visits for one in (v.load, *v.actions, v.drop) if one is not None})
         return tuple(every)
-
-    @cached_property
-    def with_visits(self) -> Schedule:
-        """The table for weights that visit their devices: itself, if it has visits. Raises ScheduleError if it is
-        asynchronous."""
-        return self if LOAD in self.kinds else with_visits(self)
 
     @cached_property
     def kinds(self) -> frozenset[ActionKind]:

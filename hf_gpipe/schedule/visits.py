@@ -11,64 +11,26 @@ made and used up in one run.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from functools import lru_cache
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import DROP, LOAD, Held
-
-if TYPE_CHECKING:
-    from hf_gpipe.schedule.placement import Placement
-    from hf_gpipe.schedule.table import Schedule
+from hf_gpipe.schedule.table import Schedule
 
 
-@dataclass(frozen=True)
-class Visit:
-    """A visit of a stage's weights in the row of a worker.
-
-    Attributes:
-        load, drop: its first and last action; no D where it is missing in a table that was not checked.
-        actions: those of micro-batches on the stage between the two.
-        after: the last D on the device before its L: from then on there is room for it.
-    """
-
-    load: Action
-    drop: Action | None
-    actions: tuple[Action, ...]
-    after: Action | None
-
-
-def visits_of(row: Sequence[Action], placement: Placement, worker: int) -> list[Visit]:
-    """The visits in the row of a worker, in the order of their L."""
-    found: list[Visit] = []
-    open_visits: dict[int, int] = {}
-    dropped: dict[str | None, Action] = {}
-    for action in row:
-        device = placement.device_of(action.stage, worker)
-        if action.kind == LOAD:
-            open_visits[action.stage] = len(found)
-            found.append(Visit(action, None, (), dropped.get(device)))
-        elif (number := open_visits.get(action.stage)) is None:
-            continue
-        elif action.kind == DROP:
-            found[number] = replace(found[number], drop=action)
-            dropped[device] = action
-            del open_visits[action.stage]
-        elif action.micro_batch is not None:
-            found[number] = replace(found[number], actions=(*found[number].actions, action))
-    return found
-
-
+@lru_cache(maxsize=64)
 def with_visits(schedule: Schedule) -> Schedule:
-    """The same table with an L and a D around each run of a stage's actions on its device.
+    """The same table with an L and a D around each run of a stage's actions on its device; one that has them already.
 
     Without backwards, each process runs its stages one after the other, so that each has one run.
 
     Raises:
         ScheduleError: the table is asynchronous: weights that change in a step cannot be dropped.
     """
+    if LOAD in schedule.kinds:
+        return schedule
     if schedule.is_asynchronous:
         raise ScheduleError(
             f"schedule {schedule.name!r} updates weights within a table, and weights that visit a device are dropped "

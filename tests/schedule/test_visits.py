@@ -12,7 +12,7 @@ from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule import Costs, Placement, Schedule, build, check_table, draw_text, simulate
 from hf_gpipe.schedule.builders import SCHEDULES, placement_for
 from hf_gpipe.schedule.kinds import DROP, LOAD
-from hf_gpipe.schedule.visits import check_visits, most_loaded
+from hf_gpipe.schedule.visits import check_visits, most_loaded, with_visits
 from tests.schedule.cases import Recompute, schedules
 
 
@@ -22,7 +22,7 @@ def breadth_first(num_stages: int, num_micro_batches: int, num_processes: int = 
 
 
 def test_the_text_of_a_table() -> None:
-    table = breadth_first(6, 2, 2).with_visits
+    table = with_visits(breadth_first(6, 2, 2))
     assert f"{table}".splitlines()[-2:] == [
         "process 0: 0L 2L 0F0 0F1 0D 4L 2F0 2F1 2D 2L1 4F0 4F1 4R0 4B0 4R1 4B1 4D 0L1 2R0 2B0 2R1 2B1 2D1 0R0 0B0 0R1 "
         "0B1 0D1 0U 2U 4U",
@@ -30,13 +30,13 @@ def test_the_text_of_a_table() -> None:
         "1U 3U 5U",
     ]
     assert Schedule.from_text(f"{table}") == table
-    assert table.with_visits is table
+    assert with_visits(table) is table
 
 
 @given(schedules(tuple(SCHEDULES)))
 def test_any_table_can_have_visits(case: tuple[Schedule, Recompute]) -> None:
     plain, _ = case
-    table = plain.with_visits
+    table = with_visits(plain)
     check_table(table)
     kept = tuple(tuple(one for one in row if not one.kind.is_of_visit) for row in table.actions)
     if plain.is_training:
@@ -57,25 +57,25 @@ def test_any_table_can_have_visits(case: tuple[Schedule, Recompute]) -> None:
 def test_breadth_first_has_two_stages_on_a_device_and_each_visits_twice(
     num_processes: int, stages_each: int, num_micro_batches: int
 ) -> None:
-    table = breadth_first(num_processes * stages_each, num_micro_batches, num_processes).with_visits
+    table = with_visits(breadth_first(num_processes * stages_each, num_micro_batches, num_processes))
     assert most_loaded(table) == [2] * num_processes
     check_visits(table)
     for worker in range(num_processes):
         # The last stages of all turn from forward to backward at once.
         assert len(table.visits(worker)) == 2 * stages_each - 1
-    forwards = build("forward_only", table.num_stages, num_micro_batches, table.placement).with_visits
+    forwards = with_visits(build("forward_only", table.num_stages, num_micro_batches, table.placement))
     assert len(forwards.visits(0)) == stages_each
 
 
 def test_where_nothing_would_be_gained() -> None:
-    keeping = build("breadth_first", 6, 2, placement_for("breadth_first", 6, 1), "none").with_visits
+    keeping = with_visits(build("breadth_first", 6, 2, placement_for("breadth_first", 6, 1), "none"))
     assert most_loaded(keeping) == [6], "a graph may keep weights"
-    for table in (keeping, breadth_first(4, 2, 2).with_visits):
+    for table in (keeping, with_visits(breadth_first(4, 2, 2))):
         with pytest.raises(ScheduleError, match=r"offload_weights .* all stages of a process .* three stages for each"):
             check_visits(table)
     windows = build("pipedream", 2, 4, steps=[2, 2])
     with pytest.raises(ScheduleError, match="'pipedream' updates weights within a table"):
-        _ = windows.with_visits
+        _ = with_visits(windows)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_where_nothing_would_be_gained() -> None:
     ],
 )
 def test_a_table_with_wrong_visits(old: str, new: str, problem: str) -> None:
-    text = f"{breadth_first(3, 2).with_visits}"
+    text = f"{with_visits(breadth_first(3, 2))}"
     assert text.count(old) == 1
     with pytest.raises(ScheduleError, match=problem) as error:
         check_table(Schedule.from_text(text.replace(old, new)))
@@ -99,7 +99,7 @@ def test_a_table_with_wrong_visits(old: str, new: str, problem: str) -> None:
 
 
 def test_copies_run_beside_the_actions_and_wait_for_room() -> None:
-    table = breadth_first(3, 1).with_visits
+    table = with_visits(breadth_first(3, 1))
     spans = {f"{span.action}": (span.start, span.end) for span in simulate(table, Costs(2, 4, others={LOAD: 3})).spans}
     # The first load is waited for; the second runs beside stage 0; the third has room once stage 0 is dropped.
     assert spans["0L"] == (0, 3)
@@ -115,9 +115,9 @@ def test_copies_run_beside_the_actions_and_wait_for_room() -> None:
 
 def test_placements_with_replicas_and_devices() -> None:
     placement = Placement.interleaved(6, 2).replicated(2)
-    table = build("breadth_first", 6, 4, placement).with_visits
+    table = with_visits(build("breadth_first", 6, 4, placement))
     assert most_loaded(table) == [2] * 4
     devices = Placement([0] * 6, ["cuda:0", "cuda:1"] * 3)
-    check_table(spread := build("breadth_first", 6, 4, devices).with_visits)
+    check_table(spread := with_visits(build("breadth_first", 6, 4, devices)))
     assert most_loaded(spread) == [2]
     assert all(visit.after is None or visit.after.stage % 2 == visit.load.stage % 2 for visit in spread.visits(0))
