@@ -19,7 +19,10 @@ from hf_gpipe import Pipeline
 from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.model import exactness
 from hf_gpipe.model.exactness import exact_clone
+from hf_gpipe.planner.report import report
+from hf_gpipe.planner.saving import hosted_bytes
 from hf_gpipe.runtime import visits
+from hf_gpipe.schedule.kinds import LOAD
 from scripts.families import default_config
 from tests.gloo import run_gloo
 from tests.oracle import (
@@ -244,6 +247,32 @@ def test_a_device_holds_two_stages() -> None:
     (buffers,) = pipe.steps.visits._free.values()
     assert len(buffers) == 2
     assert {buffer.memory.nbytes for buffer in buffers} == {max(pipe.steps.visits.hosted_bytes.values())}
+
+
+@pytest.mark.parametrize("visitors", ["frozen", "all"])
+def test_the_plan_knows_the_buffers_and_the_memory_of_the_host(visitors: str) -> None:
+    config = with_layers(6)
+    batch = padded_batch(config)
+    options: dict[str, Any] = {"example": batch, "optim": "adamw_torch", "offload_weights": visitors}
+    if visitors == "all":
+        pipe = Pipeline(plain_model(config), 8, 3, attn_implementation="eager", **options)
+    else:
+        pipe = pipeline(plain_model(config), num_stages=8, **options)
+    plan = pipe.plan()
+    (process,) = plan.processes
+    hosted, parameters = pipe.steps.visits.hosted_bytes.values(), list(pipe.parameters())
+    stays = sum(p.nbytes for p in parameters if p not in pipe.steps.visits.parameters)
+    # Each of a stage's weights begins at a multiple of 512 bytes.
+    assert process.memory.parameters == pytest.approx(stays + 2 * max(hosted), rel=0.1)
+    every = sum(p.nbytes for p in pipe.steps.visits.parameters)
+    (host,) = hosted_bytes(plan)
+    assert host == every * (1 if visitors == "frozen" else 4)
+    assert process.memory.optimizer == 2 * sum(p.nbytes for p in parameters if p.requires_grad) * (visitors == "frozen")
+    if visitors == "all":  # a stage's gradients are there until its D
+        assert process.memory.gradients < sum(hosted) / 2
+    loads = [span for span in plan.timeline.spans if span.action.kind == LOAD]
+    assert {span.action.stage: span.busy > 0 for span in loads} == dict.fromkeys(range(8), True)
+    assert "weights that visit" in report(plan)
 
 
 def test_a_step_that_fails_leaves_the_weights_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

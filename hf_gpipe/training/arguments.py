@@ -77,7 +77,7 @@ class PipelineTrainingArguments(TrainingArguments):
     replicas: int | list[int] | str = _decided("replicas")
     zero: int = _decided("zero")
     sequence_chunks: int = _decided("sequence_chunks")
-    offload_weights: str | None = _decided("offload_weights")
+    offload_weights: str | None = _key(PipelineConfig, "offload_weights")
     boundary_dtype: str | None = _key(PipelineConfig, "boundary_dtype")
     timeline_steps: int | None = _key(TrainingSection, "timeline_steps")
     slow_machine_steps: int | None = _key(TrainingSection, "slow_machine_steps")
