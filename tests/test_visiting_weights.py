@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch.multiprocessing import ProcessRaisedException
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import ScheduleError, UserError
@@ -23,6 +23,7 @@ from hf_gpipe.planner.report import report
 from hf_gpipe.planner.saving import hosted_bytes
 from hf_gpipe.runtime import visits
 from hf_gpipe.schedule.kinds import LOAD
+from scripts.bench.models import quantisation
 from scripts.families import default_config
 from tests.gloo import run_gloo
 from tests.oracle import (
@@ -126,6 +127,33 @@ def test_other_families(family: str) -> None:
     batch = exactness.padded_batch(model)
     plain = run_pipeline(pipeline(copy.deepcopy(model), schedule="gpipe", num_stages=2), batch)
     assert_same(run_pipeline(pipeline(model, offload_weights="frozen"), batch), plain)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_of_4_bits(tied: bool, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    batch = padded_batch(config)
+
+    def step(kind: str, **options: Any) -> Result:
+        bits = {"quantization_config": quantisation(kind, compute_dtype="float32")}
+        return run_pipeline(pipeline(str(tmp_path), **options, **bits), batch)
+
+    stays = step("nf4", schedule="breadth_first")
+    for visitors in ("frozen", "all"):
+        assert_same(step("nf4", offload_weights=visitors), stays, tolerance=0)
+    with pytest.raises(UserError, match=r"a model in 8 bits.*quantise to 4 bits"):
+        step("int8", offload_weights="frozen")
 
 
 def test_a_frozen_part_visits_and_the_rest_is_trained() -> None:
