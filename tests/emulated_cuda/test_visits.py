@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
+from transformers import AutoModelForCausalLM
 
 from hf_gpipe import Pipeline
 from hf_gpipe.runtime.visits import VisitingWeights
@@ -17,6 +19,7 @@ from tests.emulated_cuda.happens_before import checking
 from tests.emulated_cuda.mutants import mutate
 from tests.emulated_cuda.processes import on_emulated_cuda
 from tests.oracle import padded_batch, plain_model
+from tests.training.toy import trainer
 
 Numbers = tuple[list[float], dict[str, torch.Tensor]]
 
@@ -143,6 +146,32 @@ def test_the_host_waits_once_in_a_step() -> None:
             pipe.train_step(batch)
     assert len(counts.synchronisations) <= 1, str(counts)
     assert not counts.pageable_copies, str(counts)
+
+
+@pytest.mark.parametrize("fp32_master_weights", [False, True])
+@on_emulated_cuda()
+def test_a_training_with_its_checkpoints(tmp_path: Path, fp32_master_weights: bool) -> None:
+    """They are the same, so a run may go on with visits and without."""
+    dtype = torch.bfloat16 if fp32_master_weights else torch.float32
+    common: dict[str, Any] = {"family": "llama", "use_cpu": False, "max_steps": 4, "save_strategy": "steps"}
+    common |= {"save_steps": 2, "num_stages": 5, "fp32_master_weights": fp32_master_weights}
+
+    def weights(folder: str, resumed: str | None = None, **values: Any) -> dict[str, torch.Tensor]:
+        model = plain_model(config_of("llama"), dtype=dtype)
+        made = trainer(tmp_path / folder, model=model, **common | values)
+        made.train(resume_from_checkpoint=resumed and str(tmp_path / resumed / "checkpoint-2"))
+        made.save_model(str(tmp_path / folder / "saved"))
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / folder / "saved", dtype=dtype).state_dict()
+        assert all(torch.equal(saved[n], p.detach().cpu()) for n, p in made.pipe.named_parameters())
+        return saved
+
+    comes: dict[str, Any] = {"schedule": "breadth_first", "offload_weights": "all"}
+    expected = weights("stays")
+    for found in (
+        *(weights("comes", **comes), weights("comes again", "comes", **comes)),
+        *(weights("comes then", "stays", **comes), weights("stays then", "comes")),
+    ):
+        assert_near(found, expected, 1e-2 if fp32_master_weights else 1e-6, "weight")
 
 
 def problems_of_steps(visitors: str = "frozen") -> list[str]:
